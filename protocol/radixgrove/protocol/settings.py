@@ -1,0 +1,226 @@
+"""Every setting of every part: one definition for YAML file, command-line flag and environment.
+
+The command line builds its flags from these models (`--max-running`), the environment its names
+(`RADIXGROVE_MAX_RUNNING`), a YAML file its keys (`max_running`), the operator its validation of a
+resource's `engine` block. Fields marked `everyday` appear in `--help`, the rest in `--help-all`.
+Secrets are `SecretStr`: they print as stars and are given by environment or file.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+class DType(StrEnum):
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+class LoadFormat(StrEnum):
+    SAFETENSORS = "safetensors"
+    DUMMY = "dummy"
+
+
+class AttentionBackend(StrEnum):
+    AUTO = "auto"
+    FLASHINFER = "flashinfer"
+    TRITON = "triton"
+    TORCH = "torch"
+
+
+class SchedulePolicy(StrEnum):
+    FCFS = "fcfs"
+    LPM = "lpm"
+    DFS_WEIGHT = "dfs-weight"
+    PRIORITY = "priority"
+
+
+class EvictionPolicy(StrEnum):
+    LRU = "lru"
+    LFU = "lfu"
+    FIFO = "fifo"
+    PRIORITY = "priority"
+
+
+class Sharing(StrEnum):
+    PRIVATE = "private"  # a principal's cache serves only that principal
+    SHARED = "shared"  # one cache for all
+
+
+class RoutingPolicy(StrEnum):
+    PREFIX = "prefix"
+    LEAST_LOAD = "least-load"
+    ROUND_ROBIN = "round-robin"
+    RANDOM = "random"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def _field(default: Any, description: str, *, everyday: bool = False, **bounds: Any) -> Any:
+    return Field(
+        default=default, description=description, json_schema_extra={"everyday": everyday}, **bounds
+    )
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]  # 0: any free port
+
+
+class Settings(BaseModel):
+    """What worker and router have in common."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    host: str = _field("127.0.0.1", "Address to listen on.", everyday=True)
+    management_host: str = _field("127.0.0.1", "Address of the management port.")
+    management_key: SecretStr | None = _field(
+        None, "Bearer key of the management port; without one it listens on loopback only."
+    )
+    api_keys_file: str | None = _field(
+        None,
+        "File with one `principal: key` a line. Absent: no authentication, principal `local`.",
+        everyday=True,
+    )
+    internal_key: SecretStr | None = _field(
+        None, "Key with which routers prove themselves to workers."
+    )
+    cluster_secret: SecretStr | None = _field(
+        None, "Secret that keys block hashes; the same on every worker and router of a cluster."
+    )
+    redis_url: str | None = _field(
+        None, "redis://[:password@]host:port/db shared by routers and workers.", everyday=True
+    )
+    redis_prefix: str = _field(
+        "radixgrove", "Prefix of every Redis key.", pattern=r"^[A-Za-z0-9_.-]{1,64}$"
+    )
+    max_body_bytes: int = _field(8 << 20, "Largest request body, in bytes.", ge=1024, le=1 << 30)
+    drain_timeout: float = _field(
+        30.0, "Seconds that running requests get on SIGTERM.", gt=0, le=86400
+    )
+    log_level: LogLevel = _field(LogLevel.INFO, "Least severe message to log.", everyday=True)
+    log_json: bool = _field(False, "Log JSON lines.")
+    log_prompts: bool = _field(False, "Log prompts and answers. Off: they never reach a log.")
+
+
+class WorkerSettings(Settings):
+    """One worker: an engine and its HTTP frontends."""
+
+    model: str = _field(
+        "demo", "Hugging Face directory, or `demo` for SmolLM2-135M-Instruct.", everyday=True
+    )
+    served_model_name: list[str] = _field(
+        [], "Names under which the model is served; the first is its id.", everyday=True
+    )
+    port: Port = _field(8100, "Port of the OpenAI-compatible API.", everyday=True)
+    management_port: Port = _field(8101, "Port of the management API.")
+    frontends: int = _field(1, "HTTP processes.", ge=1, le=64)
+    service: str = _field(
+        "default",
+        "Name of the service whose replicas share an index; one service serves one model.",
+        pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$",
+    )
+    replica_id: str | None = _field(
+        None, "Stable name of this replica; host:port when absent.", max_length=128
+    )
+    advertise_url: str | None = _field(None, "URL at which routers reach this worker.")
+
+    device: Device = _field(Device.AUTO, "Where to run.", everyday=True)
+    dtype: DType = _field(
+        DType.AUTO, "Weights and KV; auto: the model's own, float32 on CPU.", everyday=True
+    )
+    load_format: LoadFormat = _field(
+        LoadFormat.SAFETENSORS, "`dummy`: random weights, for benchmarks."
+    )
+    weight_version: str = _field("0", "Names the weights in cache keys.", max_length=128)
+    tp: int = _field(1, "Tensor-parallel ranks.", ge=1, le=64, everyday=True)
+    attention_backend: AttentionBackend = _field(AttentionBackend.AUTO, "Attention kernels.")
+    cuda_graphs: bool = _field(True, "Capture decode steps as CUDA graphs.")
+    overlap: bool = _field(True, "Prepare the next step while the GPU runs this one.")
+    cpu_threads: int | None = _field(None, "Threads of a CPU engine; all cores by default.", ge=1)
+    step_timeout: float = _field(
+        10.0, "Seconds after which a step means a stuck rank; scaled up on a CPU.", gt=0
+    )
+
+    max_model_len: int | None = _field(
+        None,
+        "Longest prompt + output, in tokens; default: the model's.",
+        ge=16,
+        le=1 << 24,
+        everyday=True,
+    )
+    max_running: int | None = _field(
+        None, "Requests in a batch (256 on CUDA, 32 on CPU).", ge=1, le=4096, everyday=True
+    )
+    max_step_tokens: int | None = _field(
+        None,
+        "Tokens of one step, prefill chunks included (8192 on CUDA, 512 on CPU).",
+        ge=1,
+        le=1 << 20,
+    )
+    page_size: int = _field(16, "Tokens of a KV page.", ge=1, le=1024)
+    kv_tokens: int | None = _field(
+        None, "Size of the KV pool in tokens; default: what memory allows.", ge=16, everyday=True
+    )
+    memory_fraction: float = _field(
+        0.9, "Share of the device's memory for weights and KV.", gt=0, le=1, everyday=True
+    )
+    watermark: float = _field(
+        0.02, "Share of pages kept free when admitting, for requests that grow.", ge=0, lt=1
+    )
+    schedule_policy: SchedulePolicy = _field(SchedulePolicy.FCFS, "Order of the waiting queue.")
+    eviction_policy: EvictionPolicy = _field(EvictionPolicy.LRU, "Which cached page goes first.")
+    sharing: Sharing = _field(Sharing.PRIVATE, "Who may use whose cached prefixes.")
+    prefix_cache: bool = _field(True, "Keep finished pages for later requests.")
+    index_block: int | None = _field(
+        None, "Tokens of a block of the routers' index; a multiple of the page.", ge=1, le=4096
+    )
+    max_queued: int = _field(1024, "Waiting requests before 429.", ge=0, le=1 << 20)
+    max_queued_tokens: int = _field(4 << 20, "Prompt tokens of waiting requests before 429.", ge=0)
+    queue_timeout: float = _field(120.0, "Seconds a request may wait.", gt=0, le=86400)
+
+
+class RouterSettings(Settings):
+    """The router: one OpenAI-compatible endpoint before all replicas."""
+
+    port: Port = _field(8000, "Port of the OpenAI-compatible API.", everyday=True)
+    management_port: Port = _field(8001, "Port of the management API.")
+    processes: int = _field(1, "Router processes that share the port.", ge=1, le=64)
+    router_id: str | None = _field(None, "Stable name; host:port when absent.", max_length=128)
+    replicas: list[str] = _field(
+        [],
+        "Static replicas, `URL` or `model=URL`, beside those registered in Redis.",
+        everyday=True,
+    )
+    policy: RoutingPolicy = _field(RoutingPolicy.PREFIX, "Placement policy.", everyday=True)
+    connect_timeout: float = _field(2.0, "Seconds to connect to a replica.", gt=0, le=600)
+    first_byte_timeout: float = _field(
+        600.0, "Seconds to a replica's first byte (a non-streaming answer whole).", gt=0, le=86400
+    )
+    idle_timeout: float = _field(120.0, "Seconds between two bytes of a stream.", gt=0, le=86400)
+    retries: int = _field(2, "Other replicas to try before the first byte.", ge=0, le=16)
+    max_queued: int = _field(
+        4096, "Requests in flight through one router process before 429.", ge=1, le=1 << 20
+    )
+    queue_timeout: float = _field(
+        30.0, "Seconds to hold a request when no replica can take it.", ge=0, le=3600
+    )
+    breaker_failures: int = _field(5, "Failures in a row that open a replica's breaker.", ge=1)
+    breaker_seconds: float = _field(10.0, "Seconds a breaker stays open.", gt=0, le=3600)
+    reveal_replica: bool = _field(
+        False, "Send `x-radixgrove-replica` and matched tokens to clients that ask."
+    )

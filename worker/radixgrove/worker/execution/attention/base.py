@@ -1,0 +1,95 @@
+"""The interface of attention backends: one plan a step, one call a layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionBatch:
+    """One step's geometry: P prefill chunks first, then D decode rows of one token each.
+
+    T = prefill tokens + D. Device tensors may be longer than needed when a graph is captured or
+    replayed at a padded batch size; padding rows have `kv_lens` 1 and point at the scratch page.
+    Host mirrors exist so that no backend synchronises to plan; under an in-flight depth of 2 they
+    are exact, since a decode advances every row by one.
+    """
+
+    num_prefills: int
+    num_decodes: int
+    num_prefill_tokens: int
+    rows: Tensor  # [P + D] int32, row of the page table
+    qo_indptr: Tensor  # [P + D + 1] int32, first token of each row in q
+    kv_lens: Tensor  # [P + D] int32, KV length *including* this step's tokens
+    page_table: Tensor  # [max_rows, max_pages] int32
+    slots: Tensor  # [T] int64, where each token's K and V go: page * page_size + offset
+    positions: Tensor  # [T] int64
+    q_lens_host: list[int] = field(default_factory=list)  # [P] (decodes are 1 each)
+    kv_lens_host: list[int] = field(default_factory=list)  # [P + D]
+
+
+class AttentionBackend(ABC):
+    """Attention over pages. The pool is `[layers, 2, num_pages + 1, page_size, kv_heads, head_dim]`
+    (K at index 0, V at 1; the last page is scratch, written by padding and never read).
+    """
+
+    def __init__(
+        self,
+        pool: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+    ) -> None:
+        self.pool = pool
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        self.page_size = pool.shape[3]
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare for one forward pass; every layer's `forward` then uses this plan."""
+
+    @abstractmethod
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store this step's K and V into the layer's pages, then attend.
+
+        Query i of a chunk at [start, start + length) sees KV positions 0 .. start + i.
+
+        Args:
+            q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; RoPE already applied.
+
+        Returns:
+            [T, num_heads, head_dim], q's dtype.
+        """
+
+    def prepare_capture(self, max_batch: int, max_pages: int) -> None:  # noqa: B027
+        """Allocate static buffers for CUDA graphs of up to `max_batch` decode rows."""
+
+    def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
+        """As `plan` for a decode-only batch inside (or before replaying) the graph of size `padded`.
+
+        Whatever the graph reads must live in the buffers of `prepare_capture`.
+        """
+        self.plan(batch)
+
+
+def store_kv(pool: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Reference KV store: `pool[layer, :, page, offset] = k, v` at `slots`."""
+    flat = pool[layer].view(2, -1, pool.shape[4], pool.shape[5])
+    flat[0].index_copy_(0, slots, k)
+    flat[1].index_copy_(0, slots, v)
+
+
+def gather_positions(page_table: Tensor, row: int, length: int, page_size: int) -> Tensor:
+    """Slots of positions 0 .. length-1 of a row, [length] int64."""
+    positions = torch.arange(length, device=page_table.device)
+    pages = page_table[row, positions // page_size].long()
+    return pages * page_size + positions % page_size

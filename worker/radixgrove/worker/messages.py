@@ -1,0 +1,211 @@
+"""What the processes of one worker say to each other over ZMQ: msgpack of typed structs, no pickle.
+
+Sockets live in the worker's private runtime directory (mode 0700):
+
+    engine.sock       bound by the engine (PULL): frontends and agent push `ToEngine`
+    frontend-<i>.sock bound by frontend i (PULL): the engine pushes `ToFrontend`
+    agent.sock        bound by the agent (PULL): the engine pushes `ToAgent`
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from radixgrove.protocol.sampling import SamplingParams
+
+
+class CacheMode(StrEnum):
+    USE = "use"
+    BYPASS = "bypass"  # neither read the prefix cache nor leave anything in it
+
+
+class Finish(StrEnum):
+    STOP = "stop"  # a stop token
+    LENGTH = "length"  # max_tokens, or the model's maximum length
+    ABORT = "abort"  # the frontend asked for it; it frees its state on this message only
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Natural-log probability of a token and of the best alternatives, most probable first."""
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+# ---- to the engine ---------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, tag="submit", kw_only=True):
+    """One sequence to generate. `n > 1` is n of these with the same tokens."""
+
+    request_id: str  # unique within the worker
+    frontend: int  # index of the frontend that gets the outputs
+    token_ids: bytes  # int32 little-endian, the whole prompt, at least one token
+    sampling: SamplingParams
+    domain: str  # sharing domain of the KV cache: "public" or a principal
+    priority: int = 0  # higher first, only under the `priority` policy
+    queue_deadline: float | None = None  # Unix seconds; still waiting then: `Refused`
+    cache: CacheMode = CacheMode.USE
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    request_id: str
+
+
+class FlushCache(msgspec.Struct, tag="flush"):
+    """Drop every cached page that no running request holds."""
+
+
+class PublishSnapshot(msgspec.Struct, tag="snapshot"):
+    """The agent lost events (gap, Redis came back empty): send the whole cached set again."""
+
+
+ToEngine = Submit | Abort | FlushCache | PublishSnapshot
+
+# ---- to a frontend ---------------------------------------------------------------------------
+
+
+class Tokens(msgspec.Struct, tag="tokens", kw_only=True, omit_defaults=True):
+    """New tokens of one request. A finish comes once, with the last tokens (possibly none).
+
+    A stop token that ended the request is the last of `token_ids`; the frontend does not show it.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
+    finish: Finish | None = None
+    stop_token: int | None = None  # which one, when finish is STOP
+    cached_tokens: int | None = None  # on a request's first message: prompt tokens from the cache
+    # On the first message when asked for: one entry a prompt token, the first of them None.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class RefusalReason(StrEnum):
+    QUEUE_FULL = "queue_full"  # 429
+    QUEUE_TIMEOUT = "queue_timeout"  # 503
+    TOO_LONG = "too_long"  # can never fit the pool or the model's length: 400
+    INTERNAL = "internal"  # 500: this request alone failed
+
+
+class Refused(msgspec.Struct, tag="refused", kw_only=True):
+    """The request ends without (further) tokens."""
+
+    request_id: str
+    reason: RefusalReason
+    detail: str  # safe to show to a client
+    retry_after: float | None = None  # seconds
+
+
+class Outputs(msgspec.Struct, tag="outputs"):
+    """Everything one step produced for one frontend, in one message."""
+
+    items: list[Tokens | Refused]
+
+
+class EngineState(StrEnum):
+    """Phases of an engine's start, in order; `READY` from then on."""
+
+    LOADING = "loading"
+    WARMING_UP = "warming-up"
+    CAPTURING = "capturing"
+    READY = "ready"
+
+
+class Stats(msgspec.Struct, tag="stats", kw_only=True):
+    """The engine's pulse, sent about five times a second from the scheduler's own loop.
+
+    `ticks` counts loop turns (idle ones too), `steps` executed steps: a pulse that stops, or a step
+    that outlives `step_deadline`, means the engine is dead or stuck.
+    """
+
+    state: EngineState
+    ticks: int
+    steps: int
+    step_deadline: float | None  # Unix seconds by which the running step must end; None when idle
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0  # prompt tokens of waiting requests, less what the cache holds
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_evictable: int = 0  # cached and unreferenced
+    prompt_tokens: int = 0  # counters since start
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    evicted_pages: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+
+ToFrontend = Outputs | Stats
+
+# ---- to the agent ----------------------------------------------------------------------------
+
+
+class Tier(StrEnum):
+    GPU = "gpu"
+    HOST = "host"
+
+
+class CacheEvent(msgspec.Struct, array_like=True):
+    """Index blocks that became matchable or stopped being so, in the order it happened.
+
+    Closure: a block's parent is stored before it and removed after it (within one tier, one domain).
+    `hashes` is the concatenation of 16-byte chain hashes (`radixgrove.protocol.blocks`).
+    """
+
+    stored: bool  # False: removed
+    tier: Tier
+    domain: str
+    hashes: bytes
+
+
+class CacheEvents(msgspec.Struct, tag="cache_events"):
+    """A batch; `sequence` grows by one a batch, so that the agent sees a gap."""
+
+    sequence: int
+    events: list[CacheEvent]
+
+
+class CacheSnapshot(msgspec.Struct, tag="cache_snapshot"):
+    """All cached blocks at `sequence`, in chunks; parents first. The last chunk says so."""
+
+    sequence: int
+    events: list[CacheEvent]  # all `stored`
+    last: bool
+
+
+class EngineInfo(msgspec.Struct, tag="info", kw_only=True):
+    """Sent once, when the engine is ready to take requests."""
+
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    max_running: int
+    vocab_size: int
+    dtype: str
+    device: str  # "cpu", "NVIDIA H100 80GB HBM3", ...
+    weights_bytes: int
+    kv_bytes_per_token: int
+    attention_backend: str
+    prefill_tokens_per_second: float  # measured in warm-up; the router's cost model
+
+
+class PhaseReport(msgspec.Struct, tag="phase"):
+    """Progress of a long start, for people: `fraction` 0..1, or None when unknown."""
+
+    state: EngineState
+    message: str
+    fraction: float | None = None
+
+
+class Admitted(msgspec.Struct, tag="admitted"):
+    """Requests whose prefill began: the router's reservation for them stops counting."""
+
+    request_ids: list[str]
+
+
+ToAgent = CacheEvents | CacheSnapshot | EngineInfo | PhaseReport | Stats | Admitted
