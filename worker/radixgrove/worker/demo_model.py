@@ -241,17 +241,17 @@ def convert(gguf: Path, target: Path) -> None:
     transformers hands back a model that still calls itself quantized and refuses to be saved as a
     plain one; its tensors are copied into a fresh model of the same configuration instead.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(**source)
 
     settings = quantized.config.to_dict()
-    settings.pop("quantization_config", None)
+    for key in ("quantization_config", "_model_name_or_path"):
+        settings.pop(key, None)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    plain = type(quantized)(config).to(torch.float32)
+    plain = type(quantized)(config)
     plain.load_state_dict(quantized.state_dict())
     plain.generation_config = quantized.generation_config
     plain.save_pretrained(target)
