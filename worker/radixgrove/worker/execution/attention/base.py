@@ -70,6 +70,14 @@ class AttentionBackend(ABC):
             [T, num_heads, head_dim], q's dtype.
         """
 
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """The second half of `forward`: the layer's pages already hold this step's K and V.
+
+        The decoder calls this one, after a kernel that fuses RoPE with the store (`slots` of the
+        batch say where).
+        """
+
     def prepare_capture(self, max_batch: int, max_pages: int) -> None:  # noqa: B027
         """Allocate static buffers for CUDA graphs of up to `max_batch` decode rows."""
 
