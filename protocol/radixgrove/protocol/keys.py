@@ -1,0 +1,57 @@
+"""Names of everything radixgrove keeps in Redis.
+
+All keys of one service share a hash tag, so that a script may touch them together on Redis Cluster:
+
+    {prefix}:services                     SET     names of services that ever registered a replica
+    {prefix}:{<service>}:identity         STRING  JSON every replica of the service must agree on
+    {prefix}:{<service>}:replicas         HASH    replica id → `registry.Registration` as JSON
+    {prefix}:{<service>}:leases           HASH    generation → packed `registry.Lease`
+    {prefix}:{<service>}:sequences        HASH    generation → last applied event batch
+    {prefix}:{<service>}:routers          ZSET    router id → end of its lease, ms of Redis's clock
+    {prefix}:{<service>}:reserved         HASH    reservation id → generation, router, tokens, time
+    {prefix}:{<service>}:pending:<0|1>    HASH    member → generations that are computing it now
+    {prefix}:{<service>}:gpu:<generation>   SET   members of the GPU tier's prefix tree
+    {prefix}:{<service>}:host:<generation>  SET   members of the host tier
+    {prefix}:{<service>}:load:<generation>  HASH  router id → "requests tokens"; "@busy" → ms
+    {prefix}:{<service>}:snapshot:<tier>:<generation>  SET  a snapshot on its way
+"""
+
+from __future__ import annotations
+
+TIERS = ("gpu", "host")
+
+
+def services_key(prefix: str) -> str:
+    return f"{prefix}:services"
+
+
+class ServiceKeys:
+    """Key names of one service."""
+
+    def __init__(self, prefix: str, service: str) -> None:
+        base = f"{prefix}:{{{service}}}"
+        self._base = base
+        self.identity = f"{base}:identity"
+        self.replicas = f"{base}:replicas"
+        self.leases = f"{base}:leases"
+        self.sequences = f"{base}:sequences"
+        self.routers = f"{base}:routers"
+        self.reserved = f"{base}:reserved"
+        self.pending = (f"{base}:pending:0", f"{base}:pending:1")
+
+    def tree(self, tier: str, generation: str) -> str:
+        return f"{self._base}:{tier}:{generation}"
+
+    def load(self, generation: str) -> str:
+        return f"{self._base}:load:{generation}"
+
+    def snapshot(self, tier: str, generation: str) -> str:
+        return f"{self._base}:snapshot:{tier}:{generation}"
+
+    def of_generation(self, generation: str) -> list[str]:
+        """Every key that dies with a generation."""
+        return [
+            *(self.tree(tier, generation) for tier in TIERS),
+            *(self.snapshot(tier, generation) for tier in TIERS),
+            self.load(generation),
+        ]
