@@ -206,6 +206,11 @@ class RouterSettings(Settings):
         "Static replicas, `URL` or `model=URL`, beside those registered in Redis.",
         everyday=True,
     )
+    model_table: str | None = _field(
+        None,
+        "Name of the operator's model table in Redis; only replicas it lists are served then.",
+        pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$",
+    )
     policy: RoutingPolicy = _field(RoutingPolicy.PREFIX, "Placement policy.", everyday=True)
     connect_timeout: float = _field(2.0, "Seconds to connect to a replica.", gt=0, le=600)
     first_byte_timeout: float = _field(

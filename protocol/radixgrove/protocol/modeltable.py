@@ -1,0 +1,96 @@
+"""Which models exist: the table that the operator writes into Redis and routers obey.
+
+Workers' leases say who serves; this table says what may be served, by whom. A registered replica
+whose id is not among the listed attempts of its service belongs to a group that was replaced or is
+draining: a router sends it nothing new. The attempt is thus the fencing token of a group.
+
+    {prefix}:models:<table>    STRING  JSON of `ModelTable`; table "shared" is the shared router's
+    {prefix}:demand            HASH    "<router id> <service>" → JSON of `Demand`, written by routers
+
+A router without a table name (no operator) serves whatever is registered. A table that vanishes
+with Redis is written again by the operator; until then routers keep the last one they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+SHARED = "shared"
+MAX_TABLE_BYTES = 16 << 20
+
+
+class ModelEntry(msgspec.Struct, kw_only=True, frozen=True):
+    """One service."""
+
+    service: str  # its name in Redis, as in `registry.Registration.service`
+    names: list[str]  # the id first, aliases after it
+    attempts: list[str]  # replica ids that may serve; in no order
+    desired: int  # groups wanted; 0: asleep or suspended
+    wakes: bool = False  # asleep, and a held request wakes it: hold instead of refusing
+
+
+class ModelTable(msgspec.Struct, kw_only=True, frozen=True):
+    entries: list[ModelEntry]
+    version: int = 1
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> ModelTable:
+        """Raises ValueError when it is malformed, too large or of an unknown version."""
+        if len(data) > MAX_TABLE_BYTES:
+            raise ValueError(f"a model table of {len(data)} bytes is refused")
+        table = msgspec.json.decode(data, type=cls)
+        if table.version != 1:
+            raise ValueError(f"model table version {table.version} is unknown")
+        return table
+
+    def by_name(self) -> dict[str, ModelEntry]:
+        """Entries by every name; the earlier entry keeps a name that two of them claim."""
+        found: dict[str, ModelEntry] = {}
+        for entry in self.entries:
+            for name in entry.names:
+                found.setdefault(name, entry)
+        return found
+
+
+class Demand(msgspec.Struct, kw_only=True, frozen=True):
+    """Requests that a router holds because no replica can take them."""
+
+    held: int
+    at_ms: int  # Redis's clock; an entry older than `DEMAND_SECONDS` counts as none
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Demand:
+        return msgspec.json.decode(data, type=cls)
+
+
+DEMAND_SECONDS = 10.0
+
+
+def table_key(prefix: str, table: str) -> str:
+    return f"{prefix}:models:{table}"
+
+
+def demand_key(prefix: str) -> str:
+    return f"{prefix}:demand"
+
+
+def demand_field(router_id: str, service: str) -> str:
+    return f"{router_id} {service}"
+
+
+def total_demand(fields: Sequence[tuple[str, Demand]], service: str, now_ms: int) -> int:
+    """Requests held for a service by all live routers."""
+    oldest = now_ms - DEMAND_SECONDS * 1000
+    return sum(
+        demand.held
+        for field, demand in fields
+        if field.rpartition(" ")[2] == service and demand.at_ms >= oldest
+    )
