@@ -1,0 +1,167 @@
+"""Builds the cluster's programs from pinned Go modules into the user's cache.
+
+A program is built once per *key*, the hash of the module files, our own sources and the flags.
+Each file appears under its final name only when it is complete, so an interrupted build goes on
+where it stopped and a reader never sees half a program.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent.parent / "binaries"
+KUBERNETES_VERSION = "v1.35.4"
+GO_NEEDED = (1, 26)
+
+# Without the version a server calls itself v0.0.0-master, and a chart's `kubeVersion` refuses it.
+_VERSION_PACKAGE = "k8s.io/component-base/version"
+_MAJOR, _MINOR, _ = KUBERNETES_VERSION.removeprefix("v").split(".")
+LINKER_FLAGS = (
+    f"-s -w -X {_VERSION_PACKAGE}.gitVersion={KUBERNETES_VERSION}"
+    f" -X {_VERSION_PACKAGE}.gitMajor={_MAJOR} -X {_VERSION_PACKAGE}.gitMinor={_MINOR}"
+)
+BUILD_FLAGS = ("-mod=readonly", "-buildvcs=false", "-trimpath", "-ldflags", LINKER_FLAGS)
+
+
+class BuildError(RuntimeError):
+    """A program could not be built; the message says what is missing or what the compiler said."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One executable: its file name, the Go module of ours that pins it, and its main package."""
+
+    name: str
+    module: str
+    package: str
+
+
+def _kubernetes(name: str) -> Program:
+    return Program(name, "kubernetes", f"k8s.io/kubernetes/cmd/{name}")
+
+
+CONTROL_PLANE = (
+    Program("etcd", "kubernetes", "go.etcd.io/etcd/server/v3"),
+    _kubernetes("kube-apiserver"),
+    _kubernetes("kube-controller-manager"),
+    _kubernetes("kube-scheduler"),
+    _kubernetes("kubectl"),
+)
+NODE = (
+    Program("pause", "kubernetes", "./pause"),
+    _kubernetes("kubelet"),
+    _kubernetes("kube-proxy"),
+    Program("coredns", "kubernetes", "./coredns"),
+    Program(
+        "kube-router", "kubernetes", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"
+    ),
+)
+TOOLS = (
+    Program("helm", "kubernetes", "helm.sh/helm/v3/cmd/helm"),
+    Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok"),
+)
+PROGRAMS = (*CONTROL_PLANE, *NODE, *TOOLS)
+
+
+def cache_directory() -> Path:
+    """The harness's part of the user's cache (XDG base directory specification)."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "radixgrove" / "cluster"
+
+
+def build_key() -> str:
+    """Names a set of programs by everything that decides what they contain."""
+    digest = hashlib.sha256("\0".join(BUILD_FLAGS).encode())
+    sources = (p for p in SOURCES.rglob("*") if p.name in {"go.mod", "go.sum"} or p.suffix == ".go")
+    for path in sorted(sources):
+        digest.update(f"\0{path.relative_to(SOURCES)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def missing(programs: Iterable[Program] = PROGRAMS) -> list[Program]:
+    """The programs that have still to be built."""
+    directory = cache_directory() / build_key()
+    return [program for program in programs if not (directory / program.name).exists()]
+
+
+def ensure(
+    programs: Sequence[Program] = PROGRAMS,
+    *,
+    jobs: int | None = None,
+    report: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> Path:
+    """Builds whatever of `programs` is missing and returns the directory that holds them.
+
+    Only one process builds at a time; others wait for it and then find the programs there.
+    `jobs` bounds the compiler's parallelism (default: all cores). Raises `BuildError`.
+    """
+    directory = cache_directory() / build_key()
+    if not missing(programs):
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    with _exclusive(cache_directory() / f"{directory.name}.lock", report):
+        pending = missing(programs)
+        if pending:
+            go = _find_go()
+            for number, program in enumerate(pending, 1):
+                report(f"building {program.name} ({number} of {len(pending)})")
+                started = time.monotonic()
+                _build(go, program, directory, jobs)
+                report(f"built {program.name} in {time.monotonic() - started:.0f} s")
+    return directory
+
+
+@contextmanager
+def _exclusive(path: Path, report: Callable[[str], None]) -> Iterator[None]:
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("waiting for another build of the cluster's programs")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _find_go() -> str:
+    needed = ".".join(map(str, GO_NEEDED))
+    go = shutil.which("go")
+    if go is None:
+        raise BuildError(
+            f"Go {needed} or newer is needed to build Kubernetes and is not on PATH:"
+            " install it from https://go.dev/dl/"
+        )
+    answer = subprocess.run([go, "env", "GOVERSION"], capture_output=True, text=True, check=True)
+    version = answer.stdout.strip().removeprefix("go")
+    if tuple(int(part) for part in version.split(".")[:2]) < GO_NEEDED:
+        raise BuildError(f"Go {needed} or newer is needed to build Kubernetes, found {version}")
+    return go
+
+
+def _build(go: str, program: Program, directory: Path, jobs: int | None) -> None:
+    partial = directory / f".{program.name}.partial"
+    command = [go, "build", *BUILD_FLAGS, "-o", str(partial)]
+    if jobs is not None:
+        command += ["-p", str(jobs)]
+    # GOFLAGS of the caller must not change what the key promises.
+    environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
+    outcome = subprocess.run(
+        [*command, program.package],
+        cwd=SOURCES / program.module,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if outcome.returncode != 0:
+        partial.unlink(missing_ok=True)
+        raise BuildError(f"{program.name} could not be built:\n{outcome.stderr[-4000:]}")
+    partial.replace(directory / program.name)

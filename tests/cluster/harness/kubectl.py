@@ -1,0 +1,96 @@
+"""kubectl, as tests want it: text or JSON out, an error with the server's words otherwise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.harness.waiting import wait_until
+
+Manifest = Mapping[str, Any]
+
+
+class KubectlError(RuntimeError):
+    """kubectl ended with an error; `stderr` is what it said."""
+
+    def __init__(self, arguments: Sequence[str], stderr: str) -> None:
+        super().__init__(f"kubectl {' '.join(arguments)}: {stderr.strip()}")
+        self.stderr = stderr
+
+
+@dataclass(frozen=True)
+class Kubectl:
+    """Runs one kubectl with one kubeconfig."""
+
+    program: Path
+    kubeconfig: Path
+
+    def run(self, *arguments: str, text: str | None = None, timeout: float = 60) -> str:
+        """Returns standard output; `text` goes to standard input. Raises `KubectlError`."""
+        outcome = subprocess.run(
+            [str(self.program), f"--kubeconfig={self.kubeconfig}", *arguments],
+            input=text,
+            stdin=subprocess.DEVNULL if text is None else None,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        if outcome.returncode != 0:
+            raise KubectlError(arguments, outcome.stderr)
+        return outcome.stdout
+
+    def json(self, *arguments: str) -> Any:
+        """`run` with `--output=json`, parsed."""
+        return json.loads(self.run(*arguments, "--output=json"))
+
+    def get(self, *arguments: str) -> Any | None:
+        """One resource, or None when there is none of that name."""
+        answer = self.run("get", *arguments, "--output=json", "--ignore-not-found")
+        return json.loads(answer) if answer.strip() else None
+
+    def items(self, *arguments: str) -> list[Any]:
+        """The items of a `get` of several resources."""
+        found: list[Any] = self.json("get", *arguments)["items"]
+        return found
+
+    def apply(self, *manifests: Manifest | str) -> None:
+        """Server-side apply of dictionaries or YAML texts, in one call."""
+        documents = [m if isinstance(m, str) else json.dumps(m) for m in manifests]
+        self.run(
+            "apply", "--server-side", "--force-conflicts", "--filename=-",
+            text="\n---\n".join(documents),
+        )  # fmt: skip
+
+    def patch(self, *arguments: str, body: Any, kind: str = "merge") -> None:
+        """PATCH of one resource; kind is json, merge or strategic."""
+        self.run("patch", *arguments, f"--type={kind}", f"--patch={json.dumps(body)}")
+
+    def delete(self, *arguments: str, wait: bool = True, timeout: float = 60) -> None:
+        """Deletes what the arguments name; what is gone already is no error."""
+        self.run(
+            "delete", *arguments, "--ignore-not-found", f"--wait={str(wait).lower()}",
+            timeout=timeout,
+        )  # fmt: skip
+
+    def wait_for(
+        self, *arguments: str, that: Callable[[Any], object], what: str, timeout: float = 60
+    ) -> Any:
+        """Waits until a resource exists and satisfies `that`; returns it."""
+
+        def satisfied() -> Any | None:
+            found = self.get(*arguments)
+            return found if found is not None and that(found) else None
+
+        return wait_until(satisfied, f"{' '.join(arguments)}: {what}", timeout=timeout)
+
+
+def condition(resource: Any, kind: str) -> str:
+    """The status of a resource's condition: True, False, Unknown, or empty when absent."""
+    for found in resource.get("status", {}).get("conditions", []):
+        if found["type"] == kind:
+            return str(found["status"])
+    return ""
