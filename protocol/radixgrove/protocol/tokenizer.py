@@ -1,0 +1,143 @@
+"""A model's tokenizer files, and what prompts need to know of them beyond `tokenizers` itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer
+
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS_MAP)
+MAX_FILE_BYTES = 64 << 20
+
+
+class TokenizerError(ValueError):
+    """The files do not make a usable tokenizer."""
+
+
+class TokenizerFiles:
+    """The files that decide how text becomes token ids, by name; absent ones are left out."""
+
+    def __init__(self, contents: dict[str, bytes]) -> None:
+        """
+        Raises:
+            TokenizerError: `tokenizer.json` is missing, or a file is unknown or too large.
+        """
+        if TOKENIZER_JSON not in contents:
+            raise TokenizerError(f"{TOKENIZER_JSON} is missing")
+        for name, content in contents.items():
+            if name not in TOKENIZER_FILES:
+                raise TokenizerError("not a tokenizer file")
+            if len(content) > MAX_FILE_BYTES:
+                raise TokenizerError(f"{name} is larger than {MAX_FILE_BYTES} bytes")
+        self.contents = contents
+
+    @classmethod
+    def load(cls, model_dir: Path) -> TokenizerFiles:
+        """Read them from a Hugging Face directory."""
+        paths = [model_dir / name for name in TOKENIZER_FILES]
+        return cls({path.name: path.read_bytes() for path in paths if path.is_file()})
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal digests mean equal token ids for every request. Lower-case hex of SHA-256."""
+        total = sha256()
+        for name in TOKENIZER_FILES:
+            content = self.contents.get(name)
+            if content is not None:
+                total.update(f"{name}\0{len(content)}\0".encode() + content)
+        return total.hexdigest()
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON file's object; empty when the file is absent.
+
+        Raises:
+            TokenizerError: it is not a JSON object.
+        """
+        content = self.contents.get(name)
+        if content is None:
+            return {}
+        try:
+            return msgspec.json.decode(content, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"{name} is not a JSON object") from error
+
+    def tokenizer(self) -> Tokenizer:
+        """A new tokenizer that neither truncates nor pads.
+
+        Raises:
+            TokenizerError: `tokenizer.json` is malformed.
+        """
+        try:
+            tokenizer = Tokenizer.from_buffer(self.contents[TOKENIZER_JSON])
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"{TOKENIZER_JSON} is malformed") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    def special_texts(self) -> dict[str, str]:
+        """Texts of `bos_token`, `eos_token` … as chat templates name them."""
+        texts: dict[str, str] = {}
+        for source in (self.json(SPECIAL_TOKENS_MAP), self.json(TOKENIZER_CONFIG)):
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+                value = source.get(name)
+                if isinstance(value, dict):
+                    value = value.get("content")
+                if isinstance(value, str):
+                    texts[name] = value
+        return texts
+
+    def chat_template(self) -> str | None:
+        """Source of the model's (default) chat template."""
+        source = self.contents.get(CHAT_TEMPLATE)
+        if source is not None:
+            return source.decode("utf-8", "replace")
+        configured = self.json(TOKENIZER_CONFIG).get("chat_template")
+        if isinstance(configured, list):  # older files: [{"name": …, "template": …}, …]
+            named = {item.get("name"): item.get("template") for item in configured}
+            configured = named.get("default")
+        return configured if isinstance(configured, str) else None
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Where a rendered prompt has control tokens, and where it may be cut.
+
+    The tokenizer itself looks for added tokens first (leftmost, longest) and encodes what lies
+    between them on its own, so that no merge crosses one. A cut right before a token of `cuts` thus
+    never changes an id.
+    """
+
+    ids: dict[str, int]  # the special ones: text → id
+    cuts: frozenset[str]
+    pattern: re.Pattern[str] | None  # every added token, longest first; None: there are none
+    normalized: bool  # some are looked for in normalized text, where we cannot see them
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> SpecialTokens:
+        added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        tokens = {
+            token.content: (number, token) for number, token in added.items() if token.content
+        }
+        texts = sorted(tokens, key=len, reverse=True)
+        return cls(
+            ids={text: number for text, (number, token) in tokens.items() if token.special},
+            cuts=frozenset(text for text, (_, token) in tokens.items() if _is_cut(token)),
+            pattern=re.compile("|".join(map(re.escape, texts))) if texts else None,
+            normalized=any(token.special and token.normalized for _, token in tokens.values()),
+        )
+
+
+def _is_cut(token: AddedToken) -> bool:
+    """A token that touches no text before it: `lstrip` eats blanks there, `single_word` looks."""
+    return bool(token.special and not (token.normalized or token.lstrip or token.single_word))
