@@ -1,0 +1,48 @@
+"""The one place that imports Triton, so that hosts without it still have the torch references.
+
+Kernels take `jit`, `tl` and `pdl_wait` from here. Without Triton `jit` leaves the function as it
+is; nothing launches it, since `ops` chooses the references off CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:
+    triton = None
+    tl = None
+    gdc_launch_dependents = gdc_wait = None
+
+__all__ = ["cdiv", "gdc_launch_dependents", "gdc_wait", "jit", "next_power_of_2", "pdl", "tl"]
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit` where Triton exists."""
+    return function if triton is None else triton.jit(function)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def pdl(x: torch.Tensor) -> dict[str, bool]:
+    """Launch options for programmatic dependent launch: the kernel may start before the previous
+    one ends and waits for its results by `gdc_wait`. Hopper and later; `RADIXGROVE_PDL=0` is off.
+    """
+    enabled = x.is_cuda and _PDL and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return {"PDL": True, "launch_pdl": True} if enabled else {"PDL": False}
+
+
+_PDL = os.environ.get("RADIXGROVE_PDL", "1") != "0"

@@ -1,0 +1,342 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""Linear layers of decode batches: products bound by reading the weights.
+
+With few tokens a product costs the time its weights take to arrive, so what counts is bytes in
+flight on every multiprocessor and the number of launches:
+
+- `gemv` (one token) keeps the product on CUDA cores, folds the RMSNorm before it into the same pass
+  (the scale factors out of the sum), and SiLU-and-multiply or the residual addition into its end.
+- `skinny` (up to 128 tokens) puts the weights on the tensor cores' long side, splits the reduction
+  when there are too few tiles for the chip, and folds the same endings in.
+
+Both are optional: `tuning.py` decides by measurement where they beat cuBLAS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from radixgrove.kernels._triton import (
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    next_power_of_2,
+    pdl,
+    tl,
+)
+from radixgrove.kernels.activation import silu_and_mul_reference
+from radixgrove.kernels.norm import rms_norm_reference
+
+MAX_SKINNY_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class GemvConfig:
+    """Rows of the weight a program owns, the step along K, and warps."""
+
+    rows: int = 4
+    block_k: int = 1024
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """Tile of the weight (block_n x block_k), ways to split K, pipeline stages and warps."""
+
+    block_n: int = 64
+    block_k: int = 128
+    splits: int = 1
+    stages: int = 4
+    warps: int = 4
+
+
+def linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    silu: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """See `gemv`; for any number of tokens."""
+    if norm is not None:
+        x = rms_norm_reference(x, norm, eps)
+    y = torch.nn.functional.linear(x, weight, bias)
+    if silu:
+        y = silu_and_mul_reference(y)
+    return y if residual is None else residual.add_(y)
+
+
+@jit
+def _gemv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    n,
+    k,
+    eps,
+    NORM: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, BLOCK_K)
+    alive = row < n
+    weights = weight_ptr + row.to(tl.int64)[:, None] * k + lane[None, :]
+    upper = weights + n.to(tl.int64) * k  # the `up` half of a fused gate/up weight
+    first = alive[:, None] & (lane < k)[None, :]
+    # Weights do not depend on the kernel before: their first tile is under way while it ends.
+    tile = tl.load(weights, mask=first, other=0.0)
+    upper_tile = tl.load(upper, mask=first, other=0.0) if SILU else tile
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((ROWS, BLOCK_K), dtype=tl.float32)
+    upper_total = tl.zeros((ROWS, BLOCK_K), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    for offset in range(0, k, BLOCK_K):
+        ahead = offset + BLOCK_K
+        next_mask = alive[:, None] & (ahead + lane < k)[None, :]
+        next_tile = tl.load(weights + ahead, mask=next_mask, other=0.0)
+        x = tl.load(x_ptr + offset + lane, mask=offset + lane < k, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + offset + lane, mask=offset + lane < k, other=0.0).to(tl.float32)
+        total += tile.to(tl.float32) * x[None, :]
+        if SILU:
+            upper_total += upper_tile.to(tl.float32) * x[None, :]
+            upper_tile = tl.load(upper + ahead, mask=next_mask, other=0.0)
+        tile = next_tile
+    y = tl.sum(total, axis=1)
+    upper_y = tl.sum(upper_total, axis=1) if SILU else y
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / k + eps)
+        y *= scale
+        upper_y *= scale
+    if BIAS:
+        y += tl.load(bias_ptr + row, mask=alive, other=0.0).to(tl.float32)
+    if SILU:
+        y = y / (1.0 + tl.exp(-y)) * upper_y
+    if RESIDUAL:
+        y += tl.load(residual_ptr + row, mask=alive, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=alive)
+
+
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    silu: bool = False,
+    residual: Tensor | None = None,
+    config: GemvConfig | None = None,
+) -> Tensor:
+    """`ending(norm(x) @ weight.T + bias)` for one token, summed in float32.
+
+    Args:
+        x: [1, K] contiguous, float32, bfloat16 or float16.
+        weight: [N, K] contiguous, or [2 N, K] (gate, then up) with `silu`. bias: [N], not with
+            `silu`.
+        norm: [K], weight of an RMSNorm of x with `eps`, applied first.
+        silu: SiLU-and-multiply the halves of the product.
+        residual: [1, N], added to, in place, and returned.
+
+    Returns:
+        [1, N], x's dtype.
+    """
+    k = x.shape[1]
+    n = weight.shape[0] // 2 if silu else weight.shape[0]
+    out = residual if residual is not None else torch.empty((1, n), dtype=x.dtype, device=x.device)
+    config = config or GemvConfig()
+    _gemv_kernel[(cdiv(n, config.rows),)](
+        x,
+        weight,
+        bias if bias is not None else x,
+        norm if norm is not None else x,
+        residual if residual is not None else x,
+        out,
+        n,
+        k,
+        eps,
+        NORM=norm is not None,
+        SILU=silu,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        ROWS=config.rows,
+        BLOCK_K=config.block_k,
+        num_warps=config.warps,
+        **pdl(x),
+    )
+    return out
+
+
+@jit
+def _skinny_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    partial_ptr,
+    counter_ptr,
+    tokens,
+    n,
+    k,
+    k_split,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: out[:, tile] over one share of K, as weight_tile @ x.T in float32."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.arange(0, BLOCK_M)
+    lane = tl.arange(0, BLOCK_K)
+    alive = row < n
+    # Rows past the end read row 0 rather than carry a mask through the pipeline.
+    weights = weight_ptr + tl.where(alive, row, 0).to(tl.int64)[:, None] * k + lane[None, :]
+    inputs = x_ptr + tl.where(token < tokens, token, 0)[None, :] * k + lane[:, None]
+    start = split * k_split
+    stop = tl.minimum(start + k_split, k)
+    total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    upper_total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for offset in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
+        inside = offset + lane < stop
+        w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
+        x = tl.load(inputs + offset, mask=inside[:, None], other=0.0)
+        total = tl.dot(w, x, total, input_precision=PRECISION)
+        if SILU:
+            upper = tl.load(weights + n.to(tl.int64) * k + offset, mask=inside[None, :], other=0.0)
+            upper_total = tl.dot(upper, x, upper_total, input_precision=PRECISION)
+    last = True
+    if SPLITS > 1:
+        # Every split leaves its share; the last one to arrive sums them in a fixed order.
+        tiles = tl.num_programs(0)
+        area: tl.constexpr = BLOCK_N * BLOCK_M
+        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + token[None, :]
+        halves: tl.constexpr = 2 if SILU else 1
+        slot = partial_ptr + (split * tiles + tile).to(tl.int64) * halves * area
+        tl.store(slot + inner, total)
+        if SILU:
+            tl.store(slot + area + inner, upper_total)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+        last = arrived == SPLITS - 1
+        if last:
+            tl.store(counter_ptr + tile, 0)
+            total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            upper_total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for other in range(SPLITS):
+                slot = partial_ptr + (other * tiles + tile).to(tl.int64) * halves * area
+                total += tl.load(slot + inner, cache_modifier=".cg")
+                if SILU:
+                    upper_total += tl.load(slot + area + inner, cache_modifier=".cg")
+    if last:
+        y = total
+        if BIAS:
+            y += tl.load(bias_ptr + row, mask=alive, other=0.0).to(tl.float32)[:, None]
+        if SILU:
+            y = y / (1.0 + tl.exp(-y)) * upper_total
+        mask = alive[:, None] & (token < tokens)[None, :]
+        target = token[None, :] * n + row[:, None]
+        if RESIDUAL:
+            y += tl.load(residual_ptr + target, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + target, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class SkinnyWorkspace:
+    """Partial sums and counters of split products of one device; used by one stream at a time.
+
+    Counters are zero between launches: the program that sees the last arrival puts them back.
+    """
+
+    def __init__(
+        self, device: torch.device, *, partials: int = 16 << 20, tiles: int = 8192
+    ) -> None:
+        self.partials = torch.empty(partials, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(tiles, dtype=torch.int32, device=device)
+
+    def fits(self, config: SkinnyConfig, tokens: int, n: int, silu: bool) -> bool:
+        tiles = cdiv(n, config.block_n)
+        area = config.block_n * max(16, next_power_of_2(tokens)) * (2 if silu else 1)
+        return tiles <= len(self.counters) and config.splits * tiles * area <= len(self.partials)
+
+
+def skinny(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    silu: bool = False,
+    residual: Tensor | None = None,
+    config: SkinnyConfig | None = None,
+    workspace: SkinnyWorkspace | None = None,
+) -> Tensor:
+    """As `gemv` without its norm, for 1 to `MAX_SKINNY_TOKENS` tokens: x is [T, K] contiguous.
+
+    Raises:
+        ValueError: too many tokens, or `config` splits K and `workspace` is absent or too small.
+    """
+    tokens, k = x.shape
+    n = weight.shape[0] // 2 if silu else weight.shape[0]
+    config = config or SkinnyConfig()
+    if not 1 <= tokens <= MAX_SKINNY_TOKENS:
+        raise ValueError(f"{tokens} tokens are not within 1..{MAX_SKINNY_TOKENS}")
+    if config.splits > 1 and (workspace is None or not workspace.fits(config, tokens, n, silu)):
+        raise ValueError("splitting K needs a workspace of sufficient size")
+    if residual is not None:
+        out = residual
+    else:
+        out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    k_split = cdiv(cdiv(k, config.splits), config.block_k) * config.block_k
+    _skinny_kernel[(cdiv(n, config.block_n), config.splits)](
+        x,
+        weight,
+        bias if bias is not None else x,
+        residual if residual is not None else x,
+        out,
+        workspace.partials if workspace is not None else x,
+        workspace.counters if workspace is not None else x,
+        tokens,
+        n,
+        k,
+        k_split,
+        SILU=silu,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        SPLITS=config.splits,
+        BLOCK_M=max(16, next_power_of_2(tokens)),
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        STAGES=config.stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=config.warps,
+        **pdl(x),
+    )
+    return out

@@ -1,0 +1,109 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""RMSNorm (Zhang and Sennrich 2019), alone and fused with the residual addition before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from radixgrove.kernels._triton import (
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    next_power_of_2,
+    pdl,
+    tl,
+)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `rms_norm`."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).mul_(weight.float()).to(x.dtype)
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `add_rms_norm`."""
+    residual.add_(x)
+    return rms_norm_reference(residual, weight, eps)
+
+
+@jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    hidden,
+    x_stride,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
+    if ADD:
+        total = x.to(tl.float32) + tl.load(
+            residual_ptr + row * hidden + columns, mask=mask, other=0.0
+        ).to(tl.float32)
+        # The sum is rounded first: what is normalised is what the residual stream carries on.
+        x = total.to(x.dtype)
+        tl.store(residual_ptr + row * hidden + columns, x, mask=mask)
+    wide = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / hidden + eps)
+    tl.store(out_ptr + row * hidden + columns, (wide * scale * weight).to(x.dtype), mask=mask)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    tokens, hidden = x.shape
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    if tokens:
+        block = next_power_of_2(hidden)
+        _rms_norm_kernel[(tokens,)](
+            x,
+            residual if residual is not None else x,
+            weight,
+            out,
+            hidden,
+            x.stride(0),
+            eps,
+            ADD=residual is not None,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+            **pdl(x),
+        )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / rms(x) * weight` over the last dimension, computed in float32.
+
+    Args:
+        x: [T, hidden], rows may be strided, a row contiguous; float32, bfloat16 or float16.
+        weight: [hidden].
+
+    Returns:
+        [T, hidden] contiguous, x's dtype.
+    """
+    return _launch(x, None, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`residual += x` in place, then the RMSNorm of the new residual.
+
+    Args:
+        x: [T, hidden], rows may be strided; residual: [T, hidden] contiguous, same dtype.
+        weight: [hidden].
+
+    Returns:
+        [T, hidden] contiguous, x's dtype.
+    """
+    return _launch(x, residual, weight, eps)

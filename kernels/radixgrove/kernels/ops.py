@@ -1,0 +1,200 @@
+"""What models, samplers and attention call: Triton kernels on CUDA, torch references elsewhere.
+
+A decoder layer over the residual stream `h` [T, hidden], with one rank:
+
+    qkv = ops.linear(h, w_qkv, b_qkv, norm=w_input_norm, eps=eps)
+    q = ops.rope_store(qkv, cos_sin, positions, slots, pool[layer], w_q_norm, w_k_norm, eps)
+    a = backend.attend(layer, q)                      # K and V are in the pages already
+    ops.linear(a.flatten(1), w_o, residual=h)         # h += ..., in place
+    g = ops.linear(h, w_gate_up, norm=w_post_norm, eps=eps, silu=True)
+    ops.linear(g, w_down, residual=h)
+
+With several ranks the row-parallel products are all-reduced first: `y = ops.linear(a, w_o)`,
+all-reduce y, and `ops.add_rms_norm(y, h, w_post_norm, eps)` makes the next layer's input, which
+`ops.linear` then takes without `norm`. Logits: `ops.linear(ops.embed(h, last), w_head, norm=...)`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from radixgrove.kernels import activation, gather, norm, pages, rope, sampling
+from radixgrove.kernels import linear as _linear
+from radixgrove.kernels.sampling import PROMPT_BIT
+from radixgrove.kernels.tuning import LinearTuner
+
+__all__ = [
+    "PROMPT_BIT",
+    "add_rms_norm",
+    "embed",
+    "gather_pages",
+    "kv_indices",
+    "linear",
+    "penalize",
+    "rms_norm",
+    "rope_store",
+    "sample",
+    "sampling_thresholds",
+    "scatter_pages",
+    "silu_and_mul",
+    "tuner",
+]
+
+# Filled by `tuner.tune(...)` while an engine warms up; untuned shapes take the defaults.
+tuner = LinearTuner()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[T, hidden] -> [T, hidden]; see `norm.rms_norm`."""
+    if x.is_cuda:
+        return norm.rms_norm(x, weight, eps)
+    return norm.rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`residual += x`, then its RMSNorm; see `norm.add_rms_norm`."""
+    if x.is_cuda:
+        return norm.add_rms_norm(x, residual, weight, eps)
+    return norm.add_rms_norm_reference(x, residual, weight, eps)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2 * inner] -> [T, inner]; see `activation.silu_and_mul`."""
+    if gate_up.is_cuda:
+        return activation.silu_and_mul(gate_up)
+    return activation.silu_and_mul_reference(gate_up)
+
+
+def rope_store(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    layer_pages: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Fused QKV -> rotated q, with K and V stored into the layer's pages; see `rope.rope_store`."""
+    function = rope.rope_store if qkv.is_cuda else rope.rope_store_reference
+    return function(qkv, cos_sin, positions, slots, layer_pages, q_norm, k_norm, eps)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    silu: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`residual += silu_and_mul(rms_norm(x) @ weight.T + bias)`, each part optional.
+
+    Args:
+        x: [T, K] contiguous. weight: [N, K], or [2 N, K] with `silu`. bias: [N].
+        norm, eps: weight [K] and epsilon of an RMSNorm applied to x first.
+        silu: SiLU-and-multiply the two halves of the product; excludes `bias`.
+        residual: [T, N] contiguous, updated in place and returned.
+
+    Returns:
+        [T, N], x's dtype.
+    """
+    if not x.is_cuda:
+        return _linear.linear_reference(
+            x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual
+        )
+    tokens = x.shape[0]
+    choice = tuner.choose(tokens, weight, silu=silu)
+    if choice.gemv is not None:
+        return _linear.gemv(
+            x,
+            weight,
+            bias,
+            norm=norm,
+            eps=eps,
+            silu=silu,
+            residual=residual,
+            config=choice.gemv,
+        )
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    if choice.skinny is not None:
+        return _linear.skinny(
+            x,
+            weight,
+            bias,
+            silu=silu,
+            residual=residual,
+            config=choice.skinny,
+            workspace=tuner.workspace(x.device),
+        )
+    if residual is not None and bias is None and not silu:
+        return torch.addmm(residual, x, weight.t(), out=residual)
+    y = torch.nn.functional.linear(x, weight, bias)
+    if silu:
+        y = silu_and_mul(y)
+    return y if residual is None else residual.add_(y)
+
+
+def embed(weight: Tensor, token_ids: Tensor, first: int = 0) -> Tensor:
+    """Rows of a table by id, zeros outside this shard; see `gather.embed`."""
+    if weight.is_cuda:
+        return gather.embed(weight, token_ids, first)
+    return gather.embed_reference(weight, token_ids, first)
+
+
+def gather_pages(pool: Tensor, page_ids: Tensor, out: Tensor) -> None:
+    """Device pages into page-first layout; see `pages.gather_pages`."""
+    function = pages.gather_pages if pool.is_cuda else pages.gather_pages_reference
+    function(pool, page_ids, out)
+
+
+def scatter_pages(pool: Tensor, page_ids: Tensor, source: Tensor) -> None:
+    """Page-first pages into the device pool; see `pages.scatter_pages`."""
+    function = pages.scatter_pages if pool.is_cuda else pages.scatter_pages_reference
+    function(pool, page_ids, source)
+
+
+def kv_indices(
+    rows: Tensor, kv_lens: Tensor, page_table: Tensor, page_size: int, indptr: Tensor, out: Tensor
+) -> None:
+    """Flat page lists of a batch, on its device; see `pages.kv_indices`."""
+    function = pages.kv_indices if rows.is_cuda else pages.kv_indices_reference
+    function(rows, kv_lens, page_table, page_size, indptr, out)
+
+
+def penalize(
+    logits: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """Apply penalties to float32 logits in place; see `sampling.penalize`."""
+    function = sampling.penalize if logits.is_cuda else sampling.penalize_reference
+    function(logits, rows, counts, repetition, presence, frequency)
+
+
+def sampling_thresholds(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Smallest surviving logit a row, [B]; see `sampling.sampling_thresholds`."""
+    if logits.is_cuda:
+        return sampling.sampling_thresholds(logits, temperature, top_k, top_p, min_p)
+    return sampling.sampling_thresholds_reference(logits, temperature, top_k, top_p, min_p)
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    thresholds: Tensor | None = None,
+) -> Tensor:
+    """One token a row, [B] int64: greedy at temperature 0, else seeded; see `sampling.sample`."""
+    function = sampling.sample if logits.is_cuda else sampling.sample_reference
+    return function(logits, temperature, seed, position, thresholds)

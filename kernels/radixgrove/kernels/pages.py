@@ -1,0 +1,159 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""Pages between layouts, and the flat page lists that attention libraries want.
+
+Device pool: layer first, `[layers, 2, pool pages, page_size, KV, D]`. Host tier: page first,
+`[host pages, layers, 2, page_size, KV, D]`, so that one page is one contiguous piece for copies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from radixgrove.kernels._triton import cdiv, jit, next_power_of_2, tl
+
+
+def gather_pages_reference(pool: Tensor, page_ids: Tensor, out: Tensor) -> None:
+    """See `gather_pages`."""
+    out.copy_(pool.index_select(2, page_ids.long()).movedim(2, 0))
+
+
+def scatter_pages_reference(pool: Tensor, page_ids: Tensor, source: Tensor) -> None:
+    """See `scatter_pages`."""
+    pool.index_copy_(2, page_ids.long(), source.movedim(0, 2).to(pool.device))
+
+
+def kv_indices_reference(
+    rows: Tensor, kv_lens: Tensor, page_table: Tensor, page_size: int, indptr: Tensor, out: Tensor
+) -> None:
+    """See `kv_indices`."""
+    counts = (kv_lens.long() + page_size - 1) // page_size
+    indptr[0] = 0
+    torch.cumsum(counts, 0, out=indptr[1:])
+    if rows.numel():
+        columns = torch.arange(page_table.shape[1], device=rows.device)
+        wanted = columns[None, :] < counts[:, None]
+        flat = page_table[rows.long()][wanted]
+        out[: flat.numel()] = flat
+
+
+@jit
+def _copy_pages_kernel(
+    pool_ptr,
+    page_ids_ptr,
+    packed_ptr,
+    planes,
+    pool_pages,
+    page_elements,
+    GATHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: BLOCK elements of one plane (layer, K or V) of one page."""
+    index = tl.program_id(0).to(tl.int64)
+    plane = tl.program_id(1).to(tl.int64)
+    element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    mask = element < page_elements
+    page = tl.load(page_ids_ptr + index).to(tl.int64)
+    in_pool = pool_ptr + (plane * pool_pages + page) * page_elements + element
+    in_pack = packed_ptr + (index * planes + plane) * page_elements + element
+    if GATHER:
+        tl.store(in_pack, tl.load(in_pool, mask=mask), mask=mask)
+    else:
+        tl.store(in_pool, tl.load(in_pack, mask=mask), mask=mask)
+
+
+def _copy(pool: Tensor, page_ids: Tensor, packed: Tensor, gather: bool) -> None:
+    layers, sides, pool_pages = pool.shape[:3]
+    page_elements = pool[0, 0, 0].numel()
+    if not page_ids.numel():
+        return
+    block = 2048
+    grid = (page_ids.numel(), layers * sides, cdiv(page_elements, block))
+    _copy_pages_kernel[grid](
+        pool,
+        page_ids,
+        packed,
+        layers * sides,
+        pool_pages,
+        page_elements,
+        GATHER=gather,
+        BLOCK=block,
+        num_warps=8,
+    )
+
+
+def gather_pages(pool: Tensor, page_ids: Tensor, out: Tensor) -> None:
+    """Copy pages of the device pool into page-first layout.
+
+    Args:
+        pool: [layers, 2, pool pages, page_size, KV, D] contiguous.
+        page_ids: [n] int32 or int64 on the pool's device.
+        out: [n, layers, 2, page_size, KV, D] contiguous, pool's dtype; on the device or pinned.
+    """
+    _copy(pool, page_ids, out, gather=True)
+
+
+def scatter_pages(pool: Tensor, page_ids: Tensor, source: Tensor) -> None:
+    """The inverse of `gather_pages`: write page-first pages into the pool; ids are distinct."""
+    _copy(pool, page_ids, source, gather=False)
+
+
+@jit
+def _kv_indices_kernel(
+    rows_ptr,
+    kv_lens_ptr,
+    page_table_ptr,
+    indptr_ptr,
+    out_ptr,
+    batch,
+    table_stride,
+    page_size,
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row; each sums the counts before it, which is cheaper than a second launch."""
+    row = tl.program_id(0)
+    others = tl.arange(0, BLOCK_BATCH)
+    lens = tl.load(kv_lens_ptr + others, mask=others < batch, other=0)
+    counts = (lens + page_size - 1) // page_size
+    start = tl.sum(tl.where(others < row, counts, 0), axis=0)
+    count = tl.sum(tl.where(others == row, counts, 0), axis=0)
+    tl.store(indptr_ptr + row + 1, start + count)
+    if row == 0:
+        tl.store(indptr_ptr, 0)
+    table_row = tl.load(rows_ptr + row).to(tl.int64)
+    for first in range(0, count, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        mask = column < count
+        page = tl.load(page_table_ptr + table_row * table_stride + column, mask=mask)
+        tl.store(out_ptr + start + column, page, mask=mask)
+
+
+def kv_indices(
+    rows: Tensor, kv_lens: Tensor, page_table: Tensor, page_size: int, indptr: Tensor, out: Tensor
+) -> None:
+    """Flatten the page tables of a batch on the device: the `kv_indptr` and `kv_indices` of
+    FlashInfer's wrappers, without a host round trip.
+
+    Args:
+        rows, kv_lens: [B] int32. page_table: [max_rows, max_pages] int32.
+        indptr: [B + 1] int32, written whole: offsets of each row's pages.
+        out: int32, at least the sum of `ceil(kv_len / page_size)`; the rest is left as it was.
+    """
+    batch = rows.numel()
+    if not batch:
+        indptr.zero_()
+        return
+    _kv_indices_kernel[(batch,)](
+        rows,
+        kv_lens,
+        page_table,
+        indptr,
+        out,
+        batch,
+        page_table.stride(0),
+        page_size,
+        BLOCK_BATCH=next_power_of_2(batch),
+        BLOCK=256,
+        num_warps=4,
+    )

@@ -1,0 +1,170 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""From the fused QKV projection to attention's inputs in one kernel: q/k RMSNorm (Qwen3), rotary
+position embedding (Su et al. 2021, the half-split layout) and the store of K and V into pages.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from radixgrove.kernels._triton import (
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    next_power_of_2,
+    pdl,
+    tl,
+)
+from radixgrove.kernels.norm import rms_norm_reference
+
+
+def rotate_reference(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
+    """Rotate [T, heads, D] by the angles of `positions`, in float32; x's dtype."""
+    cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, dim=-1)
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+def rope_store_reference(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """See `rope_store`."""
+    kv_heads, head_dim = pages.shape[3:]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
+    flat = pages.view(2, -1, kv_heads, head_dim)
+    flat[0].index_copy_(0, slots, rotate_reference(k, cos_sin, positions))
+    flat[1].index_copy_(0, slots, v.contiguous())
+    return rotate_reference(q, cos_sin, positions)
+
+
+@jit
+def _rope_store_kernel(
+    qkv_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_out_ptr,
+    tokens,
+    qkv_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: one head (query, key or value) of BLOCK_T tokens."""
+    head = tl.program_id(1)
+    token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    lane = tl.arange(0, BLOCK_HALF)
+    alive = token < tokens
+    mask = alive[:, None] & (lane < HALF)[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    source = qkv_ptr + token[:, None] * qkv_stride + head * (2 * HALF) + lane[None, :]
+    low = tl.load(source, mask=mask, other=0.0)
+    high = tl.load(source + HALF, mask=mask, other=0.0)
+    is_query = head < HEADS
+    if head < HEADS + KV_HEADS:
+        low_wide = low.to(tl.float32)
+        high_wide = high.to(tl.float32)
+        if NORM:
+            norm_ptr = q_norm_ptr if is_query else k_norm_ptr
+            low_weight = tl.load(norm_ptr + lane, mask=lane < HALF, other=0.0).to(tl.float32)
+            high_weight = tl.load(norm_ptr + HALF + lane, mask=lane < HALF, other=0.0)
+            square = tl.sum(low_wide * low_wide + high_wide * high_wide, axis=1) / (2 * HALF)
+            scale = (1.0 / tl.sqrt(square + eps))[:, None]
+            # Rounded as a separate RMSNorm would leave it.
+            low_wide = (low_wide * scale * low_weight[None, :]).to(low.dtype).to(tl.float32)
+            high_wide = (high_wide * scale * high_weight.to(tl.float32)[None, :]).to(low.dtype)
+            high_wide = high_wide.to(tl.float32)
+        position = tl.load(positions_ptr + token, mask=alive, other=0)
+        angles = cos_sin_ptr + position[:, None] * (2 * HALF) + lane[None, :]
+        cos = tl.load(angles, mask=mask, other=0.0)
+        sin = tl.load(angles + HALF, mask=mask, other=0.0)
+        new_low = (low_wide * cos - high_wide * sin).to(low.dtype)
+        high = (high_wide * cos + low_wide * sin).to(low.dtype)
+        low = new_low
+    if is_query:
+        target = q_out_ptr + (token[:, None] * HEADS + head) * (2 * HALF) + lane[None, :]
+    else:
+        slot = tl.load(slots_ptr + token, mask=alive, other=0)
+        is_key = head < HEADS + KV_HEADS
+        base = k_pages_ptr if is_key else v_pages_ptr
+        kv_head = (head - HEADS) % KV_HEADS
+        target = base + (slot[:, None] * KV_HEADS + kv_head) * (2 * HALF) + lane[None, :]
+    tl.store(target, low, mask=mask)
+    tl.store(target + HALF, high, mask=mask)
+
+
+def rope_store(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Normalise (optionally) and rotate q and k, store k and v into the layer's pages, return q.
+
+    Args:
+        qkv: [T, (H + 2 KV) * D], heads of q, then k, then v; rows may be strided.
+        cos_sin: [max_position, D] float32: D/2 cosines, then D/2 sines.
+        positions: [T] int64. slots: [T] int64, `page * page_size + offset`, distinct except for
+            the scratch page, whose content is undefined.
+        pages: [2, num_pages, page_size, KV, D] contiguous, qkv's dtype: one layer of the pool.
+        q_norm, k_norm: [D] each, both or none.
+
+    Returns:
+        q, [T, H, D] contiguous, qkv's dtype.
+    """
+    tokens = qkv.shape[0]
+    kv_heads, head_dim = pages.shape[3:]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if tokens:
+        block_t = 1 if tokens <= 64 else 16
+        _rope_store_kernel[(cdiv(tokens, block_t), heads + 2 * kv_heads)](
+            qkv,
+            cos_sin,
+            positions,
+            slots,
+            pages[0],
+            pages[1],
+            q_norm if q_norm is not None else qkv,
+            k_norm if k_norm is not None else qkv,
+            q,
+            tokens,
+            qkv.stride(0),
+            eps,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HALF=head_dim // 2,
+            NORM=q_norm is not None,
+            BLOCK_T=block_t,
+            BLOCK_HALF=next_power_of_2(head_dim // 2),
+            num_warps=1 if block_t == 1 else 4,
+            **pdl(qkv),
+        )
+    return q

@@ -1,0 +1,397 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""From logits to tokens without a sort: penalties, filters as thresholds, the exponential race.
+
+Every function treats each row alone and reduces in a fixed order, so that a row's token does not
+depend on the batch around it. Filters keep ties: all logits equal to the k-th best survive.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from radixgrove.kernels import random
+from radixgrove.kernels._triton import (
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    next_power_of_2,
+    pdl,
+    tl,
+)
+
+# `counts` holds, per row and token, how often the token was generated; this bit says that the
+# prompt has it, which only the repetition penalty regards.
+PROMPT_BIT = 1 << 30
+
+
+def penalize_reference(
+    logits: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """See `penalize`."""
+    seen = counts[rows.long()]
+    generated = seen & (PROMPT_BIT - 1)
+    scale = repetition[:, None]
+    repeated = torch.where(logits > 0, logits / scale, logits * scale)
+    logits.copy_(torch.where(seen != 0, repeated, logits))
+    logits -= presence[:, None] * (generated > 0) + frequency[:, None] * generated
+
+
+def sampling_thresholds_reference(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """See `sampling_thresholds`."""
+    best = logits.amax(-1)
+    scale = 1.0 / temperature.clamp(min=1e-6)
+    threshold = best + torch.log(min_p) / scale
+    ordered = logits.sort(dim=-1, descending=True).values
+    k = torch.where(top_k > 0, top_k.clamp(max=logits.shape[1]), logits.shape[1]).long()
+    threshold = torch.maximum(threshold, ordered.gather(1, k[:, None] - 1).squeeze(1))
+    # top-p applies to what top-k left; the nucleus is the shortest prefix that reaches p.
+    mass = torch.exp((ordered - best[:, None]) * scale[:, None])
+    mass *= torch.arange(logits.shape[1], device=logits.device) < k[:, None]
+    reached = (mass.cumsum(-1) >= top_p[:, None] * mass.sum(-1, keepdim=True)).int().argmax(-1)
+    nucleus = ordered.gather(1, reached[:, None]).squeeze(1)
+    threshold = torch.where(top_p < 1.0, torch.maximum(threshold, nucleus), threshold)
+    return torch.where(temperature > 0, threshold, float("-inf"))
+
+
+def sample_reference(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    thresholds: Tensor | None = None,
+) -> Tensor:
+    """See `sample`."""
+    wide = logits.float()
+    index = torch.arange(logits.shape[1], device=logits.device)
+    race = random.exponential(seed, position, index).log_()
+    scores = wide / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    scores = torch.where(temperature[:, None] > 0, scores - race, scores)
+    if thresholds is not None:
+        scores.masked_fill_(wide < thresholds[:, None], float("-inf"))
+    return scores.argmax(-1)
+
+
+@jit
+def _penalize_kernel(
+    logits_ptr,
+    rows_ptr,
+    counts_ptr,
+    repetition_ptr,
+    presence_ptr,
+    frequency_ptr,
+    vocab,
+    BLOCK: tl.constexpr,
+    PROMPT: tl.constexpr,
+):
+    item = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < vocab
+    repetition = tl.load(repetition_ptr + item)
+    presence = tl.load(presence_ptr + item)
+    frequency = tl.load(frequency_ptr + item)
+    if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
+        row = tl.load(rows_ptr + item).to(tl.int64)
+        seen = tl.load(counts_ptr + row * vocab + column, mask=mask, other=0)
+        logit = tl.load(logits_ptr + item * vocab + column, mask=mask, other=0.0)
+        generated = (seen & (PROMPT - 1)).to(tl.float32)
+        repeated = tl.where(logit > 0, logit / repetition, logit * repetition)
+        logit = tl.where(seen != 0, repeated, logit)
+        logit -= tl.where(generated > 0, presence, 0.0) + frequency * generated
+        tl.store(logits_ptr + item * vocab + column, logit, mask=mask)
+
+
+def penalize(
+    logits: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """Apply penalties in place: repetition (Keskar et al. 2019) to tokens of prompt and output,
+    OpenAI's presence and frequency penalties to generated tokens.
+
+    Args:
+        logits: [B, V] float32 contiguous.
+        rows: [B] int32, rows of `counts`.
+        counts: [max_rows, V] int32: times generated, plus `PROMPT_BIT` if the prompt has it.
+        repetition, presence, frequency: [B] float32; 1, 0 and 0 are off and cost nothing.
+    """
+    batch, vocab = logits.shape
+    if batch:
+        block = 2048
+        _penalize_kernel[(batch, cdiv(vocab, block))](
+            logits,
+            rows,
+            counts,
+            repetition,
+            presence,
+            frequency,
+            vocab,
+            BLOCK=block,
+            PROMPT=PROMPT_BIT,
+            num_warps=8,
+        )
+
+
+@jit
+def _ordered(x):
+    """float32 -> int32 that sorts alike (two's complement of the sign-magnitude bits)."""
+    raw = x.to(tl.int32, bitcast=True)
+    return raw ^ ((raw >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def _unordered(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _mass_at_least(logits_ptr, vocab, pivot, best, scale, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Over logits whose ordered key is >= pivot: how many (COUNT), or their summed weight."""
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, vocab, BLOCK):
+        column = first + lane
+        x = tl.load(logits_ptr + column, mask=column < vocab, other=float("-inf"))
+        keep = (_ordered(x) >= pivot) & (column < vocab)
+        if COUNT:
+            total += tl.where(keep, 1.0, 0.0)
+        else:
+            total += tl.where(keep, tl.exp((x - best) * scale), 0.0)
+    return tl.sum(total, axis=0)
+
+
+@jit
+def _largest_pivot(
+    logits_ptr, vocab, best, scale, low, target, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Largest key in [low, key(best)] whose `_mass_at_least` reaches `target`, by bisection."""
+    high = _ordered(best).to(tl.int64)
+    low = low.to(tl.int64)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        mass = _mass_at_least(
+            logits_ptr, vocab, middle.to(tl.int32), best, scale, COUNT=COUNT, BLOCK=BLOCK
+        )
+        enough = mass >= target
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low.to(tl.int32)
+
+
+@jit
+def _thresholds_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    out_ptr,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    item = tl.program_id(0).to(tl.int64)
+    logits_ptr += item * vocab
+    temperature = tl.load(temperature_ptr + item)
+    top_k = tl.load(top_k_ptr + item)
+    top_p = tl.load(top_p_ptr + item)
+    min_p = tl.load(min_p_ptr + item)
+    threshold = float("-inf")
+    filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
+    if (temperature > 0) & filtered:
+        scale = 1.0 / temperature
+        lane = tl.arange(0, BLOCK)
+        running = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+        lowest = tl.full((BLOCK,), float("inf"), dtype=tl.float32)
+        for first in range(0, vocab, BLOCK):
+            column = first + lane
+            x = tl.load(logits_ptr + column, mask=column < vocab, other=float("-inf"))
+            running = tl.maximum(running, x)
+            lowest = tl.minimum(lowest, tl.where(column < vocab, x, float("inf")))
+        best = tl.max(running, axis=0)
+        key = _ordered(tl.min(lowest, axis=0))
+        if (top_k > 0) & (top_k < vocab):
+            key = _largest_pivot(
+                logits_ptr, vocab, best, scale, key, top_k.to(tl.float32), COUNT=True, BLOCK=BLOCK
+            )
+        if top_p < 1.0:
+            kept = _mass_at_least(logits_ptr, vocab, key, best, scale, COUNT=False, BLOCK=BLOCK)
+            key = _largest_pivot(
+                logits_ptr, vocab, best, scale, key, top_p * kept, COUNT=False, BLOCK=BLOCK
+            )
+        threshold = _unordered(key)
+        if min_p > 0.0:
+            threshold = tl.maximum(threshold, best + tl.log(min_p) * temperature)
+    tl.store(out_ptr + item, threshold)
+
+
+def sampling_thresholds(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """The smallest logit that survives top-k, then top-p (Holtzman et al. 2020), and min-p.
+
+    Args:
+        logits: [B, V] float32 contiguous, finite or -inf.
+        temperature: [B] float32; a row at 0 (greedy) is not filtered.
+        top_k: [B] int32, 0 is off. top_p, min_p: [B] float32, 1 and 0 are off.
+
+    Returns:
+        [B] float32; -inf where nothing is filtered.
+    """
+    batch, vocab = logits.shape
+    out = torch.empty(batch, dtype=torch.float32, device=logits.device)
+    if batch:
+        _thresholds_kernel[(batch,)](
+            logits, temperature, top_k, top_p, min_p, out, vocab, BLOCK=4096, num_warps=16
+        )
+    return out
+
+
+@jit
+def _mix(x):
+    """`random.mix` on uint32."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@jit
+def _log_exponential(seed, position, index):
+    """log of `random.exponential`: seed, position int64 scalars; index int32 block."""
+    low = seed.to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
+    step = position.to(tl.uint32) * 0x9E3779B9
+    first = _mix(_mix(low ^ step) ^ high)
+    second = _mix(first ^ _mix((high ^ 0x85EBCA6B) + step) ^ low)
+    drawn = _mix(_mix(index.to(tl.uint32) ^ first) ^ second)
+    u = tl.minimum((drawn.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    # log1p by its series where 1 - u would lose the small values, which win the race.
+    small = u * (1.0 + u * (0.5 + u * (0.3333333432674408 + u * 0.25)))
+    return tl.log(tl.where(u < 0.01, small, -tl.log(1.0 - u)))
+
+
+@jit
+def _race_kernel(
+    logits_ptr,
+    temperature_ptr,
+    seed_ptr,
+    position_ptr,
+    thresholds_ptr,
+    best_ptr,
+    index_ptr,
+    vocab,
+    chunk,
+    FILTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: the best score of one chunk of a row's vocabulary."""
+    item = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    temperature = tl.load(temperature_ptr + item)
+    seed = tl.load(seed_ptr + item)
+    position = tl.load(position_ptr + item)
+    threshold = tl.load(thresholds_ptr + item) if FILTER else float("-inf")
+    start = part * chunk
+    stop = tl.minimum(start + chunk, vocab)
+    best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    best_index = start + lane
+    for first in range(start, stop, BLOCK):
+        column = first + lane
+        x = tl.load(logits_ptr + item * vocab + column, mask=column < stop, other=float("-inf"))
+        x = x.to(tl.float32)
+        score = x
+        if temperature > 0:
+            score = x / temperature - _log_exponential(seed, position, column)
+        if FILTER:
+            score = tl.where(x < threshold, float("-inf"), score)
+        score = tl.where(column < stop, score, float("-inf"))
+        better = score > best
+        best = tl.where(better, score, best)
+        best_index = tl.where(better, column, best_index)
+    winner = tl.max(best, axis=0)
+    # Of equal scores the lowest index wins, as in torch.argmax; never one past the vocabulary.
+    index = tl.min(tl.where(best == winner, best_index, vocab - 1), axis=0)
+    tl.store(best_ptr + item * tl.num_programs(1) + part, winner)
+    tl.store(index_ptr + item * tl.num_programs(1) + part, index)
+
+
+@jit
+def _race_winner_kernel(
+    best_ptr, index_ptr, out_ptr, vocab, parts, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    item = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    mask = lane < parts
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    best = tl.load(best_ptr + item * parts + lane, mask=mask, other=float("-inf"))
+    index = tl.load(index_ptr + item * parts + lane, mask=mask, other=vocab - 1)
+    winner = tl.max(best, axis=0)
+    tl.store(out_ptr + item, tl.min(tl.where(best == winner, index, vocab - 1), axis=0))
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    thresholds: Tensor | None = None,
+) -> Tensor:
+    """Draw one token a row: `argmax(logits / temperature - log(exponential))`, greedy at 0.
+
+    Args:
+        logits: [B, V] contiguous, float32, bfloat16 or float16.
+        temperature: [B] float32. seed: [B] int64. position: [B] int64, the position the token
+            will have; the random numbers are those of `random.exponential`.
+        thresholds: [B] float32 from `sampling_thresholds`; smaller logits cannot win.
+
+    Returns:
+        [B] int64.
+    """
+    batch, vocab = logits.shape
+    out = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    if not batch:
+        return out
+    block = 1024
+    parts = max(1, min(64, cdiv(512, batch), cdiv(vocab, block)))
+    chunk = cdiv(cdiv(vocab, parts), block) * block
+    parts = cdiv(vocab, chunk)
+    best = torch.empty((batch, parts), dtype=torch.float32, device=logits.device)
+    index = torch.empty((batch, parts), dtype=torch.int32, device=logits.device)
+    _race_kernel[(batch, parts)](
+        logits,
+        temperature,
+        seed,
+        position,
+        thresholds if thresholds is not None else temperature,
+        best,
+        index,
+        vocab,
+        chunk,
+        FILTER=thresholds is not None,
+        BLOCK=block,
+        num_warps=4,
+        **pdl(logits),
+    )
+    _race_winner_kernel[(batch,)](
+        best, index, out, vocab, parts, BLOCK=next_power_of_2(parts), num_warps=1, **pdl(logits)
+    )
+    return out
