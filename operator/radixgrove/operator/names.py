@@ -1,0 +1,95 @@
+"""Names, labels and annotations of everything the operator makes.
+
+A group attempt's name is the fencing token: it is never used twice while its pods can exist, and
+the router serves only the attempts that the operator lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+GROUP = "serving.radixgrove.io"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "InferenceService"
+PLURAL = "inferenceservices"
+SHORT_NAME = "rgsvc"
+FIELD_MANAGER = "radixgrove-operator"
+
+MANAGED_BY = "app.kubernetes.io/managed-by"
+MANAGER = "radixgrove"
+COMPONENT = "app.kubernetes.io/component"
+SERVICE = f"{GROUP}/service"  # name of the InferenceService
+GROUP_INDEX = f"{GROUP}/group"  # number of the worker group
+ATTEMPT = f"{GROUP}/attempt"  # number of the group's attempt
+REVISION = f"{GROUP}/revision"  # hash of the spec that the group runs
+RANK0 = f"{GROUP}/rank0"
+MODEL_CACHE_NAME = "model-cache"
+POD_INDEX = "apps.kubernetes.io/pod-index"
+
+RESTART = f"{GROUP}/restart"  # on the resource: a new value rolls every group
+DRAINING = f"{GROUP}/draining-since"  # on a StatefulSet: RFC 3339, no new requests since then
+DRAIN_REASON = f"{GROUP}/draining-because"
+RENDERED = f"{GROUP}/rendered"  # on a StatefulSet: hash of the rendered object
+SOURCE = f"{GROUP}/source"
+RESOLVED = f"{GROUP}/resolved-revision"
+
+WORKER = "worker"
+ROUTER = "router"
+DOWNLOAD = "model-download"
+RESOLVE = "model-resolve"
+
+API_PORT = 8100
+MANAGEMENT_PORT = 8101
+RENDEZVOUS_PORT = 29500
+ROUTER_PORT = 8000
+ROUTER_MANAGEMENT_PORT = 8001
+
+_DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
+
+
+def digest(value: Any, length: int = 10) -> str:
+    """Hash of a JSON value in its canonical form, for names of immutable objects."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+def group_name(service: str, index: int, attempt: int) -> str:
+    """Name of the StatefulSet and headless Service of one attempt of one group."""
+    return f"{service}-{index}-a{attempt}"
+
+
+def revision_name(service: str, revision: str) -> str:
+    return f"{service}-{revision}"
+
+
+def cache_name(source: str, revision: str) -> str:
+    """Name of the claim that holds one revision of one model, shared by all its users."""
+    return f"model-{digest([source, revision], 16)}"
+
+
+def replica_id(group: str) -> str:
+    """The name under which an attempt registers with routers: its pod of rank 0."""
+    return f"{group}-0"
+
+
+def service_key(namespace: str, name: str) -> str:
+    """The service's name in Redis and in the routers' tables; at most 63 characters."""
+    key = f"{namespace}.{name}"
+    return key if len(key) <= 63 else f"{key[:52]}.{digest(key)}"
+
+
+def labels(service: str, component: str) -> dict[str, str]:
+    return {MANAGED_BY: MANAGER, COMPONENT: component, SERVICE: service}
+
+
+def selector(items: dict[str, str]) -> str:
+    """Label selector in the query syntax of the API server."""
+    return ",".join(f"{key}={value}" for key, value in sorted(items.items()))
+
+
+def is_dns_label(text: str) -> bool:
+    return len(text) <= 63 and _DNS_LABEL.match(text) is not None

@@ -1,0 +1,329 @@
+"""One attempt of one worker group: StatefulSet, headless Service, its NetworkPolicy, ConfigMap."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from radixgrove.operator import names
+from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.merge import strategic_merge
+from radixgrove.operator.render.common import (
+    Object,
+    Service,
+    container_security_context,
+    field_env,
+    http_probe,
+    key_env,
+    metadata,
+    pod_security_context,
+    with_pod_defaults,
+)
+from radixgrove.operator.revision import (
+    DRAIN_TIMEOUT,
+    MODEL_DIRECTORY,
+    Revision,
+    config_map_data,
+    shared_memory,
+)
+from radixgrove.operator.spec import Device, Network, quantity, seconds
+
+_PROBE_PERIOD = 5
+
+
+def revision_config_map(service: Service, revision: Revision, config: OperatorConfig) -> Object:
+    """Immutable: a group restarted in the middle of a rollout still reads its own."""
+    name = names.revision_name(service.name, revision.hash)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(service, name, names.WORKER, {names.REVISION: revision.hash}),
+        "immutable": True,
+        "data": config_map_data(revision, service.key, config),
+    }
+
+
+def group_labels(service: Service, revision: Revision, index: int, attempt: int) -> dict[str, str]:
+    return {
+        **names.labels(service.name, names.WORKER),
+        names.GROUP_INDEX: str(index),
+        names.ATTEMPT: str(attempt),
+        names.REVISION: revision.hash,
+    }
+
+
+def stateful_set(
+    service: Service, revision: Revision, index: int, attempt: int, config: OperatorConfig
+) -> Object:
+    """The pods of one attempt, all started at once; no template change restarts them."""
+    name = names.group_name(service.name, index, attempt)
+    labels = group_labels(service, revision, index, attempt)
+    template = {"metadata": {"labels": labels}, "spec": _pod_spec(service, revision, name, config)}
+    template = strategic_merge(template, revision.pod_overrides)
+    template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **labels}
+    rendered: Object = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": metadata(service, name, names.WORKER, labels),
+        "spec": {
+            "replicas": revision.hardware.nodes,
+            "serviceName": name,
+            "podManagementPolicy": "Parallel",
+            "updateStrategy": {"type": "OnDelete"},
+            "revisionHistoryLimit": 1,
+            "selector": {
+                "matchLabels": {
+                    key: labels[key] for key in (names.SERVICE, names.GROUP_INDEX, names.ATTEMPT)
+                }
+            },
+            "template": template,
+        },
+    }
+    rendered["metadata"]["annotations"] = {names.RENDERED: names.digest(rendered, 16)}
+    return rendered
+
+
+def _owned_by_set(service: Service, set_name: str, set_uid: str, labels: dict[str, str]) -> Object:
+    """An attempt's companions leave with its StatefulSet, by garbage collection."""
+    return {
+        "name": set_name,
+        "namespace": service.namespace,
+        "labels": labels,
+        "ownerReferences": [
+            {
+                "apiVersion": "apps/v1",
+                "kind": "StatefulSet",
+                "name": set_name,
+                "uid": set_uid,
+                "controller": True,
+                "blockOwnerDeletion": False,
+            }
+        ],
+    }
+
+
+def headless_service(service: Service, labels: dict[str, str], set_uid: str) -> Object:
+    """Names of the group's pods, published before they are ready: they rendezvous by them."""
+    index, attempt = int(labels[names.GROUP_INDEX]), int(labels[names.ATTEMPT])
+    name = names.group_name(service.name, index, attempt)
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _owned_by_set(service, name, set_uid, labels),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": _selector(labels),
+            "ports": [
+                {"name": "http", "port": names.API_PORT, "targetPort": "http"},
+                {"name": "management", "port": names.MANAGEMENT_PORT, "targetPort": "management"},
+            ],
+        },
+    }
+
+
+def group_network_policy(service: Service, labels: dict[str, str], set_uid: str) -> Object:
+    """Ranks reach each other on every port, because NCCL and Gloo choose theirs."""
+    index, attempt = int(labels[names.GROUP_INDEX]), int(labels[names.ATTEMPT])
+    name = names.group_name(service.name, index, attempt)
+    peers = {"podSelector": {"matchLabels": _selector(labels)}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _owned_by_set(service, name, set_uid, labels),
+        "spec": {
+            "podSelector": {"matchLabels": _selector(labels)},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [peers]}],
+        },
+    }
+
+
+def _selector(labels: dict[str, str]) -> dict[str, str]:
+    return {key: labels[key] for key in (names.SERVICE, names.GROUP_INDEX, names.ATTEMPT)}
+
+
+# ---- the pod -------------------------------------------------------------------------------------
+
+
+def _pod_spec(service: Service, revision: Revision, name: str, config: OperatorConfig) -> Object:
+    hardware = revision.hardware
+    drain = float(revision.engine.settings.get("drain_timeout", DRAIN_TIMEOUT))
+    spec: Object = {
+        "serviceAccountName": service.name,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": math.ceil(drain + config.drain_notice) + 30,
+        "securityContext": pod_security_context(),
+        "containers": [_container(service, revision, name, config)],
+        "volumes": [*_scratch_volumes(revision), *_model_volumes(revision)],
+    }
+    config_map = names.revision_name(service.name, revision.hash)
+    items = [{"key": "worker.yaml", "path": "worker.yaml"}]
+    spec["volumes"].append({"name": "config", "configMap": {"name": config_map, "items": items}})
+    affinity = _affinity(service, revision, name)
+    if affinity:
+        spec["affinity"] = affinity
+    if hardware.gpu_type:
+        spec["nodeSelector"] = {"nvidia.com/gpu.product": hardware.gpu_type}
+    if hardware.device is Device.CUDA and config.pods.runtime_class:
+        spec["runtimeClassName"] = config.pods.runtime_class
+    if revision.scheduler_name:
+        spec["schedulerName"] = revision.scheduler_name
+    return with_pod_defaults(spec, config)
+
+
+def _container(service: Service, revision: Revision, name: str, config: OperatorConfig) -> Object:
+    attempts = math.ceil(max(seconds(revision.startup.timeout), 1) / _PROBE_PERIOD)
+    rdma = revision.hardware.network in (Network.ROCE, Network.IB)
+    return {
+        "name": "worker",
+        "image": revision.worker_image,
+        "imagePullPolicy": config.images.pull_policy,
+        "args": ["radixgrove", "worker", "--config", "/etc/radixgrove/worker.yaml"],
+        "env": _environment(service, revision, name, config),
+        "ports": [
+            {"name": "http", "containerPort": names.API_PORT},
+            {"name": "management", "containerPort": names.MANAGEMENT_PORT},
+        ],
+        "resources": _resources(revision, config),
+        # One path and port for every rank: rank 0 says "serving", the others say "joined".
+        "startupProbe": http_probe("/readyz", "http", period=_PROBE_PERIOD, failures=attempts),
+        "readinessProbe": http_probe("/readyz", "http", period=2, failures=2),
+        "livenessProbe": http_probe("/livez", "http", period=10, failures=6),
+        "lifecycle": {"preStop": {"sleep": {"seconds": math.ceil(config.drain_notice) or 1}}},
+        "securityContext": container_security_context(["IPC_LOCK"] if rdma else None),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"name": "config", "mountPath": "/etc/radixgrove", "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "run", "mountPath": "/run/radixgrove"},
+            {"name": "cache", "mountPath": "/cache"},
+            {"name": "tmp", "mountPath": "/tmp"},
+            _model_mount(revision),
+        ],
+    }
+
+
+def _environment(
+    service: Service, revision: Revision, name: str, config: OperatorConfig
+) -> list[Object]:
+    hardware = revision.hardware
+    domain = f"{service.namespace}.svc.{config.cluster_domain}"
+    values: dict[str, Any] = {
+        "RADIXGROVE_REPLICA_ID": names.replica_id(name),
+        "RADIXGROVE_ADVERTISE_URL": f"http://$(POD_IP):{names.API_PORT}",
+        "NNODES": hardware.nodes,
+        "NPROC_PER_NODE": hardware.gpus_per_node,
+        "WORLD_SIZE": hardware.nodes * hardware.gpus_per_node,
+        "MASTER_ADDR": f"{names.replica_id(name)}.{name}.{domain}",
+        "MASTER_PORT": names.RENDEZVOUS_PORT,
+        "GLOO_SOCKET_IFNAME": hardware.interface,
+        "NCCL_SOCKET_IFNAME": hardware.interface,
+        # In a directory that outlives a container but not its pod: a rank that finds it was
+        # restarted in place, and waits to be replaced with its group.
+        "RADIXGROVE_GROUP_MARKER": "/run/radixgrove/joined",
+        "HOME": "/cache",
+        "XDG_CACHE_HOME": "/cache",
+        "XDG_RUNTIME_DIR": "/run/radixgrove",
+        "HF_HUB_OFFLINE": 1,
+    }
+    match hardware.network:
+        case Network.TCP:
+            values["NCCL_IB_DISABLE"] = 1
+        case Network.ROCE:
+            values["NCCL_NET"] = "IB"
+            values["NCCL_IB_GID_INDEX"] = 3  # RoCE v2 over IPv4 on common NICs
+        case Network.IB:
+            values["NCCL_NET"] = "IB"
+        case Network.AUTO:
+            pass
+    return [
+        field_env("POD_IP", "status.podIP"),
+        field_env("POD_NAME", "metadata.name"),
+        field_env("NODE_NAME", "spec.nodeName"),
+        field_env("NODE_RANK", f"metadata.labels['{names.POD_INDEX}']"),
+        *({"name": key, "value": str(value)} for key, value in values.items()),
+        *key_env(config, "internal_key", "cluster_secret", "management_key", "redis_url"),
+    ]
+
+
+def _resources(revision: Revision, config: OperatorConfig) -> Object:
+    hardware = revision.hardware
+    requests: Object = {}
+    limits: Object = {}
+    if hardware.cpu:
+        requests["cpu"] = hardware.cpu
+    if hardware.memory:  # pages of /dev/shm count against the container's limit
+        total = quantity(hardware.memory) + quantity(shared_memory(hardware))
+        requests["memory"] = limits["memory"] = f"{math.ceil(total / 2**20)}Mi"
+    devices: Object = {}
+    if hardware.device is Device.CUDA:
+        devices[config.gpu_resource] = str(hardware.gpus_per_node)
+    if hardware.network in (Network.ROCE, Network.IB):
+        devices[hardware.rdma_resource or config.rdma_resource] = "1"
+    resources = {"requests": requests | devices, "limits": limits | devices}
+    return {key: value for key, value in resources.items() if value}
+
+
+def _affinity(service: Service, revision: Revision, name: str) -> Object:
+    group = {"matchLabels": {names.SERVICE: service.name}}
+    index, attempt = name.rsplit("-", 2)[1:]
+    own = {
+        "matchLabels": {
+            names.SERVICE: service.name,
+            names.GROUP_INDEX: index,
+            names.ATTEMPT: attempt.removeprefix("a"),
+        }
+    }
+    affinity: Object = {}
+    anti: Object = {
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {
+                "weight": 50,
+                "podAffinityTerm": {
+                    "topologyKey": "kubernetes.io/hostname",
+                    "labelSelector": group,
+                },
+            }
+        ]
+    }
+    if revision.hardware.nodes > 1:
+        anti["requiredDuringSchedulingIgnoredDuringExecution"] = [
+            {"topologyKey": "kubernetes.io/hostname", "labelSelector": own}
+        ]
+    affinity["podAntiAffinity"] = anti
+    if revision.topology_key and revision.hardware.nodes > 1:
+        affinity["podAffinity"] = {
+            "requiredDuringSchedulingIgnoredDuringExecution": [
+                {"topologyKey": revision.topology_key, "labelSelector": own}
+            ]
+        }
+    return affinity
+
+
+def _scratch_volumes(revision: Revision) -> list[Object]:
+    return [
+        {
+            "name": "shm",
+            "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory(revision.hardware)},
+        },
+        {"name": "run", "emptyDir": {"sizeLimit": "64Mi"}},
+        {"name": "cache", "emptyDir": {}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+
+
+def _model_volumes(revision: Revision) -> list[Object]:
+    if revision.model.host_path:
+        host_path = {"path": revision.model.host_path, "type": "Directory"}
+        return [{"name": "model", "hostPath": host_path}]
+    claim = {"claimName": revision.model.claim, "readOnly": True}
+    return [{"name": "model", "persistentVolumeClaim": claim}]
+
+
+def _model_mount(revision: Revision) -> Object:
+    mount: Object = {"name": "model", "mountPath": MODEL_DIRECTORY, "readOnly": True}
+    if revision.model.sub_path:
+        mount["subPath"] = revision.model.sub_path
+    return mount

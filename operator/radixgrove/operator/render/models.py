@@ -1,0 +1,136 @@
+"""The model cache: a claim for each revision of each source, and the Jobs that fill it."""
+
+from __future__ import annotations
+
+from radixgrove.operator import names
+from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.render.common import (
+    Object,
+    Service,
+    container_security_context,
+    metadata,
+    pod_security_context,
+    secret_env,
+    with_pod_defaults,
+)
+from radixgrove.operator.spec import Model
+
+SNAPSHOT = "snapshot"  # directory on the claim
+
+
+def claim(
+    name: str, users: list[Service], model: Model, revision: str, config: OperatorConfig
+) -> Object:
+    """The claim, owned by all its users; by none when one of them wants it kept."""
+    defaults = config.model_cache
+    cache = model.cache
+    rendered: Object = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {
+            "name": name,
+            "namespace": users[0].namespace,
+            "labels": {names.MANAGED_BY: names.MANAGER, names.COMPONENT: names.MODEL_CACHE_NAME},
+            "annotations": {names.SOURCE: model.source, names.RESOLVED: revision},
+        },
+        "spec": {
+            "accessModes": [(cache.access_mode or defaults.access_mode).value],
+            "resources": {"requests": {"storage": cache.size or defaults.size}},
+        },
+    }
+    storage_class = cache.storage_class or defaults.storage_class
+    if storage_class:
+        rendered["spec"]["storageClassName"] = storage_class
+    if not cache.retain:
+        rendered["metadata"]["ownerReferences"] = [user.shared_owner for user in users]
+    return rendered
+
+
+def download_job(
+    name: str, service: Service, model: Model, revision: str, config: OperatorConfig
+) -> Object:
+    """Fills the claim `name`; a second run resumes, and checks every file's hash."""
+    arguments = ["download", "--source", model.source, "--revision", revision, "--into", "/models"]
+    job = _job(service, name, names.DOWNLOAD, model, arguments, config)
+    pod = job["spec"]["template"]["spec"]
+    pod["containers"][0]["volumeMounts"].append({"name": "models", "mountPath": "/models"})
+    pod["volumes"].append({"name": "models", "persistentVolumeClaim": {"claimName": name}})
+    return job
+
+
+def resolve_job_name(service: Service, model: Model) -> str:
+    return f"{service.name}-resolve-{names.digest([model.source, model.revision])}"
+
+
+def resolve_job(service: Service, model: Model, config: OperatorConfig) -> Object:
+    """Finds out which commit (or listing, on s3) the source stands for now.
+
+    A Job, because it has the token: the operator itself reads no user's secrets.
+    """
+    arguments = ["resolve", "--source", model.source]
+    if model.revision:
+        arguments += ["--revision", model.revision]
+    name = resolve_job_name(service, model)
+    return _job(service, name, names.RESOLVE, model, arguments, config)
+
+
+def _job(
+    service: Service,
+    name: str,
+    component: str,
+    model: Model,
+    arguments: list[str],
+    config: OperatorConfig,
+) -> Object:
+    pod = with_pod_defaults(
+        {
+            "restartPolicy": "Never",
+            "serviceAccountName": service.name,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": pod_security_context(),
+            "containers": [
+                {
+                    "name": "fetch",
+                    "image": config.images.operator,
+                    "imagePullPolicy": config.images.pull_policy,
+                    "args": ["python", "-m", "radixgrove.operator.fetch", *arguments],
+                    "env": [
+                        {"name": "HF_ENDPOINT", "value": config.model_cache.hub_endpoint},
+                        {"name": "HOME", "value": "/tmp"},
+                        *_credentials(model),
+                    ],
+                    "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
+                    "securityContext": container_security_context(),
+                    "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+                }
+            ],
+            "volumes": [{"name": "tmp", "emptyDir": {}}],
+        },
+        config,
+    )
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata(service, name, component),
+        "spec": {
+            "backoffLimit": 3,
+            "template": {
+                "metadata": {"labels": names.labels(service.name, component)},
+                "spec": pod,
+            },
+        },
+    }
+
+
+def _credentials(model: Model) -> list[Object]:
+    if model.token_secret:
+        return [secret_env("HF_TOKEN", model.token_secret, "token")]
+    if model.credentials_secret:
+        required = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+        optional = ("AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL")
+        return [
+            *(secret_env(key, model.credentials_secret, key) for key in required),
+            *(secret_env(key, model.credentials_secret, key, optional=True) for key in optional),
+        ]
+    return []

@@ -1,0 +1,72 @@
+"""What guards a service as a whole: PodDisruptionBudget, NetworkPolicy, ServiceAccount."""
+
+from __future__ import annotations
+
+from radixgrove.operator import names
+from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.render.common import Object, Service, metadata
+
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+
+
+def service_account(service: Service) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": metadata(service, service.name, names.WORKER),
+        "automountServiceAccountToken": False,
+    }
+
+
+def pod_disruption_budget(service: Service, live_pods: int) -> Object:
+    """One pod may be evicted, and with it its group, when every other pod is ready.
+
+    An integer, because `maxUnavailable` loses its base while pods are replaced. Pods that are not
+    ready may always go: they protect nobody.
+    """
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata(service, service.name, names.WORKER),
+        "spec": {
+            "minAvailable": max(live_pods - 1, 0),
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": names.labels(service.name, names.WORKER)},
+        },
+    }
+
+
+def worker_network_policy(service: Service, dedicated: bool, config: OperatorConfig) -> Object:
+    """Routers reach the serving port; operator and scrapers metrics and management; nobody else."""
+    serving = {"port": names.API_PORT, "protocol": "TCP"}
+    management = {"port": names.MANAGEMENT_PORT, "protocol": "TCP"}
+    if dedicated:
+        router: Object = {"podSelector": {"matchLabels": names.labels(service.name, names.ROUTER)}}
+    else:
+        router = _in_namespace(config.namespace, config.router.labels)
+    operator = _in_namespace(
+        config.namespace, {names.COMPONENT: "operator", "app.kubernetes.io/name": "radixgrove"}
+    )
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(service, f"{service.name}-workers", names.WORKER),
+        "spec": {
+            "podSelector": {"matchLabels": names.labels(service.name, names.WORKER)},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [router], "ports": [serving]},
+                {
+                    "from": [operator, *config.network_policies.scrape_from],
+                    "ports": [serving, management],
+                },
+            ],
+        },
+    }
+
+
+def _in_namespace(namespace: str, labels: dict[str, str]) -> Object:
+    return {
+        "namespaceSelector": {"matchLabels": {NAMESPACE_NAME: namespace}},
+        "podSelector": {"matchLabels": labels},
+    }

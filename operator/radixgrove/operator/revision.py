@@ -1,0 +1,171 @@
+"""A revision: the part of the spec that a running engine depends on, frozen.
+
+Its hash alone decides whether groups are replaced. Fields at their default do not enter the hash,
+so that neither a new field nor a defaulted one in a later operator rolls anything; what the chart
+contributes (the default image) is frozen beside the hash, so that upgrading the chart rolls nothing
+either.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from radixgrove.operator import names
+from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.spec import (
+    Device,
+    Engine,
+    Hardware,
+    InferenceServiceSpec,
+    Parallelism,
+    SpecModel,
+    Startup,
+)
+from radixgrove.protocol.settings import WorkerSettings
+
+MODEL_DIRECTORY = "/model"
+DRAIN_TIMEOUT = 120.0
+
+
+class InvalidEngine(ValueError):
+    """`engine` does not make worker settings; the message names the field."""
+
+
+class ModelAt(SpecModel):
+    """Where the model's files are, once they are there."""
+
+    source: str
+    revision: str = ""
+    claim: str = ""
+    sub_path: str = ""
+    host_path: str = ""
+
+
+class Revision(SpecModel):
+    """All that a group attempt is rendered from."""
+
+    names: list[str]
+    model: ModelAt
+    hardware: Hardware = Hardware()
+    parallelism: Parallelism
+    engine: Engine = Engine()
+    startup: Startup = Startup()
+    image: str = ""  # the resource's own
+    topology_key: str | None = None
+    scheduler_name: str | None = None
+    pod_overrides: dict[str, Any] = {}
+    restart: str = ""
+    frozen_image: str = ""  # the chart's at the time; not part of the hash
+
+    @property
+    def hash(self) -> str:
+        content = self.model_dump(
+            mode="json", by_alias=True, exclude_defaults=True, exclude={"frozen_image"}
+        )
+        return names.digest(content)
+
+    @property
+    def worker_image(self) -> str:
+        return self.image or self.frozen_image
+
+
+def revision_of(
+    spec: InferenceServiceSpec,
+    resource_name: str,
+    model: ModelAt,
+    restart: str,
+    config: OperatorConfig,
+) -> Revision:
+    return Revision(
+        names=spec.model_names(resource_name),
+        model=model,
+        hardware=spec.hardware,
+        parallelism=spec.layout,
+        engine=spec.engine,
+        startup=spec.startup,
+        image=spec.image or "",
+        topology_key=spec.topology_key,
+        scheduler_name=spec.scheduler_name,
+        pod_overrides=spec.pod_overrides,
+        restart=restart,
+        frozen_image=config.images.worker,
+    )
+
+
+_BY_OPERATOR = {
+    "host", "port", "management_host", "management_port", "management_key", "internal_key",
+    "cluster_secret", "redis_url", "redis_prefix", "model", "served_model_name", "service",
+    "replica_id", "advertise_url", "device", "tp", "weight_version", "api_keys_file",
+}  # fmt: skip
+
+
+def worker_settings(revision: Revision, service: str, config: OperatorConfig) -> dict[str, Any]:
+    """The worker's YAML file: engine settings and what the operator decides, without secrets.
+
+    Raises InvalidEngine when the worker's own schema refuses a setting.
+    """
+    engine = revision.engine
+    for name in engine.settings:
+        if name in _BY_OPERATOR:
+            raise InvalidEngine(f"engine.settings.{name} is set by the operator")
+    named: dict[str, Any] = {
+        "page_size": engine.page_size,
+        "max_model_len": engine.context_length,
+        "max_running": engine.max_running,
+        "dtype": engine.dtype,
+        "kv_tokens": engine.kv_tokens,
+        "memory_fraction": engine.memory_percent and engine.memory_percent / 100,
+        "schedule_policy": engine.schedule_policy,
+        "eviction_policy": engine.eviction_policy,
+        "sharing": engine.sharing,
+    }
+    settings: dict[str, Any] = {"drain_timeout": DRAIN_TIMEOUT, "log_json": True}
+    settings |= {name: value for name, value in named.items() if value is not None}
+    settings |= engine.settings
+    settings |= {
+        "host": "0.0.0.0",
+        "port": names.API_PORT,
+        "management_host": "0.0.0.0",
+        "management_port": names.MANAGEMENT_PORT,
+        "redis_prefix": config.redis.prefix,
+        "model": MODEL_DIRECTORY,
+        "served_model_name": revision.names,
+        "service": service,
+        "device": revision.hardware.device.value,
+        "tp": revision.parallelism.tp,
+        "weight_version": names.digest([revision.model.source, revision.model.revision]),
+    }
+    try:
+        checked = WorkerSettings.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise InvalidEngine(f"engine: {field}: {first['msg']}") from error
+    return checked.model_dump(mode="json", include=set(settings))
+
+
+def config_map_data(revision: Revision, service: str, config: OperatorConfig) -> dict[str, str]:
+    """What the revision's immutable ConfigMap holds: the worker's file, and the revision itself."""
+    frozen = revision.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return {
+        "worker.yaml": yaml.safe_dump(worker_settings(revision, service, config), sort_keys=True),
+        "revision.json": json.dumps(frozen, sort_keys=True),
+    }
+
+
+def thaw(data: dict[str, str]) -> Revision:
+    """The revision out of its ConfigMap. Raises ValueError when there is none inside."""
+    if "revision.json" not in data:
+        raise ValueError("the ConfigMap holds no revision")
+    return Revision.model_validate_json(data["revision.json"])
+
+
+def shared_memory(hardware: Hardware) -> str:
+    """Size of /dev/shm: NCCL and the ranks of one node talk through it."""
+    if hardware.shared_memory is not None:
+        return hardware.shared_memory
+    return "1Gi" if hardware.device is Device.CPU else f"{2 * hardware.gpus_per_node}Gi"

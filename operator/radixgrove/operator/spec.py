@@ -1,0 +1,394 @@
+"""The `InferenceService` resource: one definition for its CRD, its checks and its defaults.
+
+Field names in YAML are camelCase. Every string, list and map is bounded, because the API server
+prices validation rules by the largest value that a schema admits.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic.alias_generators import to_camel
+
+from radixgrove.protocol.settings import DType as DType
+from radixgrove.protocol.settings import EvictionPolicy, RoutingPolicy, SchedulePolicy, Sharing
+
+MAX_NAME = 40
+MAX_NODES = 64
+MAX_GROUPS = 256
+
+Quantity = Annotated[
+    str,
+    StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$", max_length=20),
+]
+Duration = Annotated[
+    str, StringConstraints(pattern=r"^([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?$", max_length=20)
+]
+ObjectName = Annotated[
+    str,
+    StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253),
+]
+ModelName = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9._/:]*[A-Za-z0-9])?$", max_length=128),
+]
+
+
+class Rule(BaseModel):
+    """A CEL rule of the CRD, on the object that it is listed in."""
+
+    rule: str
+    message: str
+    field_path: str | None = None
+
+
+class SpecModel(BaseModel):
+    """`rules`: CEL rules the API server checks on this object."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True
+    )
+    rules: ClassVar[list[Rule]] = []
+
+
+class AccessMode(StrEnum):
+    READ_WRITE_ONCE = "ReadWriteOnce"
+    READ_WRITE_MANY = "ReadWriteMany"
+
+
+class CacheSpec(SpecModel):
+    """The claim that keeps the downloaded model."""
+
+    size: Quantity | None = Field(None, description="Size of the claim; the chart's by default.")
+    storage_class: ObjectName | None = Field(None, description="Storage class of the claim.")
+    access_mode: AccessMode | None = Field(
+        None, description="ReadWriteMany is needed as soon as pods on two nodes read it."
+    )
+    retain: bool = Field(False, description="Keep the claim when its last user is deleted.")
+
+
+class Model(SpecModel):
+    """Which model is served, and under which names."""
+
+    rules = [
+        Rule(
+            rule="!has(self.revision) || self.source.startsWith('hf://')",
+            message="revision is for hf:// sources",
+            field_path=".revision",
+        ),
+        Rule(
+            rule="!has(self.tokenSecret) || self.source.startsWith('hf://')",
+            message="tokenSecret is for hf:// sources",
+            field_path=".tokenSecret",
+        ),
+        Rule(
+            rule="!has(self.credentialsSecret) || self.source.startsWith('s3://')",
+            message="credentialsSecret is for s3:// sources",
+            field_path=".credentialsSecret",
+        ),
+    ]
+    source: str = Field(
+        description="hf://ORG/REPO, s3://BUCKET/PREFIX, pvc://CLAIM/PATH or file:///PATH on the "
+        "node (the last only where the namespace admits hostPath volumes).",
+        pattern=r"^(hf://[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?|s3://[a-z0-9.-]+(/[A-Za-z0-9._/=-]+)?"
+        r"|pvc://[a-z0-9.-]+(/[A-Za-z0-9._/-]+)?|file:///[A-Za-z0-9._/-]+)$",
+        max_length=512,
+    )
+    revision: str | None = Field(
+        None,
+        description="Branch, tag or commit; what it stands for at creation is kept in status.",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$",
+        max_length=128,
+    )
+    token_secret: ObjectName | None = Field(
+        None, description="Secret with the hub's token under the key `token`."
+    )
+    credentials_secret: ObjectName | None = Field(
+        None,
+        description="Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, where needed, "
+        "AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL.",
+    )
+    name: ModelName | None = Field(
+        None, description="Name under which clients ask for it; the resource's own by default."
+    )
+    aliases: list[ModelName] = Field([], description="Further names.", max_length=16)
+    cache: CacheSpec = Field(CacheSpec(), description="Where a downloaded model is kept.")
+
+
+class Device(StrEnum):
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+class Network(StrEnum):
+    AUTO = "auto"
+    TCP = "tcp"
+    ROCE = "roce"
+    IB = "ib"
+
+
+class Hardware(SpecModel):
+    """What one worker group runs on."""
+
+    nodes: int = Field(1, description="Nodes of a group.", ge=1, le=MAX_NODES)
+    gpus_per_node: int = Field(1, description="GPUs of a node (ranks, on a CPU).", ge=1, le=16)
+    device: Device = Field(Device.CUDA, description="cuda or cpu.")
+    gpu_type: str | None = Field(
+        None,
+        description="Value of the node label nvidia.com/gpu.product.",
+        pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+        max_length=63,
+    )
+    network: Network = Field(
+        Network.AUTO,
+        description="tcp forbids RDMA, roce and ib ask for an RDMA device and IPC_LOCK.",
+    )
+    rdma_resource: str | None = Field(
+        None,
+        description="Name of the RDMA device resource; the chart's by default.",
+        pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$",
+        max_length=128,
+    )
+    interface: str = Field(
+        "eth0",
+        description="Network interface of NCCL and Gloo.",
+        pattern=r"^[A-Za-z0-9_.,=^-]+$",
+        max_length=64,
+    )
+    shared_memory: Quantity | None = Field(
+        None, description="Size of /dev/shm; 2Gi a GPU (1Gi on a CPU) by default."
+    )
+    cpu: Quantity | None = Field(None, description="CPUs requested by each pod.")
+    memory: Quantity | None = Field(
+        None, description="Memory requested by each pod and its limit; /dev/shm comes on top."
+    )
+
+
+class Parallelism(SpecModel):
+    """How the model is laid over the group's GPUs."""
+
+    rules = [
+        Rule(
+            rule="(self.tp * self.dp) % self.ep == 0",
+            message="ep must divide tp * dp",
+            field_path=".ep",
+        ),
+    ]
+    tp: int = Field(description="Tensor-parallel ranks, inside one node.", ge=1, le=16)
+    pp: int = Field(1, description="Pipeline stages.", ge=1, le=64)
+    dp: int = Field(1, description="Data-parallel replicas inside the group.", ge=1, le=64)
+    ep: int = Field(1, description="Expert-parallel ranks.", ge=1, le=1024)
+
+
+class Engine(SpecModel):
+    """The worker's settings; what is absent is the worker's own default."""
+
+    page_size: int | None = Field(None, description="Tokens of a KV page.", ge=1, le=1024)
+    context_length: int | None = Field(
+        None, description="Longest prompt + output, in tokens.", ge=16, le=1 << 24
+    )
+    max_running: int | None = Field(None, description="Requests in a batch.", ge=1, le=4096)
+    dtype: DType | None = Field(None, description="Weights and KV.")
+    kv_tokens: int | None = Field(
+        None, description="Size of the KV pool in tokens.", ge=16, le=1 << 34
+    )
+    memory_percent: int | None = Field(
+        None, description="Percent of the device's memory for weights and KV.", ge=1, le=100
+    )
+    schedule_policy: SchedulePolicy | None = Field(None, description="Order of the queue.")
+    eviction_policy: EvictionPolicy | None = Field(
+        None, description="Which cached page goes first."
+    )
+    sharing: Sharing | None = Field(None, description="Who may use whose cached prefixes.")
+    settings: dict[str, Any] = Field(
+        {},
+        description="Any other setting of the worker, in the snake_case of its YAML file. Checked "
+        "against the worker's own schema; a mistake shows as the reason InvalidEngine.",
+        max_length=64,
+    )
+
+
+class Startup(SpecModel):
+    """How long a start may take."""
+
+    timeout: Duration = Field(
+        "30m", description="Load and warm-up, until ready; then the kubelet restarts the container."
+    )
+
+
+class RecoveryPolicy(StrEnum):
+    RECREATE_GROUP = "RecreateGroup"
+    NONE = "None"
+
+
+class Recovery(SpecModel):
+    """What happens when a group loses a pod."""
+
+    policy: RecoveryPolicy = Field(
+        RecoveryPolicy.RECREATE_GROUP, description="None keeps a failed group for diagnosis."
+    )
+    max_restarts: int = Field(
+        10, description="Failures in a row before a group is left failed.", ge=0, le=1000
+    )
+    backoff: Duration = Field(
+        "10s", description="Wait before the second attempt, doubled each time, at most 5 minutes."
+    )
+    stable_after: Duration = Field(
+        "10m", description="A group ready this long has its failures forgotten."
+    )
+    node_grace: Duration = Field(
+        "30s",
+        description="How long a pod may sit on an unreachable node, or past its termination, "
+        "before its group moves.",
+    )
+
+
+class Rollout(SpecModel):
+    """How a new revision replaces the old one, in whole groups."""
+
+    rules = [
+        Rule(
+            rule="self.maxUnavailable + self.maxSurge > 0",
+            message="maxUnavailable and maxSurge cannot both be 0",
+        ),
+    ]
+    max_unavailable: int = Field(
+        1, description="Groups that may be missing meanwhile.", ge=0, le=MAX_GROUPS
+    )
+    max_surge: int = Field(
+        0, description="Groups that may exist beyond `replicas`.", ge=0, le=MAX_GROUPS
+    )
+
+
+class RouterAuth(SpecModel):
+    """Who may use the service's own router."""
+
+    keys_secret: ObjectName = Field(
+        description="Secret whose key `api-keys` holds one `principal: key` a line."
+    )
+
+
+class Router(SpecModel):
+    """The shared router of the installation, or one of the service's own."""
+
+    rules = [
+        Rule(
+            rule="self.dedicated || !(has(self.auth) || has(self.policy) || has(self.replicas))",
+            message="auth, policy and replicas belong to a dedicated router",
+        ),
+    ]
+    dedicated: bool = Field(False, description="Run a router for this service alone.")
+    replicas: int | None = Field(None, description="Router pods; 2 by default.", ge=1, le=64)
+    policy: RoutingPolicy | None = Field(None, description="Placement policy.")
+    auth: RouterAuth | None = Field(None, description="API keys.")
+
+
+class Targets(SpecModel):
+    """Load per ready group at which another one is wanted."""
+
+    queue: int = Field(8, description="Waiting requests.", ge=1, le=100000)
+    kv_percent: int = Field(85, description="Percent of KV pages in use.", ge=1, le=100)
+
+
+class Autoscaling(SpecModel):
+    """The built-in autoscaler. It moves `replicas` through the scale subresource."""
+
+    rules = [
+        Rule(rule="self.min <= self.max", message="min must not exceed max", field_path=".min"),
+    ]
+    min: int = Field(1, description="Fewest groups; 0 lets the service sleep.", ge=0, le=MAX_GROUPS)
+    max: int = Field(description="Most groups.", ge=1, le=MAX_GROUPS)
+    targets: Targets = Field(Targets(), description="Load per group.")
+    cooldown: Duration = Field("5m", description="Calm before a group is given back.")
+
+
+class InferenceServiceSpec(SpecModel):
+    """A served model: worker groups, their router entry, their recovery and rollout."""
+
+    rules = [
+        Rule(
+            rule="!has(self.parallelism) || self.parallelism.tp * self.parallelism.pp * "
+            "self.parallelism.dp == self.hardware.nodes * self.hardware.gpusPerNode",
+            message="tp * pp * dp must equal nodes * gpusPerNode",
+            field_path=".parallelism",
+        ),
+        Rule(
+            rule="!has(self.parallelism) || self.parallelism.tp <= self.hardware.gpusPerNode",
+            message="tp must not exceed gpusPerNode",
+            field_path=".parallelism.tp",
+        ),
+    ]
+    model: Model
+    hardware: Hardware = Field(Hardware(), description="What one worker group runs on.")
+    parallelism: Parallelism | None = Field(
+        None, description="tp = gpusPerNode and pp = nodes when absent."
+    )
+    replicas: int = Field(
+        1, description="Worker groups; its writer is the scale subresource.", ge=0, le=MAX_GROUPS
+    )
+    autoscaling: Autoscaling | None = Field(None, description="Built-in autoscaler; off if absent.")
+    engine: Engine = Field(Engine(), description="Settings of the worker.")
+    startup: Startup = Field(Startup(), description="How long a start may take.")
+    recovery: Recovery = Field(Recovery(), description="What a lost pod means.")
+    rollout: Rollout = Field(Rollout(), description="How a new revision comes in.")
+    router: Router = Field(Router(), description="Shared or dedicated router.")
+    suspend: bool = Field(False, description="Keep the resource, run no group.")
+    image: str | None = Field(
+        None,
+        description="Worker image; the chart's by default.",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$",
+        max_length=512,
+    )
+    topology_key: str | None = Field(
+        None,
+        description="Node label within one value of which a group's pods must lie (a rack).",
+        pattern=r"^([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+        max_length=317,
+    )
+    scheduler_name: ObjectName | None = Field(None, description="Scheduler of the worker pods.")
+    pod_overrides: dict[str, Any] = Field(
+        {},
+        description="Pod template merged strategically over the rendered one, the only escape "
+        "hatch: {metadata: {...}, spec: {...}}. The worker's container is named `worker`.",
+        max_length=2,
+    )
+
+    @property
+    def layout(self) -> Parallelism:
+        """The parallelism in force."""
+        if self.parallelism is not None:
+            return self.parallelism
+        return Parallelism(tp=self.hardware.gpus_per_node, pp=self.hardware.nodes)
+
+    def model_names(self, resource_name: str) -> list[str]:
+        """The id first, aliases after it, without repeats."""
+        return list(dict.fromkeys([self.model.name or resource_name, *self.model.aliases]))
+
+
+def seconds(duration: str) -> float:
+    """`1h30m` in seconds; an empty string is 0."""
+    total, digits = 0, ""
+    for character in duration:
+        if character.isdigit():
+            digits += character
+        else:
+            total += int(digits) * {"h": 3600, "m": 60, "s": 1}[character]
+            digits = ""
+    return float(total)
+
+
+_SUFFIXES = {
+    "": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
+}  # fmt: skip
+
+
+def quantity(text: str) -> float:
+    """A Kubernetes quantity as a number. Raises ValueError when it is none."""
+    number = text.rstrip("mkKMGTPi")
+    suffix = text[len(number) :]
+    if suffix not in _SUFFIXES:
+        raise ValueError(f"{text!r} is no quantity")
+    return float(number) * _SUFFIXES[suffix]

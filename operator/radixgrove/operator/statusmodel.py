@@ -1,0 +1,98 @@
+"""The status of an `InferenceService`: what the operator saw, and what it must not forget.
+
+Attempt numbers also live in the labels of StatefulSets; a status wiped by hand costs the memory of
+failures, never the fencing.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+from radixgrove.operator.spec import MAX_GROUPS, MAX_NODES, Parallelism
+
+
+class StatusModel(BaseModel):
+    # Unknown fields are those of another version of the operator: ignored, not fatal.
+    model_config = ConfigDict(
+        extra="ignore", frozen=True, alias_generator=to_camel, populate_by_name=True
+    )
+
+
+class GroupPhase(StrEnum):
+    WAITING = "Waiting"  # no pods yet: the model, capacity or a back-off
+    PENDING = "Pending"  # pods are not all placed
+    STARTING = "Starting"  # pods placed, not ready
+    READY = "Ready"
+    DRAINING = "Draining"
+    FAILED = "Failed"  # out of budget, or recovery is off
+
+
+class PodRecord(StatusModel):
+    name: str = Field(max_length=253)
+    uid: str = Field(max_length=64)
+    restarts: int = 0
+
+
+class GroupStatus(StatusModel):
+    """One worker group; the record survives its attempts."""
+
+    index: int = Field(ge=0, le=2 * MAX_GROUPS)
+    attempt: int = Field(0, ge=0)
+    revision: str = Field("", max_length=63)
+    phase: GroupPhase = GroupPhase.WAITING
+    detail: str = Field("", max_length=1024)
+    restarts: int = Field(0, description="Recoveries since the group was made.", ge=0)
+    failures: int = Field(0, description="Failures in a row.", ge=0)
+    yields: int = Field(0, description="Times the group gave up its pods for another.", ge=0)
+    retry_at: str | None = Field(None, max_length=32)
+    ready_since: str | None = Field(None, max_length=32)
+    partly_since: str | None = Field(None, max_length=32)
+    all_ran: bool = Field(False, description="Every rank of this attempt has run once.")
+    was_ready: bool = Field(False, description="This attempt has been ready once.")
+    pods: list[PodRecord] = Field([], max_length=MAX_NODES)
+
+
+class ModelStatus(StatusModel):
+    name: str = Field("", max_length=128)
+    aliases: list[str] = Field([], max_length=16)
+    source: str = Field("", max_length=512)
+    requested_revision: str = Field("", max_length=128)
+    revision: str = Field("", description="Resolved revision.", max_length=128)
+    claim: str = Field("", max_length=253)
+
+
+class AutoscalingStatus(StatusModel):
+    desired: int | None = None
+    low_since: str | None = Field(None, max_length=32)
+    message: str = Field("", max_length=1024)
+
+
+class Condition(StatusModel):
+    type: str = Field(max_length=64)
+    status: str = Field(max_length=16)
+    reason: str = Field(max_length=128)
+    message: str = Field("", max_length=4096)
+    last_transition_time: str = Field(max_length=32)
+    observed_generation: int = 0
+
+
+class InferenceServiceStatus(StatusModel):
+    """What the operator saw at `observedGeneration`."""
+
+    observed_generation: int = 0
+    url: str = Field("", max_length=512)
+    summary: str = Field("", description="Ready and desired groups.", max_length=32)
+    selector: str = Field("", description="Pods of rank 0.", max_length=512)
+    replicas: int = Field(0, description="Groups that exist.")
+    desired_replicas: int = 0
+    ready_replicas: int = 0
+    updated_replicas: int = 0
+    revision: str = Field("", description="Revision being rolled out.", max_length=63)
+    parallelism: Parallelism | None = Field(None, description="The parallelism in force.")
+    model: ModelStatus = ModelStatus()
+    groups: list[GroupStatus] = Field([], max_length=2 * MAX_GROUPS)
+    autoscaling: AutoscalingStatus | None = None
+    conditions: list[Condition] = Field([], max_length=16)

@@ -1,0 +1,258 @@
+"""Rendering is pure and stable; what it makes is valid Kubernetes, and is pinned by golden files.
+
+`RADIXGROVE_UPDATE_GOLDEN=1 python -m pytest tests/operator/test_render.py` rewrites the files.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from operator_builders import CONFIG, MODEL, SERVICE, revision
+
+from radixgrove.operator import names
+from radixgrove.operator.config import PodDefaults
+from radixgrove.operator.merge import strategic_merge
+from radixgrove.operator.render import group, models, policies, router
+from radixgrove.operator.render.common import Service
+from radixgrove.operator.revision import revision_of
+from radixgrove.operator.spec import InferenceServiceSpec
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+GOLDEN = Path(__file__).parent / "golden"
+KUBERNETES = "1.35"
+
+
+def render_all(resource: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every child of a resource whose groups are all placed, in the order they are applied."""
+    spec = InferenceServiceSpec.model_validate(resource["spec"])
+    service = Service("team-a", resource["metadata"]["name"], SERVICE.uid)
+    frozen = revision_of(spec, service.name, MODEL, "", CONFIG)
+    labels = group.group_labels(service, frozen, 0, 1)
+    children = [
+        policies.service_account(service),
+        policies.worker_network_policy(service, spec.router.dedicated, CONFIG),
+        policies.pod_disruption_budget(service, spec.replicas * spec.hardware.nodes),
+        models.claim("model-1", [service], spec.model, "c0ffee", CONFIG),
+        models.resolve_job(service, spec.model, CONFIG),
+        models.download_job("model-1", service, spec.model, "c0ffee", CONFIG),
+        group.revision_config_map(service, frozen, CONFIG),
+        group.stateful_set(service, frozen, 0, 1, CONFIG),
+        group.headless_service(service, labels, "set-uid"),
+        group.group_network_policy(service, labels, "set-uid"),
+    ]
+    if spec.router.dedicated:
+        children += router.router_objects(service, spec.router, CONFIG)
+    return children
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_render_as_the_golden_files_say(path: Path) -> None:
+    rendered = render_all(yaml.safe_load(path.read_text()))
+    text = yaml.safe_dump_all(rendered, sort_keys=True, width=100)
+    golden = GOLDEN / path.name
+    if os.environ.get("RADIXGROVE_UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_rendered_object_is_strictly_valid(path: Path) -> None:
+    for rendered in render_all(yaml.safe_load(path.read_text())):
+        kubernetes_validate.validate(rendered, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_rendering_twice_changes_nothing_and_leaves_its_input_alone(path: Path) -> None:
+    resource = yaml.safe_load(path.read_text())
+    before = copy.deepcopy(resource)
+    assert render_all(resource) == render_all(resource)
+    assert resource == before
+
+
+def worker(frozen: Any = None, **fields: Any) -> dict[str, Any]:
+    """The pod spec of a group's StatefulSet."""
+    rendered = group.stateful_set(SERVICE, frozen or revision(**fields), 3, 7, CONFIG)
+    return rendered["spec"]["template"]["spec"]  # type: ignore[no-any-return]
+
+
+def environment(pod: dict[str, Any]) -> dict[str, Any]:
+    return {item["name"]: item.get("value") for item in pod["containers"][0]["env"]}
+
+
+def test_ranks_meet_at_pod_zero_of_their_own_attempt() -> None:
+    env = environment(worker(hardware={"nodes": 2, "gpusPerNode": 8}))
+    assert env["MASTER_ADDR"] == "llama-3-a7-0.llama-3-a7.team-a.svc.cluster.local"
+    assert (env["NNODES"], env["WORLD_SIZE"]) == ("2", "16")
+    assert env["RADIXGROVE_REPLICA_ID"] == "llama-3-a7-0"
+
+
+def test_the_rank_is_the_pods_index_label() -> None:
+    env = worker()["containers"][0]["env"]
+    rank = next(item for item in env if item["name"] == "NODE_RANK")
+    path = rank["valueFrom"]["fieldRef"]["fieldPath"]
+    assert path == "metadata.labels['apps.kubernetes.io/pod-index']"
+
+
+@pytest.mark.parametrize(
+    ("network", "locks", "devices"),
+    [("auto", False, 0), ("tcp", False, 0), ("roce", True, 1), ("ib", True, 1)],
+)
+def test_memory_is_locked_only_for_rdma(network: str, locks: bool, devices: int) -> None:
+    container = worker(hardware={"network": network})["containers"][0]
+    capabilities = container["securityContext"]["capabilities"]
+    assert ("IPC_LOCK" in capabilities.get("add", [])) is locks
+    assert int(container["resources"]["limits"].get("rdma/ib", 0)) == devices
+
+
+def test_tcp_keeps_nccl_off_rdma_and_every_network_names_its_interface() -> None:
+    env = environment(worker(hardware={"network": "tcp", "interface": "ens3"}))
+    assert env["NCCL_IB_DISABLE"] == "1"
+    assert env["NCCL_SOCKET_IFNAME"] == env["GLOO_SOCKET_IFNAME"] == "ens3"
+
+
+def test_shared_memory_is_sized_and_counted_in_the_memory_limit() -> None:
+    pod = worker(hardware={"memory": "8Gi", "sharedMemory": "2Gi"})
+    shm = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
+    assert pod["containers"][0]["resources"]["limits"]["memory"] == "10240Mi"
+
+
+def test_the_startup_probe_lasts_as_long_as_the_resource_says() -> None:
+    probe = worker(startup={"timeout": "90m"})["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 90 * 60
+
+
+def test_a_group_outlives_the_drain_of_its_requests() -> None:
+    pod = worker(engine={"settings": {"drain_timeout": 300.0}})
+    assert pod["terminationGracePeriodSeconds"] > 300
+
+
+def test_overrides_are_merged_by_name_and_never_lose_the_groups_labels() -> None:
+    frozen = revision(
+        podOverrides={
+            "metadata": {"labels": {"team": "a", names.ATTEMPT: "99"}},
+            "spec": {
+                "hostNetwork": True,
+                "containers": [
+                    {"name": "worker", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]},
+                    {"name": "sidecar", "image": "busybox"},
+                ],
+            },
+        }
+    )
+    template = group.stateful_set(SERVICE, frozen, 3, 7, CONFIG)["spec"]["template"]
+    assert template["metadata"]["labels"]["team"] == "a"
+    assert template["metadata"]["labels"][names.ATTEMPT] == "7"
+    assert [c["name"] for c in template["spec"]["containers"]] == ["worker", "sidecar"]
+    env = environment(template["spec"])
+    assert env["NCCL_DEBUG"] == "INFO"
+    assert env["NNODES"] == "1"
+
+
+def test_merge_follows_kubectls_rules() -> None:
+    base = {
+        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}],
+        "args": ["x"],
+        "k": 1,
+    }
+    patch = {"env": [{"name": "A", "$patch": "delete"}, {"name": "C"}], "args": ["y"], "k": None}
+    assert strategic_merge(base, patch) == {
+        "env": [{"name": "B", "value": "2"}, {"name": "C"}],
+        "args": ["y"],
+    }
+
+
+# ---- what restarts a group -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"replicas": 5},
+        {"autoscaling": {"max": 3}},
+        {"recovery": {"maxRestarts": 1}},
+        {"rollout": {"maxUnavailable": 0, "maxSurge": 2}},
+        {"router": {"dedicated": True, "replicas": 5}},
+        {"suspend": True},
+        {"hardware": {"nodes": 1, "device": "cuda"}},  # defaults, spelled out
+        {"engine": {"settings": {}}},
+    ],
+    ids=str,
+)
+def test_these_changes_restart_nothing(fields: dict[str, Any]) -> None:
+    assert revision(**fields).hash == revision().hash
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"engine": {"pageSize": 32}},
+        {"hardware": {"gpusPerNode": 2}},
+        {"image": "rg/worker:2"},
+        {"startup": {"timeout": "1h"}},
+        {"podOverrides": {"spec": {"hostNetwork": True}}},
+        {"model": {"source": "hf://org/model", "aliases": ["other"]}},
+    ],
+    ids=str,
+)
+def test_these_changes_roll_every_group(fields: dict[str, Any]) -> None:
+    assert revision(**fields).hash != revision().hash
+
+
+def test_a_restart_annotation_rolls_every_group() -> None:
+    assert revision(restart="2026-01-01").hash != revision().hash
+
+
+def test_a_new_chart_rolls_nothing_and_a_running_revision_keeps_its_image() -> None:
+    upgraded = CONFIG.model_copy(
+        update={
+            "images": CONFIG.images.model_copy(update={"worker": "rg/worker:2"}),
+            "pods": PodDefaults(env={"HTTPS_PROXY": "http://proxy"}),
+        }
+    )
+    assert revision(config=upgraded).hash == revision().hash
+    old = group.stateful_set(SERVICE, revision(), 0, 2, upgraded)
+    assert old["spec"]["template"]["spec"]["containers"][0]["image"] == "rg/worker:1"
+
+
+# ---- guards --------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 8), st.integers(0, 8))
+def test_a_disruption_budget_lets_one_group_go_at_a_time(nodes: int, groups: int) -> None:
+    budget = policies.pod_disruption_budget(SERVICE, nodes * groups)
+    spare = nodes * groups - budget["spec"]["minAvailable"]
+    assert spare == min(1, nodes * groups)
+
+
+def test_only_routers_reach_the_serving_port_and_no_policy_names_rendezvous() -> None:
+    policy = policies.worker_network_policy(SERVICE, dedicated=False, config=CONFIG)
+    serving, management = policy["spec"]["ingress"]
+    assert [rule["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+            for rule in serving["from"]] == ["router"]  # fmt: skip
+    ports = {port["port"] for rule in (serving, management) for port in rule["ports"]}
+    assert ports == {names.API_PORT, names.MANAGEMENT_PORT}
+
+
+@given(
+    st.from_regex(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", fullmatch=True),
+    st.integers(0, 511),
+    st.integers(0, 9999),
+)
+def test_names_fit_their_kinds(name: str, index: int, attempt: int) -> None:
+    set_name = names.group_name(name, index, attempt)
+    assert names.is_dns_label(set_name)
+    assert len(set_name) <= 52  # its pods carry it plus a hash in a label of at most 63
+
+
+@given(st.text("abc-", min_size=1, max_size=63), st.text("abc-", min_size=1, max_size=40))
+def test_service_keys_fit_the_settings_pattern(namespace: str, name: str) -> None:
+    assert len(names.service_key(namespace, name)) <= 63

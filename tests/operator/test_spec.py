@@ -1,0 +1,117 @@
+"""The resource's definition: the CRD that follows from it, and its mapping to worker settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from operator_builders import CONFIG, revision, spec
+
+from radixgrove.operator import crd
+from radixgrove.operator.revision import InvalidEngine, config_map_data, thaw, worker_settings
+from radixgrove.operator.spec import quantity, seconds
+from radixgrove.protocol.settings import WorkerSettings
+
+CHART_CRD = Path(__file__).parents[2] / "helm/radixgrove/files/inferenceservice-crd.yaml"
+SCHEMA = crd.custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+
+def nodes(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
+    found = [(path, schema)]
+    for name, child in schema.get("properties", {}).items():
+        found += nodes(child, f"{path}.{name}")
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            found += nodes(schema[key], f"{path}[]")
+    return found
+
+
+def test_the_charts_crd_is_the_generated_one() -> None:
+    assert CHART_CRD.read_text() == crd.render_yaml(), "run `make crd`"
+
+
+def test_every_string_list_and_map_of_the_spec_is_bounded() -> None:
+    for path, node in nodes(SCHEMA["properties"]["spec"], "spec"):
+        if node["type"] == "string":
+            assert "maxLength" in node or "enum" in node, path
+        if node["type"] == "array":
+            assert "maxItems" in node, path
+        if node["type"] == "object" and "properties" not in node:
+            assert "maxProperties" in node, path
+
+
+def test_the_schema_is_structural() -> None:
+    for path, node in nodes(SCHEMA):
+        assert "type" in node, path
+        assert not {"$ref", "anyOf", "title", "exclusiveMinimum"} & set(node), path
+
+
+def test_every_field_of_the_spec_is_described() -> None:
+    for path, node in nodes(SCHEMA["properties"]["spec"], "spec"):
+        leaf = path.rsplit(".", 1)[-1]
+        assert "description" in node or leaf in ("source", "revision", "name") or "[]" in path, path
+
+
+def test_a_source_alone_is_one_replica_on_one_gpu() -> None:
+    alone = spec()
+    assert (alone.replicas, alone.hardware.nodes, alone.hardware.gpus_per_node) == (1, 1, 1)
+    assert (alone.layout.tp, alone.layout.pp) == (1, 1)
+
+
+def test_absent_parallelism_is_tensor_in_the_node_and_pipeline_across() -> None:
+    layout = spec(hardware={"nodes": 2, "gpusPerNode": 8}).layout
+    assert (layout.tp, layout.pp, layout.dp) == (8, 2, 1)
+
+
+def test_engine_settings_pass_the_workers_own_schema() -> None:
+    rendered = worker_settings(
+        revision(
+            engine={"contextLength": 4096, "memoryPercent": 80, "settings": {"max_step_tokens": 99}}
+        ),
+        "team-a.llama",
+        CONFIG,
+    )
+    settings = WorkerSettings.model_validate(rendered)
+    assert settings.max_model_len == 4096
+    assert settings.memory_fraction == pytest.approx(0.8)
+    assert settings.max_step_tokens == 99
+    assert settings.served_model_name == ["llama"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"no_such_setting": 1}, "no_such_setting"),
+        ({"max_running": 0}, "max_running"),
+        ({"port": 1}, "port"),
+        ({"internal_key": "x"}, "internal_key"),
+    ],
+)
+def test_a_wrong_engine_setting_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidEngine, match=named):
+        worker_settings(revision(engine={"settings": settings}), "s", CONFIG)
+
+
+def test_the_workers_file_holds_no_secret() -> None:
+    text = yaml.safe_dump(worker_settings(revision(), "team-a.llama", CONFIG))
+    for secret in ("internal_key", "cluster_secret", "management_key", "redis_url"):
+        assert secret not in text
+
+
+def test_a_revision_survives_its_config_map() -> None:
+    frozen = revision(engine={"pageSize": 32}, hardware={"device": "cpu"})
+    assert thaw(config_map_data(frozen, "team-a.llama", CONFIG)) == frozen
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("90m", 5400), ("1h30m5s", 5405), ("10s", 10), ("", 0)]
+)
+def test_durations(text: str, value: float) -> None:
+    assert seconds(text) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("64Gi", 64 * 2**30), ("500m", 0.5), ("2", 2)])
+def test_quantities(text: str, value: float) -> None:
+    assert quantity(text) == value
