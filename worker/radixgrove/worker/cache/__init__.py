@@ -1,0 +1,1 @@
+"""The KV cache: who owns which page, and which prefixes are already computed."""

@@ -1,0 +1,40 @@
+"""What names a cached block across a cluster: namespace, index block and secret of one worker.
+
+The engine hashes with these and the agent registers them, so that routers hash alike.
+"""
+
+from __future__ import annotations
+
+from radixgrove.protocol.blocks import BlockHasher
+from radixgrove.protocol.settings import WorkerSettings
+
+# A finer index costs Redis more members than its precision is worth.
+_SMALLEST_INDEX_BLOCK = 16
+
+
+def cache_namespace(settings: WorkerSettings, dtype: str) -> str:
+    """Model, weight version and KV dtype, length-framed so that no two triples collide."""
+    parts = (settings.served_model_name[0], settings.weight_version, dtype)
+    return "".join(f"{len(part)}:{part}," for part in parts)
+
+
+def index_block(settings: WorkerSettings) -> int:
+    """Tokens of an index block: as set, else the smallest multiple of the page from 16 on.
+
+    Raises:
+        ValueError: the setting is no multiple of the page.
+    """
+    page = settings.page_size
+    if settings.index_block is None:
+        return -(-_SMALLEST_INDEX_BLOCK // page) * page
+    if settings.index_block % page:
+        raise ValueError(
+            f"index_block must be a multiple of page_size {page}, got {settings.index_block}"
+        )
+    return settings.index_block
+
+
+def block_hasher(settings: WorkerSettings, namespace: str) -> BlockHasher:
+    """The hasher that this worker and its routers share."""
+    secret = settings.cluster_secret.get_secret_value() if settings.cluster_secret else ""
+    return BlockHasher(secret.encode(), namespace, index_block(settings))

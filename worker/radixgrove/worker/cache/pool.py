@@ -1,0 +1,134 @@
+"""The page pool: every page of KV has exactly one owner at any time.
+
+    FREE ──allocate──▶ REQUEST ──adopt──▶ TREE
+     ▲                    │                 │
+     │                    └────release──────┤
+     └──collect(step)── RETIRED ◀───────────┘
+
+A page leaves its owner while steps that were launched before may still read or write it. It is then
+RETIRED until the step that *fences* it has been collected; with no such step it is FREE at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Owner(IntEnum):
+    FREE = 0
+    REQUEST = 1
+    TREE = 2
+    RETIRED = 3
+
+
+class PoolError(Exception):
+    """The rules of ownership were broken: a defect of the scheduler, never a client's fault."""
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Which steps may still touch the device. Steps are numbered from 1, collected in order."""
+
+    launched: int = 0
+    collected: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        return self.launched - self.collected
+
+
+class PagePool:
+    """Hands out pages 0 .. num_pages - 1 and takes them back behind fences."""
+
+    def __init__(self, num_pages: int, clock: StepClock) -> None:
+        if num_pages < 1:
+            raise ValueError(f"the pool needs at least one page, got {num_pages}")
+        self.num_pages = num_pages
+        self._clock = clock
+        self._owner = bytearray(num_pages)
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack; low pages are used first
+        self._retired: dict[int, list[int]] = {}  # fence step -> pages
+        self._num_retired = 0
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def retired(self) -> int:
+        return self._num_retired
+
+    def owner(self, page: int) -> Owner:
+        return Owner(self._owner[page])
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free pages for a request.
+
+        Raises:
+            PoolError: there are fewer; callers check `free` first.
+        """
+        if count > len(self._free):
+            raise PoolError(f"{count} pages wanted, {len(self._free)} are free")
+        if count == 0:
+            return []
+        pages = self._free[-count:]
+        del self._free[-count:]
+        self._move(pages, Owner.FREE, Owner.REQUEST)
+        return pages
+
+    def adopt(self, pages: list[int]) -> None:
+        """The tree takes over pages that a request has filled."""
+        self._move(pages, Owner.REQUEST, Owner.TREE)
+
+    def release(self, pages: list[int], owner: Owner, fence: int) -> None:
+        """`owner` gives pages up; steps up to `fence` may still touch them."""
+        if fence <= self._clock.collected:
+            self._move(pages, owner, Owner.FREE)
+            self._free.extend(pages)
+            return
+        self._move(pages, owner, Owner.RETIRED)
+        self._retired.setdefault(fence, []).extend(pages)
+        self._num_retired += len(pages)
+
+    def collect(self, step_id: int) -> None:
+        """Step `step_id` has ended: pages fenced by it are free."""
+        pages = self._retired.pop(step_id, None)
+        if pages is not None:
+            self._move(pages, Owner.RETIRED, Owner.FREE)
+            self._num_retired -= len(pages)
+            self._free.extend(pages)
+
+    def _move(self, pages: list[int], source: Owner, target: Owner) -> None:
+        owner = self._owner
+        for page in pages:
+            if owner[page] != source:
+                raise PoolError(f"page {page} is {Owner(owner[page]).name}, not {source.name}")
+            owner[page] = target
+
+    def check(self, of_requests: list[int], of_tree: list[int]) -> None:
+        """Conservation: the four owners' pages are disjoint, complete, and as recorded.
+
+        Raises:
+            PoolError: naming the first page in the wrong place. O(pages).
+        """
+        retired = [page for pages in self._retired.values() for page in pages]
+        if len(retired) != self._num_retired:
+            raise PoolError(f"{len(retired)} pages are retired, {self._num_retired} were counted")
+        holders = {
+            Owner.FREE: self._free,
+            Owner.REQUEST: of_requests,
+            Owner.TREE: of_tree,
+            Owner.RETIRED: retired,
+        }
+        seen = bytearray(self.num_pages)
+        for owner, pages in holders.items():
+            for page in pages:
+                if seen[page]:
+                    raise PoolError(f"page {page} is held twice, the second time as {owner.name}")
+                seen[page] = 1
+                if self._owner[page] != owner:
+                    recorded = Owner(self._owner[page]).name
+                    raise PoolError(f"page {page} is held as {owner.name}, recorded as {recorded}")
+        if (leaked := seen.find(0)) >= 0:
+            raise PoolError(f"page {leaked} ({self.owner(leaked).name}) is held by nobody")

@@ -1,0 +1,55 @@
+"""The scheduler's part of the worker's settings, with defaults resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixgrove.protocol.settings import EvictionPolicy, SchedulePolicy, WorkerSettings
+from radixgrove.worker.plan import ExecutorInfo
+
+_STEP_TOKENS_CPU = 512
+_STEP_TOKENS_CUDA = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    num_pages: int
+    page_size: int
+    max_rows: int  # rows of the device's table
+    max_running: int  # at most max_rows
+    max_model_len: int  # prompt + output
+    max_step_tokens: int
+    vocab_size: int
+    namespace: str = ""
+    watermark: float = 0.02
+    schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
+    eviction_policy: EvictionPolicy = EvictionPolicy.LRU
+    prefix_cache: bool = True
+    max_queued: int = 1024
+    max_queued_tokens: int = 4 << 20
+    queue_timeout: float = 120.0
+
+    @classmethod
+    def resolve(
+        cls, settings: WorkerSettings, info: ExecutorInfo, *, on_cpu: bool, namespace: str = ""
+    ) -> SchedulerConfig:
+        """Combine what was set with what the device has."""
+        step_tokens = _STEP_TOKENS_CPU if on_cpu else _STEP_TOKENS_CUDA
+        return cls(
+            num_pages=info.num_pages,
+            page_size=info.page_size,
+            max_rows=info.max_rows,
+            max_running=min(settings.max_running or info.max_rows, info.max_rows),
+            # The KV of a sequence's last token is never needed, but one sequence must fit alone.
+            max_model_len=min(info.max_model_len, info.num_pages * info.page_size),
+            max_step_tokens=settings.max_step_tokens or step_tokens,
+            vocab_size=info.vocab_size,
+            namespace=namespace,
+            watermark=settings.watermark,
+            schedule_policy=settings.schedule_policy,
+            eviction_policy=settings.eviction_policy,
+            prefix_cache=settings.prefix_cache,
+            max_queued=settings.max_queued,
+            max_queued_tokens=settings.max_queued_tokens,
+            queue_timeout=settings.queue_timeout,
+        )

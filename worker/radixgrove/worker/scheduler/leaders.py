@@ -1,0 +1,57 @@
+"""Sharing a prefix before it is cached: one request computes it, the others wait for its pages."""
+
+from __future__ import annotations
+
+from radixgrove.protocol.blocks import TOKEN_BYTES
+from radixgrove.worker.cache.node import Node
+from radixgrove.worker.cache.tree import common_pages
+from radixgrove.worker.scheduler.request import ActiveRow
+
+# Fewer shared tokens are computed twice sooner than waited for.
+_WORTH_WAITING = 32
+
+
+class PrefixLeaders:
+    """Rows in prefill, by the node their pages will hang from and the first page to come.
+
+    A waiting request whose match ends at that node and goes on with that page shares it.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._leaders: dict[tuple[Node, bytes], ActiveRow] = {}
+
+    def update(self, active: ActiveRow) -> None:
+        """The row was admitted, or its node moved: list it where its next page will appear."""
+        self.drop(active)
+        node = active.node
+        if node is None or node.end >= active.length // self._page_size:
+            return
+        page = active.tokens[node.end * self._page_bytes : (node.end + 1) * self._page_bytes]
+        if page in node.children:  # another copy is cached already, this one never will be
+            return
+        claim = (node, page)
+        if self._leaders.setdefault(claim, active) is active:
+            active.claim = claim
+
+    def drop(self, active: ActiveRow) -> None:
+        if active.claim is not None:
+            del self._leaders[active.claim]
+            active.claim = None
+
+    def worth_waiting(self, node: Node | None, depth: int, tokens: bytes, limit: int) -> bool:
+        """Whether a row in prefill computes enough of `tokens`' pages [depth, limit).
+
+        Args:
+            node, depth: the deepest node that `tokens` reach and the pages matched, as `peek` says.
+        """
+        if node is None or depth != node.end or depth >= limit:
+            return False
+        page = tokens[depth * self._page_bytes : (depth + 1) * self._page_bytes]
+        leader = self._leaders.get((node, page))
+        if leader is None:
+            return False
+        most = min(limit, leader.length // self._page_size) - depth
+        shared = common_pages(tokens, depth, leader.tokens, depth, most, self._page_bytes)
+        return shared * self._page_size >= _WORTH_WAITING

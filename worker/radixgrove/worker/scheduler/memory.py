@@ -1,0 +1,152 @@
+"""What a running request holds on the device, its row and its pages: taken and released here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from radixgrove.protocol.blocks import BlockHasher
+from radixgrove.worker.cache.node import Node
+from radixgrove.worker.cache.pool import Owner, PagePool, StepClock
+from radixgrove.worker.cache.tree import RadixTree
+from radixgrove.worker.scheduler.config import SchedulerConfig
+from radixgrove.worker.scheduler.request import ActiveRow, Request
+
+
+class RowTable:
+    """Rows of the device's request table. A released row is reusable behind its fence, and is named
+    in the `freed_rows` of the first plan after that."""
+
+    def __init__(self, max_rows: int, clock: StepClock) -> None:
+        self._clock = clock
+        self._free = list(range(max_rows - 1, -1, -1))
+        self._retired: dict[int, list[int]] = {}  # fence step -> rows
+        self._unannounced: list[int] = []
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        return self._free.pop()
+
+    def release(self, row: int) -> None:
+        fence = self._clock.launched
+        if fence <= self._clock.collected:
+            self._reuse([row])
+        else:
+            self._retired.setdefault(fence, []).append(row)
+
+    def collect(self, step_id: int) -> None:
+        self._reuse(self._retired.pop(step_id, []))
+
+    def announce(self) -> list[int]:
+        """Rows that the device may forget; each is returned once."""
+        rows, self._unannounced = self._unannounced, []
+        return rows
+
+    def _reuse(self, rows: list[int]) -> None:
+        self._free += rows
+        self._unannounced += rows
+
+
+class KVMemory:
+    """Page pool, radix tree and row table of one device, on one clock of steps."""
+
+    def __init__(
+        self, config: SchedulerConfig, hasher: Callable[[str], BlockHasher] | None
+    ) -> None:
+        self.clock = StepClock()
+        self.pool = PagePool(config.num_pages, self.clock)
+        self.tree = RadixTree(
+            self.pool, self.clock, config.page_size, config.eviction_policy, hasher
+        )
+        self.rows = RowTable(config.max_rows, self.clock)
+        self.page_size = config.page_size
+        self._caching = config.prefix_cache
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def obtain(self, count: int) -> bool:
+        """Evict until `count` pages are free; False when fences or locks keep too many back."""
+        if self.pool.free < count:
+            self.tree.evict(count - self.pool.free)
+        return self.pool.free >= count
+
+    def find_prefix(self, request: Request, tokens: bytes, limit: int) -> Node | None:
+        """The node of the longest cached prefix to use; None when the cache is bypassed."""
+        if not (self._caching and request.writes_cache):
+            return None
+        if not request.reads_cache:
+            return self.tree.root(request.scope)
+        return self.tree.match(request.scope, tokens, limit)
+
+    def occupy(
+        self, request: Request, tokens: bytes, length: int, node: Node | None
+    ) -> ActiveRow | None:
+        """Give a request a row and pages for all its known tokens, the first of them from `node`.
+
+        Returns:
+            None, with nothing taken, when the pages are held back behind a fence.
+        """
+        cached = 0
+        if node is not None:
+            cached = node.end
+            self.tree.lock(node)
+        fresh = self.pages_for(length) - cached
+        if not self.obtain(fresh):
+            if node is not None:
+                self.tree.unlock(node)
+            return None
+        pages = self.pool.allocate(fresh)
+        if node is not None:
+            self.tree.record_hit(node, request.submit.priority)
+            pages = self.tree.path_pages(node) + pages
+        computed = cached * self.page_size
+        return ActiveRow(
+            request=request,
+            row=self.rows.take(),
+            tokens=tokens,
+            length=length,
+            node=node,
+            pages=pages,
+            announced=cached,
+            launched=computed,
+            computed=computed,
+            capacity=len(pages) * self.page_size,
+            samples_left=request.limit - len(request.output),
+        )
+
+    def publish(self, active: ActiveRow) -> None:
+        """Let others match the full pages that a row in prefill has computed."""
+        if active.node is not None:
+            active.node = self.tree.extend(
+                active.node,
+                active.tokens,
+                active.pages,
+                active.computed // self.page_size,
+                active.request.submit.priority,
+            )
+
+    def release(self, active: ActiveRow) -> None:
+        """The only way out of a row: cache what is computed and new, retire the rest."""
+        active.live = False
+        pages = active.pages
+        if active.node is not None:
+            full = active.computed // self.page_size
+            duplicates = self.tree.absorb(
+                active.node,
+                active.request.tokens(),
+                pages,
+                full,
+                active.request.submit.priority,
+            )
+            pages = pages[full:] + duplicates
+            active.node = None
+        self.pool.release(pages, Owner.REQUEST, self.clock.launched)
+        self.rows.release(active.row)
+
+    def collect(self, step_id: int) -> None:
+        self.clock.collected = step_id
+        self.pool.collect(step_id)
+        self.rows.collect(step_id)

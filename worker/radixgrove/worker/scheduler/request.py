@@ -1,0 +1,138 @@
+"""A request's life in the engine, as an explicit state machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from radixgrove.protocol.blocks import TOKEN_BYTES
+from radixgrove.worker.cache.node import Node, Scope
+from radixgrove.worker.messages import CacheMode, Submit, TokenLogprobs
+
+
+class State(StrEnum):
+    WAITING = "waiting"
+    AWAITING_KV = "awaiting-kv"  # its KV is computed or copied elsewhere; it holds no row yet
+    PREFILL = "prefill"
+    DECODE = "decode"  # all known tokens are launched; it may be waiting for its last samples
+    PREEMPTED = "preempted"  # waits again, first in line, with what it has generated so far
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    REFUSED = "refused"
+
+
+_NEXT: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.AWAITING_KV, State.PREFILL, State.ABORTED, State.REFUSED}),
+    State.AWAITING_KV: frozenset({State.WAITING, State.PREFILL, State.ABORTED, State.REFUSED}),
+    State.PREFILL: frozenset(
+        {State.DECODE, State.PREEMPTED, State.FINISHED, State.ABORTED, State.REFUSED}
+    ),
+    State.DECODE: frozenset({State.PREEMPTED, State.FINISHED, State.ABORTED, State.REFUSED}),
+    State.PREEMPTED: frozenset({State.AWAITING_KV, State.PREFILL, State.ABORTED, State.REFUSED}),
+    State.FINISHED: frozenset(),
+    State.ABORTED: frozenset(),
+    State.REFUSED: frozenset(),
+}
+
+
+class IllegalTransition(Exception):
+    """A request was asked to do what its state does not allow: a defect of the scheduler."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence, from its `Submit` to its one end."""
+
+    request_id: str
+    frontend: int
+    prompt: bytes  # int32 LE
+    prompt_len: int
+    submit: Submit
+    scope: Scope
+    order: int  # of arrival
+    arrived: float  # Unix seconds
+    deadline: float  # Unix seconds: still waiting then, it is refused
+    limit: int  # most tokens it may generate
+    stop_ids: frozenset[int]
+    min_tokens: int
+    wants_logprobs: bool
+    state: State = State.WAITING
+    output: list[int] = field(default_factory=list)
+    active: ActiveRow | None = None
+    answered: bool = False  # its first message left
+    cached_tokens: int | None = None  # of its first admission
+    # Filled chunk by chunk; the first prompt token has no logprob.
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    matched: int = 0  # pages that the cache held at the last look, a hint for ordering
+    matched_version: int = -1  # the tree's version at that look
+
+    def become(self, state: State) -> None:
+        """Raises IllegalTransition."""
+        if state not in _NEXT[self.state]:
+            raise IllegalTransition(f"{self.request_id}: {self.state} -> {state}")
+        self.state = state
+
+    @property
+    def length(self) -> int:
+        """Known tokens: the prompt and what was generated."""
+        return self.prompt_len + len(self.output)
+
+    def tokens(self) -> bytes:
+        """All known tokens, int32 LE."""
+        if not self.output:
+            return self.prompt
+        return self.prompt + np.array(self.output, dtype="<i4").tobytes()
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt logprobs are still owed: they need every prompt token's logits."""
+        return (
+            self.submit.sampling.prompt_logprobs is not None
+            and len(self.prompt_logprobs) < self.prompt_len
+        )
+
+    @property
+    def writes_cache(self) -> bool:
+        return self.submit.cache is CacheMode.USE
+
+    @property
+    def reads_cache(self) -> bool:
+        return self.writes_cache and not self.wants_prompt_logprobs
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRow:
+    """One stay of a request in a row of the device's table, from admission to its release.
+
+    Of `pages` the first `node.end` belong to the tree, locked at `node`, the others to the request.
+    Without a node (the cache is bypassed) all are the request's.
+    """
+
+    request: Request
+    row: int
+    tokens: bytes  # known at admission: what prefill computes
+    length: int  # tokens in `tokens`
+    node: Node | None
+    pages: list[int]
+    announced: int  # pages that the device knows of
+    launched: int  # tokens whose KV is written once all launched steps have ended
+    computed: int  # tokens whose KV is written
+    capacity: int  # tokens that `pages` hold
+    samples_left: int  # samples that may still be launched
+    live: bool = True  # False once released: results that arrive later are discarded
+    claim: tuple[Node, bytes] | None = None  # under which `PrefixLeaders` lists it
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.launched < self.length
+
+    @property
+    def ending(self) -> bool:
+        """Everything it needs is launched: the results in flight end it, whatever they are."""
+        return self.samples_left == 0 and not self.in_prefill
+
+
+def count_tokens(token_ids: bytes) -> int:
+    return len(token_ids) // TOKEN_BYTES
