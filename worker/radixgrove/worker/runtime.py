@@ -7,17 +7,24 @@ metrics under `metrics` in prometheus_client's multiprocess format.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import SecretStr
 
-from radixgrove.protocol.settings import Settings, WorkerSettings
+from radixgrove.protocol.blocks import BlockHasher
+from radixgrove.protocol.settings import LogLevel, Settings, WorkerSettings
 
 _FILE = "worker.json"
+_LOG_LEVEL = "log-level"
+_LOG_LEVEL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,47 @@ class Runtime:
     def metrics_dir(self) -> Path:
         """Also in the environment of every child, as `PROMETHEUS_MULTIPROC_DIR`."""
         return self.directory / "metrics"
+
+    @property
+    def index_block(self) -> int:
+        """Tokens of a block of the routers' index."""
+        return self.settings.index_block or self.settings.page_size
+
+    def namespace(self, dtype: str) -> str:
+        """What decides a block's KV besides its tokens: model, weight version, KV dtype."""
+        return f"{self.settings.served_model_name[0]}\n{self.settings.weight_version}\n{dtype}"
+
+    def hasher(self, dtype: str) -> BlockHasher:
+        """The hash chain of this worker's cache, the same in engine, agent and routers.
+
+        Without a cluster secret the chain is not keyed: fit for one machine, not for tenants.
+        """
+        secret = self.settings.cluster_secret
+        key = secret.get_secret_value().encode() if secret is not None else b""
+        return BlockHasher(key, self.namespace(dtype), self.index_block)
+
+    def write_log_level(self, level: LogLevel) -> None:
+        """Change the log level of all processes of the worker (the management port does)."""
+        fresh = self.directory / f".{_LOG_LEVEL}"
+        fresh.write_text(level)
+        fresh.rename(self.directory / _LOG_LEVEL)
+
+    def follow_log_level(self) -> None:
+        """Adopt, from now on and within a second, every level that `write_log_level` sets.
+
+        A daemon thread looks: an engine that computes, or a frontend that streams, need not.
+        """
+        threading.Thread(target=self._follow_log_level, name="log level", daemon=True).start()
+
+    def _follow_log_level(self) -> None:
+        current = ""
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                level = LogLevel((self.directory / _LOG_LEVEL).read_text())
+                if level != current:
+                    logging.getLogger().setLevel(level.upper())
+                    current = level
+            time.sleep(_LOG_LEVEL_SECONDS)
 
     def write(self) -> None:
         """Write `worker.json`, readable by this user only."""

@@ -1,0 +1,130 @@
+"""A real agent process over a fake engine and a fake frontend."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.conftest import wait_until
+
+HERE = Path(__file__).parent
+
+
+class AgentProcess:
+    """An agent with its output, its children and its management port."""
+
+    def __init__(self, notes: Path, settings: dict[str, Any]) -> None:
+        self.notes = notes
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "run_agent.py"), json.dumps(settings)],
+            env={**os.environ, "PYTHONPATH": str(HERE), "TMPDIR": str(notes)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.children: list[psutil.Process] = []
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines.extend(self.process.stderr)
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def wait_for(self, text: str, deadline: float = 20.0) -> None:
+        def said() -> bool:
+            assert text in self.output or self.process.poll() is None, self.output
+            return text in self.output
+
+        wait_until(said, deadline=deadline, what=f"{text!r} in the agent's output")
+
+    def wait_ready(self) -> None:
+        self.wait_for("ready after")
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def child(self, module: str) -> psutil.Process:
+        return next(child for child in self.children if module in child.cmdline())
+
+    def end(self, deadline: float = 20.0) -> int:
+        """Wait for the exit; everything it started must be gone by then."""
+        code = self.process.wait(deadline)
+        self._reader.join(5)
+        _, alive = psutil.wait_procs(self.children, timeout=2)
+        assert not alive, f"left behind: {alive}"
+        return code
+
+    def manage(
+        self, method: str, path: str, body: Any = None, key: str | None = None
+    ) -> tuple[int, Any]:
+        found = re.search(r"management port: ([\d.:]+)", self.output)
+        assert found, self.output
+        request = urllib.request.Request(
+            f"http://{found[1]}{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=10) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def kill(self) -> None:
+        for process in [*self.children, psutil.Process(self.process.pid)]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A directory that passes for a model as long as nobody loads it."""
+    directory = tmp_path / "tiny-model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+StartAgent = Callable[..., AgentProcess]
+
+
+@pytest.fixture
+def start_agent(model_dir: Path) -> Iterator[StartAgent]:
+    started: list[AgentProcess] = []
+
+    def start(*notes_to_leave: str, **settings: Any) -> AgentProcess:
+        # Not under tmp_path: a Unix socket's path may have 107 bytes.
+        notes = Path(tempfile.mkdtemp(prefix="agent-"))
+        for note in notes_to_leave:
+            (notes / note).touch()
+        base = {"model": str(model_dir), "port": 0, "management_port": 0, "drain_timeout": 5}
+        agent = AgentProcess(notes, {**base, **settings})
+        started.append(agent)
+        return agent
+
+    yield start
+    for agent in started:
+        with suppress(psutil.NoSuchProcess):
+            if agent.process.poll() is None:
+                agent.kill()
+        shutil.rmtree(agent.notes)

@@ -1,0 +1,81 @@
+"""An engine without a model, for the agent's tests: it starts, pulses, and misbehaves on request.
+
+Run as `python -m fake_engine RUNTIME_DIR RANK`. A file in the runtime directory's parent named
+`die-at-start` makes it exit with an error; the message `Abort("long-step")` makes it announce a
+step and never finish it. What it receives is appended to `engine-heard` there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from radixgrove.worker.messages import (
+    Abort,
+    EngineInfo,
+    EngineState,
+    PhaseReport,
+    Stats,
+    ToAgent,
+    ToEngine,
+)
+from radixgrove.worker.runtime import Runtime
+
+INFO = EngineInfo(
+    num_pages=64,
+    page_size=16,
+    max_model_len=512,
+    max_running=4,
+    vocab_size=1000,
+    dtype="float32",
+    device="cpu",
+    weights_bytes=1_000_000,
+    kv_bytes_per_token=1000,
+    attention_backend="torch",
+    prefill_tokens_per_second=100.0,
+)
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    rank = int(sys.argv[2])
+    notes = directory.parent
+    runtime = Runtime.load(directory)
+    runtime.follow_log_level()
+    if (notes / "die-at-start").exists():
+        raise RuntimeError("out of imaginary memory")
+    if rank > 0:
+        while True:
+            time.sleep(1)
+    context = zmq.Context()
+    inbox = context.socket(zmq.PULL)
+    inbox.bind(runtime.engine_socket)
+    agent = context.socket(zmq.PUSH)
+    agent.connect(runtime.agent_socket)
+    decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def tell(message: ToAgent) -> None:
+        agent.send(msgspec.msgpack.encode(message))
+
+    tell(PhaseReport(EngineState.LOADING, "reading weights", 0.5))
+    tell(INFO)
+    ticks = 0
+    deadline = None
+    while True:
+        ticks += deadline is None
+        state = EngineState.READY
+        tell(Stats(state=state, ticks=ticks, steps=0, step_deadline=deadline, pages_total=64))
+        if inbox.poll(100):
+            message = decoder.decode(inbox.recv())
+            with (notes / "engine-heard").open("a") as file:
+                file.write(f"{type(message).__name__}\n")
+            if message == Abort("long-step"):
+                deadline = time.time() + 1.0
+
+
+if __name__ == "__main__":
+    main()

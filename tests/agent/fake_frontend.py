@@ -1,0 +1,43 @@
+"""A frontend without an API, for the agent's tests: `/readyz`, and a drain that takes its time."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+from radixgrove.worker.runtime import Runtime
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/readyz" else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def main() -> None:
+    runtime = Runtime.load(Path(sys.argv[1]))
+    notes = runtime.directory.parent
+    server = HTTPServer(("", 0), Handler, bind_and_activate=False)
+    server.socket = socket.socket()
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    server.socket.bind((runtime.settings.host, runtime.settings.port))
+    server.server_activate()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    signal.sigwait([signal.SIGTERM])
+    (notes / "draining").touch()
+    while (notes / "busy").exists():
+        time.sleep(0.02)
+    (notes / "drained").touch()
+
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    main()

@@ -1,0 +1,80 @@
+"""What a starting worker tells people: its phases, its memory arithmetic, its address."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
+
+_REPORT_SECONDS = 5.0
+_REPORT_FRACTION = 0.1
+
+
+class StartReport:
+    """Phases as plain lines: one when a phase begins, then every 10 % or 5 s."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._state: EngineState | None = None
+        self._message = ""
+        self._at = 0.0
+        self._fraction = 0.0
+
+    def phase(self, report: PhaseReport) -> None:
+        now = time.monotonic()
+        fraction = report.fraction or 0.0
+        news = report.state is not self._state or report.message != self._message
+        if not news and fraction < 1.0:
+            due = now - self._at >= _REPORT_SECONDS
+            if not due and fraction - self._fraction < _REPORT_FRACTION:
+                return
+        share = "" if report.fraction is None else f" {report.fraction:.0%}"
+        self._log.info("start: %s%s: %s", report.state, share, report.message)
+        self._state, self._message = report.state, report.message
+        self._at, self._fraction = now, fraction
+
+    def ready(self, settings: WorkerSettings, seconds: float) -> None:
+        self._log.info(
+            "ready after %.1f s: %s serves %s at %s",
+            seconds,
+            settings.replica_id,
+            ", ".join(settings.served_model_name),
+            settings.advertise_url,
+        )
+
+
+def memory_arithmetic(info: EngineInfo) -> list[str]:
+    """Where the memory goes and how many requests fit, in lines for people."""
+    tokens = info.num_pages * info.page_size
+    longest = min(info.max_model_len, tokens)
+    typical = min(longest, 1024)
+    lines = [
+        f"memory: weights {size(info.weights_bytes)} ({info.dtype} on {info.device})",
+        f"memory: KV cache {size(tokens * info.kv_bytes_per_token)}: {info.num_pages} pages of "
+        f"{info.page_size} tokens = {tokens} tokens, {size(info.kv_bytes_per_token)} a token",
+        f"memory: room for {fitting(info, longest)} requests of {longest} tokens at once, "
+        f"{fitting(info, typical)} of {typical}; batches of up to {info.max_running}",
+    ]
+    if tokens < info.max_model_len:
+        lines.append(
+            f"memory: the KV cache is smaller than max_model_len {info.max_model_len}: requests "
+            f"end at {tokens} tokens; lower max_model_len or raise kv_tokens or memory_fraction"
+        )
+    return lines
+
+
+def fitting(info: EngineInfo, tokens: int) -> int:
+    """How many requests of that many tokens the KV cache holds at once."""
+    pages = -(-tokens // info.page_size)
+    return info.num_pages // pages
+
+
+def size(count: float) -> str:
+    """Bytes for people: `538 MB`, `22.5 KB`."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
