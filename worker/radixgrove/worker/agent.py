@@ -35,6 +35,7 @@ from radixgrove.protocol.registry import Registration
 from radixgrove.protocol.settings import LogLevel, WorkerSettings
 from radixgrove.protocol.tokenizer import TokenizerFiles
 from radixgrove.worker import demo_model, management
+from radixgrove.worker.cache.identity import block_hasher, cache_namespace, index_block
 from radixgrove.worker.children import Child, describe_exit
 from radixgrove.worker.messages import (
     Admitted,
@@ -388,7 +389,7 @@ class Agent:
                 self.settings.redis_url,
                 self.settings.redis_prefix,
                 registration,
-                self.runtime.hasher(info.dtype),
+                block_hasher(self.settings, cache_namespace(self.settings, info.dtype)),
                 self._request_snapshot,
             )
             await publisher.start()
@@ -462,14 +463,15 @@ def describe(runtime: Runtime, info: EngineInfo) -> Registration:
     settings = runtime.settings
     assert settings.replica_id is not None
     assert settings.advertise_url is not None
+    namespace = cache_namespace(settings, info.dtype)
     return Registration(
         replica_id=settings.replica_id,
         service=settings.service,
         url=settings.advertise_url,
         models=settings.served_model_name,
-        namespace=runtime.namespace(info.dtype),
-        root=runtime.hasher(info.dtype).root.hex(),
-        index_block=runtime.index_block,
+        namespace=namespace,
+        root=block_hasher(settings, namespace).root.hex(),
+        index_block=index_block(settings),
         page_size=info.page_size,
         tokenizer_digest=TokenizerFiles.load(runtime.model_dir).digest,
         max_model_len=info.max_model_len,

@@ -19,7 +19,6 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.settings import LogLevel, Settings, WorkerSettings
 
 _FILE = "worker.json"
@@ -55,24 +54,6 @@ class Runtime:
     def metrics_dir(self) -> Path:
         """Also in the environment of every child, as `PROMETHEUS_MULTIPROC_DIR`."""
         return self.directory / "metrics"
-
-    @property
-    def index_block(self) -> int:
-        """Tokens of a block of the routers' index."""
-        return self.settings.index_block or self.settings.page_size
-
-    def namespace(self, dtype: str) -> str:
-        """What decides a block's KV besides its tokens: model, weight version, KV dtype."""
-        return f"{self.settings.served_model_name[0]}\n{self.settings.weight_version}\n{dtype}"
-
-    def hasher(self, dtype: str) -> BlockHasher:
-        """The hash chain of this worker's cache, the same in engine, agent and routers.
-
-        Without a cluster secret the chain is not keyed: fit for one machine, not for tenants.
-        """
-        secret = self.settings.cluster_secret
-        key = secret.get_secret_value().encode() if secret is not None else b""
-        return BlockHasher(key, self.namespace(dtype), self.index_block)
 
     def write_log_level(self, level: LogLevel) -> None:
         """Change the log level of all processes of the worker (the management port does)."""
