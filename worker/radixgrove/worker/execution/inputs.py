@@ -1,0 +1,76 @@
+"""From a plan to the tensors of a forward pass, computed on the device from the request table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixgrove.worker.execution.attention.base import AttentionBatch
+from radixgrove.worker.execution.table import RequestTable
+from radixgrove.worker.execution.transfer import to_device
+from radixgrove.worker.plan import StepPlan
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What the model and the sampler read in one step."""
+
+    token_ids: Tensor  # [T] int32
+    batch: AttentionBatch
+    sampled_rows: Tensor  # [S] int64
+    sampled_tokens: Tensor  # [S] int64, index of each sampled row's last token in the step
+
+
+def step_inputs(plan: StepPlan, table: RequestTable, device: torch.device) -> StepInputs:
+    """Inputs of prefill chunks and decodes together.
+
+    Only the plan's integers travel; tokens, positions and slots are gathered on the device, since a
+    decode's token may be a sample that never reached the host.
+    """
+    prefills, decodes = plan.prefills, plan.decodes
+    num_prefills, num_decodes = len(prefills), len(decodes)
+    q_lens = [chunk.length for chunk in prefills]
+    rows = [chunk.row for chunk in prefills] + decodes
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(q_lens + [1] * num_decodes, out=offsets[1:])
+    prefill_tokens = int(offsets[num_prefills])
+    sampled = [i for i, chunk in enumerate(prefills) if chunk.sample]
+    sampled += range(num_prefills, len(rows))
+    fields = [
+        np.array(rows, dtype=np.int64),
+        offsets,
+        np.array([chunk.start for chunk in prefills], dtype=np.int64),
+        np.array(sampled, dtype=np.int64),
+    ]
+    packed = to_device(np.concatenate(fields), device)
+    row, offset, start, chosen = torch.split(packed, [len(field) for field in fields])
+    lengths = offset.diff()
+    first = torch.cat([start, table.lens.index_select(0, row[num_prefills:]).long() - 1])
+
+    tokens = int(offsets[-1])
+    segment = torch.repeat_interleave(lengths, output_size=tokens)
+    token_row = row.index_select(0, segment)
+    positions = torch.arange(tokens, device=device) + (first - offset[:-1]).index_select(0, segment)
+    batch = AttentionBatch(
+        num_prefills=num_prefills,
+        num_decodes=num_decodes,
+        num_prefill_tokens=prefill_tokens,
+        rows=row.int(),
+        qo_indptr=offset.int(),
+        kv_lens=(first + lengths).int(),
+        page_table=table.pages,
+        slots=table.slots(token_row, positions),
+        positions=positions,
+        q_lens_host=q_lens,
+        kv_lens_host=[chunk.start + chunk.length for chunk in prefills]
+        + [table.host_lens[r] for r in decodes],
+    )
+    return StepInputs(
+        token_ids=table.tokens[token_row, positions],
+        batch=batch,
+        sampled_rows=row.index_select(0, chosen),
+        sampled_tokens=offset.index_select(0, chosen + 1) - 1,
+    )

@@ -1,0 +1,147 @@
+"""How much KV fits: budgets of host and device, and the arithmetic as text for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.worker.models.config import ModelConfig, ModelError
+from radixgrove.worker.parallel.group import Shard
+
+GIB = 1 << 30
+# Without `kv_tokens` a CPU engine takes no more than this: it shares its machine.
+_CPU_POOL_BYTES = 2 * GIB
+# Free memory left beside the pool on CUDA: allocator fragmentation and library workspaces.
+_CUDA_MARGIN = GIB // 4
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+class MemoryShortage(ModelError):
+    """The model or its KV pool does not fit; the message names the setting to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """The pool's geometry on one rank."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: ModelConfig, page_size: int, dtype: torch.dtype, shard: Shard) -> KvShape:
+        kv_heads = shard.split(config.num_kv_heads)[1]
+        return cls(config.num_layers, kv_heads, config.head_dim, page_size, dtype)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, num_pages: int, device: torch.device) -> torch.Tensor:
+        """The pool, one scratch page longer; zeroed, so that masked garbage is never NaN."""
+        return torch.zeros(
+            (self.layers, 2, num_pages + 1, self.page_size, self.kv_heads, self.head_dim),
+            dtype=self.dtype,
+            device=device,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CudaUse:
+    """Measured on the device, in bytes."""
+
+    total: int
+    weights: int
+    activations: int  # peak above the weights
+    graphs: int
+    other: int  # contexts, libraries, other processes
+
+
+def host_limit() -> int:
+    """Bytes this process may use: the machine's memory, or its control group's limit if less."""
+    limit = psutil.virtual_memory().total
+    for path in _CGROUP_LIMITS:
+        try:
+            limit = min(limit, int(path.read_text()))
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return limit
+
+
+def cpu_kv_tokens(settings: WorkerSettings, shape: KvShape, wanted: int, ranks: int) -> int:
+    """Tokens of a CPU pool, after the weights are loaded.
+
+    Args:
+        wanted: no pool needs more than this many tokens (all rows at full length).
+    """
+    used = psutil.Process().memory_info().rss
+    within = int(host_limit() * settings.memory_fraction) // ranks - used
+    free = int(psutil.virtual_memory().available * settings.memory_fraction) // ranks
+    budget = min(within, free)
+    if settings.kv_tokens is not None:
+        return _fixed(settings.kv_tokens, shape, budget)
+    return _pool_tokens(min(budget, _CPU_POOL_BYTES), shape, wanted)
+
+
+def cuda_kv_tokens(settings: WorkerSettings, shape: KvShape, use: CudaUse, wanted: int) -> int:
+    """Tokens of a CUDA pool: what `memory_fraction` leaves beside everything measured."""
+    taken = use.weights + use.activations + use.graphs + use.other + _CUDA_MARGIN
+    budget = int(use.total * settings.memory_fraction) - taken
+    if settings.kv_tokens is not None:
+        return _fixed(settings.kv_tokens, shape, use.total - taken)
+    if budget < shape.bytes_per_token * shape.page_size:
+        raise MemoryShortage(
+            f"no memory left for KV: {settings.memory_fraction:.0%} of {_gib(use.total)} less "
+            f"weights {_gib(use.weights)}, activations {_gib(use.activations)}, graphs {_gib(use.graphs)}, "
+            f"other {_gib(use.other)}; raise memory_fraction, lower max_step_tokens or "
+            "max_running, or spread the model with tp"
+        )
+    return _pool_tokens(budget, shape, wanted)
+
+
+def _fixed(kv_tokens: int, shape: KvShape, budget: int) -> int:
+    pages = kv_tokens // shape.page_size
+    if pages < 1:
+        raise MemoryShortage(f"kv_tokens {kv_tokens} is less than one page of {shape.page_size}")
+    needed = pages * shape.page_size * shape.bytes_per_token
+    if needed > budget:
+        raise MemoryShortage(
+            f"kv_tokens {kv_tokens} needs {_gib(needed)}, but {_gib(max(budget, 0))} are free; "
+            f"lower kv_tokens to {max(budget, 0) // shape.bytes_per_token} or less"
+        )
+    return pages * shape.page_size
+
+
+def _pool_tokens(budget: int, shape: KvShape, wanted: int) -> int:
+    page = shape.page_size
+    pages = min(budget // (shape.bytes_per_token * page), -(-wanted // page))
+    if pages < 1:
+        raise MemoryShortage(
+            f"{_gib(max(budget, 0))} are free for KV, less than one page; free memory or raise "
+            "memory_fraction"
+        )
+    return pages * page
+
+
+def describe(weights: int, shape: KvShape, kv_tokens: int, max_model_len: int, ranks: int) -> str:
+    """The memory arithmetic that a worker prints at start, per rank."""
+    pool = kv_tokens * shape.bytes_per_token
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    return (
+        f"memory{each}: weights {_gib(weights)}; KV {_gib(pool)} = {kv_tokens:,} tokens of "
+        f"{shape.bytes_per_token / 1024:.1f} KiB in pages of {shape.page_size}; "
+        f"{kv_tokens / max_model_len:.1f} requests of {max_model_len:,} tokens at once"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

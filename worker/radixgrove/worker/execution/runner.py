@@ -1,0 +1,163 @@
+"""The runner: executes step plans, keeping up to `depth` of them in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from radixgrove.worker.execution.attention.base import AttentionBackend
+from radixgrove.worker.execution.inputs import StepInputs, step_inputs
+from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
+from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
+from radixgrove.worker.execution.sampling.state import SamplingState
+from radixgrove.worker.execution.table import RequestTable
+from radixgrove.worker.messages import TokenLogprobs
+from radixgrove.worker.models.decoder import Decoder
+from radixgrove.worker.plan import ExecutorInfo, PrefillChunk, StepPlan, StepResult
+
+# Prompt positions whose logits exist at once: bounds a float32 buffer of this many vocabularies.
+_PROMPT_LOGITS = 256
+
+
+@dataclass(slots=True)
+class _PromptLogprobs:
+    row: int
+    width: int
+    parts: list[LogprobTensors]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A launched step: where its results will be on the host, and the event that says when."""
+
+    step_id: int
+    tokens: Tensor  # [S] on the host
+    sampled: Sampled
+    logprob_widths: list[int]
+    prompts: list[_PromptLogprobs]
+    done: torch.cuda.Event | None
+
+
+class Runner:
+    """An `Executor` on one device; with tensor parallelism, one rank of several."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        table: RequestTable,
+        info: ExecutorInfo,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._table = table
+        self._info = info
+        self._device = model.device
+        self._state = SamplingState(info.max_rows, model.device)
+        self._sampler = Sampler(self._state, table)
+        self._in_flight: deque[_InFlight] = deque()
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> None:
+        """See `Executor.launch`. On a CPU the step is done on return."""
+        if len(self._in_flight) >= self._info.depth:
+            raise RuntimeError(f"{len(self._in_flight)} steps are in flight already")
+        self._table.apply(plan)
+        if plan.new_rows:
+            self._state.enter(plan.new_rows)
+        if plan.prefills or plan.decodes:
+            self._in_flight.append(self._run(plan))
+        else:
+            empty = torch.empty(0, dtype=torch.int64)
+            self._in_flight.append(
+                _InFlight(plan.step_id, empty, Sampled(empty, [], None), [], [], None)
+            )
+
+    def _run(self, plan: StepPlan) -> _InFlight:
+        inputs = step_inputs(plan, self._table, self._device)
+        self._attention.plan(inputs.batch)
+        hidden = self._model.hidden_states(inputs.token_ids, inputs.batch, self._attention)
+        prompts = self._prompt_logprobs(plan.prefills, hidden)
+        sampled = self._sample(plan.sampled_rows(), inputs, hidden)
+        return self._finish(plan.step_id, sampled, prompts)
+
+    def _sample(self, rows: list[int], inputs: StepInputs, hidden: Tensor) -> Sampled:
+        if not rows:
+            return Sampled(inputs.sampled_rows, [], None)
+        logits = self._model.logits(hidden.index_select(0, inputs.sampled_tokens))
+        sampled = self._sampler.sample(logits, inputs.sampled_rows, rows)
+        self._table.advance(rows)
+        return sampled
+
+    def _prompt_logprobs(self, chunks: list[PrefillChunk], hidden: Tensor) -> list[_PromptLogprobs]:
+        found = []
+        first = 0
+        for chunk in chunks:
+            params = self._state.params[chunk.row]
+            if params is not None and params.prompt_logprobs is not None:
+                # Position p's logits are about token p + 1; the last prompt token's are a sample.
+                last = self._state.prompt_lens[chunk.row] - 1
+                count = min(chunk.start + chunk.length, last) - chunk.start
+                states = hidden[first : first + max(count, 0)]
+                parts = self._prompt_parts(chunk, states, params.prompt_logprobs)
+                found.append(_PromptLogprobs(chunk.row, params.prompt_logprobs, parts))
+            first += chunk.length
+        return found
+
+    def _prompt_parts(
+        self, chunk: PrefillChunk, states: Tensor, width: int
+    ) -> list[LogprobTensors]:
+        parts = []
+        for begin in range(0, states.shape[0], _PROMPT_LOGITS):
+            block = states[begin : begin + _PROMPT_LOGITS]
+            start = chunk.start + 1 + begin
+            targets = self._table.tokens[chunk.row, start : start + block.shape[0]].long()
+            parts.append(token_logprobs(self._model.logits(block), targets, width).to_host())
+        return parts
+
+    def _finish(self, step_id: int, sampled: Sampled, prompts: list[_PromptLogprobs]) -> _InFlight:
+        tokens, done = sampled.tokens, None
+        if sampled.logprobs is not None:
+            sampled.logprobs = sampled.logprobs.to_host()
+        widths = [self._sampler.logprob_width(row) for row in sampled.logprob_rows]
+        if self._device.type == "cuda":
+            tokens = torch.empty_like(tokens, device="cpu", pin_memory=True)
+            tokens.copy_(sampled.tokens, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return _InFlight(step_id, tokens, sampled, widths, prompts, done)
+
+    def collect(self) -> StepResult:
+        """See `Executor.collect`."""
+        step = self._in_flight.popleft()
+        if step.done is not None:
+            step.done.synchronize()
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        if step.sampled.logprobs is not None:
+            entries = step.sampled.logprobs.entries(step.logprob_widths)
+            logprobs = {
+                row: [entry] for row, entry in zip(step.sampled.logprob_rows, entries, strict=True)
+            }
+        return StepResult(
+            step_id=step.step_id,
+            tokens=step.tokens.tolist(),
+            logprobs=logprobs,
+            prompt_logprobs={
+                prompt.row: [
+                    entry
+                    for part in prompt.parts
+                    for entry in part.entries([prompt.width] * part.chosen.shape[0])
+                ]
+                for prompt in step.prompts
+            },
+        )
+
+    def close(self) -> None:
+        self._in_flight.clear()

@@ -1,0 +1,95 @@
+"""From (edited) logits to one token a row: kernels on CUDA, shortcuts over few candidates on a CPU.
+
+Both draw the exponential race of `radixgrove.kernels.random`, so a row's token depends on its
+logits, seed and position alone. Filters apply in the order top-k, top-p (of what top-k left), min-p
+(relative to the most probable token), all after the temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from radixgrove.kernels import random, sampling
+from radixgrove.worker.execution.sampling.state import Need, SamplingState
+
+# Candidates the CPU's filters look at before they fall back on sorting the whole vocabulary.
+_CANDIDATES = 512
+
+Draw = Callable[[Tensor, Tensor, Tensor, SamplingState, Need], Tensor]
+
+
+def draw(
+    logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, need: Need
+) -> Tensor:
+    """One token a row.
+
+    Args:
+        logits: [S, V], the model's dtype or float32.
+        rows: [S] int64, for their parameters.
+        positions: [S] int64, the position each sampled token will have.
+        need: union over the rows; only `RANDOM` and `FILTER` count.
+
+    Returns:
+        [S] int64.
+    """
+    if Need.RANDOM not in need:
+        return logits.argmax(-1)
+    floats, integers = state.floats(rows), state.integers(rows)
+    temperature, seed = floats["temperature"], integers["seed"]
+    if Need.FILTER not in need:
+        sample = sampling.sample if logits.is_cuda else sampling.sample_reference
+        return sample(logits, temperature, seed, positions)
+    logits = logits.float()
+    filters = (integers["top_k"].int(), floats["top_p"], floats["min_p"])
+    if logits.is_cuda:
+        thresholds = sampling.sampling_thresholds(logits, temperature, *filters)
+        return sampling.sample(logits, temperature, seed, positions, thresholds)
+    return _draw_few(logits, temperature, seed, positions, *filters)
+
+
+def _draw_few(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    positions: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+) -> Tensor:
+    """Filter and race among the best `_CANDIDATES` when they hold all that can survive."""
+    vocab = logits.shape[1]
+    values, ids = logits.topk(min(_CANDIDATES, vocab))
+    greedy = temperature == 0
+    scale = 1.0 / temperature.clamp(min=1e-6)
+    best = values[:, :1]
+    weights = ((values - best) * scale[:, None]).exp()
+    mass = ((logits - best) * scale[:, None]).exp_().sum(-1)
+    k = torch.where(top_k > 0, top_k, vocab)
+    limited = k <= values.shape[1]  # top-k alone leaves candidates only
+    ranks = torch.arange(values.shape[1])
+    mass = torch.where(limited, (weights * (ranks < k[:, None])).sum(-1), mass)
+    cumulative = weights.cumsum(-1)
+    complete = (
+        greedy
+        | limited
+        | ((top_p < 1.0) & (cumulative[:, -1] >= top_p * mass))
+        | ((min_p > 0.0) & (weights[:, -1] < min_p))
+        | (values.shape[1] == vocab)
+    )
+    if not bool(complete.all()):
+        thresholds = sampling.sampling_thresholds_reference(
+            logits, temperature, top_k, top_p, min_p
+        )
+        return sampling.sample_reference(logits, temperature, seed, positions, thresholds)
+    threshold = values.gather(1, k.clamp(max=values.shape[1]).long()[:, None] - 1)
+    reached = (cumulative >= (top_p * mass)[:, None]).int().argmax(-1, keepdim=True)
+    nucleus = values.gather(1, reached)
+    threshold = torch.where((top_p < 1.0)[:, None], torch.maximum(threshold, nucleus), threshold)
+    dropped = (values < threshold) | (weights < min_p[:, None])
+    scores = values * scale[:, None] - random.exponential(seed, positions, ids).log_()
+    scores.masked_fill_(dropped, float("-inf"))
+    winner = torch.where(greedy, 0, scores.argmax(-1))
+    return ids.gather(1, winner[:, None]).squeeze(1)

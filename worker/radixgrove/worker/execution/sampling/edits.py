@@ -1,0 +1,82 @@
+"""Changes to logits before the draw: penalties, bias, and stop tokens masked until `min_tokens`.
+
+Counts are computed from the request table's tokens when a row needs them rather than kept between
+steps, so a preempted request needs nothing restored.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from radixgrove.worker.execution.sampling.state import Need, SamplingState
+from radixgrove.worker.execution.table import RequestTable
+
+
+def edit_logits(
+    logits: Tensor,
+    rows: Tensor,
+    needs: list[Need],
+    state: SamplingState,
+    table: RequestTable,
+    longest: int,
+) -> None:
+    """Edit float32 `logits` [S, V] in place.
+
+    Args:
+        rows: [S] int64.
+        needs: of each row, so that only those concerned are touched.
+        longest: an upper bound of the rows' lengths.
+    """
+    for need, edit in (
+        (Need.PENALTY, _penalize),
+        (Need.BIAS, _bias),
+        (Need.MIN_TOKENS, _mask_stops),
+    ):
+        concerned = [i for i, row_need in enumerate(needs) if need in row_need]
+        if not concerned:
+            continue
+        if len(concerned) == len(needs):
+            edit(logits, rows, state, table, longest)
+        else:
+            index = torch.tensor(concerned).to(rows.device, non_blocking=True)
+            part = logits.index_select(0, index)
+            edit(part, rows.index_select(0, index), state, table, longest)
+            logits.index_copy_(0, index, part)
+
+
+def _penalize(
+    logits: Tensor, rows: Tensor, state: SamplingState, table: RequestTable, longest: int
+) -> None:
+    """Repetition (Keskar et al., CTRL, 2019) over prompt and output; presence and frequency, as in
+    OpenAI's API, over the output alone."""
+    floats = state.floats(rows)
+    prompt_lens = state.integers(rows)["prompt_len"]
+    lens = table.lens.index_select(0, rows)
+    tokens = table.tokens.index_select(0, rows)[:, :longest].long()
+    positions = torch.arange(longest, device=rows.device)
+    known = (positions < lens[:, None]).float()
+    generated = known * (positions >= prompt_lens[:, None])
+    seen = torch.zeros_like(logits).scatter_add_(1, tokens, known)
+    counts = torch.zeros_like(logits).scatter_add_(1, tokens, generated)
+    repetition = floats["repetition"][:, None]
+    penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits.copy_(torch.where(seen > 0, penalized, logits))
+    logits -= floats["frequency"][:, None] * counts
+    logits -= floats["presence"][:, None] * (counts > 0)
+
+
+def _bias(
+    logits: Tensor, rows: Tensor, state: SamplingState, table: RequestTable, longest: int
+) -> None:
+    logits.scatter_add_(1, state.bias.ids[rows], state.bias.values[rows])
+
+
+def _mask_stops(
+    logits: Tensor, rows: Tensor, state: SamplingState, table: RequestTable, longest: int
+) -> None:
+    integers = state.integers(rows)
+    generated = table.lens.index_select(0, rows) - integers["prompt_len"]
+    early = (generated < integers["min_tokens"])[:, None]
+    values = state.stops.values[rows]
+    logits.scatter_add_(1, state.stops.ids[rows], torch.where(early, values, 0.0))

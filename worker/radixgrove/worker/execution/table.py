@@ -1,0 +1,103 @@
+"""The request table: what the device keeps of each running request between steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixgrove.worker.execution.transfer import to_device
+from radixgrove.worker.plan import NewRow, StepPlan
+
+
+class RequestTable:
+    """Tokens, lengths and pages of every row, on the device; plans bring only what changed.
+
+    Row `max_rows` is the dummy row: padding of captured graphs points at it. It always has one
+    token and only the scratch page.
+
+    Attributes:
+        tokens: [max_rows + 1, max_model_len + 1] int32, known tokens; a step's sample is appended
+            on the device, so that the next step can read it before the host has seen it.
+        lens: [max_rows + 1] int32, known tokens of each row.
+        pages: [max_rows + 1, max_pages] int32.
+        host_lens: what `lens` will be after all launched steps; exact, since a sample adds one.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        max_model_len: int,
+        page_size: int,
+        scratch_page: int,
+        device: torch.device,
+    ) -> None:
+        self.dummy_row = max_rows
+        self.page_size = page_size
+        max_pages = -(-max_model_len // page_size)
+        # One column more than a request can fill: a step in flight may sample past its last token.
+        self.tokens = torch.zeros(
+            (max_rows + 1, max_model_len + 1), dtype=torch.int32, device=device
+        )
+        self.lens = torch.ones(max_rows + 1, dtype=torch.int32, device=device)
+        self.pages = torch.full(
+            (max_rows + 1, max_pages), scratch_page, dtype=torch.int32, device=device
+        )
+        self.host_lens = [1] * (max_rows + 1)
+        self._num_pages = [0] * max_rows
+        self._device = device
+
+    def apply(self, plan: StepPlan) -> None:
+        """Enter the plan's new rows and appended pages."""
+        if plan.new_rows:
+            self._enter(plan.new_rows)
+        places = [
+            (new.row, column, page)
+            for new in plan.new_rows
+            for column, page in enumerate(new.pages)
+        ]
+        for row, page in plan.appended_pages:
+            places.append((row, self._num_pages[row], page))
+            self._num_pages[row] += 1
+        if places:
+            rows, columns, pages = np.array(places, dtype=np.int64).T
+            packed = to_device(
+                np.stack([rows * self.pages.shape[1] + columns, pages]), self._device
+            )
+            self.pages.view(-1).index_copy_(0, packed[0], packed[1].int())
+
+    def _enter(self, new_rows: list[NewRow]) -> None:
+        tokens = np.concatenate([np.frombuffer(new.token_ids, dtype="<i4") for new in new_rows])
+        known = to_device(tokens, self._device)
+        begin = 0
+        for new in new_rows:
+            length = len(new.token_ids) // 4
+            self.tokens[new.row, :length] = known[begin : begin + length]
+            begin += length
+            self.host_lens[new.row] = length
+            self._num_pages[new.row] = len(new.pages)
+        lens = [(new.row, self.host_lens[new.row]) for new in new_rows]
+        packed = to_device(np.array(lens, dtype=np.int64).T.copy(), self._device)
+        self.lens.index_copy_(0, packed[0], packed[1].int())
+
+    def append(self, rows: Tensor, sampled: Tensor) -> None:
+        """Add each row's sample to its tokens; `rows` [S] int64, `sampled` [S] int64.
+
+        Device work only, so that it can be captured; `advance` does the host's part.
+        """
+        lens = self.lens.index_select(0, rows)
+        flat = rows * self.tokens.shape[1] + lens
+        self.tokens.view(-1).index_copy_(0, flat, sampled.int())
+        self.lens.index_copy_(0, rows, lens + 1)
+        self.lens[self.dummy_row].fill_(1)
+
+    def advance(self, rows: list[int]) -> None:
+        """The host's mirror of `append`."""
+        for row in rows:
+            self.host_lens[row] += 1
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where K and V of `positions` [T] int64 of `rows` [T] int64 go: [T] int64."""
+        pages = self.pages[rows, positions // self.page_size].long()
+        return pages * self.page_size + positions % self.page_size

@@ -1,0 +1,141 @@
+"""The decoder's layers with weights: each takes the step's context, and knows its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from radixgrove.worker.execution.attention.base import AttentionBackend
+from radixgrove.worker.models.ops import Ops, Rotation
+from radixgrove.worker.parallel.group import TensorParallel
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What a layer needs to know of the step beside its input."""
+
+    group: TensorParallel
+    ops: Ops
+    attention: AttentionBackend
+    rotation: Rotation
+    slots: Tensor  # [T] int64: where K and V of each token go
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """A checkpoint's tensor, or this rank's slice of it, and where it goes."""
+
+    name: str  # in the checkpoint
+    target: Tensor  # view into a (fused) parameter
+    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
+    dim: int = 0  # sliced along it
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where parameters are allocated."""
+
+    group: TensorParallel
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+class Linear:
+    """`y = x W^T + b`, the one way through a weight matrix.
+
+    Column-parallel layers hold some of the outputs of each fused projection. Row-parallel ones hold
+    some of the inputs, and sum their partial results over the group.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, parts: list[WeightPart], *, row_parallel: bool
+    ) -> None:
+        self.weight = weight  # [out, in] of this rank
+        self.bias = bias
+        self._parts = parts
+        self._row_parallel = row_parallel
+
+    @classmethod
+    def column(
+        cls, place: Placement, inputs: int, outputs: dict[str, int], *, bias: bool
+    ) -> Linear:
+        """Projections of one input, fused; `outputs` maps checkpoint prefixes to whole sizes."""
+        shard = place.group.shard
+        total = sum(shard.split(size)[1] for size in outputs.values())
+        weight = place.empty(total, inputs)
+        biases = place.empty(total) if bias else None
+        parts = []
+        row = 0
+        for prefix, size in outputs.items():
+            start, length = shard.split(size)
+            target = weight[row : row + length]
+            parts.append(WeightPart(f"{prefix}.weight", target, (size, inputs), 0, start))
+            if biases is not None:
+                target = biases[row : row + length]
+                parts.append(WeightPart(f"{prefix}.bias", target, (size,), 0, start))
+            row += length
+        return cls(weight, biases, parts, row_parallel=False)
+
+    @classmethod
+    def row(cls, place: Placement, prefix: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
+        """A projection whose input is what a column-parallel layer left on this rank."""
+        start, length = place.group.shard.split(inputs)
+        weight = place.empty(outputs, length)
+        parts = [WeightPart(f"{prefix}.weight", weight, (outputs, inputs), 1, start)]
+        biases = None
+        if bias:
+            biases = place.empty(outputs)
+            parts.append(WeightPart(f"{prefix}.bias", biases, (outputs,)))
+        return cls(weight, biases, parts, row_parallel=True)
+
+    def parts(self) -> Iterator[WeightPart]:
+        yield from self._parts
+
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        """[T, in] -> [T, out]."""
+        if not self._row_parallel:
+            return F.linear(x, self.weight, self.bias)
+        y = context.group.all_reduce(F.linear(x, self.weight))
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class VocabTable:
+    """Rows of the vocabulary that this rank holds: as embedding, as head, or (tied) as both.
+
+    The vocabulary is padded to equal parts; padding rows are zero and never seen outside.
+    """
+
+    def __init__(self, place: Placement, name: str, vocab_size: int, hidden: int) -> None:
+        group = place.group
+        length = -(-vocab_size // group.size)
+        self.vocab_size = vocab_size
+        self._first = group.rank * length
+        self.weight = place.empty(length, hidden)
+        held = max(0, min(length, vocab_size - self._first))
+        self.weight[held:].zero_()
+        shape = (vocab_size, hidden)
+        self._part = WeightPart(name, self.weight[:held], shape, 0, min(self._first, vocab_size))
+
+    def parts(self) -> Iterator[WeightPart]:
+        yield self._part
+
+    def embed(self, token_ids: Tensor, group: TensorParallel) -> Tensor:
+        """[T] int -> [T, hidden]."""
+        if group.size == 1:
+            return self.weight.index_select(0, token_ids)
+        local = token_ids - self._first
+        foreign = (local < 0) | (local >= self.weight.shape[0])
+        rows = self.weight.index_select(0, local.masked_fill(foreign, 0))
+        return group.all_reduce(rows.masked_fill_(foreign[:, None], 0))
+
+    def logits(self, hidden: Tensor, group: TensorParallel) -> Tensor:
+        """[N, hidden] -> [N, vocab_size], whole on every rank."""
+        return group.all_gather(F.linear(hidden, self.weight))[:, : self.vocab_size]

@@ -1,0 +1,109 @@
+"""The decoder's element-wise operations: fused kernels on CUDA, few cheap torch calls elsewhere.
+
+On a CPU a small model's decode step is hundreds of tiny operations, so what counts here is how many
+calls are made and what each allocates.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Rotation = tuple[Tensor, Tensor]
+
+
+class Ops(Protocol):
+    """Shapes: T tokens, H query heads, KV key/value heads of head dimension D."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / rms(x) * weight` over the last dimension."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place, then the RMSNorm of the new residual."""
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * inner] -> [T, inner]: `silu(first half) * second half`."""
+        ...
+
+    def rotation(self, cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """What `rope_store` needs of a step's positions [T]; computed once a step.
+
+        Args:
+            cos_sin: [max_position, D] float32, cosines then sines.
+        """
+        ...
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        slots: Tensor,
+        pages: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Normalise q and k (Qwen3), rotate them, store k and v at `slots`; q as [T, H, D].
+
+        Args:
+            qkv: [T, (H + 2 KV) * D], query heads first, then keys, then values.
+            slots: [T] int64, `page * page_size + offset`.
+            pages: [2, num_pages, page_size, KV, D], one layer of the pool.
+        """
+        ...
+
+
+class TorchOps:
+    """Plain torch, for every device."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual.add_(x)
+        return F.rms_norm(residual, weight.shape, weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def rotation(self, cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """Cosines [T, 1, 1, D/2] and (-sines, sines) [T, 1, 2, D/2]."""
+        cos, sin = cos_sin.index_select(0, positions).to(dtype).chunk(2, dim=-1)
+        return cos[:, None, None], torch.stack([-sin, sin], dim=1)[:, None]
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        slots: Tensor,
+        pages: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        tokens = qkv.shape[0]
+        _, _, _, kv_heads, head_dim = pages.shape
+        heads = qkv.view(tokens, -1, head_dim)
+        num_heads = heads.shape[1] - 2 * kv_heads
+        rotated = heads[:, : num_heads + kv_heads]
+        if q_norm is not None and k_norm is not None:
+            rotated = torch.cat(
+                [
+                    self.rms_norm(rotated[:, :num_heads], q_norm, eps),
+                    self.rms_norm(rotated[:, num_heads:], k_norm, eps),
+                ],
+                dim=1,
+            )
+        cos, signed_sin = rotation
+        halves = rotated.reshape(tokens, -1, 2, head_dim // 2)
+        rotated = torch.addcmul(halves * cos, halves.flip(-2), signed_sin).flatten(-2)
+        flat = pages.view(2, -1, kv_heads, head_dim)
+        flat[0].index_copy_(0, slots, rotated[:, num_heads:])
+        flat[1].index_copy_(0, slots, heads[:, num_heads + kv_heads :])
+        return rotated[:, :num_heads]

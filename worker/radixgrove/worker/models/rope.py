@@ -1,0 +1,103 @@
+"""Rotary position embeddings (Su et al., RoFormer, 2021) and their published scalings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from radixgrove.worker.models.config import ModelError, RopeConfig
+
+
+def rotary_table(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> Tensor:
+    """Cosines and sines of positions 0 .. length - 1.
+
+    Returns:
+        [length, head_dim] float32: head_dim / 2 cosines, then as many sines. Computed in float64,
+        so that long positions stay exact.
+    """
+    frequencies, magnitude = inverse_frequencies(rope, head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+    table = torch.cat([angles.cos(), angles.sin()], dim=1) * magnitude
+    return table.to(device=device, dtype=torch.float32)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Radians a position, [head_dim / 2] float64, and the factor on cosines and sines.
+
+    Raises:
+        ModelError: unknown scaling, or one of its parameters is missing.
+    """
+    scale = _SCALINGS.get(rope.kind)
+    if scale is None:
+        known = ", ".join(sorted(_SCALINGS))
+        raise ModelError(f"rope type {rope.kind!r} is not supported; supported are {known}")
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    base = 1.0 / rope.theta**exponents
+    try:
+        return scale(base, rope)
+    except KeyError as error:
+        raise ModelError(f"rope type {rope.kind!r} needs {error.args[0]!r}") from error
+
+
+def _default(base: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
+    return base, 1.0
+
+
+def _linear(base: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
+    return base / float(rope.parameters["factor"]), 1.0
+
+
+def _llama3(base: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, blended between."""
+    parameters = rope.parameters
+    factor = float(parameters["factor"])
+    low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+    original = float(parameters["original_max_position_embeddings"])
+    turns = original * base / (2 * math.pi)  # rotations within the original context
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * base / factor + blend * base, 1.0
+
+
+def _yarn(base: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
+    """YaRN (Peng et al., 2023): interpolate by parts, and sharpen attention by a magnitude."""
+    parameters = rope.parameters
+    original = _yarn_original_length(parameters)
+    factor = float(parameters["factor"])
+    size = base.numel()
+
+    def dimension(rotations: float) -> float:
+        """Index of the pair that turns `rotations` times within the original context."""
+        return size * math.log(original / (rotations * 2 * math.pi)) / math.log(rope.theta)
+
+    low = dimension(float(parameters.get("beta_fast") or 32))
+    high = dimension(float(parameters.get("beta_slow") or 1))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * size - 1)
+    ramp = (torch.arange(size, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    stretched = ramp.clamp(0, 1)
+    frequencies = stretched * base / factor + (1 - stretched) * base
+    return frequencies, _yarn_magnitude(parameters, factor)
+
+
+def _yarn_original_length(parameters: Mapping[str, Any]) -> float:
+    length = parameters.get("original_max_position_embeddings")
+    return float(length if length is not None else parameters["max_position_embeddings"])
+
+
+def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+_SCALINGS: dict[str, Callable[[Tensor, RopeConfig], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,68 @@
+"""Tensor parallelism: the collectives of one group of ranks, and who holds which shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a dimension a rank holds."""
+
+    rank: int = 0
+    size: int = 1
+
+    def split(self, total: int) -> tuple[int, int]:
+        """Start and length of this rank's part of `total`, which `size` divides."""
+        if total % self.size:
+            raise ValueError(f"{total} does not split into {self.size} equal parts")
+        length = total // self.size
+        return self.rank * length, length
+
+
+class TensorParallel:
+    """A rank's membership of its group; with one rank every collective is the identity."""
+
+    def __init__(self, shard: Shard, group: ProcessGroup | None = None) -> None:
+        if shard.size > 1 and group is None:
+            raise ValueError("a group of several ranks needs a process group")
+        self.shard = shard
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        return self.shard.rank
+
+    @property
+    def size(self) -> int:
+        return self.shard.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, in place; the same bits on every rank."""
+        if self._group is not None:
+            torch.distributed.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[N, part] of each rank -> [N, size * part], in the order of the ranks."""
+        if self._group is None:
+            return x
+        parts = x.new_empty((self.size, *x.shape))
+        torch.distributed.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
+        return parts.movedim(0, 1).flatten(1)
+
+    def minimum(self, value: int) -> int:
+        """The smallest of the ranks' values, on every rank: for sizes all must agree on."""
+        if self._group is None:
+            return value
+        device = "cuda" if self._group.name() == "nccl" else "cpu"
+        agreed = torch.tensor([value], dtype=torch.int64, device=device)
+        torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN, group=self._group)
+        return int(agreed.item())
