@@ -30,15 +30,21 @@ class Process:
         state: Path,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment` replaces the default, which is only PATH and HOME."""
         self.name = name
         self.log = state / "logs" / f"{name}.log"
         self._command = list(command)
-        self._environment = {**os.environ, **(environment or {}), MARK: str(state)}
+        self._environment = {**(environment or _default_environment()), MARK: str(state)}
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int:
-        """The process id; raises RuntimeError when it was never started."""
+        """The id of the process that does the work; RuntimeError when it does not run."""
+        return self.wrapper_pid
+
+    @property
+    def wrapper_pid(self) -> int:
+        """The id of the process that was started, maybe only to start another."""
         if self._child is None:
             raise RuntimeError(f"{self.name} is not running")
         return self._child.pid
@@ -64,24 +70,34 @@ class Process:
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal, e.g. SIGSTOP and SIGCONT to pause and go on."""
-        os.kill(self.pid, number)
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            return
 
     def stop(self, *, grace: float = 10) -> None:
         """SIGTERM, and SIGKILL after `grace` seconds; returns when the process has ended."""
-        if self._child is None:
-            return
-        self._child.terminate()
-        try:
-            self._child.wait(grace)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+        if self.running:
+            self.send(signal.SIGTERM)
+            try:
+                self._wait(grace)
+            except subprocess.TimeoutExpired:
+                self.kill()
 
     def kill(self) -> None:
         """SIGKILL; returns when the process has ended."""
+        if self.running:
+            self.send(signal.SIGKILL)
+            self._wait(grace=10)
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._child is not None and self._child.poll() is None
+
+    def _wait(self, grace: float) -> None:
         if self._child is not None:
-            self._child.kill()
-            self._child.wait()
+            self._child.wait(grace)
 
 
 def marked(state: Path) -> Iterator[int]:
@@ -108,6 +124,19 @@ def kill_marked(state: Path, *, timeout: float = 30) -> None:
         return not pids
 
     wait_until(none_left, f"no process of {state.name} is left", timeout=timeout, interval=0.05)
+
+
+def children(pid: int) -> list[int]:
+    """Ids of the direct children of a process's main thread; empty when it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(child) for child in text.split()]
+
+
+def _default_environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
 
 
 def _kill(pid: int) -> None:
