@@ -1,0 +1,93 @@
+"""From a command's parsed flags to settings, with errors as click shows them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from radixgrove.cli import exit_codes
+from radixgrove.cli.configuration import (
+    CONFIG_VARIABLE,
+    ConfigFile,
+    ConfigurationError,
+    Resolved,
+    load_environment,
+    load_file,
+    resolve,
+)
+from radixgrove.cli.parts import AMBIGUOUS, WORKER_ADDRESS
+from radixgrove.protocol.settings import RouterSettings, WorkerSettings
+
+
+class ConfigurationUsage(click.ClickException):
+    """A wrong setting: exit code 2, without the usage lines that would hide the reason."""
+
+    exit_code = exit_codes.USAGE
+
+    def __init__(self, error: ConfigurationError) -> None:
+        super().__init__(str(error))
+
+
+def read(config: str | None) -> tuple[ConfigFile, dict[str, str]]:
+    """The file and the environment.
+
+    Raises:
+        ConfigurationUsage: one of them holds something unknown.
+    """
+    try:
+        return load_file(config or os.environ.get(CONFIG_VARIABLE)), load_environment(os.environ)
+    except ConfigurationError as error:
+        raise ConfigurationUsage(error) from None
+
+
+def resolve_part(part: str, config: str | None, flags: Mapping[str, Any]) -> Resolved[Any]:
+    """Settings of `worker` or `router` for a command that runs this one part."""
+    file, environment = read(config)
+    try:
+        return resolve(part, flags, environment, file)
+    except ConfigurationError as error:
+        raise ConfigurationUsage(error) from None
+
+
+class UpParts:
+    """Settings of `radixgrove up`: its own, the router's, and what all workers have in common."""
+
+    def __init__(self, config: str | None, flags: Mapping[str, Any]) -> None:
+        file, environment = read(config)
+        for name in AMBIGUOUS & environment.keys():
+            raise ConfigurationUsage(
+                ConfigurationError(
+                    f"{name} means different things to router and worker: under `up`, set it in "
+                    "the file's `router:` or `worker:` section"
+                )
+            )
+        for name in AMBIGUOUS & file.common.keys():
+            raise ConfigurationUsage(
+                ConfigurationError(f"{file.name}: under `up`, {name} belongs into a section")
+            )
+        # `replicas` is `up`'s number here, the router's list of URLs elsewhere.
+        own = {"replicas"}
+        try:
+            self.up = resolve("up", flags, environment, file)
+            self.router: Resolved[RouterSettings] = resolve(
+                "router", _less(flags, own), _less(environment, own), _less_common(file, own)
+            )
+            self.worker: Resolved[WorkerSettings] = resolve(
+                "worker",
+                _less(flags, WORKER_ADDRESS),
+                _less(environment, WORKER_ADDRESS),
+                _less_common(file, WORKER_ADDRESS),
+            )
+        except ConfigurationError as error:
+            raise ConfigurationUsage(error) from None
+
+
+def _less(values: Mapping[str, Any], names: set[str] | frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _less_common(file: ConfigFile, names: set[str] | frozenset[str]) -> ConfigFile:
+    return ConfigFile(file.name, _less(file.common, names), file.sections)
