@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -37,12 +38,15 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+@lru_cache
+def _has_pdl(device: torch.device) -> bool:
+    if device.type != "cuda" or os.environ.get("RADIXGROVE_PDL") == "0":
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def pdl(x: torch.Tensor) -> dict[str, bool]:
     """Launch options for programmatic dependent launch: the kernel may start before the previous
     one ends and waits for its results by `gdc_wait`. Hopper and later; `RADIXGROVE_PDL=0` is off.
     """
-    enabled = x.is_cuda and _PDL and torch.cuda.get_device_capability(x.device)[0] >= 9
-    return {"PDL": True, "launch_pdl": True} if enabled else {"PDL": False}
-
-
-_PDL = os.environ.get("RADIXGROVE_PDL", "1") != "0"
+    return {"PDL": True, "launch_pdl": True} if _has_pdl(x.device) else {"PDL": False}

@@ -212,6 +212,7 @@ def decode_attention(
     workspace: DecodeWorkspace,
     *,
     min_split: int = 256,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attend from one query a row to all of the row's KV, the query's own included.
 
@@ -221,6 +222,7 @@ def decode_attention(
         rows: [B] int32, rows of page_table. kv_lens: [B] int32, at least 1.
         page_table: [max_rows, max_pages] int32.
         min_split: tokens below which a row is not split further.
+        out: where to write, as the returned tensor; allocated when None.
 
     Returns:
         [B, H, D], q's dtype. The grid depends on B alone, so a captured graph serves any lengths.
@@ -230,7 +232,8 @@ def decode_attention(
     """
     batch, heads, head_dim = q.shape
     page_size, kv_heads = pages.shape[2:4]
-    out = torch.empty_like(q)
+    if out is None:
+        out = torch.empty_like(q)
     if not batch:
         return out
     if batch > workspace.max_batch:
@@ -348,6 +351,8 @@ def extend_attention(
     page_table: Tensor,
     scale: float,
     max_q_len: int,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of chunks of new tokens over their rows' cached prefix and themselves.
 
@@ -357,13 +362,15 @@ def extend_attention(
         rows: [P] int32. qo_indptr: [P + 1] int32. kv_lens: [P] int32, new tokens included.
         page_table: [max_rows, max_pages] int32.
         max_q_len: at least the longest chunk; known to the host, so nothing synchronises.
+        out: where to write, as the returned tensor; allocated when None.
 
     Returns:
         [T, H, D], q's dtype.
     """
     tokens, heads, head_dim = q.shape
     page_size, kv_heads = pages.shape[2:4]
-    out = torch.empty_like(q)
+    if out is None:
+        out = torch.empty_like(q)
     if not tokens:
         return out
     wide = q.dtype == torch.float32

@@ -159,11 +159,17 @@ def scatter_pages(pool: Tensor, page_ids: Tensor, source: Tensor) -> None:
 
 
 def kv_indices(
-    rows: Tensor, kv_lens: Tensor, page_table: Tensor, page_size: int, indptr: Tensor, out: Tensor
+    rows: Tensor,
+    kv_lens: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    indptr: Tensor,
+    out: Tensor,
+    last_page_len: Tensor,
 ) -> None:
     """Flat page lists of a batch, on its device; see `pages.kv_indices`."""
     function = pages.kv_indices if rows.is_cuda else pages.kv_indices_reference
-    function(rows, kv_lens, page_table, page_size, indptr, out)
+    function(rows, kv_lens, page_table, page_size, indptr, out, last_page_len)
 
 
 def penalize(

@@ -24,9 +24,16 @@ def scatter_pages_reference(pool: Tensor, page_ids: Tensor, source: Tensor) -> N
 
 
 def kv_indices_reference(
-    rows: Tensor, kv_lens: Tensor, page_table: Tensor, page_size: int, indptr: Tensor, out: Tensor
+    rows: Tensor,
+    kv_lens: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    indptr: Tensor,
+    out: Tensor,
+    last_page_len: Tensor,
 ) -> None:
     """See `kv_indices`."""
+    last_page_len.copy_((kv_lens - 1) % page_size + 1)
     counts = (kv_lens.long() + page_size - 1) // page_size
     indptr[0] = 0
     torch.cumsum(counts, 0, out=indptr[1:])
@@ -105,6 +112,7 @@ def _kv_indices_kernel(
     page_table_ptr,
     indptr_ptr,
     out_ptr,
+    last_page_len_ptr,
     batch,
     table_stride,
     page_size,
@@ -119,6 +127,7 @@ def _kv_indices_kernel(
     start = tl.sum(tl.where(others < row, counts, 0), axis=0)
     count = tl.sum(tl.where(others == row, counts, 0), axis=0)
     tl.store(indptr_ptr + row + 1, start + count)
+    tl.store(last_page_len_ptr + row, (tl.load(kv_lens_ptr + row) - 1) % page_size + 1)
     if row == 0:
         tl.store(indptr_ptr, 0)
     table_row = tl.load(rows_ptr + row).to(tl.int64)
@@ -130,15 +139,22 @@ def _kv_indices_kernel(
 
 
 def kv_indices(
-    rows: Tensor, kv_lens: Tensor, page_table: Tensor, page_size: int, indptr: Tensor, out: Tensor
+    rows: Tensor,
+    kv_lens: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    indptr: Tensor,
+    out: Tensor,
+    last_page_len: Tensor,
 ) -> None:
-    """Flatten the page tables of a batch on the device: the `kv_indptr` and `kv_indices` of
-    FlashInfer's wrappers, without a host round trip.
+    """Flatten the page tables of a batch on the device, as FlashInfer's wrappers want them, without
+    a host round trip.
 
     Args:
-        rows, kv_lens: [B] int32. page_table: [max_rows, max_pages] int32.
+        rows, kv_lens: [B] int32, lengths at least 1. page_table: [max_rows, max_pages] int32.
         indptr: [B + 1] int32, written whole: offsets of each row's pages.
         out: int32, at least the sum of `ceil(kv_len / page_size)`; the rest is left as it was.
+        last_page_len: [B] int32, written: tokens in each row's last page.
     """
     batch = rows.numel()
     if not batch:
@@ -150,6 +166,7 @@ def kv_indices(
         page_table,
         indptr,
         out,
+        last_page_len,
         batch,
         page_table.stride(0),
         page_size,

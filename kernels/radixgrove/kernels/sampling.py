@@ -89,6 +89,7 @@ def _penalize_kernel(
     presence_ptr,
     frequency_ptr,
     vocab,
+    logits_stride,
     BLOCK: tl.constexpr,
     PROMPT: tl.constexpr,
 ):
@@ -101,12 +102,12 @@ def _penalize_kernel(
     if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
         row = tl.load(rows_ptr + item).to(tl.int64)
         seen = tl.load(counts_ptr + row * vocab + column, mask=mask, other=0)
-        logit = tl.load(logits_ptr + item * vocab + column, mask=mask, other=0.0)
+        logit = tl.load(logits_ptr + item * logits_stride + column, mask=mask, other=0.0)
         generated = (seen & (PROMPT - 1)).to(tl.float32)
         repeated = tl.where(logit > 0, logit / repetition, logit * repetition)
         logit = tl.where(seen != 0, repeated, logit)
         logit -= tl.where(generated > 0, presence, 0.0) + frequency * generated
-        tl.store(logits_ptr + item * vocab + column, logit, mask=mask)
+        tl.store(logits_ptr + item * logits_stride + column, logit, mask=mask)
 
 
 def penalize(
@@ -121,7 +122,7 @@ def penalize(
     OpenAI's presence and frequency penalties to generated tokens.
 
     Args:
-        logits: [B, V] float32 contiguous.
+        logits: [B, V] float32; rows may be strided, a row contiguous.
         rows: [B] int32, rows of `counts`.
         counts: [max_rows, V] int32: times generated, plus `PROMPT_BIT` if the prompt has it.
         repetition, presence, frequency: [B] float32; 1, 0 and 0 are off and cost nothing.
@@ -137,6 +138,7 @@ def penalize(
             presence,
             frequency,
             vocab,
+            logits.stride(0),
             BLOCK=block,
             PROMPT=PROMPT_BIT,
             num_warps=8,
@@ -198,10 +200,11 @@ def _thresholds_kernel(
     min_p_ptr,
     out_ptr,
     vocab,
+    logits_stride,
     BLOCK: tl.constexpr,
 ):
     item = tl.program_id(0).to(tl.int64)
-    logits_ptr += item * vocab
+    logits_ptr += item * logits_stride
     temperature = tl.load(temperature_ptr + item)
     top_k = tl.load(top_k_ptr + item)
     top_p = tl.load(top_p_ptr + item)
@@ -241,7 +244,7 @@ def sampling_thresholds(
     """The smallest logit that survives top-k, then top-p (Holtzman et al. 2020), and min-p.
 
     Args:
-        logits: [B, V] float32 contiguous, finite or -inf.
+        logits: [B, V] float32, finite or -inf; rows may be strided, a row contiguous.
         temperature: [B] float32; a row at 0 (greedy) is not filtered.
         top_k: [B] int32, 0 is off. top_p, min_p: [B] float32, 1 and 0 are off.
 
@@ -252,7 +255,16 @@ def sampling_thresholds(
     out = torch.empty(batch, dtype=torch.float32, device=logits.device)
     if batch:
         _thresholds_kernel[(batch,)](
-            logits, temperature, top_k, top_p, min_p, out, vocab, BLOCK=4096, num_warps=16
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            out,
+            vocab,
+            logits.stride(0),
+            BLOCK=4096,
+            num_warps=16,
         )
     return out
 
@@ -292,6 +304,7 @@ def _race_kernel(
     best_ptr,
     index_ptr,
     vocab,
+    logits_stride,
     chunk,
     FILTER: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -314,7 +327,9 @@ def _race_kernel(
     best_index = start + lane
     for first in range(start, stop, BLOCK):
         column = first + lane
-        x = tl.load(logits_ptr + item * vocab + column, mask=column < stop, other=float("-inf"))
+        x = tl.load(
+            logits_ptr + item * logits_stride + column, mask=column < stop, other=float("-inf")
+        )
         x = x.to(tl.float32)
         score = x
         if temperature > 0:
@@ -358,7 +373,7 @@ def sample(
     """Draw one token a row: `argmax(logits / temperature - log(exponential))`, greedy at 0.
 
     Args:
-        logits: [B, V] contiguous, float32, bfloat16 or float16.
+        logits: [B, V], float32, bfloat16 or float16; rows may be strided, a row contiguous.
         temperature: [B] float32. seed: [B] int64. position: [B] int64, the position the token
             will have; the random numbers are those of `random.exponential`.
         thresholds: [B] float32 from `sampling_thresholds`; smaller logits cannot win.
@@ -385,6 +400,7 @@ def sample(
         best,
         index,
         vocab,
+        logits.stride(0),
         chunk,
         FILTER=thresholds is not None,
         BLOCK=block,
