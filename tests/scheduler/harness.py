@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import replace
 
 import numpy as np
+from tests.scheduler.fake_executor import FakeExecutor, expected_output
 
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.sampling import SamplingParams
@@ -13,8 +14,6 @@ from radixgrove.worker.messages import CacheMode, Refused, Submit, Tokens
 from radixgrove.worker.plan import ExecutorInfo, StepPlan
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.scheduler import Scheduler
-
-from tests.scheduler.fake_executor import FakeExecutor, expected_output
 
 VOCAB = 50
 
@@ -98,7 +97,7 @@ class Harness:
         self._settle()
 
     def abort(self, request_id: str) -> None:
-        self.scheduler.abort(request_id, self.now)
+        self.scheduler.abort(request_id)
         self._settle()
 
     def launch(self) -> bool:

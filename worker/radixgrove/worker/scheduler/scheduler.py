@@ -217,7 +217,18 @@ class Scheduler:
             )
         return None
 
-    def abort(self, request_id: str, now: float) -> None:
+    def fail(self, submit: Submit, detail: str) -> None:
+        """End one request that could not be handled, known already or not."""
+        request = self._requests.get(submit.request_id)
+        if request is not None:
+            self._refuse(request, RefusalReason.INTERNAL, detail)
+        else:
+            self._put(
+                submit.frontend,
+                Refused(request_id=submit.request_id, reason=RefusalReason.INTERNAL, detail=detail),
+            )
+
+    def abort(self, request_id: str) -> None:
         """End a request in whatever state it is; one that has already ended is left alone."""
         request = self._requests.get(request_id)
         if request is not None:

@@ -1,0 +1,82 @@
+"""An engine process on the fake executor: `python tests/engine/fake_engine.py RUNTIME_DIR RANK`.
+
+The environment variable FAKE_ENGINE (JSON) sets the executor's size and makes it fail or stall.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.scheduler.fake_executor import FakeExecutor
+
+from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.worker import engine
+from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
+from radixgrove.worker.plan import ExecutorInfo, StepResult
+
+OPTIONS = {
+    "num_pages": 256,
+    "max_rows": 16,
+    "max_model_len": 512,
+    "vocab_size": 50,
+    "depth": 2,
+    "fail_at": 0,  # step whose collection raises; 0: none
+    "stall_at": 0,  # step whose collection never returns
+    "step_seconds": 0.0,  # each step takes at least this long
+    "fail_to_build": False,
+}
+
+
+class UnreliableExecutor(FakeExecutor):
+    def __init__(self, info: ExecutorInfo, options: dict[str, float]) -> None:
+        super().__init__(info)
+        self._options = options
+        self._never = threading.Event()
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        if result.step_id == self._options["fail_at"]:
+            raise RuntimeError("rank 1 is gone")
+        if result.step_id == self._options["stall_at"]:
+            self._never.wait()
+        self._never.wait(self._options["step_seconds"])
+        return result
+
+
+def build(
+    settings: WorkerSettings, model_dir: Path, report: Callable[[PhaseReport], None]
+) -> tuple[UnreliableExecutor, EngineInfo]:
+    options = {**OPTIONS, **json.loads(os.environ.get("FAKE_ENGINE", "{}"))}
+    report(PhaseReport(EngineState.LOADING, "reading nothing", 0.5))
+    if options["fail_to_build"]:
+        raise RuntimeError("no memory for 3 pages; lower memory_fraction")
+    info = ExecutorInfo(
+        num_pages=options["num_pages"],
+        page_size=settings.page_size,
+        max_rows=options["max_rows"],
+        max_model_len=options["max_model_len"],
+        vocab_size=options["vocab_size"],
+        depth=options["depth"],
+    )
+    return UnreliableExecutor(info, options), EngineInfo(
+        num_pages=info.num_pages,
+        page_size=info.page_size,
+        max_model_len=info.max_model_len,
+        max_running=info.max_rows,
+        vocab_size=info.vocab_size,
+        dtype="float32",
+        device="cpu",
+        weights_bytes=0,
+        kv_bytes_per_token=16,
+        attention_backend="none",
+        prefill_tokens_per_second=1000.0,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(engine.run(Path(sys.argv[1]), int(sys.argv[2]), build))

@@ -1,0 +1,75 @@
+"""The engine's Prometheus metrics. Names are API.
+
+prometheus_client writes them where PROMETHEUS_MULTIPROC_DIR points, for the frontends to serve.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from radixgrove.worker.messages import Stats
+
+_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+
+
+class EngineMetrics:
+    """One per process. Gauges and counters follow `Stats`, histograms each step."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        # A registry of our own: in multiprocess mode the files are what is served, not this.
+        registry = registry or CollectorRegistry()
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(
+                f"radixgrove_engine_{name}", text, registry=registry, multiprocess_mode="livesum"
+            )
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"radixgrove_engine_{name}", text, registry=registry)
+
+        self._gauges = {
+            "running": gauge("running_requests", "Requests that hold a row."),
+            "waiting": gauge("waiting_requests", "Requests that wait for a row."),
+            "waiting_tokens": gauge(
+                "waiting_tokens", "Prompt tokens of waiting requests that are not cached."
+            ),
+            "pages_total": gauge("kv_pages", "Pages of the KV pool."),
+            "pages_free": gauge("kv_free_pages", "Pages that hold nothing."),
+            "pages_evictable": gauge("kv_evictable_pages", "Cached pages that nobody uses now."),
+        }
+        self._counters = {
+            "steps": counter("steps", "Steps computed."),
+            "prompt_tokens": counter("prompt_tokens", "Prompt tokens of admitted requests."),
+            "cached_tokens": counter("cached_tokens", "Prompt tokens taken from the prefix cache."),
+            "generated_tokens": counter("generated_tokens", "Tokens generated."),
+            "preemptions": counter("preemptions", "Requests preempted for lack of pages."),
+            "evicted_pages": counter("evicted_pages", "Pages evicted from the prefix cache."),
+            "finished": counter("finished_requests", "Requests that ended by themselves."),
+            "aborted": counter("aborted_requests", "Requests that were aborted."),
+        }
+        self._counted = dict.fromkeys(self._counters, 0)
+        self._step_seconds = Histogram(
+            "radixgrove_engine_step_seconds",
+            "From the launch of a step, or the end of the one before, to its results.",
+            registry=registry,
+            buckets=_STEP_BUCKETS,
+        )
+        self._step_tokens = Histogram(
+            "radixgrove_engine_step_tokens",
+            "Tokens computed by a step.",
+            registry=registry,
+            buckets=_TOKEN_BUCKETS,
+        )
+
+    def observe_step(self, seconds: float, tokens: int) -> None:
+        self._step_seconds.observe(seconds)
+        self._step_tokens.observe(tokens)
+
+    def follow(self, stats: Stats) -> None:
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(stats, name))
+        for name, counter in self._counters.items():
+            value = getattr(stats, name)
+            counter.inc(value - self._counted[name])
+            self._counted[name] = value
