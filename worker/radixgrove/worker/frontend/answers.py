@@ -1,0 +1,236 @@
+"""From a request's deltas to OpenAI's bodies: whole answers and streams, for both endpoints."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from radixgrove.protocol.prompts import EncodedPrompt
+from radixgrove.protocol.requests import ChatRequest, CompletionRequest, Request
+from radixgrove.protocol.responses import (
+    DONE,
+    PING,
+    ChatChoice,
+    ChatLogprobs,
+    ChatMessageOut,
+    CompletionChoice,
+    CompletionLogprobs,
+    Head,
+    StreamEncoder,
+    Usage,
+    whole,
+)
+from radixgrove.worker.frontend.generation import RequestInFlight
+from radixgrove.worker.frontend.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    scored_prompt,
+)
+from radixgrove.worker.frontend.model import ServedModel
+from radixgrove.worker.frontend.sequence import Delta, ScoredToken, Sequence
+from radixgrove.worker.messages import TokenLogprobs, Tokens
+
+
+@dataclass(slots=True)
+class _Collected:
+    """A choice of a whole answer as it grows."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
+    finish: str = ""
+
+
+class Answer:
+    """Builds the response of one request."""
+
+    def __init__(self, request: Request, prompts: list[EncodedPrompt], model: ServedModel) -> None:
+        self.request = request
+        self.prompts = prompts
+        self.model = model
+        self.chat = isinstance(request, ChatRequest)
+        generation = request.generation
+        self.generation = generation
+        self.echo = isinstance(request, CompletionRequest) and request.echo
+        # `max_tokens: 0` scores a prompt: what the engine samples beyond it is not shown.
+        self.silent = generation.max_tokens == 0
+        self._scores = generation.sampling.logprobs is not None
+        self.head = Head.new(
+            chat=self.chat,
+            stream=generation.stream,
+            model=request.model,
+            fingerprint=model.fingerprint,
+            service_tier=generation.service_tier,
+        )
+        self._encoder = StreamEncoder(
+            self.head, chat=self.chat, include_usage=generation.include_usage
+        )
+
+    # ---- whole answers -----------------------------------------------------------------------
+
+    async def collect(self, flight: RequestInFlight) -> bytes:
+        """The body of an answer that does not stream.
+
+        Raises:
+            ApiError, ClientDisconnected: as `RequestInFlight.deltas`.
+        """
+        choices = [_Collected() for _ in flight.sequences]
+        async for batch in flight.deltas():
+            for sequence, message, delta in batch:
+                choice = choices[sequence.index]
+                choice.scored += self._prompt_scores(sequence, message)
+                if not self.silent:
+                    choice.text.append(delta.text)
+                    choice.token_ids += delta.token_ids
+                    choice.scored += delta.scored
+                choice.finish = delta.finish or choice.finish
+        return self._whole(choices, flight.usage())
+
+    def without_engine(self) -> bytes:
+        """An echo of nothing but the prompt needs no engine."""
+        number = len(self.prompts) * self.generation.n
+        usage = Usage.of(sum(len(prompt) for prompt in self.prompts), 0, 0)
+        return self._whole([_Collected() for _ in range(number)], usage)
+
+    def _whole(self, collected: list[_Collected], usage: Usage) -> bytes:
+        if self.silent:
+            usage = Usage.of(usage.prompt_tokens, 0, usage.prompt_tokens_details.cached_tokens)
+        ids = self.generation.return_token_ids
+        if not self.chat:
+            choices = [
+                CompletionChoice(
+                    index=index,
+                    text=self.echoed(index) + "".join(item.text),
+                    finish_reason="length" if self.silent else item.finish,
+                    logprobs=self._completion_scores(item.scored),
+                    token_ids=item.token_ids if ids else msgspec.UNSET,
+                    prompt_token_ids=self._prompt_ids(index) if ids else msgspec.UNSET,
+                )
+                for index, item in enumerate(collected)
+            ]
+            return whole(self.head, choices, usage)
+        chat_choices = [
+            ChatChoice(
+                index=index,
+                message=ChatMessageOut(content="".join(item.text)),
+                finish_reason=item.finish,
+                logprobs=self._chat_scores(item.scored),
+                token_ids=item.token_ids if ids else msgspec.UNSET,
+            )
+            for index, item in enumerate(collected)
+        ]
+        return whole(self.head, chat_choices, usage, self._prompt_ids(0) if ids else None)
+
+    # ---- streams -----------------------------------------------------------------------------
+
+    async def stream(self, flight: RequestInFlight) -> AsyncGenerator[bytes]:
+        """Server-sent events, `[DONE]` included; the first item comes with the engine's first word.
+
+        Raises:
+            ApiError, ClientDisconnected: as `RequestInFlight.deltas`; events may have left already.
+        """
+        opened = False
+        async for batch in flight.deltas():
+            events: list[bytes] = []
+            if not batch:
+                events.append(PING)
+            elif not opened:
+                opened = True
+                events += self._openings(flight.sequences)
+            for sequence, message, delta in batch:
+                events += self._events(sequence, message, delta)
+            if events:
+                yield b"".join(events)
+        yield self._closing(flight.usage())
+
+    def stream_without_engine(self) -> bytes:
+        encoder = self._encoder
+        events = []
+        for index in range(len(self.prompts) * self.generation.n):
+            events.append(encoder.text(index, self.echoed(index)))
+            events.append(encoder.finish(index, "length"))
+        usage = Usage.of(sum(len(prompt) for prompt in self.prompts), 0, 0)
+        return b"".join(events) + self._closing(usage)
+
+    def _openings(self, sequences: list[Sequence]) -> list[bytes]:
+        ids = self.generation.return_token_ids
+        if self.chat:
+            return [
+                self._encoder.opening(
+                    sequence.index, self._prompt_ids(0) if ids and not sequence.index else None
+                )
+                for sequence in sequences
+            ]
+        if not self.echo and not ids:
+            return []
+        # A choice with logprobs gets its prompt with the engine's first message, which scores it.
+        return [
+            self._encoder.text(
+                sequence.index,
+                "" if self._scores else self.echoed(sequence.index),
+                token_ids=[] if ids else None,
+                prompt_token_ids=self._prompt_ids(sequence.index) if ids else None,
+            )
+            for sequence in sequences
+            if ids or not self._scores
+        ]
+
+    def _events(self, sequence: Sequence, message: Tokens, delta: Delta) -> list[bytes]:
+        events = []
+        index = sequence.index
+        if self.echo and self._scores and message.prompt_logprobs is not None:
+            scores = self._completion_scores(self._prompt_scores(sequence, message))
+            events.append(self._encoder.text(index, self.echoed(index), scores))
+        ids = delta.token_ids if self.generation.return_token_ids else None
+        if not self.silent and (delta.text or delta.scored or ids):
+            scored: ChatLogprobs | CompletionLogprobs | None = None
+            if self._scores:
+                scored = (
+                    chat_logprobs(delta.scored, self.model.vocabulary)
+                    if self.chat
+                    else completion_logprobs(delta.scored, self.model.vocabulary)
+                )
+            events.append(self._encoder.text(index, delta.text, scored, ids))
+        if delta.finish is not None:
+            events.append(self._encoder.finish(index, "length" if self.silent else delta.finish))
+        return events
+
+    def _closing(self, usage: Usage) -> bytes:
+        return (self._encoder.usage(usage) if self.generation.include_usage else b"") + DONE
+
+    # ---- parts -------------------------------------------------------------------------------
+
+    def echoed(self, index: int) -> str:
+        """The prompt's text before a choice, when it is to be echoed."""
+        if not self.echo or not isinstance(self.request, CompletionRequest):
+            return ""
+        prompt = self.request.prompts[index // self.generation.n]
+        if isinstance(prompt, str):
+            return prompt
+        text: str = self.model.encoder.tokenizer.decode(prompt, skip_special_tokens=False)
+        return text
+
+    def _prompt_ids(self, index: int) -> list[int]:
+        return token_list(self.prompts[index // self.generation.n].token_ids)
+
+    def _prompt_scores(self, sequence: Sequence, message: Tokens) -> list[ScoredToken]:
+        if not self.echo or message.prompt_logprobs is None:
+            return []
+        entries: list[TokenLogprobs | None] = message.prompt_logprobs
+        return scored_prompt(self._prompt_ids(sequence.index), entries, self.model.vocabulary)
+
+    def _completion_scores(self, scored: list[ScoredToken]) -> CompletionLogprobs | None:
+        return completion_logprobs(scored, self.model.vocabulary) if self._scores else None
+
+    def _chat_scores(self, scored: list[ScoredToken]) -> ChatLogprobs | None:
+        return chat_logprobs(scored, self.model.vocabulary) if self._scores else None
+
+
+def token_list(token_ids: bytes) -> list[int]:
+    """Ids of an int32 little-endian prompt."""
+    ids = array("i")
+    ids.frombytes(token_ids)
+    return ids.tolist()

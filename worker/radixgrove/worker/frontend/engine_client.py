@@ -1,0 +1,173 @@
+"""The frontend's end of the engine's sockets: submit, abort, and deliver what comes back.
+
+Everything runs on the event loop's thread. The engine sends one message a step with the tokens of
+all requests, so receiving is a plain reader callback: no task and no future a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+import zmq.utils.monitor
+
+from radixgrove.protocol import errors
+from radixgrove.worker.messages import (
+    Abort,
+    Outputs,
+    Refused,
+    Stats,
+    Submit,
+    ToEngine,
+    ToFrontend,
+    Tokens,
+)
+from radixgrove.worker.pulse import Pulse
+
+_log = logging.getLogger(__name__)
+
+# Messages that may wait for the engine: beyond that it does not read its socket, and we refuse.
+SEND_QUEUE = 4096
+
+Deliver = Callable[[Tokens | Refused], None]
+
+
+def _discard(_: Tokens | Refused) -> None:
+    """Where outputs of an aborted request go until the engine has confirmed its end."""
+
+
+class EngineClient:
+    """One per frontend process.
+
+    A request's entry is deleted only by the engine's final message (a finish or a refusal), aborted
+    or not: until then its id is taken and its late outputs are expected.
+    """
+
+    def __init__(self, engine_socket: str, frontend_socket: str, index: int) -> None:
+        """`index`: this frontend's, by which the engine addresses it."""
+        self.index = index
+        self.pulse = Pulse(time.time())
+        self.gone = False  # the engine's process closed its end after having been there
+        self.on_gone: Callable[[], None] = lambda: None
+        self._addresses = (engine_socket, frontend_socket)
+        self._deliver: dict[str, Deliver] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
+        self._context = zmq.Context()
+        self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        self._outbox: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Bind and connect; call on the event loop. The engine need not be there yet."""
+        engine, frontend = self._addresses
+        self._loop = asyncio.get_running_loop()
+        self._inbox.set_hwm(0)  # the engine never drops or blocks on us; requests bound it
+        self._inbox.bind(frontend)
+        self._outbox.set_hwm(SEND_QUEUE)
+        self._outbox.setsockopt(zmq.LINGER, 1000)
+        self._monitor = self._outbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._outbox.connect(engine)
+        self._loop.add_reader(_descriptor(self._inbox), self._readable)
+        self._loop.add_reader(_descriptor(self._monitor), self._monitored)
+
+    def close(self) -> None:
+        """Stop receiving; aborts already queued still leave."""
+        if self._loop is not None and self._monitor is not None:
+            self._loop.remove_reader(_descriptor(self._inbox))
+            self._loop.remove_reader(_descriptor(self._monitor))
+            self._outbox.disable_monitor()
+        self._inbox.close(0)
+        self._outbox.close()
+        self._context.term()
+
+    @property
+    def active(self) -> int:
+        """Sequences that the engine has not finished, aborted ones included."""
+        return len(self._deliver)
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._deliver
+
+    def submit(self, message: Submit, deliver: Deliver) -> None:
+        """Send a sequence to the engine; `deliver` gets its outputs, the last of them final.
+
+        Raises:
+            ApiError: 503, when the engine is gone or takes no messages.
+        """
+        self._send(message)
+        self._deliver[message.request_id] = deliver
+
+    def abort(self, request_id: str) -> None:
+        """End a sequence early. Nothing of it is delivered any more; unknown ids are ignored."""
+        if request_id in self._deliver:
+            self._deliver[request_id] = _discard
+            with contextlib.suppress(errors.ApiError):
+                self._send(Abort(request_id))
+
+    def check_stuck(self, now: float) -> None:
+        """Give the engine up when its pulse stopped, as its agent does."""
+        if not self.gone and self.pulse.problem(now) is not None:
+            self._give_up("the engine's pulse stopped")
+
+    def _send(self, message: ToEngine) -> None:
+        if self.gone:
+            raise errors.overloaded("The engine has stopped.", retry_after=5)
+        try:
+            self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise errors.overloaded("The engine is busy.", retry_after=1) from None
+
+    def _readable(self) -> None:
+        # The descriptor is edge-triggered: read until nothing is left.
+        while True:
+            try:
+                frame = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(self._decoder.decode(frame))
+
+    def _take(self, message: ToFrontend) -> None:
+        if isinstance(message, Stats):
+            self.pulse.take(message, time.time())
+            return
+        self._take_outputs(message)
+
+    def _take_outputs(self, outputs: Outputs) -> None:
+        table = self._deliver
+        for item in outputs.items:
+            deliver = table.get(item.request_id)
+            if deliver is None:
+                _log.warning("output of an unknown request")
+                continue
+            if isinstance(item, Refused) or item.finish is not None:
+                del table[item.request_id]
+            deliver(item)
+
+    def _monitored(self) -> None:
+        monitor = self._monitor
+        assert monitor is not None
+        while True:
+            try:
+                event = zmq.utils.monitor.recv_monitor_message(monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._give_up("the engine closed its socket")
+
+    def _give_up(self, reason: str) -> None:
+        if not self.gone:
+            _log.error("%s: ending %d sequences", reason, len(self._deliver))
+            self.gone = True
+            self.on_gone()
+
+
+def _descriptor(socket: zmq.Socket[bytes]) -> int:
+    """What the event loop watches; readable when the socket's state may have changed."""
+    return int(socket.getsockopt(zmq.FD))

@@ -1,0 +1,216 @@
+"""A request in flight: its sequences, their outputs, its end. No HTTP here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from enum import Enum
+from functools import partial
+
+from radixgrove.protocol import errors
+from radixgrove.protocol.asgi import ClientDisconnected
+from radixgrove.protocol.errors import ApiError
+from radixgrove.protocol.prompts import EncodedPrompt
+from radixgrove.protocol.requests import Generation
+from radixgrove.protocol.responses import Usage
+from radixgrove.worker.frontend.engine_client import EngineClient
+from radixgrove.worker.frontend.metrics import FrontendMetrics
+from radixgrove.worker.frontend.sequence import Delta, Sequence
+from radixgrove.worker.messages import (
+    CacheMode,
+    Finish,
+    RefusalReason,
+    Refused,
+    Submit,
+    Tokens,
+)
+
+
+class Signal(Enum):
+    """What else than the engine's outputs wakes a waiting request."""
+
+    PING = "ping"  # nothing came for a while: keep proxies from giving up
+    DISCONNECTED = "disconnected"  # the client is gone
+    ENGINE_GONE = "engine gone"
+    SHUTDOWN = "shutdown"  # the drain's deadline passed
+
+
+Event = tuple[Sequence, Tokens | Refused]
+
+
+class RequestInFlight:
+    """All sequences of one request: prompts times choices, prompt by prompt.
+
+    Use as a context manager: leaving it aborts whatever has not finished, however it is left.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: FrontendMetrics,
+        generation: Generation,
+        sequences: list[Sequence],
+        prompts: list[EncodedPrompt],
+        arrived: float,
+    ) -> None:
+        """`sequences[i]` belongs to prompt `i // generation.n`; `arrived`: `time.monotonic()`."""
+        self.engine = engine
+        self.metrics = metrics
+        self.generation = generation
+        self.sequences = sequences
+        self.prompts = prompts
+        self.arrived = arrived
+        self.last_event = arrived  # for pings
+        self.sending_since: float | None = None  # for clients that do not read
+        self._queue: deque[Event | Signal] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._last_token: dict[str, float] = {}
+        self._task = asyncio.current_task()
+        self._abandoned = False
+
+    def __enter__(self) -> RequestInFlight:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sequence in self.sequences:
+            self.engine.abort(sequence.request_id)  # ignored where it has ended
+        if self._abandoned:
+            raise ClientDisconnected
+
+    def abandon(self) -> None:
+        """End a request whose client does not read: its handler is stuck in sending."""
+        if self._task is not None and not self._abandoned:
+            self._abandoned = True
+            self._task.cancel()
+
+    def submit(
+        self, domain: str, max_tokens: list[int], eos_ids: tuple[int, ...], queue_timeout: float
+    ) -> None:
+        """Hand every sequence to the engine; `max_tokens` of each prompt.
+
+        Raises:
+            ApiError: 503.
+        """
+        generation = self.generation
+        deadline = time.time() + queue_timeout
+        for number, sequence in enumerate(self.sequences):
+            prompt = number // generation.n
+            message = Submit(
+                request_id=sequence.request_id,
+                frontend=self.engine.index,
+                token_ids=self.prompts[prompt].token_ids,
+                sampling=generation.sampling_for(max_tokens[prompt], number, eos_ids),
+                domain=domain,
+                priority=generation.priority,
+                queue_deadline=deadline,
+                cache=CacheMode.USE if generation.prefix_cache else CacheMode.BYPASS,
+            )
+            self.engine.submit(message, partial(self._deliver, sequence))
+
+    def signal(self, signal: Signal) -> None:
+        self._put(signal)
+
+    def _deliver(self, sequence: Sequence, message: Tokens | Refused) -> None:
+        self._put((sequence, message))
+
+    def _put(self, item: Event | Signal) -> None:
+        self._queue.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _take(self) -> list[Event | Signal]:
+        """Everything that came since the last call, at least one item.
+
+        The housekeeping of the application signals what must not be waited for longer, so this wait
+        needs no timer of its own.
+        """
+        if not self._queue:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        items = list(self._queue)
+        self._queue.clear()
+        return items
+
+    async def deltas(self) -> AsyncIterator[list[tuple[Sequence, Tokens, Delta]]]:
+        """Deltas in the order they came, all that are there at a time; an empty list is a ping.
+
+        Ends when every sequence has finished.
+
+        Raises:
+            ApiError: a sequence was refused, or the engine is gone.
+            ClientDisconnected: nobody is there to read on.
+        """
+        remaining = len(self.sequences)
+        while remaining:
+            batch: list[tuple[Sequence, Tokens, Delta]] = []
+            for item in await self._take():
+                if isinstance(item, Signal):
+                    _raise_for(item)
+                    continue
+                sequence, message = item
+                if sequence.finished:
+                    continue  # a stop string ended it; these came before the abort arrived
+                if isinstance(message, Refused):
+                    raise refusal(message)
+                if message.finish is Finish.ABORT:
+                    raise errors.internal()
+                delta = sequence.take(message)
+                self._observe(sequence, len(message.token_ids))
+                if delta.abort:
+                    self.engine.abort(sequence.request_id)
+                remaining -= sequence.finished
+                batch.append((sequence, message, delta))
+            self.last_event = time.monotonic()
+            yield batch
+
+    def _observe(self, sequence: Sequence, tokens: int) -> None:
+        if not tokens:
+            return
+        now = time.monotonic()
+        before = self._last_token.get(sequence.request_id)
+        if before is not None:
+            self.metrics.observe_gap(now - before, tokens)
+        elif not self._last_token:
+            self.metrics.time_to_first_token.observe(now - self.arrived)
+        self._last_token[sequence.request_id] = now
+
+    def usage(self) -> Usage:
+        """Prompt and cached tokens of each prompt once, completion tokens of all choices."""
+        n = self.generation.n
+        return Usage.of(
+            prompt=sum(len(prompt) for prompt in self.prompts),
+            completion=sum(sequence.completion_tokens for sequence in self.sequences),
+            cached=sum(sequence.cached_tokens for sequence in self.sequences[::n]),
+        )
+
+
+def refusal(message: Refused) -> ApiError:
+    """The engine's refusal as an answer."""
+    match message.reason:
+        case RefusalReason.QUEUE_FULL:
+            return errors.rate_limited(message.retry_after)
+        case RefusalReason.QUEUE_TIMEOUT:
+            return errors.overloaded(
+                "The request waited too long in the queue.", message.retry_after
+            )
+        case RefusalReason.TOO_LONG:
+            return errors.invalid(message.detail, code="context_length_exceeded")
+        case RefusalReason.INTERNAL:
+            return errors.internal()
+
+
+def _raise_for(signal: Signal) -> None:
+    match signal:
+        case Signal.PING:
+            return
+        case Signal.DISCONNECTED:
+            raise ClientDisconnected
+        case Signal.ENGINE_GONE:
+            raise errors.overloaded("The engine has stopped.", retry_after=5)
+        case Signal.SHUTDOWN:
+            raise errors.overloaded("The server is shutting down.", retry_after=5)
