@@ -8,6 +8,7 @@ import socket
 import time
 
 import psutil
+from radixgrove.worker.runtime import remove_abandoned
 from tests.agent.conftest import StartAgent
 from tests.conftest import wait_until
 
@@ -121,10 +122,8 @@ def test_remains_of_a_killed_agent_are_removed_by_the_next(start_agent: StartAge
     (mine,) = second.notes.glob("radixgrove-worker-*")
     assert left.exists(), "another TMPDIR is not touched"
     assert mine.exists(), "a living agent keeps its directory"
-    from radixgrove.worker.agent import _remove_abandoned
-
-    _remove_abandoned(first.notes)
-    _remove_abandoned(second.notes)
+    remove_abandoned(first.notes, "radixgrove-worker-")
+    remove_abandoned(second.notes, "radixgrove-worker-")
     assert not left.exists()
     assert mine.exists()
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +49,7 @@ from radixgrove.worker.messages import (
 from radixgrove.worker.progress import StartReport, memory_arithmetic
 from radixgrove.worker.publisher import Publisher
 from radixgrove.worker.pulse import Pulse, is_stopped
-from radixgrove.worker.runtime import Runtime
+from radixgrove.worker.runtime import Runtime, private_directory
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +62,6 @@ _FRONTEND_GRACE = 5.0  # beyond the drain timeout
 _ENGINE_PATIENCE = 5.0
 _FAILURE_PATIENCE = 3.0  # frontends end their clients' requests with an error
 _PUBLISHER_DEADLINE = 5.0
-# Unix socket paths are at most 107 bytes; ours end in `/frontend-63.sock`.
-_MAX_RUNTIME_PATH = 80
 
 
 class AgentError(Exception):
@@ -101,7 +96,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
     try:
         management.check_binding(settings)
         model_dir = resolve_model(settings.model)
-        with reserved_port(settings) as port, runtime_directory() as directory:
+        with reserved_port(settings) as port, private_directory("radixgrove-worker-") as directory:
             runtime = Runtime(directory, resolve_settings(settings, model_dir, port), model_dir)
             runtime.metrics_dir.mkdir()
             runtime.write()
@@ -178,31 +173,6 @@ def reserved_port(settings: WorkerSettings) -> Iterator[int]:
                 "choose another with --port (0: any free one)"
             ) from error
         yield holder.getsockname()[1]
-
-
-@contextlib.contextmanager
-def runtime_directory() -> Iterator[Path]:
-    """A new private directory, removed at the end; remains of killed workers go as well."""
-    base = Path(tempfile.gettempdir())
-    if len(str(base)) > _MAX_RUNTIME_PATH - 32:
-        base = Path("/tmp")
-    _remove_abandoned(base)
-    directory = Path(tempfile.mkdtemp(prefix="radixgrove-worker-", dir=base))
-    try:
-        with (directory / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _remove_abandoned(base: Path) -> None:
-    """A living agent holds the lock in its directory; the kernel drops it with the process."""
-    for directory in base.glob("radixgrove-worker-*"):
-        with contextlib.suppress(OSError), (directory / "lock").open("r+") as lock:
-            if directory.stat().st_uid == os.getuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory, ignore_errors=True)
 
 
 class Agent:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 _PR_SET_PDEATHSIG = 1
 _KEPT_LINES = 40
 _CHUNK = 1 << 16
+# A traceback's last line, a command's complaint, a log record.
+_ERROR_SIGNS = ("Error", "error:", " ERROR ", '"level":"error"')
 
 # Loaded before any fork: between fork and exec a child must not take the import lock.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -88,10 +90,10 @@ class Child:
         return await asyncio.shield(self.exited)
 
     def last_error(self) -> str | None:
-        """The line that most likely says why it ended: a traceback's last, else the last at all."""
+        """The line that most likely says why it ended: the last error, else the last at all."""
         lines = [line for line in self.tail if line.strip()]
         for line in reversed(lines):
-            if not line[0].isspace() and ("Error" in line or "error:" in line):
+            if not line[0].isspace() and any(sign in line for sign in _ERROR_SIGNS):
                 return line.strip()
         return lines[-1].strip() if lines else None
 

