@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import struct
 from collections.abc import Mapping
@@ -44,7 +43,7 @@ class Registration(msgspec.Struct, kw_only=True):
     root: str  # `root_fingerprint`: proves the same cluster secret
     index_block: int  # tokens
     page_size: int  # tokens; divides index_block
-    tokenizer_digest: str  # `tokenizer_digest` of tokenizer and template files
+    tokenizer_digest: str  # `tokenizer.TokenizerFiles.digest`
     max_model_len: int
     max_running: int = 0  # requests in a batch; 0: unknown
     vocab_size: int = 0
@@ -98,14 +97,6 @@ def disagreement(mine: Mapping[str, str | int], theirs: Mapping[str, str | int])
     )
 
 
-def namespace(model: str, weight_version: str, kv_dtype: str, adapter: str = "") -> str:
-    """The namespace of `blocks.BlockHasher`: KV computed in one is worthless in any other.
-
-    `model` is the service's first served name; the same values in engine, publisher and router.
-    """
-    return "\x00".join((model, weight_version, kv_dtype, adapter))
-
-
 def root_fingerprint(hasher: BlockHasher) -> str:
     """Equal exactly when secret and namespace are; says nothing of either."""
     return hasher.root[:8].hex()
@@ -114,15 +105,6 @@ def root_fingerprint(hasher: BlockHasher) -> str:
 def new_generation() -> str:
     """A name for one start of an engine that no other start has, on this Redis or a later one."""
     return secrets.token_hex(8)
-
-
-def tokenizer_digest(files: Mapping[str, bytes]) -> str:
-    """Digest of the named tokenizer and template files, independent of their order."""
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(f"{len(name)}:{name}:{len(files[name])}:".encode())
-        digest.update(files[name])
-    return digest.hexdigest()
 
 
 class LoadReport(msgspec.Struct, kw_only=True, frozen=True):
@@ -135,7 +117,7 @@ class LoadReport(msgspec.Struct, kw_only=True, frozen=True):
     pages_free: int = 0  # free or evictable at once
     prompt_tokens: int = 0  # counters since start
     cached_tokens: int = 0
-    started_ms: int = 0  # wall clock of the engine's start
+    started_ms: int = 0  # wall clock at which this generation began
 
     # The scripts read the head of this layout too: lua/place.lua.
     _LAYOUT = struct.Struct("<IIIIIddd")

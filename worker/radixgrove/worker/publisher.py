@@ -114,6 +114,7 @@ class Publisher:
         self._closing = False
 
         self._generation = ""
+        self._registered_ms = 0
         self._connected = False
         self._registered = False
         self._superseded = False
@@ -158,7 +159,8 @@ class Publisher:
             case Stats():
                 self._stats, self._stats_at, self._stats_fresh = message, time.monotonic(), True
             case Admitted():
-                self._admitted.extend(message.request_ids)
+                # `<reservation>:<sequence>`: the first sequence to begin ends the reservation.
+                self._admitted.extend({name.rpartition(":")[0] for name in message.request_ids})
             case CacheEvents():
                 self._take_events(message)
             case CacheSnapshot():
@@ -305,6 +307,7 @@ class Publisher:
     async def _register(self) -> None:
         await self._check_server()
         self._generation = new_generation()
+        self._registered_ms = int(time.time() * 1000)
         registration = msgspec.structs.replace(self._registration, generation=self._generation)
         identity = msgspec.json.encode(registration.identity(), order="deterministic")
         keys = self._keys
@@ -351,13 +354,14 @@ class Publisher:
     def _report(self) -> LoadReport:
         stats = self._stats
         if stats is None:
-            return LoadReport()
+            return LoadReport(started_ms=self._registered_ms)
         return LoadReport(
             running=stats.running,
             waiting=stats.waiting,
             waiting_tokens=stats.waiting_tokens,
             pages_total=stats.pages_total,
             pages_free=stats.pages_free + stats.pages_evictable,
+            started_ms=self._registered_ms,
             prompt_tokens=stats.prompt_tokens,
             cached_tokens=stats.cached_tokens,
         )

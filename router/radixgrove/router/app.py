@@ -1,0 +1,136 @@
+"""The router's HTTP surface: OpenAI's endpoints, health, metrics; and management apart from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.routing import Route
+
+from radixgrove.protocol import asgi, errors
+from radixgrove.protocol.asgi import App, Receive, Scope, Send
+from radixgrove.protocol.auth import ApiKeys, same_secret
+from radixgrove.protocol.settings import LogLevel, RouterSettings
+from radixgrove.router.exposition import metrics_text
+from radixgrove.router.fleet import Fleet
+from radixgrove.router.proxy import Proxy
+from radixgrove.router.replicas import Service
+from radixgrove.router.status import RouterStatus
+
+
+class _Endpoint:
+    """A bare ASGI endpoint: FastAPI's request handling would cost as much as all the rest."""
+
+    def __init__(self, proxy: Proxy, *, chat: bool) -> None:
+        self._proxy = proxy
+        self._chat = chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._proxy.handle(scope, receive, send, chat=self._chat)
+
+
+def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy) -> App:
+    """The public application."""
+    app = FastAPI(openapi_url=None)
+    app.router.routes += [
+        Route("/v1/chat/completions", _Endpoint(proxy, chat=True), methods=["POST"]),
+        Route("/v1/completions", _Endpoint(proxy, chat=False), methods=["POST"]),
+    ]
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        keys.authenticate(request.headers.get("authorization"))
+        services = sorted(fleet.services, key=lambda service: service.model)
+        data = [_model(service, name) for service in services for name in service.models]
+        return _json({"object": "list", "data": data})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(request: Request, model: str) -> Response:
+        keys.authenticate(request.headers.get("authorization"))
+        return _json(_model(fleet.resolve(model), model))
+
+    @app.get("/livez")
+    async def livez() -> Response:
+        return Response("ok", media_type="text/plain")
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        if proxy.draining:
+            raise errors.overloaded("The server is shutting down.")
+        if not fleet.ready():
+            raise errors.overloaded("No replica is ready.")
+        return Response("ok", media_type="text/plain")
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(metrics_text(), media_type=CONTENT_TYPE_LATEST)
+
+    return asgi.build(app, max_body_bytes=settings.max_body_bytes)
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    limits = service.limits
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "radixgrove",
+        "root": service.model,
+        "max_model_len": limits.max_model_len if limits is not None else None,
+    }
+
+
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def make_management_app(
+    settings: RouterSettings,
+    fleet: Fleet,
+    status: Callable[[], RouterStatus],
+    set_log_level: Callable[[LogLevel], Awaitable[None]],
+) -> App:
+    """Operations, on a port and with a key of their own."""
+    key = settings.management_key.get_secret_value() if settings.management_key else None
+    app = FastAPI(openapi_url=None)
+
+    def authorize(request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if key is not None and not (scheme.lower() == "bearer" and same_secret(given, key)):
+            raise errors.unauthorized(given=bool(given))
+
+    @app.get("/status")
+    async def status_(request: Request) -> Response:
+        authorize(request)
+        return _json(status())
+
+    @app.post("/replicas/{replica_id:path}/drain")
+    async def drain(request: Request, replica_id: str) -> Response:
+        authorize(request)
+        await fleet.drain(replica_id)
+        logging.getLogger(__name__).info("draining replica %s on request", replica_id)
+        return JSONResponse({"replica": replica_id, "state": "draining"})
+
+    @app.post("/log-level")
+    async def log_level(request: Request) -> Response:
+        authorize(request)
+        try:
+            level = LogLevel(
+                msgspec.json.decode(await request.body(), type=dict[str, str])["level"]
+            )
+        except (msgspec.DecodeError, KeyError, ValueError):
+            names = ", ".join(level.value for level in LogLevel)
+            raise errors.invalid(f"'level' must be one of {names}.", "level") from None
+        await set_log_level(level)
+        return JSONResponse({"level": level.value})
+
+    @app.get("/livez")
+    async def livez() -> Response:
+        return Response("ok", media_type="text/plain")
+
+    return asgi.build(app, max_body_bytes=1 << 16)

@@ -1,0 +1,252 @@
+"""From a request body to what placement and the worker need: token ids and index members.
+
+Services with registered replicas are encoded with the model's own tokenizer, fetched from a replica
+by digest. Others (foreign engines) are tracked by a hash chain over the prompt's text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import aiohttp
+import msgspec
+
+from radixgrove.protocol import errors
+from radixgrove.protocol.blocks import (
+    HASH_BYTES,
+    MEMBER_BYTES,
+    PUBLIC_DOMAIN,
+    BlockHasher,
+    members,
+)
+from radixgrove.protocol.openai import MAX_SEQUENCES
+from radixgrove.protocol.prompts import PromptEncoder
+from radixgrove.protocol.registry import Registration
+from radixgrove.protocol.requests import INTERNAL_KEY_HEADER, parse_chat, parse_completion
+from radixgrove.protocol.settings import RouterSettings, Sharing
+from radixgrove.protocol.tokenizer import (
+    MAX_FILE_BYTES,
+    TOKENIZER_FILES,
+    TokenizerError,
+    TokenizerFiles,
+)
+from radixgrove.router import metrics
+from radixgrove.router.fleet import Fleet
+from radixgrove.router.placement import Ask
+from radixgrove.router.replicas import Replica, Service
+
+logger = logging.getLogger(__name__)
+
+MAX_ENCODERS = 16
+MAX_DOMAINS = 4096
+FETCH_TIMEOUT = aiohttp.ClientTimeout(total=20.0)
+FETCH_RETRY_SECONDS = 1.0
+ENCODER_WAIT = 10.0  # a request waits that long for a tokenizer on its way
+TEXT_BLOCK = 256  # bytes of prompt text that make a block for foreign engines
+BYTES_PER_TOKEN = 4  # a rule of thumb; only proportions matter
+
+
+class ForeignBody(msgspec.Struct):
+    """What the router reads of a request for a foreign engine, which checks the rest itself."""
+
+    model: str | None = None
+    stream: bool | None = None
+    messages: msgspec.Raw | None = None
+    prompt: msgspec.Raw | None = None
+    n: int | None = None
+
+
+_foreign_decoder = msgspec.json.Decoder(ForeignBody)
+
+
+@dataclass(slots=True)
+class Encoded:
+    """A request ready to be placed."""
+
+    ask: Ask
+    stream: bool
+    prompts: list[bytes] | None  # token ids; None: the worker tokenizes
+    digest: str  # of the tokenizer that made them
+
+
+_Key = tuple[str, str]  # tokenizer digest, root fingerprint
+
+
+@dataclass(slots=True)
+class _ModelEncoder:
+    encoder: PromptEncoder
+    hasher: BlockHasher
+    domains: dict[str, int] = field(default_factory=dict)
+
+    def domain64(self, domain: str) -> int:
+        tag = self.domains.get(domain)
+        if tag is None:
+            if len(self.domains) >= MAX_DOMAINS:
+                self.domains.clear()
+            tag = self.domains[domain] = self.hasher.domain64(domain)
+        return tag
+
+
+class Encoders:
+    """One encoder per tokenizer and namespace, least recently used first out."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        fleet: Fleet,
+        session: Callable[[], aiohttp.ClientSession],
+    ) -> None:
+        self._fleet = fleet
+        self._session = session
+        self._key = settings.internal_key.get_secret_value() if settings.internal_key else ""
+        self._known: OrderedDict[_Key, _ModelEncoder] = OrderedDict()
+        self._fetching: dict[_Key, asyncio.Task[_ModelEncoder | None]] = {}
+        self._retry_at: dict[_Key, float] = {}  # monotonic, after a failure
+
+    async def encode(self, service: Service, body: bytes, principal: str, *, chat: bool) -> Encoded:
+        """Parses, validates, renders, tokenizes and hashes.
+
+        Raises:
+            ApiError: 400, the request is malformed or does not fit the model.
+        """
+        registration, limits = service.registration, service.limits
+        if registration is None or limits is None:
+            return encode_foreign(body)
+        started = time.perf_counter()
+        request = parse_chat(body, limits) if chat else parse_completion(body, limits)
+        generation = request.generation
+        model = await self._get(service, registration)
+        if model is None:  # no tokenizer to be had: the worker tokenizes, the index is not asked
+            plain = encode_foreign(body)
+            plain.ask.members = b""
+            return plain
+        prompts = await model.encoder.encode(request)
+        for prompt in prompts:
+            generation.max_tokens_for(len(prompt), limits)
+        longest = max(prompts, key=len)
+        block = registration.index_block
+        names = b""
+        if generation.prefix_cache and generation.sampling.prompt_logprobs is None:
+            # The last token is always computed, so a prompt is never served from the cache whole.
+            usable = (len(longest) - 1) // block * HASH_BYTES
+            domain = PUBLIC_DOMAIN if registration.sharing == Sharing.SHARED else principal
+            names = members(longest.hashes[:usable], model.domain64(domain))
+        ask = Ask(
+            prompt_tokens=sum(map(len, prompts)),
+            members=names,
+            block_tokens=block,
+            sequences=generation.n * len(prompts),
+            longest=len(longest),
+        )
+        metrics.ENCODE_SECONDS.observe(time.perf_counter() - started)
+        ids = [prompt.token_ids for prompt in prompts]
+        return Encoded(ask, generation.stream, ids, model.encoder.digest)
+
+    async def prepare(self) -> None:
+        """Fetches tokenizers of services as they appear, until cancelled."""
+        while True:
+            for service in list(self._fleet.services):
+                if service.registration is not None:
+                    await self._get(service, service.registration)
+            await self._fleet.wait_for_change(FETCH_RETRY_SECONDS * 5)
+
+    async def close(self) -> None:
+        for task in self._fetching.values():
+            task.cancel()
+        await asyncio.gather(*self._fetching.values(), return_exceptions=True)
+
+    # ---- tokenizers ------------------------------------------------------------------------
+
+    async def _get(self, service: Service, registration: Registration) -> _ModelEncoder | None:
+        key = (registration.tokenizer_digest, registration.root)
+        model = self._known.get(key)
+        if model is not None:
+            self._known.move_to_end(key)
+            return model
+        if not self._key or time.monotonic() < self._retry_at.get(key, 0.0):
+            return None
+        task = self._fetching.get(key)
+        if task is None:
+            task = asyncio.create_task(self._make(key, service, registration), name="tokenizer")
+            self._fetching[key] = task
+            task.add_done_callback(lambda _: self._fetching.pop(key, None))
+        try:
+            async with asyncio.timeout(ENCODER_WAIT):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            return None
+
+    async def _make(
+        self, key: _Key, service: Service, registration: Registration
+    ) -> _ModelEncoder | None:
+        digest = registration.tokenizer_digest
+        for replica in list(service.replicas.values()):
+            if replica.registration is None or replica.registration.tokenizer_digest != digest:
+                continue
+            try:
+                files = await self._fetch(replica, digest)
+                hasher = self._fleet.hasher(registration)
+                encoder = await asyncio.to_thread(PromptEncoder, files, hasher)
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                logger.warning("no tokenizer from replica %s: %s", replica.id, type(error).__name__)
+                continue
+            model = self._known[key] = _ModelEncoder(encoder, hasher)
+            self._retry_at.pop(key, None)
+            while len(self._known) > MAX_ENCODERS:
+                self._known.popitem(last=False)
+            return model
+        logger.error("service %s has no tokenizer: its workers tokenize", service.name)
+        if len(self._retry_at) >= MAX_DOMAINS:
+            self._retry_at.clear()
+        self._retry_at[key] = time.monotonic() + FETCH_RETRY_SECONDS
+        return None
+
+    async def _fetch(self, replica: Replica, digest: str) -> TokenizerFiles:
+        """A replica's tokenizer files, bounded and checked against their digest."""
+        contents: dict[str, bytes] = {}
+        for name in TOKENIZER_FILES:
+            url = f"{replica.url}/internal/tokenizer/{digest}/{name}"
+            headers = {INTERNAL_KEY_HEADER: self._key}
+            async with self._session().get(url, headers=headers, timeout=FETCH_TIMEOUT) as response:
+                if response.status == 404:
+                    continue
+                response.raise_for_status()
+                content = bytearray()
+                async for chunk in response.content.iter_any():
+                    content += chunk
+                    if len(content) > MAX_FILE_BYTES:
+                        raise TokenizerError(f"{name} is too large")
+                contents[name] = bytes(content)
+        files = TokenizerFiles(contents)
+        if files.digest != digest:
+            raise TokenizerError("the files do not have the digest that was registered")
+        return files
+
+
+def encode_foreign(body: bytes) -> Encoded:
+    """A request that goes on as it came, tracked by the text of its prompt."""
+    try:
+        request = _foreign_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise errors.invalid("The request body is not valid JSON.") from None
+    text = bytes(request.messages or request.prompt or b"")
+    names, parent = [], b""
+    for end in range(TEXT_BLOCK, len(text), TEXT_BLOCK):
+        block = text[end - TEXT_BLOCK : end]
+        parent = blake2b(parent + block, digest_size=MEMBER_BYTES).digest()
+        names.append(parent)
+    tokens = len(text) // BYTES_PER_TOKEN + 1
+    ask = Ask(
+        prompt_tokens=tokens,
+        members=b"".join(names),
+        block_tokens=TEXT_BLOCK // BYTES_PER_TOKEN,
+        sequences=min(max(1, request.n or 1), MAX_SEQUENCES),
+        longest=0,  # unknown: the replica itself refuses what is too long
+    )
+    return Encoded(ask, bool(request.stream), None, "")

@@ -1,0 +1,125 @@
+"""Starting a router: one process, or several that share one port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import uvloop
+from pydantic import SecretStr
+
+from radixgrove.protocol.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
+
+SETTINGS_FILE = "router.json"
+MAX_RESTART_SECONDS = 10.0
+STEADY_SECONDS = 30.0  # a child that ran this long is restarted without a pause
+KILL_SECONDS = 5.0  # beyond `drain_timeout`
+
+
+def run(settings: RouterSettings) -> None:
+    """Runs the router until SIGTERM or SIGINT.
+
+    Raises:
+        ValueError: a setting makes no sense.
+        OSError: the port cannot be had.
+    """
+    if settings.processes == 1:
+        run_process(settings, 0, None)
+        return
+    from radixgrove.router.server import configure_logging
+
+    configure_logging(settings)
+    with tempfile.TemporaryDirectory(prefix="radixgrove-router-") as name:
+        uvloop.run(_supervise(settings, Path(name)))
+
+
+def run_process(settings: RouterSettings, index: int, shared: Path | None) -> None:
+    """Runs one router process; `shared` is the directory of those that share the port."""
+    # Here, not above: prometheus_client decides at import whether it is in multiprocess mode.
+    from radixgrove.router.server import RouterProcess, configure_logging
+
+    configure_logging(settings)
+
+    async def serve() -> None:
+        await RouterProcess(settings, index, shared).run()
+
+    uvloop.run(serve())
+
+
+def load_settings(path: Path) -> RouterSettings:
+    return RouterSettings.model_validate(json.loads(path.read_bytes()))
+
+
+def _write_settings(settings: RouterSettings, path: Path) -> None:
+    plain = settings.model_dump(mode="json")
+    for field in plain:
+        value = getattr(settings, field)
+        if isinstance(value, SecretStr):
+            plain[field] = value.get_secret_value()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(plain, file)
+
+
+async def _supervise(settings: RouterSettings, directory: Path) -> None:
+    """Keeps `processes` children alive; a dead one is reported and replaced with back-off."""
+    from radixgrove.router.server import listen
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    # Held open, never listening: port 0 becomes one port for all, and nobody else gets it.
+    reserved = listen(settings.host, settings.port, shared=True)
+    settings = settings.model_copy(update={"port": reserved.getsockname()[1]})
+    _write_settings(settings, directory / SETTINGS_FILE)
+    (directory / "metrics").mkdir()
+    children = [
+        asyncio.create_task(_keep_alive(settings, directory, index, stop))
+        for index in range(settings.processes)
+    ]
+    await asyncio.gather(*children)
+    reserved.close()
+
+
+async def _keep_alive(
+    settings: RouterSettings, directory: Path, index: int, stop: asyncio.Event
+) -> None:
+    loop = asyncio.get_running_loop()
+    pause = 0.0
+    while not stop.is_set():
+        began = loop.time()
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(directory / "metrics")}
+        command = (sys.executable, "-m", "radixgrove.router", str(directory), str(index))
+        child = await asyncio.create_subprocess_exec(*command, env=environment)
+        exited, stopped = asyncio.create_task(child.wait()), asyncio.create_task(stop.wait())
+        await asyncio.wait([exited, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not exited.done():
+            child.terminate()
+            try:
+                async with asyncio.timeout(settings.drain_timeout + KILL_SECONDS):
+                    await asyncio.shield(exited)
+            except TimeoutError:
+                child.kill()
+        code = await exited
+        if stop.is_set():
+            return
+        steady = loop.time() - began > STEADY_SECONDS
+        pause = 0.0 if steady else min(max(0.5, pause * 2), MAX_RESTART_SECONDS)
+        logger.error(
+            "router process %d ended with status %d; restarting in %.1f s", index, code, pause
+        )
+        try:
+            async with asyncio.timeout(pause):
+                await stop.wait()
+        except TimeoutError:
+            continue

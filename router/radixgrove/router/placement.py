@@ -1,0 +1,346 @@
+"""Which replica gets a request, and the booking of its load there.
+
+Registered replicas are chosen by one script in Redis, the same truth for every router. Static ones,
+and all of them while Redis is away, are chosen here by the same cost: estimated milliseconds of
+uncached prefill, queued prefill and running requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+import msgspec
+
+from radixgrove.protocol.blocks import MEMBER_BYTES
+from radixgrove.protocol.keys import ServiceKeys
+from radixgrove.protocol.registry import ROUTER_LEASE_SECONDS
+from radixgrove.protocol.settings import RouterSettings, RoutingPolicy
+from radixgrove.router import metrics
+from radixgrove.router.redis_link import RedisLink, RedisRefused, RedisUnavailable
+from radixgrove.router.replicas import Replica, Service
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 1.0
+DECODE_TOKENS = 16  # as in lua/place.lua: what a running request costs a prefill
+REBUILD_SECONDS = 10.0  # after Redis returned: its leases may not have yet
+AFFINITY_BLOCKS = 16
+AFFINITY_WINDOW = 1.25  # of the lowest cost, within which affinity decides
+MAX_TEMPLATES = 32  # candidate sets remembered per service
+NO_CEILING = 1e15
+
+
+@dataclass(slots=True)
+class Ask:
+    """What placement knows of a request."""
+
+    prompt_tokens: int
+    members: bytes  # of the prompt's full blocks that a cache could serve, packed
+    block_tokens: int
+    sequences: int = 1  # choices × prompts: how many the replica will run
+    longest: int = 0  # tokens of its longest prompt; 0: unknown
+
+
+@dataclass(slots=True)
+class Decision:
+    """A replica, booked until `Placer.release`."""
+
+    service: Service
+    replica: Replica
+    reservation: str
+    matched_tokens: int
+    host_tokens: int
+    cost_ms: float
+    decided: str  # "redis", "local" or "degraded"
+    sequences: int
+    generation: str = ""  # set when the booking is in Redis
+
+
+@dataclass(slots=True)
+class _Template:
+    """The constant part of a placement call for one set of candidates."""
+
+    keys: list[bytes]
+    candidates: bytes
+    replicas: list[Replica]
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """What this router has booked in Redis for one service."""
+
+    keys: ServiceKeys
+    requests: Counter[str] = field(default_factory=Counter)  # by generation
+    open: dict[str, tuple[str, int]] = field(default_factory=dict)  # id → generation, tokens
+    unanswered: set[str] = field(default_factory=set)
+    templates: dict[tuple[str, ...], _Template] = field(default_factory=dict)
+
+
+class Placer:
+    """Places requests and keeps the books."""
+
+    def __init__(self, settings: RouterSettings, router_id: str, link: RedisLink | None) -> None:
+        self._policy = settings.policy
+        self._prefix = settings.redis_prefix
+        self._router_id = router_id
+        self._link = link
+        self._ledgers: dict[str, _Ledger] = {}
+        self._serial = itertools.count()
+        self._random = random.Random()
+
+    async def place(
+        self, service: Service, ask: Ask, excluded: Iterable[Replica] = ()
+    ) -> Decision | None:
+        """Chooses and books; None when no replica can take the request now."""
+        candidates = [
+            replica
+            for replica in service.replicas.values()
+            if replica not in excluded and replica.available() and _fits(replica, ask)
+        ]
+        candidates = self._by_policy(service, candidates)
+        if not candidates:
+            return None
+        if self._policy is not RoutingPolicy.PREFIX:
+            ask = replace(ask, members=b"")
+        registered = [replica for replica in candidates if replica.registration is not None]
+        others = [replica for replica in candidates if replica.registration is None]
+        link = self._link
+        if not registered:
+            return self._local(service, others, ask, "local")
+        if link is not None and link.up:
+            try:
+                decision = await self._shared(link, service, registered, others, ask)
+            except (RedisUnavailable, RedisRefused) as error:
+                logger.warning("placing without Redis: %s", error)
+            else:
+                if decision is not None or time.monotonic() - link.since > REBUILD_SECONDS:
+                    return decision
+        return self._local(service, candidates, ask, "degraded")
+
+    def release(self, decision: Decision) -> None:
+        """The request is over, however it ended. Call it exactly once."""
+        replica = decision.replica
+        replica.in_flight = max(0, replica.in_flight - decision.sequences)
+        if replica.in_flight == 0:
+            replica.busy_until = 0.0  # whatever was estimated, it is done
+        if not decision.generation:
+            return
+        ledger = self._ledgers[decision.service.name]
+        ledger.open.pop(decision.reservation, None)
+        ledger.requests[decision.generation] -= decision.sequences
+        if ledger.requests[decision.generation] <= 0:
+            del ledger.requests[decision.generation]
+        if self._link is not None:
+            self._link.post_script(
+                "release",
+                [ledger.keys.reserved, ledger.keys.load(decision.generation), ledger.keys.leases],
+                decision.reservation,
+                decision.generation,
+                self._router_id,
+                decision.sequences,
+            )
+
+    # ---- shared ----------------------------------------------------------------------------
+
+    async def _shared(
+        self,
+        link: RedisLink,
+        service: Service,
+        registered: list[Replica],
+        others: list[Replica],
+        ask: Ask,
+    ) -> Decision | None:
+        ledger = self._ledger(service.name)
+        template = _template(ledger, service, registered)
+        ceiling = NO_CEILING
+        if others:
+            ceiling = min(_cost(replica, ask, time.monotonic())[0] for replica in others)
+        reservation = f"{self._router_id}-{next(self._serial)}"
+        ledger.unanswered.add(reservation)
+        try:
+            answer = await link.run_script(
+                "place",
+                template.keys,
+                template.candidates,
+                ask.members,
+                self._router_id,
+                reservation,
+                ask.prompt_tokens,
+                ask.block_tokens,
+                ask.sequences,
+                self._random.getrandbits(31),
+                ceiling,
+            )
+        finally:
+            ledger.unanswered.discard(reservation)
+        if answer[0] <= 0:
+            return self._local(service, others, ask, "local") if others else None
+        chosen, matched, host, booked = (int(value) for value in answer[:4])
+        replica = template.replicas[chosen - 1]
+        generation = replica.generation
+        ledger.open[reservation] = (generation, booked)
+        ledger.requests[generation] += ask.sequences
+        replica.in_flight += ask.sequences
+        return Decision(
+            service=service,
+            replica=replica,
+            reservation=reservation,
+            matched_tokens=matched * ask.block_tokens,
+            host_tokens=host * ask.block_tokens,
+            cost_ms=float(answer[4]),
+            decided="redis",
+            sequences=ask.sequences,
+            generation=generation,
+        )
+
+    def _ledger(self, service: str) -> _Ledger:
+        ledger = self._ledgers.get(service)
+        if ledger is None:
+            ledger = self._ledgers[service] = _Ledger(ServiceKeys(self._prefix, service))
+        return ledger
+
+    async def heartbeat(self, services: Iterable[Service]) -> None:
+        """Renews this router's lease and overwrites its load in Redis with absolute values.
+
+        Raises:
+            RedisUnavailable, RedisRefused: it was not done.
+        """
+        if self._link is None:
+            return
+        for service in services:
+            ledger = self._ledger(service.name)
+            generations = sorted(
+                {r.generation for r in service.replicas.values() if r.registration is not None}
+                | set(ledger.requests)
+            )
+            index = {generation: i + 1 for i, generation in enumerate(generations)}
+            state = {
+                "generations": generations,
+                "requests": [ledger.requests[generation] for generation in generations],
+                "open": {
+                    reservation: (index[generation], tokens)
+                    for reservation, (generation, tokens) in ledger.open.items()
+                    if generation in index
+                },
+                "unanswered": list(ledger.unanswered),
+            }
+            admitted = await self._link.run_script(
+                "router_heartbeat",
+                [
+                    ledger.keys.routers,
+                    ledger.keys.reserved,
+                    *(ledger.keys.load(generation) for generation in generations),
+                ],
+                self._router_id,
+                int(ROUTER_LEASE_SECONDS * 1000),
+                msgspec.msgpack.encode(state),
+            )
+            for reservation in admitted:
+                ledger.open.pop(reservation.decode(), None)
+
+    # ---- local -----------------------------------------------------------------------------
+
+    def _by_policy(self, service: Service, candidates: list[Replica]) -> list[Replica]:
+        if not candidates:
+            return candidates
+        if self._policy is RoutingPolicy.ROUND_ROBIN:
+            service.turn += 1
+            return [sorted(candidates, key=lambda r: r.id)[service.turn % len(candidates)]]
+        if self._policy is RoutingPolicy.RANDOM:
+            return [self._random.choice(candidates)]
+        return candidates
+
+    def _local(
+        self, service: Service, candidates: Sequence[Replica], ask: Ask, decided: str
+    ) -> Decision | None:
+        if not candidates:
+            return None
+        now = time.monotonic()
+        costs = [(*_cost(replica, ask, now), replica) for replica in candidates]
+        lowest = min(cost for cost, _, _ in costs)
+        if decided == "degraded" and ask.members:
+            # Routers do not see each other's load now, but they agree on the prefix's hash.
+            window = lowest * AFFINITY_WINDOW + DECODE_TOKENS * max(r.token_ms for r in candidates)
+            depth = min(AFFINITY_BLOCKS, len(ask.members) // MEMBER_BYTES)
+            key = ask.members[(depth - 1) * MEMBER_BYTES : depth * MEMBER_BYTES]
+            near = [entry for entry in costs if entry[0] <= window]
+            cost, matched, replica = max(near, key=lambda entry: _affinity(key, entry[2].id))
+        else:
+            near = [entry for entry in costs if entry[0] <= lowest]
+            cost, matched, replica = self._random.choice(near)
+        uncached = ask.prompt_tokens - matched * ask.block_tokens
+        replica.in_flight += ask.sequences
+        replica.busy_until = max(now, replica.busy_until) + uncached * replica.token_ms / 1000
+        replica.sent.add(ask.members)
+        return Decision(
+            service=service,
+            replica=replica,
+            reservation=f"{self._router_id}-{next(self._serial)}",
+            matched_tokens=matched * ask.block_tokens,
+            host_tokens=0,
+            cost_ms=cost,
+            decided=decided,
+            sequences=ask.sequences,
+        )
+
+
+def count(decision: Decision, ask: Ask) -> None:
+    """Metrics of one placement."""
+    model = decision.service.model
+    metrics.PLACEMENTS.labels(decision.replica.id, decision.decided).inc()
+    metrics.PROMPT_TOKENS.labels(model).inc(ask.prompt_tokens)
+    metrics.PREDICTED_TOKENS.labels(model).inc(decision.matched_tokens)
+
+
+def _fits(replica: Replica, ask: Ask) -> bool:
+    registration = replica.registration
+    return registration is None or ask.longest < registration.max_model_len
+
+
+def _cost(replica: Replica, ask: Ask, now: float) -> tuple[float, int]:
+    """Estimated milliseconds to the first token, and matched blocks, by this process's own view."""
+    token_ms = replica.token_ms
+    matched = replica.sent.match(ask.members)
+    load = max(0.0, replica.busy_until - now) * 1000 + replica.in_flight * DECODE_TOKENS * token_ms
+    return load + (ask.prompt_tokens - matched * ask.block_tokens) * token_ms, matched
+
+
+def _affinity(key: bytes, replica_id: str) -> bytes:
+    """Rendezvous hashing (Thaler, Ravishankar 1998): a replica that goes moves only its keys."""
+    return blake2b(key + replica_id.encode(), digest_size=8).digest()
+
+
+def _template(ledger: _Ledger, service: Service, replicas: list[Replica]) -> _Template:
+    generations = tuple([replica.generation for replica in replicas])
+    template = ledger.templates.get(generations)
+    if template is None:
+        if len(ledger.templates) >= MAX_TEMPLATES:
+            ledger.templates.clear()
+        template = ledger.templates[generations] = _make_template(ledger.keys, service, replicas)
+    return template
+
+
+def _make_template(keys: ServiceKeys, service: Service, replicas: list[Replica]) -> _Template:
+    assert service.registration is not None
+    namespace = service.registration.namespace
+    names = [keys.leases, keys.reserved, *keys.pending, keys.routers]
+    candidates = []
+    for replica in replicas:
+        generation = replica.generation
+        assert replica.registration is not None
+        indexed = replica.registration.namespace == namespace
+        names += [keys.tree("gpu", generation), keys.tree("host", generation)]
+        names.append(keys.load(generation))
+        candidates.append(
+            (generation, replica.token_ms, replica.host_token_ms, replica.max_running, int(indexed))
+        )
+    return _Template(
+        [name.encode() for name in names], msgspec.msgpack.encode(candidates), list(replicas)
+    )

@@ -1,0 +1,372 @@
+"""The way of a request through the router."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from radixgrove.protocol import errors
+from radixgrove.protocol.asgi import (
+    FIELDS,
+    REQUEST_ID,
+    TRACE,
+    ClientDisconnected,
+    Receive,
+    Scope,
+    Send,
+    header,
+    read_body,
+    require_content_type,
+    state,
+)
+from radixgrove.protocol.auth import ApiKeys
+from radixgrove.protocol.errors import ApiError
+from radixgrove.protocol.requests import (
+    ENVELOPE_TYPE,
+    INTERNAL_KEY_HEADER,
+    Envelope,
+    peek_model,
+)
+from radixgrove.protocol.settings import RouterSettings
+from radixgrove.protocol.tracing import REQUEST_ID_HEADER, TRACEPARENT_HEADER
+from radixgrove.router import metrics
+from radixgrove.router.encoding import Encoded, Encoders
+from radixgrove.router.fleet import Fleet
+from radixgrove.router.placement import Decision, Placer, count
+from radixgrove.router.replicas import Replica, Service
+from radixgrove.router.upstream import Attempt, AttemptFailed, StreamBroke, Upstream
+
+HOLD_STEP = 0.25  # leases and breakers end by time, which no event announces
+MAX_LINE_BYTES = 1 << 20  # of a stream held back until its end comes
+# Not passed on: of one hop only, made anew here, or ours alone.
+_NOT_FORWARDED = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"host",
+        b"content-length",
+        b"content-type",
+        b"expect",
+        b"accept-encoding",
+        b"x-request-id",
+        b"traceparent",
+        INTERNAL_KEY_HEADER.encode(),
+    }
+)
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One client request while the router works on it."""
+
+    scope: Scope
+    send: Send
+    path: str
+    body: bytes
+    principal: str
+    service: Service
+    encoded: Encoded
+    arrived: float  # perf_counter
+    placing: bool = False  # in the middle of a booking
+    gone: bool = False  # the client went away
+    over: bool = False  # all was said: a disconnect means nothing any more
+
+
+class Proxy:
+    """Authenticates, encodes, places, forwards and relays."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        keys: ApiKeys,
+        fleet: Fleet,
+        encoders: Encoders,
+        placer: Placer,
+        upstream: Upstream,
+    ) -> None:
+        self._settings = settings
+        self._keys = keys
+        self._fleet = fleet
+        self._encoders = encoders
+        self._placer = placer
+        self._upstream = upstream
+        self._internal_key = (
+            settings.internal_key.get_secret_value() if settings.internal_key else ""
+        )
+        self.in_flight = 0
+        self.draining = False
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, *, chat: bool) -> None:
+        """Answers `POST /v1/chat/completions` or `/v1/completions`.
+
+        Raises:
+            ApiError: before anything was sent.
+        """
+        arrived = time.perf_counter()
+        principal = self._keys.authenticate(header(scope, "authorization"))
+        if self.draining:
+            raise errors.overloaded("The server is shutting down.", 1.0)
+        if self.in_flight >= self._settings.max_queued:
+            raise errors.rate_limited(1.0)
+        self.in_flight += 1
+        metrics.IN_FLIGHT.inc()
+        model, status = "unknown", 499
+        try:
+            require_content_type(scope, "application/json")
+            body = await read_body(receive)
+            service = self._fleet.resolve(peek_model(body))
+            model = service.model
+            encoded = await self._encode(service, body, principal, chat=chat)
+            path = "/v1/chat/completions" if chat else "/v1/completions"
+            exchange = _Exchange(scope, send, path, body, principal, service, encoded, arrived)
+            status = await self._until_disconnect(receive, exchange)
+        except ApiError as error:
+            status = error.status
+            raise
+        except ClientDisconnected:
+            pass
+        finally:
+            self.in_flight -= 1
+            metrics.IN_FLIGHT.dec()
+            metrics.REQUESTS.labels(model, status).inc()
+
+    async def _encode(
+        self, service: Service, body: bytes, principal: str, *, chat: bool
+    ) -> Encoded:
+        """Encodes once the service is known well enough: one that is only just waking is not."""
+        deadline = time.monotonic() + self._settings.queue_timeout
+        while not service.replicas:
+            if not await self._hold(service, deadline):
+                raise errors.overloaded("No server can take this request now.", 2.0)
+        return await self._encoders.encode(service, body, principal, chat=chat)
+
+    async def _until_disconnect(self, receive: Receive, exchange: _Exchange) -> int:
+        """Runs the exchange and returns the client's status; ends it when the client goes away.
+
+        Raises:
+            ClientDisconnected: it did.
+        """
+        work = asyncio.current_task()
+        assert work is not None
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            if not exchange.over:
+                exchange.gone = True
+                if not exchange.placing:  # a placement's outcome must be known to be released
+                    work.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            return await self._serve(exchange)
+        except asyncio.CancelledError:
+            if not exchange.gone:
+                raise
+            work.uncancel()
+            raise ClientDisconnected from None
+        finally:
+            watcher.cancel()
+
+    # ---- placing ---------------------------------------------------------------------------
+
+    async def _serve(self, exchange: _Exchange) -> int:
+        """Places and forwards, on another replica when one fails before the first byte.
+
+        Raises:
+            ApiError: no replica could answer.
+        """
+        failed: list[Replica] = []
+        failure: AttemptFailed | None = None
+        for _ in range(self._settings.retries + 1):
+            decision = await self._place(exchange, failed)
+            if decision is None:
+                break
+            if failure is not None:
+                metrics.RETRIES.labels(failure.reason).inc()
+            try:
+                return await self._attempt(exchange, decision)
+            except AttemptFailed as error:
+                failure = error
+                failed.append(decision.replica)
+                if error.blame:
+                    self._blame(decision.replica, error.reason)
+                if not error.retry:
+                    break
+            finally:
+                self._placer.release(decision)
+        if failure is None:
+            raise errors.overloaded("No server can take this request now.", 2.0)
+        if isinstance(failure.answer, ApiError):
+            raise failure.answer
+        exchange.over = True
+        answer = failure.answer
+        await self._start(exchange, answer.status, answer.headers)
+        await exchange.send({"type": "http.response.body", "body": answer.body})
+        return answer.status
+
+    async def _place(self, exchange: _Exchange, failed: list[Replica]) -> Decision | None:
+        """A booked replica; holds the request while there is none, unless others failed already."""
+        service, ask = exchange.service, exchange.encoded.ask
+        started = time.perf_counter()
+        deadline = time.monotonic() + self._settings.queue_timeout
+        while True:
+            exchange.placing = True
+            decision = await self._placer.place(service, ask, failed)
+            exchange.placing = False
+            if exchange.gone:
+                if decision is not None:
+                    self._placer.release(decision)
+                raise ClientDisconnected
+            if decision is not None:
+                metrics.PLACEMENT_SECONDS.observe(time.perf_counter() - started)
+                count(decision, ask)
+                return decision
+            if failed or not await self._hold(service, deadline):
+                return None
+
+    async def _hold(self, service: Service, deadline: float) -> bool:
+        """Waits a little for replicas to change. False when the deadline has passed."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        service.held += 1
+        metrics.HELD.labels(service.model).inc()
+        try:
+            await self._fleet.wait_for_change(min(left, HOLD_STEP))
+        finally:
+            service.held -= 1
+            metrics.HELD.labels(service.model).dec()
+        return True
+
+    @staticmethod
+    def _blame(replica: Replica, reason: str) -> None:
+        replica.breaker.failed()
+        metrics.FAILURES.labels(replica.id, reason).inc()
+
+    # ---- forwarding ------------------------------------------------------------------------
+
+    async def _attempt(self, exchange: _Exchange, decision: Decision) -> int:
+        """Sends the request to the decided replica and relays its answer byte for byte.
+
+        Raises:
+            AttemptFailed: nothing reached the client.
+        """
+        replica = decision.replica
+        replica.breaker.take()
+        headers, body = self._request(exchange, decision)
+        attempt = await self._upstream.send(replica.url + exchange.path, headers, body)
+        try:
+            replica.breaker.succeeded()
+            answer = attempt.answer
+            model = decision.service.model
+            metrics.FIRST_BYTE_SECONDS.labels(model).observe(time.perf_counter() - exchange.arrived)
+            state(exchange.scope)[FIELDS].update(
+                replica=replica.id, matched_tokens=decision.matched_tokens
+            )
+            await self._start(exchange, answer.status, answer.headers, decision)
+            if attempt.streams:
+                whole = await self._relay(exchange, attempt)
+                if not whole:
+                    self._blame(replica, "stream_broke")
+                    return 502
+            else:
+                exchange.over = True
+                await exchange.send({"type": "http.response.body", "body": answer.body})
+            if attempt.cached_tokens is not None:
+                metrics.REPORTED_TOKENS.labels(model).inc(attempt.cached_tokens)
+            return answer.status
+        finally:
+            attempt.close()
+
+    async def _start(
+        self,
+        exchange: _Exchange,
+        status: int,
+        headers: list[tuple[bytes, bytes]],
+        decision: Decision | None = None,
+    ) -> None:
+        if (
+            decision is not None
+            and self._settings.reveal_replica
+            and header(exchange.scope, "x-radixgrove-debug") == "1"
+        ):
+            headers = [
+                *headers,
+                (b"x-radixgrove-replica", decision.replica.id.encode("latin-1", "replace")),
+                (b"x-radixgrove-matched-tokens", str(decision.matched_tokens).encode()),
+            ]
+        await exchange.send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _relay(self, exchange: _Exchange, attempt: Attempt) -> bool:
+        """Passes a stream on. False when it broke: the client got an error event and no end."""
+        send = exchange.send
+        chunk, line = attempt.answer.body, b""
+        try:
+            while chunk:
+                # Whole lines only: a stream that breaks must not leave half an event behind.
+                cut = chunk.rfind(b"\n") + 1
+                if len(line) > MAX_LINE_BYTES:
+                    cut = len(chunk)
+                if cut:
+                    part, line = line + chunk[:cut], chunk[cut:]
+                    async with asyncio.timeout(self._settings.idle_timeout):
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+                else:
+                    line += chunk
+                chunk = await attempt.next()
+        except TimeoutError:  # the client does not read
+            raise ClientDisconnected from None
+        except StreamBroke:
+            if not attempt.failed_inside:
+                event = b"\n" + _stream_error().event()
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            return False
+        exchange.over = True
+        await send({"type": "http.response.body", "body": line})
+        return True
+
+    def _request(self, exchange: _Exchange, decision: Decision) -> tuple[dict[str, str], bytes]:
+        """Headers and body for a replica: ours speak envelopes, others get what the client sent."""
+        encoded, scope = exchange.encoded, exchange.scope
+        context = state(scope)
+        headers: dict[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name not in _NOT_FORWARDED
+        }
+        headers[REQUEST_ID_HEADER] = context[REQUEST_ID]
+        headers[TRACEPARENT_HEADER] = context[TRACE].header()
+        if encoded.prompts is None or decision.replica.registration is None:
+            headers["content-type"] = "application/json"
+            return headers, exchange.body
+        headers.pop("authorization", None)  # the principal stands for it
+        headers["content-type"] = ENVELOPE_TYPE
+        headers[INTERNAL_KEY_HEADER] = self._internal_key
+        envelope = Envelope(
+            body=exchange.body,
+            prompts=encoded.prompts,
+            principal=exchange.principal,
+            request_id=decision.reservation,
+            tokenizer_digest=encoded.digest,
+            matched_tokens=decision.matched_tokens,
+        )
+        return headers, msgspec.msgpack.encode(envelope)
+
+
+def _stream_error() -> ApiError:
+    return ApiError(
+        502,
+        "The server that ran this request failed while answering.",
+        type="server_error",
+        code="stream_interrupted",
+    )

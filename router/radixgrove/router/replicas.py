@@ -1,0 +1,146 @@
+"""Replicas and services as the router sees them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from radixgrove.protocol.registry import Lease, LeaseState, Registration
+from radixgrove.protocol.requests import ModelLimits
+from radixgrove.router.sent import SentIndex
+
+# For replicas that do not say how fast they are; only the proportions of costs matter.
+DEFAULT_TOKENS_PER_SECOND = 8000.0
+
+
+class Clock(Protocol):
+    def __call__(self) -> float: ...
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Opens after failures in a row, lets one request try after a while, closes on a success."""
+
+    failures_to_open: int
+    open_seconds: float
+    clock: Clock = time.monotonic
+    failures: int = 0
+    open_until: float = 0.0
+    _trial_until: float = 0.0
+
+    @property
+    def open(self) -> bool:
+        return self.failures >= self.failures_to_open
+
+    def allows(self) -> bool:
+        """Whether a request may go there now; does not take the trial."""
+        now = self.clock()
+        return not self.open or (now >= self.open_until and now >= self._trial_until)
+
+    def take(self) -> None:
+        """A request goes there: while half open it is the only one, for a bounded time."""
+        if self.open:
+            self._trial_until = self.clock() + self.open_seconds
+
+    def succeeded(self) -> None:
+        self.failures = 0
+        self._trial_until = 0.0
+
+    def failed(self) -> None:
+        self.failures += 1
+        if self.open:
+            self.open_until = self.clock() + self.open_seconds
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One replica: registered in Redis, or static (`registration` is None)."""
+
+    id: str
+    url: str
+    breaker: Breaker
+    registration: Registration | None = None
+    lease: Lease | None = None
+    models: list[str] = field(default_factory=list)
+    ready: bool = (
+        False  # a static one's last probe; a registered one's lease, or probe without Redis
+    )
+    drained: bool = False  # by hand, through the management port
+    seen: float = 0.0  # monotonic time at which Redis or a probe last spoke for it
+    # This process's own view, all that counts without Redis:
+    in_flight: int = 0
+    busy_until: float = 0.0  # monotonic time by which prefills sent there should be done
+    sent: SentIndex = field(default_factory=SentIndex)
+
+    @property
+    def generation(self) -> str:
+        return self.registration.generation if self.registration is not None else ""
+
+    @property
+    def token_ms(self) -> float:
+        """Estimated milliseconds to prefill a token."""
+        rate = self.registration.prefill_tokens_per_second if self.registration else 0.0
+        return 1000.0 / (rate or DEFAULT_TOKENS_PER_SECOND)
+
+    @property
+    def host_token_ms(self) -> float:
+        """Estimated milliseconds to load a token back from host memory; 0 without a host tier."""
+        rate = self.registration.host_tokens_per_second if self.registration else 0.0
+        return 1000.0 / rate if rate else 0.0
+
+    @property
+    def max_running(self) -> int:
+        return self.registration.max_running if self.registration is not None else 0
+
+    @property
+    def state(self) -> str:
+        """For people: `ready`, `draining`, `not-ready` or `broken`."""
+        lease_state = self.lease.state if self.lease is not None else None
+        if self.drained or lease_state is LeaseState.DRAINING:
+            return "draining"
+        if self.breaker.open:
+            return "broken"
+        return "ready" if self.ready else "not-ready"
+
+    def available(self) -> bool:
+        return self.ready and not self.drained and self.breaker.allows()
+
+
+@dataclass(slots=True, eq=False)
+class Service:
+    """Replicas that serve one model under the same names."""
+
+    name: str
+    models: list[str]
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    created: int = 0  # Unix seconds, for /v1/models
+    held: int = 0  # requests waiting for a replica
+    turn: int = 0  # of the round-robin policy
+
+    registration: Registration | None = None  # the one that stands for the registered replicas
+    limits: ModelLimits | None = None  # None: no registered replica, nothing is known
+
+    @property
+    def model(self) -> str:
+        return self.models[0]
+
+    def set_replicas(self, replicas: dict[str, Replica]) -> None:
+        """Replaces the replicas and what follows from them.
+
+        Weights may differ during a rollout: prompts are hashed in the namespace of the most
+        replicas, the others are placed on by load alone. Limits are the most generous ones; a
+        prompt too long for a replica is not placed there.
+        """
+        self.replicas = replicas
+        known = [r.registration for r in replicas.values() if r.registration is not None]
+        self.registration = self.limits = None
+        if known:
+            namespaces = Counter(registration.namespace for registration in known)
+            namespace = namespaces.most_common(1)[0][0]
+            self.registration = next(r for r in known if r.namespace == namespace)
+            self.limits = ModelLimits(
+                max_model_len=max(registration.max_model_len for registration in known),
+                vocab_size=max(registration.vocab_size for registration in known) or 1 << 31,
+            )

@@ -1,0 +1,216 @@
+"""One router process: its parts, wired and run until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from radixgrove.protocol import logs
+from radixgrove.protocol.asgi import App
+from radixgrove.protocol.auth import ApiKeys
+from radixgrove.protocol.settings import LogLevel, RouterSettings
+from radixgrove.router import metrics
+from radixgrove.router.app import make_app, make_management_app
+from radixgrove.router.encoding import Encoders
+from radixgrove.router.fleet import Fleet
+from radixgrove.router.placement import HEARTBEAT_SECONDS, Placer
+from radixgrove.router.proxy import Proxy
+from radixgrove.router.redis_link import RedisLink, RedisRefused, RedisUnavailable
+from radixgrove.router.status import RouterStatus, router_status
+from radixgrove.router.upstream import Upstream, make_session
+
+logger = logging.getLogger(__name__)
+
+LOG_LEVEL_FILE = "log-level"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with the signals left to us: two servers share one process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class RouterProcess:
+    """Everything one process owns. `run` returns after a drained shutdown."""
+
+    def __init__(self, settings: RouterSettings, index: int, shared: Path | None) -> None:
+        """`shared` is the directory of processes that share the port; None when alone.
+
+        Raises:
+            ValueError: a setting makes no sense; the text says which.
+        """
+        self._settings = settings
+        self._index = index
+        self._shared = shared
+        name = settings.router_id or f"{settings.host}:{settings.port}"
+        # A restarted router must not inherit what its predecessor had booked.
+        self.router_id = f"{''.join(name.split())}-{index}-{secrets.token_hex(4)}"
+        self._keys = ApiKeys.load(settings.api_keys_file)
+        self._link = (
+            RedisLink(settings.redis_url, self._redis_changed) if settings.redis_url else None
+        )
+        self._stop = asyncio.Event()
+        self._log_level = settings.log_level
+
+    async def run(self) -> None:
+        """Serves until SIGTERM or SIGINT, then drains within `drain_timeout`."""
+        settings, link = self._settings, self._link
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        session = make_session(settings)
+        fleet = Fleet(settings, self.router_id, link, lambda: session)
+        placer = Placer(settings, self.router_id, link)
+        encoders = Encoders(settings, fleet, lambda: session)
+        proxy = Proxy(settings, self._keys, fleet, encoders, placer, Upstream(settings, session))
+
+        def status() -> RouterStatus:
+            return router_status(
+                self.router_id, settings.policy.value, fleet, link, proxy.in_flight
+            )
+
+        servers = [self._server(make_app(settings, self._keys, fleet, proxy))]
+        sockets = [listen(settings.host, settings.port, shared=self._shared is not None)]
+        if self._index == 0:
+            app = make_management_app(settings, fleet, status, self._set_log_level)
+            servers.append(self._server(app))
+            host = settings.management_host if settings.management_key else "127.0.0.1"
+            sockets.append(listen(host, settings.management_port, shared=False))
+        tasks = [
+            self._task(fleet.run(), "fleet"),
+            self._task(fleet.probe(), "probe"),
+            self._task(encoders.prepare(), "tokenizers"),
+            self._task(self._heartbeat(placer, fleet), "heartbeat"),
+        ]
+        if link is not None:
+            tasks.append(self._task(link.run(), "redis"))
+        else:
+            metrics.REDIS_UP.set(0)
+        serving = [
+            asyncio.create_task(server.serve(sockets=[sock]))
+            for server, sock in zip(servers, sockets, strict=True)
+        ]
+        logger.info("router %s on %s", self.router_id, _address(sockets[0]))
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([stopped, *serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        proxy.draining = True
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving, return_exceptions=True)
+        for task in (stopped, *tasks):
+            task.cancel()
+        await asyncio.gather(stopped, *tasks, return_exceptions=True)
+        await encoders.close()
+        await session.close()
+
+    def _server(self, app: App) -> _Server:
+        return _Server(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                loop="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=max(1, int(self._settings.drain_timeout)),
+                backlog=2048,
+            )
+        )
+
+    def _task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task whose failure ends the process: a router without it would be half blind."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception:
+                logger.exception("the router's %s task failed", name)
+                raise
+
+        return asyncio.create_task(guarded(), name=name)
+
+    async def _heartbeat(self, placer: Placer, fleet: Fleet) -> None:
+        while True:
+            if self._link is not None and self._link.up:
+                try:
+                    await placer.heartbeat(fleet.services)
+                except (RedisUnavailable, RedisRefused) as error:
+                    logger.warning("no heartbeat to Redis: %s", error)
+            self._follow_log_level()
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _redis_changed(self, up: bool) -> None:
+        metrics.REDIS_UP.set(int(up))
+        if up:
+            logger.info("Redis is there: placing with the shared index")
+        else:
+            assert self._link is not None
+            logger.warning(
+                "Redis is away (%s): placing by least load and prefix-hash affinity",
+                self._link.problem,
+            )
+
+    # ---- log level -------------------------------------------------------------------------
+
+    async def _set_log_level(self, level: LogLevel) -> None:
+        if self._shared is not None:
+            temporary = self._shared / f"{LOG_LEVEL_FILE}.new"
+            temporary.write_text(level.value)
+            temporary.rename(self._shared / LOG_LEVEL_FILE)
+        self._apply_log_level(level)
+
+    def _follow_log_level(self) -> None:
+        """The management port is one process's; the others read what was set there."""
+        if self._shared is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._apply_log_level(LogLevel((self._shared / LOG_LEVEL_FILE).read_text()))
+
+    def _apply_log_level(self, level: LogLevel) -> None:
+        if level is not self._log_level:
+            self._log_level = level
+            logging.getLogger().setLevel(level.value.upper())
+
+
+def listen(host: str, port: int, *, shared: bool) -> socket.socket:
+    """A listening socket; `shared` lets other processes listen on the same port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://{host}:{port}"
+
+
+class _NoUnfinished(logging.Filter):
+    """A broken stream is left unfinished on purpose: uvicorn need not say so."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "without completing response" not in record.getMessage()
+
+
+def configure_logging(settings: RouterSettings) -> None:
+    logs.configure(settings.log_level.value, json=settings.log_json)
+    logging.getLogger("uvicorn.error").addFilter(_NoUnfinished())

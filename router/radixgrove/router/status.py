@@ -1,0 +1,91 @@
+"""What `radixgrove ps` and people see of the router."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from radixgrove.router.fleet import Fleet
+from radixgrove.router.redis_link import RedisLink
+from radixgrove.router.replicas import Replica, Service
+
+
+class ReplicaStatus(msgspec.Struct, kw_only=True):
+    """One replica. Figures that only a registered replica reports are null for others."""
+
+    replica: str
+    service: str
+    model: str
+    url: str
+    kind: str  # "registered" or "static"
+    state: str  # "ready", "draining", "broken" or "not-ready"
+    generation: str
+    generation_age: float | None  # seconds since the engine registered
+    device: str
+    running: int | None
+    waiting: int | None
+    in_flight: int  # through this router process
+    kv_use: float | None  # share of KV pages held by running requests, 0..1
+    hit_rate: float | None  # cached share of all prompt tokens, 0..1
+    prompt_tokens: int | None
+    cached_tokens: int | None
+
+
+class RouterStatus(msgspec.Struct, kw_only=True):
+    router: str
+    redis: str  # "up", "off", or why it is not used
+    policy: str
+    in_flight: int
+    replicas: list[ReplicaStatus]
+
+
+def router_status(
+    router_id: str, policy: str, fleet: Fleet, link: RedisLink | None, in_flight: int
+) -> RouterStatus:
+    redis = "off" if link is None else "up" if link.up else link.problem
+    return RouterStatus(
+        router=router_id,
+        redis=redis,
+        policy=policy,
+        in_flight=in_flight,
+        replicas=[
+            _replica(service, replica)
+            for service in sorted(fleet.services, key=lambda service: service.name)
+            for replica in sorted(service.replicas.values(), key=lambda replica: replica.id)
+        ],
+    )
+
+
+def _replica(service: Service, replica: Replica) -> ReplicaStatus:
+    report = replica.lease.report if replica.lease is not None else None
+    registration = replica.registration
+    status = ReplicaStatus(
+        replica=replica.id,
+        service=service.name,
+        model=service.model,
+        url=replica.url,
+        kind="static" if registration is None else "registered",
+        state=replica.state,
+        generation=replica.generation,
+        generation_age=None,
+        device=registration.device if registration is not None else "",
+        running=None,
+        waiting=None,
+        in_flight=replica.in_flight,
+        kv_use=None,
+        hit_rate=None,
+        prompt_tokens=None,
+        cached_tokens=None,
+    )
+    if report is None:
+        return status
+    status.running, status.waiting = report.running, report.waiting
+    status.prompt_tokens, status.cached_tokens = report.prompt_tokens, report.cached_tokens
+    if report.started_ms:
+        status.generation_age = max(0.0, time.time() - report.started_ms / 1000)
+    if report.pages_total:
+        status.kv_use = 1 - report.pages_free / report.pages_total
+    if report.prompt_tokens:
+        status.hit_rate = report.cached_tokens / report.prompt_tokens
+    return status
