@@ -1,7 +1,7 @@
 """The status of an `InferenceService`: what the operator saw, and what it must not forget.
 
-Attempt numbers also live in the labels of StatefulSets; a status wiped by hand costs the memory of
-failures, never the fencing.
+Attempt numbers also live in the labels of StatefulSets and pods; a status wiped by hand costs the
+memory of failures.
 """
 
 from __future__ import annotations
@@ -94,5 +94,8 @@ class InferenceServiceStatus(StatusModel):
     parallelism: Parallelism | None = Field(None, description="The parallelism in force.")
     model: ModelStatus = ModelStatus()
     groups: list[GroupStatus] = Field([], max_length=2 * MAX_GROUPS)
+    last_attempt: int = Field(
+        0, description="Highest attempt of any group; written before the attempt is made.", ge=0
+    )
     autoscaling: AutoscalingStatus | None = None
     conditions: list[Condition] = Field([], max_length=16)

@@ -1,0 +1,56 @@
+"""Why a group is not ready, in words a person can act on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from radixgrove.operator.observe import Group, Pod
+
+_IMAGE = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
+          "RegistryUnavailable", "ImageInspectError"}  # fmt: skip
+_CONFIG = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`stuck`: waiting alone does not help, so a rollout must not go on."""
+
+    reason: str
+    message: str
+    stuck: bool = True
+
+
+def problem(group: Group) -> Problem | None:
+    """The most telling trouble of a group; None when it is ready or merely starting."""
+    if group.ready:
+        return None
+    if group.refused:
+        quota = "exceeded quota" in group.refused
+        return Problem("QuotaBlocked" if quota else "PodRefused", group.refused, stuck=not quota)
+    for pod in group.pods:
+        found = _of_pod(pod)
+        if found is not None:
+            return found
+    return None
+
+
+def _of_pod(pod: Pod) -> Problem | None:
+    reason, message = pod.waiting
+    if reason in _IMAGE:
+        return Problem("ImagePull", f"{pod.name}: {message or reason}")
+    if reason in _CONFIG:
+        return Problem("ContainerConfig", f"{pod.name}: {message or reason}")
+    if reason == "CrashLoopBackOff" or (pod.restarts and not pod.ready):
+        last = pod.exited or message or "its container ended without last words"
+        return Problem("EngineFailed", f"{pod.name}: {_last_line(last)}")
+    if pod.unschedulable:
+        missing = re.search(r"Insufficient ([a-z0-9.-]+/)?gpus?\b", pod.unschedulable)
+        kind = "InsufficientGPUs" if missing else "Unschedulable"
+        return Problem(kind, f"{pod.name}: {pod.unschedulable}", stuck=False)
+    return None
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:1000] if lines else ""

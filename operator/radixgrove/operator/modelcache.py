@@ -1,0 +1,192 @@
+"""Where a model's files are: provided by the user, or fetched once into a claim. Pure.
+
+The revision that a source stands for is found out once, by a Job, and kept in status: a branch that
+moves later does not make two groups of one service differ. The claim is named by source and
+revision, so that services share it, and is filled by one Job, which resumes and checks hashes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from radixgrove.operator import names
+from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.observe import JobState
+from radixgrove.operator.render import models
+from radixgrove.operator.render.common import Object, Service
+from radixgrove.operator.revision import ModelAt
+from radixgrove.operator.spec import AccessMode, InferenceServiceSpec, Model
+from radixgrove.operator.statusmodel import ModelStatus
+
+RETRY_SECONDS = 60.0
+_COMMIT = re.compile(r"^[0-9a-f]{40}$")
+COMPLETE = f"{names.GROUP}/complete"  # annotation of a filled claim
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What the cluster holds of a model: Jobs by name, claims by name with their annotations."""
+
+    jobs: Mapping[str, JobState]
+    claims: Mapping[str, Mapping[str, str]]
+    users: Sequence[Service]  # all services of the namespace with this source; the oldest first
+
+
+@dataclass
+class Step:
+    """What to do about the model now, and how it stands (`reason`, `message`)."""
+
+    status: ModelStatus
+    at: ModelAt | None = None  # set once groups can be made
+    ready: bool = False
+    reason: str = ""
+    message: str = ""
+    apply: list[Object] = field(default_factory=list)
+    delete_jobs: list[JobState] = field(default_factory=list)
+    requeue_at: float | None = None
+
+
+def wanted_names(service: Service, spec: InferenceServiceSpec, known: ModelStatus) -> list[str]:
+    """Names of the Jobs and claims that `decide` may look at."""
+    revision = _resolved(spec.model, known)
+    claim = [names.cache_name(spec.model.source, revision)] if revision else []
+    return [models.resolve_job_name(service, spec.model), *claim]
+
+
+def _resolved(model: Model, known: ModelStatus) -> str:
+    if model.source.startswith("hf://") and _COMMIT.match(model.revision or ""):
+        return model.revision or ""
+    same = known.source == model.source and known.requested_revision == (model.revision or "")
+    return known.revision if same else ""
+
+
+def decide(
+    service: Service,
+    spec: InferenceServiceSpec,
+    known: ModelStatus,
+    cache: Cache,
+    config: OperatorConfig,
+    now: float,
+) -> Step:
+    model = spec.model
+    model_names = spec.model_names(service.name)
+    status = ModelStatus(
+        name=model_names[0],
+        aliases=model_names[1:],
+        source=model.source,
+        requested_revision=model.revision or "",
+    )
+    scheme, _, rest = model.source.partition("://")
+    if scheme == "file":
+        return Step(
+            status, ModelAt(source=model.source, host_path=rest), True, "NodePath",
+            "read from the node's own disk; needs a namespace that admits hostPath volumes",
+        )  # fmt: skip
+    if scheme == "pvc":
+        claim, _, path = rest.partition("/")
+        at = ModelAt(source=model.source, claim=claim, sub_path=path.strip("/"))
+        return Step(status, at, True, "Provided", f"read from the claim {claim}")
+    if _too_narrow(spec, config):
+        return Step(
+            status, reason="AccessMode",
+            message="ReadWriteOnce cannot be read from several nodes: set "
+            "model.cache.accessMode to ReadWriteMany, or run one replica on one node",
+        )  # fmt: skip
+    revision = _resolved(model, known)
+    if not revision:
+        return _resolve(service, model, status, cache, config, now)
+    return _fetch(service, model, status, revision, cache, config, now)
+
+
+def _too_narrow(spec: InferenceServiceSpec, config: OperatorConfig) -> bool:
+    mode = spec.model.cache.access_mode or config.model_cache.access_mode
+    groups = spec.autoscaling.max if spec.autoscaling else spec.replicas
+    groups += spec.rollout.max_surge
+    return mode is AccessMode.READ_WRITE_ONCE and groups * spec.hardware.nodes > 1
+
+
+def _resolve(
+    service: Service,
+    model: Model,
+    status: ModelStatus,
+    cache: Cache,
+    config: OperatorConfig,
+    now: float,
+) -> Step:
+    job = cache.jobs.get(models.resolve_job_name(service, model))
+    if job is None:
+        step = Step(status, reason="Resolving", message="looking up the revision")
+        step.apply.append(models.resolve_job(service, model, config))
+        return step
+    if job.failed:
+        return _failed(status, job, now)
+    revision = _said(job).get("revision", "")
+    if not (job.succeeded and revision):
+        return Step(status, reason="Resolving", message="looking up the revision")
+    status = status.model_copy(update={"revision": revision})
+    step = _fetch(service, model, status, revision, cache, config, now)
+    step.delete_jobs.append(job)
+    return step
+
+
+def _fetch(
+    service: Service,
+    model: Model,
+    status: ModelStatus,
+    revision: str,
+    cache: Cache,
+    config: OperatorConfig,
+    now: float,
+) -> Step:
+    name = names.cache_name(model.source, revision)
+    status = status.model_copy(update={"revision": revision, "claim": name})
+    at = ModelAt(source=model.source, revision=revision, claim=name, sub_path=models.SNAPSHOT)
+    job = cache.jobs.get(name)
+    annotations = cache.claims.get(name)
+    filled = annotations is not None and annotations.get(COMPLETE) == "true"
+    filled = filled or (annotations is not None and job is not None and job.succeeded)
+    claim = models.claim(name, list(cache.users), model, revision, config)
+    if filled:
+        claim["metadata"]["annotations"][COMPLETE] = "true"
+        return Step(status, at, True, "Cached", f"revision {revision} on {name}", [claim])
+    if job is None:
+        step = Step(status, at, reason="Downloading", message=f"revision {revision} into {name}")
+        step.apply = [claim, models.download_job(name, service, model, revision, config)]
+        return step
+    if job.failed:
+        step = _failed(status, job, now)
+        step.at, step.apply = at, [claim]
+        return step
+    message = f"revision {revision} into {name}"
+    return Step(status, at, reason="Downloading", message=message, apply=[claim])
+
+
+def _failed(status: ModelStatus, job: JobState, now: float) -> Step:
+    """A Job that gave up is deleted after a while, and thereby tried again."""
+    said = _said(job)
+    step = Step(
+        status,
+        reason=said.get("reason", "DownloadFailed"),
+        message=said.get("message", "the download ended without a word; see its pod's log"),
+    )
+    retry_at = (job.finished_at or now) + RETRY_SECONDS
+    if now >= retry_at:
+        step.delete_jobs.append(job)
+        step.requeue_at = now + 1.0
+    else:
+        step.requeue_at = retry_at
+    return step
+
+
+def _said(job: JobState) -> dict[str, str]:
+    """The fetcher's termination message; anything else counts as silence."""
+    try:
+        said = json.loads(job.message)
+    except ValueError:
+        return {}
+    if not isinstance(said, dict):
+        return {}
+    return {str(key): str(value)[:1024] for key, value in said.items()}

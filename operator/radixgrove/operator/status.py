@@ -1,0 +1,205 @@
+"""Conditions, counts and columns: what a person reads. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from radixgrove.operator import clock, names
+from radixgrove.operator.diagnosis import problem
+from radixgrove.operator.modelcache import Step
+from radixgrove.operator.observe import Group
+from radixgrove.operator.plan import Plan
+from radixgrove.operator.spec import InferenceServiceSpec
+from radixgrove.operator.statusmodel import (
+    AutoscalingStatus,
+    Condition,
+    GroupPhase,
+    InferenceServiceStatus,
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One condition before its transition time is known."""
+
+    type: str
+    value: bool
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything a status is computed from."""
+
+    name: str
+    generation: int
+    spec: InferenceServiceSpec
+    url: str
+    target: str | None
+    plan: Plan
+    groups: Sequence[Group]
+    model: Step
+    autoscaling: AutoscalingStatus | None
+    name_taken: str = ""  # the model name or alias, and whose it is
+    invalid: str = ""  # why the engine's settings are refused
+    failures: Sequence[str] = ()  # requests that the API server refused, Redis away
+    phases: Sequence[str] = ()  # what starting workers say they do
+
+
+def compute(facts: Facts, before: InferenceServiceStatus, now: float) -> InferenceServiceStatus:
+    """The new status; equal to `before` when nothing a person would notice has changed."""
+    records = facts.plan.records
+    ready = [r for r in records if r.phase is GroupPhase.READY]
+    present = [r for r in records if r.phase is not GroupPhase.WAITING]
+    desired = 0 if facts.spec.suspend else facts.spec.replicas
+    verdicts = [_ready(facts, len(ready), desired), _progressing(facts, len(ready), desired)]
+    verdicts += [_model_cached(facts), _degraded(facts, len(ready), desired)]
+    selector = names.labels(facts.name, names.WORKER) | {names.POD_INDEX: "0"}
+    return InferenceServiceStatus(
+        observed_generation=facts.generation,
+        url=facts.url,
+        summary=f"{len(ready)}/{desired}",
+        selector=names.selector(selector),
+        replicas=len(present),
+        desired_replicas=desired,
+        ready_replicas=len(ready),
+        updated_replicas=sum(1 for r in ready if r.revision == facts.target),
+        revision=facts.target or before.revision,
+        parallelism=facts.spec.layout,
+        model=facts.model.status,
+        groups=records,
+        last_attempt=facts.plan.last_attempt,
+        autoscaling=facts.autoscaling,
+        conditions=[_condition(verdict, facts.generation, before, now) for verdict in verdicts],
+    )
+
+
+def _condition(
+    verdict: Verdict, generation: int, before: InferenceServiceStatus, now: float
+) -> Condition:
+    value = "True" if verdict.value else "False"
+    previous = next((c for c in before.conditions if c.type == verdict.type), None)
+    since = clock.to_text(float(int(now))).replace(".000Z", "Z")
+    if previous is not None and previous.status == value:
+        since = previous.last_transition_time
+    return Condition(
+        type=verdict.type,
+        status=value,
+        reason=verdict.reason,
+        message=verdict.message[:4096],
+        last_transition_time=since,
+        observed_generation=generation,
+    )
+
+
+def transitions(
+    before: InferenceServiceStatus, after: InferenceServiceStatus
+) -> list[tuple[str, str, str]]:
+    """Events of changed conditions: type of event, reason, message."""
+    old = {c.type: (c.status, c.reason) for c in before.conditions}
+    events = []
+    for condition in after.conditions:
+        if old.get(condition.type) == (condition.status, condition.reason):
+            continue
+        bad = (condition.type == "Degraded") == (condition.status == "True")
+        kind = "Warning" if bad and condition.type in ("Degraded", "ModelCached") else "Normal"
+        text = f"{condition.type} is {condition.status}: {condition.message or condition.reason}"
+        events.append((kind, condition.reason, text[:1024]))
+    return events
+
+
+# ---- the four conditions -------------------------------------------------------------------------
+
+
+def _blocking(facts: Facts) -> Verdict | None:
+    """What keeps a service from running at all."""
+    if facts.invalid:
+        return Verdict("Ready", False, "InvalidEngine", facts.invalid)
+    if facts.name_taken:
+        return Verdict("Ready", False, "ModelNameTaken", facts.name_taken)
+    if facts.spec.suspend:
+        return Verdict("Ready", False, "Suspended", "spec.suspend is true")
+    return None
+
+
+def _ready(facts: Facts, ready: int, desired: int) -> Verdict:
+    blocking = _blocking(facts)
+    if blocking is not None and (facts.name_taken or facts.spec.suspend or not ready):
+        return blocking
+    if ready:
+        return Verdict("Ready", True, "Serving", f"{ready} of {desired} groups are ready")
+    if desired == 0:
+        asleep = facts.spec.autoscaling is not None
+        reason = "Asleep" if asleep else "ScaledToZero"
+        text = "the next request wakes it" if asleep else "replicas is 0"
+        return Verdict("Ready", asleep, reason, text)
+    if not facts.model.ready:
+        return Verdict("Ready", False, facts.model.reason, facts.model.message)
+    reason, message = _hindrance(facts)
+    return Verdict("Ready", False, reason, message)
+
+
+def _hindrance(facts: Facts) -> tuple[str, str]:
+    """The first thing that keeps groups from being ready."""
+    if facts.failures:
+        return "RequestRefused", "; ".join(facts.failures)
+    for record in facts.plan.records:
+        if record.phase is GroupPhase.FAILED:
+            exhausted = record.failures > facts.spec.recovery.max_restarts
+            reason = "RestartBudgetExhausted" if exhausted else "GroupFailed"
+            return reason, f"group {record.index}: {record.detail}"
+    for group in facts.groups:
+        trouble = None if group.draining else problem(group)
+        if trouble is not None:
+            return trouble.reason, trouble.message
+    if facts.plan.waits_for:
+        # It waits for nodes that another group has begun to take.
+        return "InsufficientGPUs", f"no pods until {facts.plan.waits_for} is placed"
+    waiting = [r for r in facts.plan.records if r.phase is GroupPhase.WAITING]
+    if waiting and waiting[0].yields:
+        return "InsufficientGPUs", waiting[0].detail
+    if waiting and waiting[0].retry_at:
+        return "BackOff", f"next attempt at {waiting[0].retry_at}: {waiting[0].detail}"
+    return "Starting", "; ".join(facts.phases) or "groups are starting"
+
+
+def _progressing(facts: Facts, ready: int, desired: int) -> Verdict:
+    blocking = _blocking(facts)
+    if blocking is not None and not (facts.spec.suspend and facts.groups):
+        return Verdict("Progressing", False, blocking.reason, blocking.message)
+    if facts.plan.blocked:
+        _, message = _hindrance(facts)
+        text = f"the new revision does not start, the old one stays: {message}"
+        return Verdict("Progressing", False, "RolloutBlocked", text)
+    if desired and not facts.model.ready:
+        return Verdict("Progressing", True, facts.model.reason, facts.model.message)
+    old = [r for r in facts.plan.records if r.revision != facts.target]
+    if old and desired:
+        return Verdict(
+            "Progressing", True, "RollingOut", f"{len(old)} groups are of an old revision"
+        )
+    if ready < desired:
+        reason, message = _hindrance(facts)
+        return Verdict("Progressing", reason != "RestartBudgetExhausted", reason, message)
+    if len(facts.plan.records) > desired:
+        return Verdict("Progressing", True, "Draining", "groups are leaving")
+    return Verdict("Progressing", False, "Settled", "")
+
+
+def _model_cached(facts: Facts) -> Verdict:
+    return Verdict("ModelCached", facts.model.ready, facts.model.reason, facts.model.message)
+
+
+def _degraded(facts: Facts, ready: int, desired: int) -> Verdict:
+    if facts.failures:
+        return Verdict("Degraded", True, "RequestRefused", "; ".join(facts.failures))
+    if facts.invalid and facts.groups:
+        return Verdict("Degraded", True, "InvalidEngine", facts.invalid)
+    failed = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
+    lost = any(r.failures or r.restarts for r in facts.plan.records) and ready < desired
+    if failed or lost or facts.plan.blocked:
+        reason, message = _hindrance(facts)
+        return Verdict("Degraded", True, reason, message)
+    return Verdict("Degraded", False, "AsExpected", "")
