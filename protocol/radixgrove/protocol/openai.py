@@ -4,7 +4,7 @@ Types and simple bounds are declared here and checked while decoding; unknown fi
 OpenAI's own clients need. What a field means, and checks across fields, is in `requests`.
 
 Fields typed `Any` ask for something this server does not do. Each may have a value that asks for
-nothing (`tool_choice: "none"`): see `NEUTRAL`.
+nothing (`tool_choice: "none"`): see the tables at the end.
 """
 
 from __future__ import annotations
@@ -159,18 +159,14 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 # Values, beside null, with which an unsupported field asks for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+Neutral = dict[str, tuple[Any, ...]]
+
+NEUTRAL: Neutral = {
     "allowed_token_ids": (),
-    "audio": (),
     "bad_words": ([],),
     "cache_salt": (),
-    "chat_template": (),
     "custom_logit_processor": (),
-    "documents": ([],),
     "ebnf": (),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
@@ -179,17 +175,24 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora_path": (),
-    "modalities": (["text"],),
-    "prompt_embeds": (),
     "prompt_logprobs": (),
     "regex": (),
     "response_format": ({"type": "text"},),
     "structural_tag": (),
     "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+}
+CHAT_NEUTRAL: Neutral = NEUTRAL | {
+    "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "tool_choice": ("none",),
+    "tools": ([],),
     "web_search_options": (),
 }
+COMPLETION_NEUTRAL: Neutral = NEUTRAL | {"prompt_embeds": (), "suffix": ("",)}

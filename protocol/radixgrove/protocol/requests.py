@@ -16,13 +16,15 @@ import msgspec
 
 from radixgrove.protocol import errors
 from radixgrove.protocol.openai import (
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
     MAX_SEQUENCES,
-    NEUTRAL,
     ChatBody,
     ChatMessage,
     CompletionBody,
     ContentPart,
     GenerationBody,
+    Neutral,
     StreamOptions,
 )
 from radixgrove.protocol.sampling import SamplingParams
@@ -154,7 +156,7 @@ def parse_chat(body: bytes, limits: ModelLimits) -> ChatRequest:
     wire = _decode(_chat_decoder, body)
     model = _require_model(wire.model)
     messages = _checked_messages(wire.messages)
-    refuse_unsupported(wire)
+    _refuse_unsupported(wire, CHAT_NEUTRAL)
     if wire.top_logprobs and not wire.logprobs:
         raise errors.invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     max_tokens = wire.max_completion_tokens
@@ -199,7 +201,7 @@ def parse_completion(body: bytes, limits: ModelLimits) -> CompletionRequest:
     wire = _decode(_completion_decoder, body)
     model = _require_model(wire.model)
     prompts = _checked_prompts(wire.prompt, limits)
-    refuse_unsupported(wire)
+    _refuse_unsupported(wire, COMPLETION_NEUTRAL)
     echo = bool(wire.echo)
     max_tokens = DEFAULT_COMPLETION_TOKENS if wire.max_tokens is None else wire.max_tokens
     if max_tokens == 0 and not echo:
@@ -217,22 +219,6 @@ def parse_completion(body: bytes, limits: ModelLimits) -> CompletionRequest:
             f"'n' times the number of prompts must be at most {MAX_SEQUENCES}.", "prompt"
         )
     return CompletionRequest(model=model, prompts=prompts, generation=generation, echo=echo)
-
-
-def refuse_unsupported(wire: GenerationBody) -> None:
-    """Refuse by name whatever asks for something this server does not do.
-
-    Raises:
-        ApiError: 400.
-    """
-    for name, neutral in NEUTRAL.items():
-        value = getattr(wire, name, None)
-        if value is not None and value not in neutral:
-            raise errors.unsupported(name)
-    if wire.stream_options is not None and wire.stream_options.continuous_usage_stats:
-        raise errors.unsupported("stream_options.continuous_usage_stats")
-    if wire.spaces_between_special_tokens is False:
-        raise errors.unsupported("spaces_between_special_tokens")
 
 
 # ---- decoding --------------------------------------------------------------------------------
@@ -288,6 +274,18 @@ def _require_model(model: str | None) -> str:
 
 
 # ---- fields ----------------------------------------------------------------------------------
+
+
+def _refuse_unsupported(wire: GenerationBody, table: Neutral) -> None:
+    """Refuse by name whatever asks for something this server does not do."""
+    for name, neutral in table.items():
+        value = getattr(wire, name)
+        if value is not None and value not in neutral:
+            raise errors.unsupported(name)
+    if wire.stream_options is not None and wire.stream_options.continuous_usage_stats:
+        raise errors.unsupported("stream_options.continuous_usage_stats")
+    if wire.spaces_between_special_tokens is False:
+        raise errors.unsupported("spaces_between_special_tokens")
 
 
 def _generation(

@@ -43,6 +43,7 @@ def run(directory: Path, index: int) -> None:
     runtime = Runtime.load(directory)
     settings = runtime.settings
     logs.configure(settings.log_level, json=settings.log_json)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its notes on starting and stopping
     runtime.follow_log_level()
     frontend = Frontend(
         settings,
