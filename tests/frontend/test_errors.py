@@ -1,0 +1,321 @@
+"""Every error has OpenAI's body, the right status, and names the parameter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from tests.conftest import wait_until
+from tests.frontend.conftest import MODEL, Frontend
+
+from radixgrove.worker.messages import RefusalReason, Refused
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    (key,) = response.json()
+    assert key == "error"
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["code"] is None or isinstance(error["code"], str)
+    return error
+
+
+def post(frontend: Frontend, path: str, content: bytes, **headers: str) -> httpx.Response:
+    headers = {"content-type": "application/json", **headers}
+    with frontend.client() as client:
+        return client.post(path, content=content, headers=headers)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b'"x"', b"5", b"{", b'{"model": "\xff\xfe"}', b'{"unknown": "\xff"}', b"\x00"]
+    + [b"[" * 100_000, b'{"a":' * 100_000, b'{"model":"\\ud800"}'],
+)
+def test_bodies_that_are_no_json_object(frontend: Frontend, path: str, body: bytes) -> None:
+    error = error_of(post(frontend, path, body), 400)
+    assert error["type"] == "invalid_request_error"
+
+
+CHAT_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0]",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content[0].text",
+    ),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]}, "messages[0].role"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"min_p": 2}, "min_p"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": "2"}, "n"),
+    ({"n": 10**30}, "n"),
+    ({"best_of": 3}, "best_of"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_k": -2}, "top_k"),
+    ({"seed": 1 << 63}, "seed"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": [""]}, "stop[0]"),
+    ({"stop": "x" * 2000}, "stop"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"logit_bias": {"191222": -100}}, "logit_bias"),
+    ({"logit_bias": {"foo": 0}}, "logit_bias"),
+    ({"logit_bias": {"-1": 0}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"stop_token_ids": [9_999_999], "min_tokens": 1}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"min_tokens": 10, "max_tokens": 5}, "min_tokens"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
+    ({"stream": "yes"}, "stream"),
+    ({"priority": 10**9}, "priority"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "alloy"}}, "audio"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"bad_words": ["x"]}, "bad_words"),
+    ({"regex": "a*"}, "regex"),
+    ({"ebnf": "root ::= x"}, "ebnf"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"cache_salt": "x"}, "cache_salt"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
+    ({"chat_template_kwargs": {"unread": 1}}, "chat_template_kwargs.unread"),
+    ({"chat_template_kwargs": {"enable_thinking": [1]}}, "chat_template_kwargs.enable_thinking"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"echo": True}, "echo"),
+    ({"model": None}, "model"),
+    ({"model": 5}, "model"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT_CASES)
+def test_chat_parameters_are_checked_by_name(
+    frontend: Frontend, fields: dict[str, Any], param: str
+) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, **fields}
+    error = error_of(post(frontend, "/v1/chat/completions", json.dumps(body).encode()), 400)
+    assert error["param"] == param
+    assert frontend.engine.submits == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [49152]}, "prompt"),
+        ({"prompt": [10**20]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": [[1], [-5]]}, "prompt[1]"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 100, "n": 2}, "prompt"),
+        ({"suffix": "end"}, "suffix"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"best_of": 2}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ],
+)
+def test_completion_parameters_are_checked_by_name(
+    frontend: Frontend, fields: dict[str, Any], param: str
+) -> None:
+    body = {"model": MODEL, "prompt": "hi", **fields}
+    error = error_of(post(frontend, "/v1/completions", json.dumps(body).encode()), 400)
+    assert error["param"] == param
+    assert frontend.engine.submits == []
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e309", "-1e309"])
+@pytest.mark.parametrize("param", ["temperature", "top_p", "repetition_penalty", "min_p"])
+def test_numbers_that_are_none(frontend: Frontend, number: str, param: str) -> None:
+    body = f'{{"model":"{MODEL}","prompt":"hi","{param}": {number}}}'.encode()
+    assert error_of(post(frontend, "/v1/completions", body), 400)["param"] == param
+
+
+def test_harmless_extremes_are_accepted(frontend: Frontend) -> None:
+    response = frontend.chat("x", temperature=-0.0, top_k=10**15, seed=-(1 << 63), top_p=0)
+    assert response.status_code == 200
+    sampling = frontend.engine.submits[-1].sampling
+    assert str(sampling.temperature) == "0.0"
+    assert sampling.top_k == 1  # an empty nucleus is the most probable token alone
+    assert sampling.seed >= 0
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "assistant", "content": "alone"}],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}] + MESSAGES,
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}] + MESSAGES,
+        [{"role": "user", "content": "a"}, {"role": "assistant"}] + MESSAGES,
+        [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": []}] + MESSAGES,
+        [{"role": "developer", "content": "be brief"}] + MESSAGES,
+        [{"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "me"}],
+        [{"role": "assistant", "content": "a", "reasoning": "r", "reasoning_content": "r"}],
+    ],
+)
+def test_messages_that_clients_really_send(
+    frontend: Frontend, messages: list[dict[str, Any]]
+) -> None:
+    body = {"model": MODEL, "messages": messages}
+    response = post(frontend, "/v1/chat/completions", json.dumps(body).encode())
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("tokens", [9000, 50_000])
+def test_prompt_longer_than_the_context(frontend: Frontend, tokens: int) -> None:
+    error = error_of(frontend.chat("word " * tokens), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith("This model's maximum context length is 8192 tokens.")
+    assert "Please reduce the length of the messages" in error["message"]
+    assert error["param"] == "messages"
+
+
+def test_completion_longer_than_the_context(frontend: Frontend) -> None:
+    for response in (
+        frontend.chat("x", max_tokens=50_000),
+        frontend.complete("x", max_tokens=8192),
+    ):
+        error = error_of(response, 400)
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith("This model's maximum context length is 8192 tokens.")
+    assert frontend.engine.submits == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/v1", "/v1/responses", "/v1/embeddings", "/v1/chat/completions/", "/invocations"]
+    + ["/openapi.json", "/docs", "/v1/nothing/../x", "/internal/tokenizer/0/tokenizer.json/.."],
+)
+def test_unknown_routes(frontend: Frontend, path: str) -> None:
+    with frontend.client() as client:
+        for method in ("GET", "POST"):
+            assert error_of(client.request(method, path), 404)["type"] == "invalid_request_error"
+
+
+def test_wrong_methods(frontend: Frontend) -> None:
+    with frontend.client() as client:
+        response = client.get("/v1/chat/completions")
+        assert error_of(response, 405)["code"] == "method_not_supported"
+        assert response.headers["allow"] == "POST"
+        error_of(client.delete("/v1/models"), 405)
+
+
+def test_unknown_model(frontend: Frontend) -> None:
+    error = error_of(frontend.chat("x", model="gpt-unknown"), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_body_limit_and_content_type(frontend: Frontend) -> None:
+    big = b'{"model": "' + b"x" * (9 << 20) + b'"}'
+    assert error_of(post(frontend, "/v1/completions", big), 413)["code"] == "request_too_large"
+    with frontend.client() as client:
+        chunked = client.post(
+            "/v1/completions",
+            content=iter([big[: 5 << 20], big[5 << 20 :]]),
+            headers={"content-type": "application/json"},
+        )
+        error_of(chunked, 413)
+        error_of(client.post("/v1/completions", data={"model": MODEL}), 415)
+        error_of(client.post("/v1/completions", content=b"{}"), 415)
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "code"),
+    [
+        (RefusalReason.QUEUE_FULL, 429, "rate_limit_exceeded"),
+        (RefusalReason.QUEUE_TIMEOUT, 503, "service_unavailable"),
+        (RefusalReason.TOO_LONG, 400, "context_length_exceeded"),
+        (RefusalReason.INTERNAL, 500, "internal_error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_of_the_engine(
+    frontend: Frontend, reason: RefusalReason, status: int, code: str, stream: bool
+) -> None:
+    frontend.engine.refuse = lambda submit: Refused(
+        request_id=submit.request_id, reason=reason, detail="Too long.", retry_after=2.5
+    )
+    response = frontend.chat("x", stream=stream)
+    assert error_of(response, status)["code"] == code
+    if status in (429, 503):
+        assert response.headers["retry-after"] == "3"
+
+
+def test_one_refused_choice_ends_all_others(frontend: Frontend) -> None:
+    frontend.engine.step_seconds = 0.05
+    frontend.answer("a long answer of many words " * 50)
+    frontend.engine.refuse = lambda submit: (
+        Refused(request_id=submit.request_id, reason=RefusalReason.QUEUE_FULL, detail="")
+        if submit.request_id.endswith(":2")
+        else None
+    )
+    error_of(frontend.chat("x", n=3), 429)
+    ids = {submit.request_id for submit in frontend.engine.submits}
+    others = {name for name in ids if not name.endswith(":2")}
+    assert len(others) == 2
+    wait_until(lambda: set(frontend.engine.aborts) == others, what="the others' abort")
+
+
+def test_request_ids_and_traces(frontend: Frontend) -> None:
+    with frontend.client() as client:
+        kept = client.get("/v1/models", headers={"x-request-id": "my-id-1"})
+        assert kept.headers["x-request-id"] == "my-id-1"
+        for hostile in ("x" * 500, "a b", "a;{}"):
+            replaced = client.get("/v1/models", headers={"x-request-id": hostile})
+            assert replaced.headers["x-request-id"].startswith("req-")
+        trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        client.get("/v1/models", headers={"traceparent": trace, "x-request-id": "traced"})
+    lines = [line for line in frontend.log.read_text().splitlines() if "request_id=traced" in line]
+    assert len(lines) == 1
+    assert "trace_id=0af7651916cd43dd8448eb211c80319c" in lines[0]
+
+
+def test_prompts_and_answers_never_reach_the_log(frontend: Frontend) -> None:
+    frontend.answer("canary-answer-8231")
+    assert frontend.chat("canary-prompt-5512").status_code == 200
+    error_of(frontend.chat("canary-prompt-5512", temperature="canary-prompt-5512"), 400)
+    log = frontend.log.read_text()
+    assert "canary" not in log
+    assert "/v1/chat/completions" in log
