@@ -28,7 +28,7 @@ import zmq
 import zmq.asyncio
 
 from radixgrove.protocol import logs
-from radixgrove.protocol.registry import Registration
+from radixgrove.protocol.registry import Registration, root_fingerprint
 from radixgrove.protocol.settings import LogLevel, WorkerSettings
 from radixgrove.protocol.tokenizer import TokenizerFiles
 from radixgrove.worker import demo_model, management
@@ -440,7 +440,7 @@ def describe(runtime: Runtime, info: EngineInfo) -> Registration:
         url=settings.advertise_url,
         models=settings.served_model_name,
         namespace=namespace,
-        root=block_hasher(settings, namespace).root.hex(),
+        root=root_fingerprint(block_hasher(settings, namespace)),
         index_block=index_block(settings),
         page_size=info.page_size,
         tokenizer_digest=TokenizerFiles.load(runtime.model_dir).digest,
