@@ -1,0 +1,74 @@
+"""Error measure and random paged KV for kernel tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+# Relative Frobenius error that rounding inputs, sums and outputs to the type explains.
+BOUNDS = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+DTYPES = pytest.mark.parametrize(
+    "dtype", list(BOUNDS), ids=[str(d).removeprefix("torch.") for d in BOUNDS]
+)
+
+
+def sizes(small: list[int], large: list[int]) -> pytest.MarkDecorator:
+    """Token counts: `small` in the interpreter, `large` too where kernels are compiled."""
+    return pytest.mark.parametrize("tokens", small + (large if torch.cuda.is_available() else []))
+
+
+def assert_close(out: Tensor, reference: Tensor, bound: float | None = None) -> None:
+    """Relative Frobenius error within the dtype's bound; NaN never passes."""
+    assert out.shape == reference.shape
+    if not out.numel():
+        return
+    wide, exact = out.double(), reference.double()
+    error = ((wide - exact).norm() / exact.norm()).item()
+    assert error <= (BOUNDS[out.dtype] if bound is None else bound), f"relative error {error:.2e}"
+
+
+@dataclass
+class PagedKv:
+    """Rows with scattered pages in a pool whose unused places are NaN."""
+
+    pages: Tensor  # [2, num_pages, page_size, KV, D]
+    rows: Tensor
+    kv_lens: Tensor
+    page_table: Tensor
+
+    @classmethod
+    def random(
+        cls,
+        lengths: list[int],
+        *,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PagedKv:
+        counts = [-(-length // page_size) for length in lengths]
+        order = torch.randperm(sum(counts) + 3)
+        pages = torch.full(
+            (2, sum(counts) + 3, page_size, kv_heads, head_dim), float("nan"), dtype=dtype
+        )
+        table = torch.full((len(lengths) + 2, max(counts, default=0) + 2), -1, dtype=torch.int32)
+        rows = torch.randperm(len(lengths) + 2)[: len(lengths)]
+        used = 0
+        for row, length, count in zip(rows.tolist(), lengths, counts, strict=True):
+            own = order[used : used + count]
+            used += count
+            table[row, :count] = own.int()
+            flat = pages.view(2, -1, kv_heads, head_dim)
+            places = own.repeat_interleave(page_size) * page_size
+            places = (places + torch.arange(page_size).repeat(count))[:length]
+            flat[:, places] = torch.randn(2, length, kv_heads, head_dim).to(dtype)
+        return cls(
+            pages.to(device),
+            rows.int().to(device),
+            torch.tensor(lengths, dtype=torch.int32, device=device),
+            table.to(device),
+        )

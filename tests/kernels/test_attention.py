@@ -1,0 +1,239 @@
+"""Paged decode and extend attention against float64, and every backend against the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from radixgrove.kernels import attention
+from radixgrove.kernels.attention import DecodeWorkspace
+from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
+
+from .helpers import DTYPES, PagedKv, assert_close
+
+GEOMETRIES = pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page_size"),
+    [(6, 2, 32, 16), (7, 1, 24, 4), (3, 3, 16, 1)],
+    ids=["gqa3", "gqa7", "mha-page1"],
+)
+
+
+def exact(q: Tensor, kv: PagedKv, indptr: Tensor, scale: float) -> Tensor:
+    return attention.extend_attention_reference(
+        q.double(), kv.pages.double(), kv.rows, indptr, kv.kv_lens, kv.page_table, scale
+    )
+
+
+@DTYPES
+@GEOMETRIES
+@pytest.mark.parametrize("lengths", [[1], [1, 16, 17, 300, 129]], ids=["one", "mixed"])
+def test_decode(
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    kv = PagedKv.random(
+        lengths,
+        page_size=page_size,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    q = torch.randn(len(lengths), heads, head_dim, device=device).to(dtype)
+    workspace = DecodeWorkspace(len(lengths), heads, kv_heads, head_dim, device)
+    indptr = torch.arange(len(lengths) + 1)
+    for _ in range(2):  # the second run finds the counters as the first left them
+        out = attention.decode_attention(
+            q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace, min_split=64
+        )
+        assert_close(out, exact(q, kv, indptr, 0.3))
+        assert not workspace.counters.any(), "counters must be zero between launches"
+
+
+def test_decode_splits_rows_and_merges_them(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(attention, "_multiprocessors", lambda _device: 16)
+    kv = PagedKv.random(
+        [1000, 65, 64], page_size=16, kv_heads=2, head_dim=32, dtype=torch.float32, device=device
+    )
+    q = torch.randn(3, 4, 32, device=device)
+    workspace = DecodeWorkspace(3, 4, 2, 32, device)
+    assert workspace.splits(3) > 1
+    out = attention.decode_attention(
+        q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace, min_split=64
+    )
+    assert_close(out, exact(q, kv, torch.arange(4), 0.3))
+    assert not torch.isnan(workspace.partials).all(), "no row was split"
+
+
+def test_decode_of_nothing_and_of_too_much(device: torch.device) -> None:
+    kv = PagedKv.random(
+        [3, 3], page_size=16, kv_heads=1, head_dim=16, dtype=torch.float32, device=device
+    )
+    workspace = DecodeWorkspace(1, 2, 1, 16, device)
+    empty = torch.zeros(0, 2, 16, device=device)
+    arguments = (kv.pages, kv.rows, kv.kv_lens, kv.page_table, 1.0, workspace)
+    assert attention.decode_attention(empty, *arguments).shape == (0, 2, 16)
+    with pytest.raises(ValueError, match="batch 2 exceeds"):
+        attention.decode_attention(torch.zeros(2, 2, 16, device=device), *arguments)
+
+
+@DTYPES
+@GEOMETRIES
+@pytest.mark.parametrize(
+    ("prefixes", "chunks"),
+    [([0], [1]), ([0, 16, 5], [17, 40, 3]), ([250, 0], [70, 129])],
+    ids=["single", "short", "long"],
+)
+def test_extend(
+    prefixes: list[int],
+    chunks: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    lengths = [p + c for p, c in zip(prefixes, chunks, strict=True)]
+    kv = PagedKv.random(
+        lengths,
+        page_size=page_size,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    indptr = torch.tensor([0, *chunks]).cumsum(0).int().to(device)
+    q = torch.randn(sum(chunks), heads, head_dim, device=device).to(dtype)
+    out = attention.extend_attention(
+        q, kv.pages, kv.rows, indptr, kv.kv_lens, kv.page_table, 0.3, max(chunks)
+    )
+    assert_close(out, exact(q, kv, indptr, 0.3))
+
+
+# ---- backends: one suite over all of them ----------------------------------------------------
+
+
+def make_backend(name: str, pool: Tensor, heads: int) -> AttentionBackend:
+    from importlib import import_module
+
+    kinds = {"torch": "TorchAttention", "triton": "TritonAttention"}
+    kinds["flashinfer"] = "FlashInferAttention"
+    module = import_module(f"radixgrove.worker.execution.attention.{name}")
+    kv_heads, head_dim = pool.shape[4:]
+    backend: AttentionBackend = getattr(module, kinds[name])(
+        pool, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
+    )
+    return backend
+
+
+class Step:
+    """A step over paged rows whose newest KV still has to be stored by the backend."""
+
+    def __init__(self, kv: PagedKv, chunks: list[int], decodes: int, heads: int) -> None:
+        self.kv = kv
+        page_size, kv_heads, head_dim = kv.pages.shape[2:]
+        lens = kv.kv_lens.tolist()
+        q_lens = chunks + [1] * decodes
+        device, dtype = kv.pages.device, kv.pages.dtype
+        positions = torch.cat(
+            [torch.arange(n - q, n) for n, q in zip(lens, q_lens, strict=True)]
+        ).to(device)
+        owner = kv.rows.long().repeat_interleave(torch.tensor(q_lens, device=device))
+        slots = kv.page_table[owner, positions // page_size].long() * page_size
+        slots += positions % page_size
+        self.q = torch.randn(sum(q_lens), heads, head_dim, device=device).to(dtype)
+        flat = kv.pages.view(2, -1, kv_heads, head_dim)
+        self.k, self.v = flat[0][slots].clone(), flat[1][slots].clone()
+        self.indptr = torch.tensor([0, *q_lens]).cumsum(0).int().to(device)
+        self.batch = AttentionBatch(
+            num_prefills=len(chunks),
+            num_decodes=decodes,
+            num_prefill_tokens=sum(chunks),
+            rows=kv.rows,
+            qo_indptr=self.indptr,
+            kv_lens=kv.kv_lens,
+            page_table=kv.page_table.clamp(min=0),
+            slots=slots,
+            positions=positions,
+            q_lens_host=chunks,
+            kv_lens_host=lens,
+        )
+
+    def check(self, backend: AttentionBackend, pool: Tensor, *, captured: bool = False) -> None:
+        expected = exact(self.q, self.kv, self.indptr, backend.scale)
+        flat = pool[1].view(2, -1, *pool.shape[4:])
+        flat[:, self.batch.slots] = 9.0  # must be overwritten before anything attends to it
+        if captured:
+            backend.plan_captured(self.batch, len(self.kv.rows))
+        else:
+            backend.plan(self.batch)
+        assert_close(backend.forward(1, self.q, self.k, self.v), expected, self.bound())
+
+    def bound(self) -> float | None:
+        # torch's attention on a CPU rounds its weights to bfloat16
+        return 2e-2 if self.q.dtype == torch.bfloat16 else None
+
+
+BACKENDS = [
+    "torch",
+    "triton",
+    pytest.param("flashinfer", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("group", [1, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("chunks", "prefixes", "decodes"),
+    [([20], [0], []), ([], [], [1, 16, 33]), ([9, 40], [16, 3], [47, 2])],
+    ids=["prefill", "decode", "mixed"],
+)
+def test_backends_agree(
+    backend_name: str,
+    group: int,
+    dtype: torch.dtype,
+    chunks: list[int],
+    prefixes: list[int],
+    decodes: list[int],
+    device: torch.device,
+) -> None:
+    if backend_name == "flashinfer" and dtype == torch.float32:
+        pytest.skip("FlashInfer has no float32 kernels")
+    kv_heads, head_dim, page_size = 2, 64, 16
+    lengths = [p + c for p, c in zip(prefixes, chunks, strict=True)] + decodes
+    kv = PagedKv.random(
+        lengths,
+        page_size=page_size,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
+    backend = make_backend(backend_name, pool, group * kv_heads)
+    Step(kv, chunks, len(decodes), group * kv_heads).check(backend, pool)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_backends_replan_captured_decodes(backend_name: str, device: torch.device) -> None:
+    """The same padded size twice with other rows: static buffers must not keep the old ones."""
+    dtype = torch.bfloat16
+    kv = PagedKv.random(
+        [5, 70, 33, 200], page_size=16, kv_heads=2, head_dim=64, dtype=dtype, device=device
+    )
+    pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
+    backend = make_backend(backend_name, pool, 4)
+    backend.prepare_capture(4, kv.page_table.shape[1])
+    for chosen in ([0, 1], [3, 2]):
+        part = PagedKv(kv.pages, kv.rows[chosen], kv.kv_lens[chosen], kv.page_table)
+        Step(part, [], 2, 4).check(backend, pool, captured=True)

@@ -1,0 +1,207 @@
+"""The sampler's kernels against their references, and its statistics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from radixgrove.kernels import random, sampling
+
+from .helpers import assert_close
+
+
+def make_logits(batch: int, vocab: int, device: torch.device) -> Tensor:
+    return torch.randn(batch, vocab, device=device) * 4
+
+
+def int64(*values: int, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 1024, 5003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sample_draws_what_the_reference_draws(
+    vocab: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    logits = make_logits(6, vocab, device).to(dtype)
+    temperature = torch.tensor([0.0, 0.3, 0.6, 1.0, 1.5, 2.0], device=device)
+    seed = int64(0, 1, -1, 1 << 62, 12345, -(1 << 63), device=device)
+    position = int64(0, 1, 2, 1000, 131071, 5, device=device)
+    tokens = sampling.sample(logits, temperature, seed, position)
+    assert tokens.tolist() == (
+        sampling.sample_reference(logits, temperature, seed, position).tolist()
+    )
+
+
+def test_greedy_takes_the_first_of_equal_logits(device: torch.device) -> None:
+    logits = torch.zeros(2, 3000, device=device)
+    logits[0, [2500, 17, 1400]] = 1.0
+    zeros = torch.zeros(2, dtype=torch.int64, device=device)
+    tokens = sampling.sample(logits, torch.zeros(2, device=device), zeros, zeros)
+    assert tokens.tolist() == [17, 0]
+
+
+def test_sample_never_leaves_the_vocabulary(device: torch.device) -> None:
+    zeros = torch.zeros(2, dtype=torch.int64, device=device)
+    temperature = torch.tensor([0.0, 1.0], device=device)
+    for value in (float("-inf"), float("nan")):
+        logits = torch.full((2, 2000), value, device=device)
+        tokens = sampling.sample(logits, temperature, zeros, zeros)
+        assert ((tokens >= 0) & (tokens < 2000)).all()
+
+
+def test_a_rows_token_does_not_depend_on_its_batch(device: torch.device) -> None:
+    logits = make_logits(9, 4000, device)
+    temperature = torch.full((9,), 1.0, device=device)
+    seed = torch.arange(9, device=device) * 7919
+    position = torch.arange(9, device=device)
+    together = sampling.sample(logits, temperature, seed, position)
+    alone = [
+        sampling.sample(logits[i : i + 1], temperature[:1], seed[i : i + 1], position[i : i + 1])
+        for i in range(9)
+    ]
+    assert together.tolist() == torch.cat(alone).tolist()
+
+
+def test_sample_reads_strided_rows(device: torch.device) -> None:
+    wide = make_logits(3, 600, device)
+    zeros = torch.zeros(3, dtype=torch.int64, device=device)
+    tokens = sampling.sample(wide[:, :500], torch.zeros(3, device=device), zeros, zeros)
+    assert tokens.tolist() == wide[:, :500].argmax(-1).tolist()
+
+
+def test_draws_follow_the_distribution(device: torch.device) -> None:
+    """A chi-square test of 4,096 positions of one sequence over five tokens."""
+    count = 4096 if device.type == "cuda" else 256
+    probabilities = torch.tensor([0.5, 0.25, 0.15, 0.08, 0.02], device=device)
+    logits = (2.0 * probabilities.log()).expand(count, 5).contiguous()
+    seed = torch.full((count,), 42, dtype=torch.int64, device=device)
+    position = torch.arange(count, device=device)
+    temperature = torch.full((count,), 2.0, device=device)
+    tokens = sampling.sample(logits, temperature, seed, position)
+    observed = torch.bincount(tokens, minlength=5)
+    expected = probabilities * count
+    chi_square = ((observed - expected) ** 2 / expected).sum().item()
+    assert chi_square < 23.5, observed.tolist()  # 4 degrees of freedom, p = 1e-4
+
+
+FILTERS = {
+    "off": (0, 1.0, 0.0),
+    "top-k": (3, 1.0, 0.0),
+    "top-k beyond": (100_000, 1.0, 0.0),
+    "top-p": (0, 0.8, 0.0),
+    "min-p": (0, 1.0, 0.1),
+    "all": (40, 0.9, 0.02),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_thresholds_keep_the_same_tokens(name: str, device: torch.device) -> None:
+    logits = make_logits(4, 5003, device)
+    top_k, top_p, min_p = FILTERS[name]
+    temperature = torch.tensor([0.5, 1.0, 1.7, 0.0], device=device)
+    arguments = (
+        logits,
+        temperature,
+        torch.full((4,), top_k, dtype=torch.int32, device=device),
+        torch.full((4,), top_p, device=device),
+        torch.full((4,), min_p, device=device),
+    )
+    threshold = sampling.sampling_thresholds(*arguments)
+    kept = logits >= threshold[:, None]
+    expected = logits >= sampling.sampling_thresholds_reference(*arguments)[:, None]
+    # Sums in another order may put a token exactly at the edge of the nucleus on the other side.
+    assert (kept != expected).sum().item() <= 1
+    assert kept[3].all(), "greedy rows are not filtered"
+    assert kept[:3].any(dim=1).all()
+    if name == "top-k":
+        assert kept[:3].sum(1).tolist() == [3, 3, 3]
+
+
+def test_top_p_is_the_smallest_nucleus(device: torch.device) -> None:
+    probabilities = torch.tensor([[0.4, 0.3, 0.2, 0.1]], device=device)
+    one = torch.ones(1, device=device)
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    for top_p, kept in ((0.3, 1), (0.5, 2), (0.69, 2), (0.85, 3), (0.95, 4)):
+        threshold = sampling.sampling_thresholds(
+            probabilities.log(), one, none, one * top_p, one * 0.0
+        )
+        assert (probabilities.log() >= threshold).sum().item() == kept
+
+
+def test_top_k_keeps_ties(device: torch.device) -> None:
+    logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]], device=device)
+    one = torch.ones(1, device=device)
+    two = torch.full((1,), 2, dtype=torch.int32, device=device)
+    threshold = sampling.sampling_thresholds(logits, one, two, one, one * 0.0)
+    assert (logits >= threshold).sum().item() == 4
+
+
+def test_filtered_tokens_are_never_drawn(device: torch.device) -> None:
+    count = 64
+    logits = make_logits(1, 300, device).expand(count, 300).contiguous()
+    threshold = logits[0].sort(descending=True).values[4].expand(count).contiguous()
+    tokens = sampling.sample(
+        logits,
+        torch.full((count,), 5.0, device=device),
+        torch.zeros(count, dtype=torch.int64, device=device),
+        torch.arange(count, device=device),
+        threshold,
+    )
+    drawn = set(tokens.tolist())
+    assert drawn <= set(logits[0].topk(5).indices.tolist())
+    assert len(drawn) == 5
+
+
+@pytest.mark.parametrize("vocab", [1, 2048, 3001])
+def test_penalize(vocab: int, device: torch.device) -> None:
+    logits = make_logits(4, vocab, device)
+    counts = torch.randint(0, 3, (7, vocab), dtype=torch.int32, device=device)
+    counts[:, ::5] |= sampling.PROMPT_BIT
+    rows = torch.tensor([6, 0, 3, 1], dtype=torch.int32, device=device)
+    penalties = (
+        torch.tensor([1.0, 1.3, 1.0, 2.0], device=device),
+        torch.tensor([0.0, 0.5, 0.0, -1.0], device=device),
+        torch.tensor([0.0, 0.0, 1.0, 0.7], device=device),
+    )
+    out, expected = logits.clone(), logits.double()
+    sampling.penalize(out, rows, counts, *penalties)
+    sampling.penalize_reference(expected, rows, counts, *(p.double() for p in penalties))
+    assert_close(out, expected)
+    assert torch.equal(out[0], logits[0]), "no penalty, no change"
+
+
+def test_random_bits_are_a_fixed_function() -> None:
+    """Golden values: a change would change every seeded answer."""
+    seed = torch.tensor([0, 7, -1], dtype=torch.int64)
+    position = torch.tensor([0, 3, 131072], dtype=torch.int64)
+    bits = random.bits(seed, position, torch.tensor([0, 1, 128255]))
+    assert bits.tolist() == GOLDEN_BITS
+
+
+GOLDEN_BITS = [
+    [3210455839, 3070135493, 2299964502],
+    [136735694, 3578608012, 3507273839],
+    [2853167073, 15061226, 1761584592],
+]
+
+
+def test_uniform_numbers_stay_inside_the_open_interval() -> None:
+    index = torch.arange(100_000)
+    u = random.uniform(torch.tensor([3]), torch.tensor([4]), index)
+    assert (u > 0).all()
+    assert (u < 1).all()
+    assert abs(u.mean().item() - 0.5) < 0.005
+    assert abs(u.var().item() - 1 / 12) < 0.002
+    assert (random.exponential(torch.tensor([3]), torch.tensor([4]), index) > 0).all()
+
+
+@pytest.mark.parametrize("changed", ["seed", "position"])
+def test_neighbouring_streams_are_uncorrelated(changed: str) -> None:
+    count, vocab = 256, 4096
+    zero, range_ = torch.zeros(count, dtype=torch.int64), torch.arange(count)
+    seed, position = (range_, zero) if changed == "seed" else (zero, range_)
+    streams = random.uniform(seed, position, torch.arange(vocab))
+    correlation = torch.corrcoef(streams).fill_diagonal_(0.0).abs().max().item()
+    assert correlation < 6 / vocab**0.5
