@@ -53,6 +53,7 @@ class Cluster:
                 last_attempt=self.last_attempt,
                 world=World(groups, self.nodes, max((g.attempt for g in groups), default=0)),
                 target=self.target,
+                previous=self.target,
                 known_revisions=self.known,
                 device="cuda",
                 placements=[*own, *self.others],

@@ -28,6 +28,7 @@ class Situation:
     last_attempt: int
     world: World
     target: str | None  # revision to run; None while it cannot be made
+    previous: str  # the last target
     known_revisions: Collection[str]  # frozen ones that groups can be made from
     device: str
     placements: Sequence[gang.Placement]  # of all groups in sight, this service's included
@@ -218,9 +219,7 @@ def _gang_key(situation: Situation, index: int) -> tuple[str, str, int]:
 def _roll(
     situation: Situation, plan: Plan, records: dict[int, GroupStatus], live: dict[int, Group]
 ) -> None:
-    if situation.target is None and situation.desired > 0:
-        return  # nothing to roll to; what runs goes on
-    target = situation.target or ""
+    target = situation.previous if situation.target is None else situation.target
     spec = situation.spec.rollout
     slots = [
         rollout.Slot(
@@ -244,7 +243,7 @@ def _roll(
             plan.again_at(situation.now + situation.config.drain_notice)
         else:
             plan.again_at(situation.now)  # its place is free at the next look
-    for index in moves.create:
+    for index in moves.create if situation.target is not None else ():
         records[index] = GroupStatus(index=index, revision=target)
 
 

@@ -1,0 +1,5 @@
+"""`python -m radixgrove.operator --config FILE`."""
+
+from radixgrove.operator.main import main
+
+main()

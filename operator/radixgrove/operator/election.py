@@ -1,0 +1,126 @@
+"""Leader election by a Lease, and the fence that goes with it.
+
+One replica writes at a time. A leader that was stopped for longer than its lease finds, at its next
+write, that its time is over: the check is against the clock, not against what it last believed.
+Source: the leader election of client-go, whose timing this follows.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from radixgrove.operator import clock, metrics
+from radixgrove.operator.config import Election
+from radixgrove.operator.kube import Kube, KubeError, NotLeading
+
+logger = logging.getLogger(__name__)
+
+
+class LeaderElection:
+    """`run` in a thread of its own; `may_write` from anywhere."""
+
+    def __init__(self, namespace: str, identity: str, settings: Election) -> None:
+        self._namespace = namespace
+        self._identity = identity
+        self._settings = settings
+        self._valid_until = 0.0  # monotonic; of the last renewal, counted from before its request
+        self._observed: tuple[str, str] = ("", "")  # holder and renewTime as last seen
+        self._observed_at = 0.0
+        self.stopping = threading.Event()
+
+    def may_write(self, seconds: float) -> bool:
+        """Whether the lease outlives a write that takes at most so many seconds."""
+        return time.monotonic() + min(seconds, self._settings.duration / 3) < self._valid_until
+
+    @property
+    def leading(self) -> bool:
+        return time.monotonic() < self._valid_until
+
+    def run(self, kube: Kube, started: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Campaigns until `stopping`; `started` once it leads. `lost`, and the end, when it no
+        longer does: this process does not run again.
+
+        `kube` must not be fenced by this very election.
+        """
+        led = False
+        while not self.stopping.is_set():
+            self._try(kube)
+            if self.leading and not led:
+                led = True
+                metrics.LEADER.set(1)
+                logger.info("leading", extra={"identity": self._identity})
+                started()
+            elif led and not self.leading:
+                metrics.LEADER.set(0)
+                lost()
+                return
+            self.stopping.wait(self._settings.renew_every)
+        metrics.LEADER.set(0)
+        if led:
+            self._release(kube)
+
+    def _try(self, kube: Kube) -> None:
+        before = time.monotonic()
+        try:
+            lease = kube.get("Lease", self._namespace, self._settings.lease)
+            if lease is None:
+                kube.create(self._lease(transitions=0))
+            elif self._is_mine(lease) or self._has_expired(lease):
+                spec = lease.get("spec", {})
+                mine = spec.get("holderIdentity") == self._identity
+                transitions = int(spec.get("leaseTransitions", 0)) + (0 if mine else 1)
+                renewed = self._lease(transitions)
+                renewed["metadata"] = lease["metadata"]
+                kube.replace(renewed)
+            else:
+                return
+        except (KubeError, NotLeading) as error:
+            logger.warning("cannot renew the lease: %s", error)
+            return
+        self._valid_until = before + self._settings.duration
+
+    def _is_mine(self, lease: dict[str, object]) -> bool:
+        spec = lease.get("spec")
+        return isinstance(spec, dict) and spec.get("holderIdentity") == self._identity
+
+    def _has_expired(self, lease: dict[str, object]) -> bool:
+        """By this machine's clock alone: nothing changed for a whole duration."""
+        spec = lease.get("spec")
+        assert isinstance(spec, dict)
+        seen = (str(spec.get("holderIdentity", "")), str(spec.get("renewTime", "")))
+        if not seen[0]:
+            return True
+        if seen != self._observed:
+            self._observed, self._observed_at = seen, time.monotonic()
+        duration = float(spec.get("leaseDurationSeconds", self._settings.duration))
+        return time.monotonic() - self._observed_at > duration
+
+    def _lease(self, transitions: int, holder: str | None = None) -> dict[str, object]:
+        now = clock.to_text(time.time()).replace("Z", "000Z")  # MicroTime
+        return {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": self._settings.lease, "namespace": self._namespace},
+            "spec": {
+                "holderIdentity": self._identity if holder is None else holder,
+                "leaseDurationSeconds": int(self._settings.duration),
+                "renewTime": now,
+                "leaseTransitions": transitions,
+            },
+        }
+
+    def _release(self, kube: Kube) -> None:
+        """The next one need not wait."""
+        try:
+            lease = kube.get("Lease", self._namespace, self._settings.lease)
+            if lease is not None and self._is_mine(lease):
+                transitions = int(lease["spec"].get("leaseTransitions", 0))
+                released = self._lease(transitions, holder="")
+                released["metadata"] = lease["metadata"]
+                kube.replace(released)
+        except (KubeError, NotLeading) as error:
+            logger.warning("cannot release the lease: %s", error)
+        self._valid_until = 0.0

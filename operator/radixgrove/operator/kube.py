@@ -1,0 +1,310 @@
+"""The API server, as plain JSON through the official client. Synchronous: for threads only.
+
+Every request has a timeout; every write first asks whether this process still leads. Objects are
+written by server-side apply, and only when they differ from what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import urllib3.exceptions
+from kubernetes import client, config
+
+from radixgrove.operator import metrics, names
+from radixgrove.operator.spec import quantity
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Where a kind lives in the API."""
+
+    group: str
+    version: str
+    plural: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None, name: str | None = None, sub: str | None = None) -> str:
+        parts = ["apis", self.group, self.version] if self.group else ["api", self.version]
+        if self.namespaced and namespace:
+            parts += ["namespaces", namespace]
+        parts += [part for part in (self.plural, name, sub) if part]
+        return "/" + "/".join(urllib.parse.quote(part, safe="") for part in parts)
+
+
+KINDS = {
+    names.KIND: Kind(names.GROUP, names.VERSION, names.PLURAL),
+    "StatefulSet": Kind("apps", "v1", "statefulsets"),
+    "Deployment": Kind("apps", "v1", "deployments"),
+    "Pod": Kind("", "v1", "pods"),
+    "Service": Kind("", "v1", "services"),
+    "ConfigMap": Kind("", "v1", "configmaps"),
+    "Secret": Kind("", "v1", "secrets"),
+    "ServiceAccount": Kind("", "v1", "serviceaccounts"),
+    "PersistentVolumeClaim": Kind("", "v1", "persistentvolumeclaims"),
+    "Event": Kind("", "v1", "events"),
+    "Node": Kind("", "v1", "nodes", namespaced=False),
+    "Job": Kind("batch", "v1", "jobs"),
+    "PodDisruptionBudget": Kind("policy", "v1", "poddisruptionbudgets"),
+    "NetworkPolicy": Kind("networking.k8s.io", "v1", "networkpolicies"),
+    "Lease": Kind("coordination.k8s.io", "v1", "leases"),
+}
+
+
+class KubeError(Exception):
+    """A request was refused or not answered. `status` is 0 without an answer."""
+
+    def __init__(self, verb: str, what: str, status: int, message: str) -> None:
+        super().__init__(f"{verb} {what}: {message}")
+        self.verb = verb
+        self.what = what
+        self.status = status
+        self.message = message
+
+    @property
+    def retriable(self) -> bool:
+        return self.status in (0, 409, 429) or self.status >= 500
+
+
+class NotLeading(Exception):
+    """This process may write nothing any more."""
+
+
+def api_client() -> client.ApiClient:
+    """The cluster this runs in, or the one of the kubeconfig."""
+    configuration = client.Configuration()
+    try:
+        config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+    except config.ConfigException:
+        config.load_kube_config(  # type: ignore[no-untyped-call]
+            client_configuration=configuration
+        )
+    configuration.retries = False
+    return client.ApiClient(configuration)
+
+
+class Kube:
+    """Typed only by kind. Safe for several threads."""
+
+    def __init__(
+        self, api: client.ApiClient, may_write: Callable[[float], bool], timeout: float
+    ) -> None:
+        """`may_write(seconds)`: whether a write that takes that long is still ours to make."""
+        self._api = api
+        self._may_write = may_write
+        self._timeout = timeout
+        self._seen: dict[tuple[str, str, str], tuple[str, str]] = {}
+        self._lock = threading.Lock()
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
+        try:
+            return self._request("GET", "get", kind, namespace, name)
+        except KubeError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def list(
+        self, kind: str, namespace: str | None, labels: dict[str, str] | None = None,
+        fields: str | None = None,
+    ) -> list[Object]:  # fmt: skip
+        query = {}
+        if labels:
+            query["labelSelector"] = names.selector(labels)
+        if fields:
+            query["fieldSelector"] = fields
+        answer = self._request("GET", "list", kind, namespace, None, query=query)
+        return list(answer.get("items") or [])
+
+    # ---- writing ---------------------------------------------------------------------------------
+
+    def apply(self, desired: Object) -> Object:
+        """Server-side apply, unless the object already is as desired; the object as it is then.
+
+        An object under another controller (a namesake of a deleted resource) is left alone:
+        KubeError with status 409.
+        """
+        key = _key(desired)
+        live = self.get(desired["kind"], *key[1:])
+        if live is not None:
+            _refuse_foreign(desired, live)
+            if covers(live, desired):
+                return live
+        return self._request(
+            "PATCH", "patch", desired["kind"], key[1], key[2], body=desired,
+            query={"fieldManager": names.FIELD_MANAGER, "force": "true"},
+            content_type="application/apply-patch+yaml",
+        )  # fmt: skip
+
+    def apply_cached(self, desired: Object) -> None:
+        """As `apply`, without even a read while the watch reports no change since the last one."""
+        key = _key(desired)
+        digest = names.digest(desired, 32)
+        with self._lock:
+            known = self._seen.get(key)
+        if known is not None and known[0] == digest:
+            return
+        live = self.apply(desired)
+        with self._lock:
+            self._seen[key] = (digest, live["metadata"].get("resourceVersion", ""))
+
+    def changed(self, kind: str, namespace: str, name: str, version: str | None) -> None:
+        """The watch saw an object at `version`; None: it is gone."""
+        key = (kind, namespace, name)
+        with self._lock:
+            known = self._seen.get(key)
+            if known is not None and known[1] != version:
+                del self._seen[key]
+
+    def forget(self) -> None:
+        """Read everything again at the next reconciliation."""
+        with self._lock:
+            self._seen.clear()
+
+    def create(self, desired: Object, sub: str | None = None) -> Object:
+        _, namespace, name = _key(desired)
+        return self._request(
+            "POST", "create", desired["kind"], namespace, name if sub else None, sub=sub,
+            body=desired,
+        )  # fmt: skip
+
+    def replace(self, desired: Object) -> Object:
+        """Fails with status 409 when the object changed since it was read."""
+        kind, namespace, name = _key(desired)
+        return self._request("PUT", "update", kind, namespace, name, body=desired)
+
+    def patch(
+        self, kind: str, namespace: str, name: str, body: Object, sub: str | None = None
+    ) -> Object:
+        return self._request(
+            "PATCH", "patch", kind, namespace, name, sub=sub, body=body,
+            content_type="application/merge-patch+json",
+        )  # fmt: skip
+
+    def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
+        """Deletes that very object; one of the same name but another UID stays."""
+        body = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        try:
+            self._request("DELETE", "delete", kind, namespace, name, body=body)
+        except KubeError as error:
+            if error.status not in (404, 409):
+                raise
+
+    # ---- the wire --------------------------------------------------------------------------------
+
+    def _request(
+        self,
+        method: str,
+        verb: str,
+        kind: str,
+        namespace: str | None,
+        name: str | None,
+        *,
+        sub: str | None = None,
+        body: Object | None = None,
+        query: dict[str, str] | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        where = KINDS[kind]
+        what = "/".join(part for part in (where.plural, namespace, name, sub) if part)
+        if method != "GET" and not self._may_write(self._timeout):
+            raise NotLeading(f"{verb} {what}: not the leader any more")
+        url = self._api.configuration.host + where.path(namespace, name, sub)
+        if query:
+            url += "?" + urllib.parse.urlencode(query)
+        headers = {"Accept": "application/json", "User-Agent": names.FIELD_MANAGER}
+        if body is not None:
+            headers["Content-Type"] = content_type
+        self._api.update_params_for_auth(
+            headers, [], ["BearerToken"], where.path(namespace, name, sub), method, body
+        )
+        try:
+            response = self._api.rest_client.pool_manager.request(
+                method, url, headers=headers, body=json.dumps(body) if body is not None else None,
+                timeout=self._timeout, retries=False,
+            )  # fmt: skip
+        except urllib3.exceptions.HTTPError as error:
+            metrics.API_REQUESTS.labels(verb, where.plural, "none").inc()
+            raise KubeError(verb, what, 0, f"no answer ({type(error).__name__})") from error
+        metrics.API_REQUESTS.labels(verb, where.plural, str(response.status)).inc()
+        if response.status >= 300:
+            raise KubeError(verb, what, response.status, _message(response.data))
+        answer: Object = json.loads(response.data)
+        return answer
+
+
+def _message(data: bytes) -> str:
+    try:
+        return str(json.loads(data)["message"])
+    except (ValueError, KeyError, TypeError):
+        return data[:200].decode(errors="replace")
+
+
+def _key(thing: Object) -> tuple[str, str, str]:
+    meta = thing["metadata"]
+    return thing["kind"], meta.get("namespace", ""), meta["name"]
+
+
+def _refuse_foreign(desired: Object, live: Object) -> None:
+    wanted = {owner["uid"] for owner in desired["metadata"].get("ownerReferences", [])
+              if owner.get("controller")}  # fmt: skip
+    has = {owner["uid"] for owner in live["metadata"].get("ownerReferences", [])
+           if owner.get("controller")}  # fmt: skip
+    if (wanted and has - wanted) or "deletionTimestamp" in live["metadata"]:
+        kind, namespace, name = _key(desired)
+        raise KubeError(
+            "patch", f"{KINDS[kind].plural}/{namespace}/{name}", 409,
+            "an object of this name belongs to another owner or is being deleted",
+        )  # fmt: skip
+
+
+def covers(live: Any, desired: Any) -> bool:
+    """Whether an object has everything that is desired; the server's defaults may come on top."""
+    if isinstance(desired, dict):
+        return isinstance(live, dict) and all(
+            covers(live.get(key), value) for key, value in desired.items()
+        )
+    if isinstance(desired, list):
+        if not isinstance(live, list):
+            return not desired and live is None
+        if desired and all(isinstance(item, dict) and "uid" in item for item in desired):
+            by_uid = {item.get("uid"): item for item in live}  # owner references of others stay
+            return all(covers(by_uid.get(item["uid"]), item) for item in desired)
+        return len(live) == len(desired) and all(
+            covers(have, want) for have, want in zip(live, desired, strict=True)
+        )
+    if live is None:
+        return desired in ("", {}, [], False, 0)  # zero values are left out by the server
+    return bool(live == desired) or _same_quantity(live, desired)
+
+
+def _same_quantity(live: Any, desired: Any) -> bool:
+    try:
+        return quantity(str(live)) == quantity(str(desired))
+    except ValueError:
+        return False
+
+
+def controllers(things: Iterable[Object], uid: str) -> list[Object]:
+    """Those of `things` that the object with this UID controls."""
+    return [
+        thing
+        for thing in things
+        if any(
+            owner.get("controller") and owner["uid"] == uid
+            for owner in thing["metadata"].get("ownerReferences", [])
+        )
+    ]

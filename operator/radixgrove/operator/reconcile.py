@@ -1,0 +1,559 @@
+"""One look at one service: read what is there, decide, write what differs, say how it stands.
+
+Level-based: nothing depends on which event led here. Whatever one request is refused, the others
+still happen; the refusal is named in a condition and tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from radixgrove.operator import clock, metrics, modelcache, names, status
+from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.keys import Keys
+from radixgrove.operator.kube import Kube, KubeError, controllers, covers
+from radixgrove.operator.observe import (
+    Group,
+    JobState,
+    Node,
+    World,
+    group_of,
+    highest_attempt,
+    job_of,
+    node_of,
+)
+from radixgrove.operator.plan import Plan, Situation, as_placements, make_plan
+from radixgrove.operator.redisside import RedisAway, RedisSide
+from radixgrove.operator.render import group as render_group
+from radixgrove.operator.render import policies
+from radixgrove.operator.render import router as render_router
+from radixgrove.operator.render.common import Service
+from radixgrove.operator.revision import (
+    InvalidEngine,
+    Revision,
+    config_map_data,
+    revision_of,
+    thaw,
+)
+from radixgrove.operator.spec import InferenceServiceSpec
+from radixgrove.operator.statusmodel import (
+    AutoscalingStatus,
+    GroupPhase,
+    GroupStatus,
+    InferenceServiceStatus,
+)
+from radixgrove.operator.store import Key, Neighbour, Store, name_conflict, neighbour_of
+from radixgrove.operator.workers import WorkerProbe
+from radixgrove.protocol.modeltable import SHARED, ModelEntry
+
+logger = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+
+_STARTING_EVERY = 5.0  # seconds between questions to starting workers
+_REFUSED_AFTER = 2.0  # seconds without pods before asking why
+
+
+class Incomplete(Exception):
+    """Some requests failed; the look is repeated."""
+
+
+@dataclass
+class _Look:
+    """What one reconciliation gathers and decides."""
+
+    body: Object
+    spec: InferenceServiceSpec
+    service: Service
+    created: float
+    before: InferenceServiceStatus
+    now: float
+    failures: list[str] = field(default_factory=list)
+    sets: list[Object] = field(default_factory=list)
+    config_maps: list[Object] = field(default_factory=list)
+    world: World = field(default_factory=World)
+    revisions: dict[str, Revision] = field(default_factory=dict)
+    model: modelcache.Step | None = None
+    target: Revision | None = None
+    invalid: str = ""
+    name_taken: str = ""
+
+    @property
+    def key(self) -> Key:
+        return (self.service.namespace, self.service.name)
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """A refused request is noted, and does not stop the rest."""
+        try:
+            yield
+        except KubeError as error:
+            logger.warning("%s/%s: %s", *self.key, error)
+            self.failures.append(f"{error} ({error.status})"[:500])
+        except RedisAway as error:
+            logger.warning("%s/%s: Redis does not answer: %s", *self.key, error)
+            self.failures.append("Redis does not answer; routers keep what they know")
+
+
+class Reconciler:
+    """Safe to call from several threads, for different services."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        store: Store,
+        keys: Keys,
+        redis_side: RedisSide,
+        probe: WorkerProbe,
+        config: OperatorConfig,
+        autoscaling: Callable[[Key], AutoscalingStatus | None],
+        enqueue: Callable[[Key], None],
+    ) -> None:
+        self._kube = kube
+        self._store = store
+        self._keys = keys
+        self._redis = redis_side
+        self._probe = probe
+        self._config = config
+        self._autoscaling = autoscaling
+        self._enqueue = enqueue
+        self._serving: dict[Key, list[str]] = {}
+
+    def serving(self, key: Key) -> Sequence[str]:
+        """Replica ids of the service's groups that routers may use, as last decided."""
+        return self._serving.get(key, [])
+
+    def reconcile(self, key: Key) -> float | None:
+        """Seconds until the next look; None: when something happens.
+
+        Raises Incomplete or KubeError when the look must be repeated soon, NotLeading.
+        """
+        body = self._kube.get(names.KIND, *key)
+        if body is None or "deletionTimestamp" in body["metadata"]:
+            self._gone(key)
+            return None
+        look = self._begin(body)
+        if look is None:
+            return None
+        self._observe(look)
+        self._prepare(look)
+        plan = self._decide(look)
+        self._act(look, plan)
+        self._report(look, plan)
+        if look.failures:
+            raise Incomplete("; ".join(look.failures))
+        return self._next_look(look, plan)
+
+    # ---- what is there ---------------------------------------------------------------------------
+
+    def _gone(self, key: Key) -> None:
+        """Children go by garbage collection; routers and neighbours are told."""
+        self._store.service_gone(key)
+        self._serving.pop(key, None)
+        metrics.forget(*key)
+        for neighbour in self._store.services():
+            self._enqueue(neighbour.key)
+        try:
+            self._redis.drop(names.service_key(*key))
+        except RedisAway as error:
+            raise Incomplete(f"Redis does not answer: {error}") from error
+
+    def _begin(self, body: Object) -> _Look | None:
+        meta = body["metadata"]
+        try:
+            spec = InferenceServiceSpec.model_validate(body.get("spec", {}))
+        except ValidationError as error:
+            # The API server's schema is that of another version of the operator.
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            logger.error("%s/%s: spec.%s: %s", meta["namespace"], meta["name"], where, first["msg"])
+            self._kube.patch(
+                names.KIND, meta["namespace"], meta["name"],
+                {"status": _invalid(body, f"spec.{where}: {first['msg']}")}, sub="status",
+            )  # fmt: skip
+            return None
+        try:
+            before = InferenceServiceStatus.model_validate(body.get("status") or {})
+        except ValidationError:
+            before = InferenceServiceStatus()  # damaged by hand: start from what is there
+        service = Service(meta["namespace"], meta["name"], meta["uid"])
+        created = clock.from_text(meta.get("creationTimestamp")) or 0.0
+        return _Look(body, spec, service, created, before, time.time())
+
+    def _observe(self, look: _Look) -> None:
+        namespace = look.service.namespace
+        labels = names.labels(look.service.name, names.WORKER)
+        all_sets = self._kube.list("StatefulSet", namespace, labels)
+        pods = self._kube.list("Pod", namespace, labels)
+        look.sets = controllers(all_sets, look.service.uid)
+        groups = []
+        for stateful_set in look.sets:
+            group = group_of(stateful_set, pods)
+            if group is not None and len(group.pods) < group.nodes:
+                group = group_of(stateful_set, pods, self._refusal(look, group))
+            if group is not None:
+                groups.append(group)
+        look.world = World(tuple(groups), self._nodes(groups), highest_attempt([*all_sets, *pods]))
+        look.config_maps = controllers(
+            self._kube.list("ConfigMap", namespace, labels), look.service.uid
+        )
+        for config_map in look.config_maps:
+            try:
+                revision = thaw(config_map.get("data") or {})
+            except ValueError as error:
+                logger.warning("%s: %s", config_map["metadata"]["name"], error)
+                continue
+            look.revisions[config_map["metadata"]["labels"].get(names.REVISION, "")] = revision
+
+    def _refusal(self, look: _Look, group: Group) -> str:
+        """Why a StatefulSet's pods are not admitted, in the API server's own words."""
+        if group.deleting or look.now - group.created < _REFUSED_AFTER:
+            return ""
+        with look.trying():
+            fields = f"involvedObject.name={group.name},reason=FailedCreate"
+            events = self._kube.list("Event", look.service.namespace, fields=fields)
+            own = [e for e in events if e.get("involvedObject", {}).get("uid") == group.uid]
+            if own:
+                last = max(own, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime")))
+                return str(last.get("message", ""))[:1024]
+        return ""
+
+    def _nodes(self, groups: Sequence[Group]) -> dict[str, Node]:
+        """The watch may lag behind a scheduler: a node it does not know is looked up."""
+        known = self._store.nodes()
+        for name in {pod.node for group in groups for pod in group.pods if pod.node} - set(known):
+            node = self._kube.get("Node", None, name)
+            if node is not None:
+                known[name] = node_of(node)
+        return known
+
+    # ---- what does not depend on groups ----------------------------------------------------------
+
+    def _prepare(self, look: _Look) -> None:
+        """Model, revision and the service's own guards, before any group."""
+        own = neighbour_of(look.body)
+        assert own is not None
+        neighbours = self._store.services()
+        look.name_taken = name_conflict(own, neighbours)
+        same_namespace = [n for n in neighbours if n.service.namespace == own.service.namespace]
+        for child in self._guards(look, same_namespace, own):
+            with look.trying():
+                self._kube.apply_cached(child)
+        self._remove_router(look)
+        self._model(look, own, same_namespace)
+        step = look.model
+        if step is None or step.at is None or look.name_taken:
+            return
+        restart = look.body["metadata"].get("annotations", {}).get(names.RESTART, "")
+        target = revision_of(look.spec, look.service.name, step.at, restart, self._config)
+        target = look.revisions.get(target.hash, target)  # as it was frozen
+        try:
+            config_map_data(target, look.service.key, self._config)
+        except InvalidEngine as error:
+            look.invalid = str(error)
+            return
+        if step.ready:
+            look.target = target
+            look.revisions[target.hash] = target
+
+    def _guards(self, look: _Look, neighbours: list[Neighbour], own: Neighbour) -> Iterator[Object]:
+        service, config = look.service, self._config
+        users = [n.service for n in neighbours if n.key != own.key] + [service]
+        with look.trying():
+            yield self._keys.copy(service.namespace, sorted(users, key=lambda user: user.uid))
+        yield policies.service_account(service)
+        if config.network_policies.enabled:
+            yield policies.worker_network_policy(service, look.spec.router.dedicated, config)
+        if look.spec.router.dedicated:
+            yield from render_router.router_objects(service, look.spec.router, config)
+
+    def _remove_router(self, look: _Look) -> None:
+        """A router of the service's own that is not wanted any more."""
+        service = look.service
+        name = render_router.router_name(service)
+        with look.trying():
+            if look.spec.router.dedicated:
+                return
+            deployment = self._kube.get("Deployment", service.namespace, name)
+            if deployment is None or not controllers([deployment], service.uid):
+                return
+            # The Deployment goes last: as long as it exists, this runs again.
+            for child in reversed(
+                render_router.router_objects(service, look.spec.router, self._config)
+            ):
+                meta = child["metadata"]
+                live = self._kube.get(child["kind"], meta["namespace"], meta["name"])
+                if live is not None and controllers([live], service.uid):
+                    uid = live["metadata"]["uid"]
+                    self._kube.delete(child["kind"], meta["namespace"], meta["name"], uid)
+
+    def _model(self, look: _Look, own: Neighbour, neighbours: list[Neighbour]) -> None:
+        namespace, known = look.service.namespace, look.before.model
+        jobs: dict[str, JobState] = {}
+        claims: dict[str, dict[str, str]] = {}
+        if own.spec.model.source.startswith(("hf://", "s3://")):
+            for name in modelcache.wanted_names(look.service, look.spec, known):
+                job = self._kube.get("Job", namespace, name)
+                if job is not None:
+                    pods = self._kube.list("Pod", namespace, {"job-name": name})
+                    jobs[name] = job_of(job, pods)
+                claim = self._kube.get("PersistentVolumeClaim", namespace, name)
+                if claim is not None:
+                    claims[name] = claim["metadata"].get("annotations") or {}
+        sharing = [n for n in neighbours if n.claim and n.claim == known.claim]
+        users = sorted({n.key: n for n in [*sharing, own]}.values(), key=lambda n: n.age)
+        cache = modelcache.Cache(jobs, claims, [n.service for n in users])
+        step = modelcache.decide(look.service, look.spec, known, cache, self._config, look.now)
+        for child in step.apply:
+            with look.trying():
+                self._kube.apply_cached(child)
+        for done in step.delete_jobs:
+            with look.trying():
+                self._kube.delete("Job", namespace, done.name, done.uid)
+        look.model = step
+
+    # ---- groups ----------------------------------------------------------------------------------
+
+    def _decide(self, look: _Look) -> Plan:
+        device = look.spec.hardware.device.value
+        groups = look.world.groups
+        own = as_placements(look.service, look.created, device, groups, look.before.groups)
+        return make_plan(
+            Situation(
+                service=look.service,
+                spec=look.spec,
+                created=look.created,
+                records=look.before.groups,
+                last_attempt=look.before.last_attempt,
+                world=look.world,
+                target=look.target.hash if look.target else None,
+                previous=look.before.revision,
+                known_revisions=set(look.revisions),
+                device=device,
+                placements=[*own, *self._store.placements(besides=look.key)],
+                others_wait=self._store.somebody_waits(device, besides=look.key),
+                holds_lease=lambda group: self._holds_lease(look, group),
+                config=self._config,
+                now=look.now,
+            )
+        )
+
+    def _holds_lease(self, look: _Look, group: Group) -> bool:
+        try:
+            return self._redis.holds_lease(look.service.key, names.replica_id(group.name))
+        except RedisAway:
+            return False
+
+    def _act(self, look: _Look, plan: Plan) -> None:
+        """The plan's steps in its order; a step that fails stops those that rely on it."""
+        namespace, name = look.key
+        if plan.create or plan.drain or plan.delete:
+            records = {
+                "groups": [_dump(record) for record in plan.records],
+                "lastAttempt": plan.last_attempt,
+            }
+            self._kube.patch(names.KIND, namespace, name, {"status": records}, sub="status")
+        with look.trying():
+            self._tell_routers(look, plan)
+        for group, because in plan.drain:
+            with look.trying():
+                annotations = {names.DRAINING: clock.to_text(look.now), names.DRAIN_REASON: because}
+                body = {"metadata": {"uid": group.uid, "annotations": annotations}}
+                self._kube.patch("StatefulSet", namespace, group.name, body)
+        for group in plan.delete:
+            with look.trying():
+                self._kube.delete("StatefulSet", namespace, group.name, group.uid)
+        for new in plan.create:
+            with look.trying():
+                self._create(look, new.index, new.attempt, look.revisions[new.revision])
+        self._keep_groups(look, plan)
+        self._remove_revisions(look, plan)
+
+    def _tell_routers(self, look: _Look, plan: Plan) -> None:
+        scaling = look.spec.autoscaling
+        table = look.service.key if look.spec.router.dedicated else SHARED
+        self._serving[look.key] = plan.serving
+        if look.name_taken:
+            self._redis.drop(look.service.key)
+            return
+        entry = ModelEntry(
+            service=look.service.key,
+            names=look.spec.model_names(look.service.name),
+            attempts=plan.serving,
+            desired=0 if look.spec.suspend else look.spec.replicas,
+            wakes=scaling is not None and scaling.min == 0 and not look.spec.suspend,
+        )
+        self._redis.put(table, look.created, entry)
+
+    def _create(self, look: _Look, index: int, attempt: int, revision: Revision) -> None:
+        service, config = look.service, self._config
+        self._kube.apply_cached(render_group.revision_config_map(service, revision, config))
+        stateful_set = render_group.stateful_set(service, revision, index, attempt, config)
+        made = self._kube.apply(stateful_set)
+        self._companions(made)
+
+    def _companions(self, stateful_set: Object) -> None:
+        meta = stateful_set["metadata"]
+        service = Service(meta["namespace"], meta["labels"][names.SERVICE], "")
+        labels = {key: meta["labels"][key] for key in (
+            *names.labels("", ""), names.GROUP_INDEX, names.ATTEMPT, names.REVISION
+        )}  # fmt: skip
+        self._kube.apply_cached(render_group.headless_service(service, labels, meta["uid"]))
+        if self._config.network_policies.enabled:
+            self._kube.apply_cached(render_group.group_network_policy(service, labels, meta["uid"]))
+
+    def _keep_groups(self, look: _Look, plan: Plan) -> None:
+        """Undoes what others did to live groups. A set rendered by another version stays as is."""
+        leaving = {group.name for group in plan.delete} | {group.name for group, _ in plan.drain}
+        for stateful_set in look.sets:
+            meta = stateful_set["metadata"]
+            labels, annotations = meta["labels"], meta.get("annotations", {})
+            if meta["name"] in leaving or "deletionTimestamp" in meta:
+                continue
+            with look.trying():
+                self._companions(stateful_set)
+            revision = look.revisions.get(labels.get(names.REVISION, ""))
+            if revision is None or names.DRAINING in annotations:
+                continue
+            index, attempt = int(labels[names.GROUP_INDEX]), int(labels[names.ATTEMPT])
+            desired = render_group.stateful_set(
+                look.service, revision, index, attempt, self._config
+            )
+            same = (
+                annotations.get(names.RENDERED)
+                == desired["metadata"]["annotations"][names.RENDERED]
+            )
+            if same and not covers(stateful_set, desired):
+                with look.trying():
+                    self._kube.apply(desired)
+        live = [g for g in look.world.groups if not g.draining and g.name not in leaving]
+        pods = sum(g.nodes for g in live)
+        pods += sum(look.revisions[new.revision].hardware.nodes for new in plan.create)
+        with look.trying():
+            self._kube.apply_cached(policies.pod_disruption_budget(look.service, pods))
+
+    def _remove_revisions(self, look: _Look, plan: Plan) -> None:
+        used = {record.revision for record in plan.records}
+        used |= {group.revision for group in look.world.groups}
+        used |= {look.target.hash if look.target else look.before.revision}
+        for config_map in look.config_maps:
+            meta = config_map["metadata"]
+            if meta["labels"].get(names.REVISION) not in used:
+                with look.trying():
+                    self._kube.delete("ConfigMap", meta["namespace"], meta["name"], meta["uid"])
+
+    # ---- what people see -------------------------------------------------------------------------
+
+    def _report(self, look: _Look, plan: Plan) -> None:
+        assert look.model is not None
+        device = look.spec.hardware.device.value
+        leaving = {group.uid for group in plan.delete}
+        groups = [group for group in look.world.groups if group.uid not in leaving]
+        placements = as_placements(look.service, look.created, device, groups, plan.records)
+        for other in self._store.placed(look.key, placements, device if plan.waits_for else ""):
+            self._enqueue(other)
+        dedicated = look.spec.router.dedicated
+        facts = status.Facts(
+            name=look.service.name,
+            generation=look.body["metadata"].get("generation", 0),
+            spec=look.spec,
+            url=render_router.router_url(look.service, self._config)
+            if dedicated
+            else self._config.router.url,
+            target=look.target.hash if look.target else None,
+            plan=plan,
+            groups=groups,
+            model=look.model,
+            autoscaling=self._autoscaling(look.key),
+            name_taken=look.name_taken,
+            invalid=look.invalid,
+            failures=look.failures,
+            phases=self._probe.phases(groups),
+        )
+        after = status.compute(facts, look.before, look.now)
+        namespace, name = look.key
+        body = _difference(look.body.get("status") or {}, _dump(after))
+        if body:
+            self._kube.patch(names.KIND, namespace, name, {"status": body}, sub="status")
+        events = [("Normal", *event) for event in plan.events]
+        for kind, reason, message in [*events, *status.transitions(look.before, after)]:
+            with look.trying():
+                self._event(look, kind, reason, message)
+        metrics.GROUPS.labels(namespace, name, "ready").set(after.ready_replicas)
+        metrics.GROUPS.labels(namespace, name, "desired").set(after.desired_replicas)
+        recovered = sum(1 for reason, _ in plan.events if reason == "GroupRecovery")
+        metrics.GROUP_RECOVERIES.labels(namespace, name).inc(recovered)
+
+    def _event(self, look: _Look, kind: str, reason: str, message: str) -> None:
+        meta = look.body["metadata"]
+        stamp = clock.to_text(look.now).split(".")[0] + "Z"
+        digest = names.digest([meta["uid"], reason, message, stamp])
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"{meta['name']}.{digest}", "namespace": meta["namespace"]},
+            "involvedObject": {
+                "apiVersion": names.API_VERSION,
+                "kind": names.KIND,
+                "name": meta["name"],
+                "namespace": meta["namespace"],
+                "uid": meta["uid"],
+            },
+            "reason": reason,
+            "message": message,
+            "type": kind,
+            "source": {"component": names.FIELD_MANAGER},
+            "firstTimestamp": stamp,
+            "lastTimestamp": stamp,
+            "count": 1,
+        }
+        try:
+            self._kube.create(event)
+        except KubeError as error:
+            if error.status != 409:  # said already
+                raise
+
+    def _next_look(self, look: _Look, plan: Plan) -> float:
+        delay = self._config.resync
+        if plan.requeue_at is not None:
+            delay = min(delay, plan.requeue_at - time.time())
+        if look.model is not None and look.model.requeue_at is not None:
+            delay = min(delay, look.model.requeue_at - time.time())
+        unready = [r for r in plan.records if r.phase in (GroupPhase.STARTING, GroupPhase.PENDING)]
+        if unready:
+            delay = min(delay, _STARTING_EVERY)
+        return max(delay, 0.05)
+
+
+def _dump(model: InferenceServiceStatus | GroupStatus) -> Object:
+    return model.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _difference(before: Object, after: Object) -> Object:
+    """A merge patch from one to the other, at the first level."""
+    changed = {key: value for key, value in after.items() if before.get(key) != value}
+    return changed | dict.fromkeys(before.keys() - after.keys())
+
+
+def _invalid(body: Object, message: str) -> Object:
+    now = clock.to_text(float(int(time.time()))).replace(".000Z", "Z")
+    return {
+        "observedGeneration": body["metadata"].get("generation", 0),
+        "conditions": [
+            {
+                "type": "Ready",
+                "status": "False",
+                "reason": "InvalidSpec",
+                "message": message[:4096],
+                "lastTransitionTime": now,
+                "observedGeneration": body["metadata"].get("generation", 0),
+            }
+        ],
+    }
