@@ -1,0 +1,279 @@
+"""Offline throughput of one engine in this process: scheduler and executor, no HTTP.
+
+    python benchmarks/offline.py --model llama-3.1-8b qwen3-0.6b --workload nano256 bs1_decode
+
+Models are names under benchmarks/configs (random weights) or directories. The cache is emptied
+before each run; the better of `--runs` counts. A line of JSON goes into benchmarks/results for
+each row of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import results
+import torch
+import workloads
+from workloads import WORKLOADS, ModelShape, Workload
+
+from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.protocol.settings import AttentionBackend, Device, DType, LoadFormat, WorkerSettings
+from radixgrove.worker.execution.build import build_executor
+from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, Tokens
+from radixgrove.worker.models.config import ModelConfig, load_config
+from radixgrove.worker.plan import Executor
+from radixgrove.worker.scheduler.config import SchedulerConfig
+from radixgrove.worker.scheduler.scheduler import Scheduler
+
+CONFIGS = Path(__file__).with_name("configs")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run of a workload."""
+
+    seconds: float
+    steps: int
+    cached_tokens: int
+    preemptions: int
+
+
+class OfflineEngine:
+    """The engine's loop without its sockets."""
+
+    def __init__(self, settings: WorkerSettings, model_dir: Path) -> None:
+        begin = time.perf_counter()
+        self.executor: Executor
+        self.info: EngineInfo
+        self.executor, self.info = build_executor(settings, model_dir, show_phase)
+        self.start_seconds = time.perf_counter() - begin
+        config = SchedulerConfig.resolve(
+            settings, self.executor.info, on_cpu=self.info.device == "cpu"
+        )
+        self.scheduler = Scheduler(config)
+        self._depth = self.executor.info.depth
+
+    def submit(self, workload: Workload) -> None:
+        now = time.time()
+        vocabulary = self.info.vocab_size
+        for index, item in enumerate(workload.items):
+            token_ids = np.array(item.token_ids, dtype="<i4") % vocabulary
+            sampling = SamplingParams(
+                max_tokens=item.max_tokens, seed=index, temperature=workload.temperature
+            )
+            self.scheduler.submit(
+                Submit(
+                    request_id=str(index),
+                    frontend=0,
+                    token_ids=token_ids.tobytes(),
+                    sampling=sampling,
+                    domain="public",
+                ),
+                now,
+            )
+
+    def launch(self) -> int:
+        """Fill the executor up to its depth; how many steps are in flight then."""
+        while self.scheduler.in_flight < self._depth:
+            plan = self.scheduler.schedule(time.time())
+            if plan is None:
+                break
+            self.executor.launch(plan)
+        return self.scheduler.in_flight
+
+    def complete(self) -> None:
+        self.scheduler.complete(self.executor.collect())
+
+    def run(self, workload: Workload) -> Measured:
+        """All of a workload's requests at once, to the end.
+
+        Raises:
+            RuntimeError: a request was refused, or did not get all its tokens.
+        """
+        self.scheduler.flush_cache()
+        counters = self.scheduler.counters
+        cached, preemptions = counters.cached_tokens, counters.preemptions
+        self.submit(workload)
+        steps = tokens = 0
+        begin = time.perf_counter()
+        while self.launch():
+            self.complete()
+            steps += 1
+            tokens += count_tokens(self.scheduler.take_outputs())
+        seconds = time.perf_counter() - begin
+        if tokens != workload.output_tokens:
+            raise RuntimeError(f"{tokens} output tokens instead of {workload.output_tokens}")
+        return Measured(
+            seconds,
+            steps,
+            counters.cached_tokens - cached,
+            counters.preemptions - preemptions,
+        )
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def count_tokens(outputs: dict[int, list[Any]]) -> int:
+    """New tokens in what a step gave out.
+
+    Raises:
+        RuntimeError: a request was refused.
+    """
+    count = 0
+    for output in outputs.get(0, []):
+        if not isinstance(output, Tokens):
+            raise RuntimeError(f"refused: {output.detail}")
+        count += len(output.token_ids)
+    return count
+
+
+def show_phase(report: PhaseReport) -> None:
+    share = "" if report.fraction is None else f" {report.fraction:.0%}"
+    print(f"[{report.state.value}] {report.message}{share}", file=sys.stderr, flush=True)
+
+
+def find_model(name: str) -> tuple[str, Path]:
+    """A benchmark model's short name and directory."""
+    if (CONFIGS / name).is_dir():
+        return name, CONFIGS / name
+    path = Path(name)
+    return path.name, path
+
+
+def model_shape(config: ModelConfig, item_bytes: int) -> ModelShape:
+    hidden, dim = config.hidden_size, config.head_dim
+    attention = hidden * (config.num_heads + 2 * config.num_kv_heads) * dim
+    attention += config.num_heads * dim * hidden
+    return ModelShape(
+        matrix_parameters=config.num_layers * (attention + 3 * hidden * config.intermediate_size),
+        head_parameters=config.vocab_size * hidden,
+        layers=config.num_layers,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=dim,
+        item_bytes=item_bytes,
+    )
+
+
+def make_settings(arguments: argparse.Namespace) -> WorkerSettings:
+    options: dict[str, Any] = {
+        "load_format": LoadFormat(arguments.load_format),
+        "device": Device(arguments.device),
+        "dtype": DType(arguments.dtype),
+        "tp": arguments.tp,
+        "attention_backend": AttentionBackend(arguments.backend),
+        "max_running": arguments.max_running,
+        "max_step_tokens": arguments.max_step_tokens,
+        "max_model_len": arguments.max_model_len,
+        "cuda_graphs": not arguments.eager,
+        "overlap": not arguments.no_overlap,
+    }
+    return WorkerSettings(**options)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What decides the engine, shared with the profile."""
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument(
+        "--backend", default="auto", choices=[b.value for b in AttentionBackend], help="attention"
+    )
+    parser.add_argument("--device", default="auto", choices=[d.value for d in Device])
+    parser.add_argument("--dtype", default="auto", choices=[d.value for d in DType])
+    parser.add_argument("--load-format", default="dummy", choices=[f.value for f in LoadFormat])
+    parser.add_argument("--max-running", type=int, default=None)
+    parser.add_argument("--max-step-tokens", type=int, default=None)
+    parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--no-overlap", action="store_true", help="one step in flight")
+
+
+HEADER = ("model", "workload", "tokens/s", "of limit", "seconds", "steps", "cached", "start s")
+WIDTHS = (16, 14, 9, 8, 8, 6, 7, 7)
+
+
+def table_row(cells: tuple[str, ...]) -> str:
+    return "  ".join(
+        cell.ljust(width) if index < 2 else cell.rjust(width)
+        for index, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))
+    )
+
+
+def measure(
+    engine: OfflineEngine, model: str, shape: ModelShape, workload: Workload, runs: int
+) -> tuple[str, dict[str, Any]]:
+    """Better of `runs`: the row of the table and the record."""
+    measured = [engine.run(workload) for _ in range(runs)]
+    best = min(measured, key=lambda run: run.seconds)
+    rate = workload.counted_tokens / best.seconds
+    limit = workload.counted_tokens / workloads.least_seconds(workload, shape, workloads.H100)
+    cached = best.cached_tokens / workload.input_tokens
+    record = {
+        "benchmark": "offline",
+        "model": model,
+        "workload": workload.name,
+        "tokens_per_second": round(rate, 1),
+        "counts": "input" if workload.counts_input else "output",
+        "limit_tokens_per_second": round(limit, 1),
+        "seconds": [round(run.seconds, 4) for run in measured],
+        "steps": best.steps,
+        "cached_share": round(cached, 4),
+        "preemptions": best.preemptions,
+        "start_seconds": round(engine.start_seconds, 1),
+        "attention_backend": engine.info.attention_backend,
+        "dtype": engine.info.dtype,
+        "device": engine.info.device,
+    }
+    on_gpu = engine.info.device != "cpu"
+    row = table_row(
+        (
+            model,
+            workload.name,
+            f"{rate:,.0f}",
+            f"{rate / limit:.1%}" if on_gpu else "-",  # the limit is an H100's
+            f"{best.seconds:.2f}",
+            str(best.steps),
+            f"{cached:.0%}",
+            f"{engine.start_seconds:.1f}",
+        )
+    )
+    return row, record
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", default=["llama-3.1-8b", "qwen3-0.6b"])
+    parser.add_argument("--workload", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--label", default="", help="kept in the record, to tell variants apart")
+    add_engine_options(parser)
+    arguments = parser.parse_args(argv)
+    settings = make_settings(arguments)
+    print(table_row(HEADER), flush=True)
+    for name in arguments.model:
+        model, model_dir = find_model(name)
+        engine = OfflineEngine(settings, model_dir)
+        try:
+            item_bytes = getattr(torch, engine.info.dtype).itemsize
+            shape = model_shape(load_config(model_dir), item_bytes)
+            for workload_name in arguments.workload:
+                workload = WORKLOADS[workload_name]()
+                row, record = measure(engine, model, shape, workload, arguments.runs)
+                print(row, flush=True)
+                results.record({**record, "tp": arguments.tp, "label": arguments.label})
+        finally:
+            engine.close()
+        del engine
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
