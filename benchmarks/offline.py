@@ -141,9 +141,9 @@ def show_phase(report: PhaseReport) -> None:
 
 def find_model(name: str) -> tuple[str, Path]:
     """A benchmark model's short name and directory."""
-    if (CONFIGS / name).is_dir():
-        return name, CONFIGS / name
     path = Path(name)
+    if path.name == name and (CONFIGS / name).is_dir():
+        return name, CONFIGS / name
     return path.name, path
 
 
