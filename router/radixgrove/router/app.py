@@ -15,6 +15,7 @@ from starlette.routing import Route
 from radixgrove.protocol import asgi, errors
 from radixgrove.protocol.asgi import App, Receive, Scope, Send
 from radixgrove.protocol.auth import ApiKeys, same_secret
+from radixgrove.protocol.errors import ApiError
 from radixgrove.protocol.settings import LogLevel, RouterSettings
 from radixgrove.router.exposition import metrics_text
 from radixgrove.router.fleet import Fleet
@@ -22,25 +23,42 @@ from radixgrove.router.proxy import Proxy
 from radixgrove.router.replicas import Service
 from radixgrove.router.status import RouterStatus
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-class _Endpoint:
-    """A bare ASGI endpoint: FastAPI's request handling would cost as much as all the rest."""
 
-    def __init__(self, proxy: Proxy, *, chat: bool) -> None:
+class _FastPath:
+    """Completions go straight to the proxy: FastAPI's own handling would cost as much as the rest.
+
+    FastAPI keeps everything else, and the two routes too, for their 405.
+    """
+
+    def __init__(self, app: FastAPI, proxy: Proxy) -> None:
+        self._app = app
         self._proxy = proxy
-        self._chat = chat
+        for path in (CHAT, COMPLETIONS):
+            app.router.routes.append(Route(path, self, methods=["POST"]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._proxy.handle(scope, receive, send, chat=self._chat)
+        path = scope.get("path")
+        if path in (CHAT, COMPLETIONS) and scope["method"] == "POST":
+            await self._proxy.handle(scope, receive, send, chat=path == CHAT)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _fastapi() -> FastAPI:
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+
+    @app.exception_handler(ApiError)
+    async def shaped(request: Request, error: ApiError) -> Response:
+        return Response(error.body(), error.status, error.headers, "application/json")
+
+    return app
 
 
 def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy) -> App:
     """The public application."""
-    app = FastAPI(openapi_url=None)
-    app.router.routes += [
-        Route("/v1/chat/completions", _Endpoint(proxy, chat=True), methods=["POST"]),
-        Route("/v1/completions", _Endpoint(proxy, chat=False), methods=["POST"]),
-    ]
+    app = _fastapi()
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -70,7 +88,7 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
     async def metrics() -> Response:
         return Response(metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
-    return asgi.build(app, max_body_bytes=settings.max_body_bytes)
+    return asgi.build(_FastPath(app, proxy), max_body_bytes=settings.max_body_bytes)
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -97,7 +115,7 @@ def make_management_app(
 ) -> App:
     """Operations, on a port and with a key of their own."""
     key = settings.management_key.get_secret_value() if settings.management_key else None
-    app = FastAPI(openapi_url=None)
+    app = _fastapi()
 
     def authorize(request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

@@ -213,4 +213,6 @@ class _NoUnfinished(logging.Filter):
 
 def configure_logging(settings: RouterSettings) -> None:
     logs.configure(settings.log_level.value, json=settings.log_json)
-    logging.getLogger("uvicorn.error").addFilter(_NoUnfinished())
+    uvicorns = logging.getLogger("uvicorn.error")
+    uvicorns.setLevel(logging.WARNING)
+    uvicorns.addFilter(_NoUnfinished())
