@@ -1,0 +1,202 @@
+"""What clients see when a part dies under load: an answer or an error, never a cut-off success."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.conftest import RedisServer, wait_until
+from tests.e2e.conftest import UpProcess, chat_body, wait_idle
+
+
+@dataclass
+class Streamed:
+    """How one stream ended, as a client that reads to the end sees it."""
+
+    status: int = 0
+    text: str = ""
+    finished: bool = False  # a finish reason came
+    done: bool = False  # [DONE] came
+    error: bool = False  # an error event, an error status, or a broken connection
+
+    @property
+    def truncated_success(self) -> bool:
+        """The one thing that must never be: a clean end without a finish."""
+        return not self.error and not (self.finished and self.done)
+
+
+def stream(url: str, question: str, **changes: object) -> Streamed:
+    result = Streamed()
+    body = chat_body(question, stream=True, **changes)
+    try:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=90) as answer:
+            result.status = answer.status_code
+            if answer.status_code != 200:
+                result.error = True
+                return result
+            for line in answer.iter_lines():
+                if not line.startswith("data: "):
+                    continue
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    result.done = True
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    result.error = True
+                for choice in event.get("choices", []):
+                    result.text += choice["delta"].get("content") or ""
+                    result.finished |= choice["finish_reason"] is not None
+    except httpx.HTTPError:
+        result.error = True
+    return result
+
+
+class Load:
+    """Streams in the background until stopped."""
+
+    def __init__(self, url: str, workers: int) -> None:
+        self.results: list[Streamed] = []
+        self._url = url
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(workers)
+        self._futures = [self._pool.submit(self._run, i) for i in range(workers)]
+
+    def _run(self, index: int) -> None:
+        turn = 0
+        while not self._stop.is_set():
+            turn += 1
+            self.results.append(
+                stream(self._url, f"Story {index}.{turn}, please.", max_tokens=48, ignore_eos=True)
+            )
+
+    def stop(self) -> list[Streamed]:
+        self._stop.set()
+        for future in self._futures:
+            future.result(timeout=120)
+        self._pool.shutdown()
+        return self.results
+
+
+@pytest.fixture
+def up(tmp_path: Path, demo_model_dir: Path, redis_server: RedisServer) -> Iterator[UpProcess]:
+    """A cluster of its own, on a Redis that the test may kill."""
+    process = UpProcess(tmp_path / "log", ("--redis-url", redis_server.url))
+    try:
+        process.start()
+        yield process
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
+def test_replica_killed_under_load(up: UpProcess) -> None:
+    before = up.replicas()["replica-0"]["generation"]
+    load = Load(up.url, 6)
+    wait_until(lambda: len(load.results) >= 4, deadline=90, what="load")
+    up.engine("replica-0").send_signal(signal.SIGKILL)
+    killed = len(load.results)
+    wait_until(lambda: len(load.results) >= killed + 8, deadline=120, what="traffic after it")
+    results = load.stop()
+    assert not [result for result in results if result.truncated_success]
+    assert any(result.finished for result in results[killed:]), "the other replica serves on"
+
+    def restarted() -> bool:
+        entry = up.replicas().get("replica-0")
+        return entry is not None and entry["generation"] != before and entry["state"] == "ready"
+
+    wait_until(restarted, deadline=90, what="a new generation of replica-0")
+    assert stream(up.url, "What is the capital of France?").text == (
+        "The capital of France is Paris."
+    )
+
+
+@pytest.mark.slow
+def test_stopped_engine_is_found_and_replaced(up: UpProcess) -> None:
+    """SIGSTOP: alive, holding its port, computing nothing."""
+    engine = up.engine("replica-1")
+    engine.send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    wait_until(lambda: not engine.is_running(), deadline=40, what="the end of the stuck engine")
+    assert time.monotonic() - stopped < 25
+    assert "rank 0" in up.log.read_text()
+    answer = stream(up.url, "What is the capital of France?")
+    assert answer.text == "The capital of France is Paris."
+    wait_until(
+        lambda: up.replicas().get("replica-1", {}).get("state") == "ready",
+        deadline=90,
+        what="replica-1's return",
+    )
+
+
+@pytest.mark.slow
+def test_redis_killed_and_back_empty(up: UpProcess, redis_server: RedisServer) -> None:
+    question = "Tell me about the city of Paris. " * 12
+    assert stream(up.url, question, max_tokens=8).finished
+    redis_server.kill()
+    for _ in range(4):
+        result = stream(up.url, question, max_tokens=8)
+        assert result.finished, result
+        assert not result.error
+    redis_server.start()
+
+    def both_back() -> bool:
+        try:
+            replicas = up.replicas()
+        except httpx.HTTPError:
+            return False
+        return len(replicas) == 2 and all(e["state"] == "ready" for e in replicas.values())
+
+    wait_until(both_back, deadline=30, what="both replicas in the empty Redis")
+
+    def found_again() -> bool:
+        """The index is rebuilt from the replicas' own trees: the prefix is found again."""
+        answer = httpx.post(
+            f"{up.url}/v1/chat/completions", json=chat_body(question, max_tokens=2), timeout=60
+        )
+        details = answer.raise_for_status().json()["usage"]["prompt_tokens_details"]
+        return bool(details["cached_tokens"] > 0)
+
+    wait_until(found_again, deadline=30, what="the rebuilt index")
+
+
+@pytest.mark.slow
+def test_router_killed(up: UpProcess) -> None:
+    """Its clients' connections break, its reservations vanish, the next router serves."""
+    results: list[Streamed] = []
+    thread = threading.Thread(
+        target=lambda: results.append(
+            stream(up.url, "A long story.", max_tokens=600, ignore_eos=True)
+        )
+    )
+    thread.start()
+
+    def busy() -> bool:
+        return any(entry["running"] > 0 for entry in up.replicas().values())
+
+    wait_until(busy, deadline=30, what="the request to run")
+    up.find("radixgrove.cli", "router", "router.yaml").send_signal(signal.SIGKILL)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert results[0].error
+    assert not results[0].done
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{up.url}/readyz", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    wait_until(answers, deadline=40, what="the restarted router")
+    wait_idle(up, deadline=20)
+    answer = stream(up.url, "What is the capital of France?")
+    assert answer.text == "The capital of France is Paris."
