@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
-from tests.conftest import find_free_port, wait_until
-from tests.frontend.fake_engine import FakeEngine
 from tokenizers import Tokenizer
 
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.worker.messages import Submit
 from radixgrove.worker.runtime import Runtime
+from tests.conftest import find_free_port, wait_until
+from tests.frontend.fake_engine import FakeEngine
 
 MODEL = "org/demo"
 ALIAS = "demo-alias"

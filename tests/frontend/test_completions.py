@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from tests.frontend.conftest import ALIAS, MODEL, Frontend, prompt_text
 
 PIECES = "🌶️ ďábelské 👨‍👩‍👧 ภาษา, then plain words"

@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.conftest import wait_until
-from tests.frontend.conftest import MODEL, Frontend
 
 from radixgrove.worker.messages import RefusalReason, Refused
+from tests.conftest import wait_until
+from tests.frontend.conftest import MODEL, Frontend
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -34,12 +34,19 @@ def post(frontend: Frontend, path: str, content: bytes, **headers: str) -> httpx
         return client.post(path, content=content, headers=headers)
 
 
+NOT_OBJECTS = [
+    *(b"", b"[]", b'"x"', b"5", b"{", b"\x00"),
+    *(b'{"model": "\xff\xfe"}', b'{"unknown": "\xff"}', b'{"model":"\\ud800"}'),
+    *(b"[" * 100_000, b'{"a":' * 100_000),
+]
+UNKNOWN_PATHS = [
+    *("/", "/v1", "/v1/responses", "/v1/embeddings", "/v1/chat/completions/", "/invocations"),
+    *("/openapi.json", "/docs", "/v1/nothing", "/internal/tokenizer/0/tokenizer.json/.."),
+]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"[]", b'"x"', b"5", b"{", b'{"model": "\xff\xfe"}', b'{"unknown": "\xff"}', b"\x00"]
-    + [b"[" * 100_000, b'{"a":' * 100_000, b'{"model":"\\ud800"}'],
-)
+@pytest.mark.parametrize("body", NOT_OBJECTS)
 def test_bodies_that_are_no_json_object(frontend: Frontend, path: str, body: bytes) -> None:
     error = error_of(post(frontend, path, body), 400)
     assert error["type"] == "invalid_request_error"
@@ -186,11 +193,11 @@ def test_harmless_extremes_are_accepted(frontend: Frontend) -> None:
     "messages",
     [
         [{"role": "assistant", "content": "alone"}],
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}] + MESSAGES,
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}] + MESSAGES,
-        [{"role": "user", "content": "a"}, {"role": "assistant"}] + MESSAGES,
-        [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": []}] + MESSAGES,
-        [{"role": "developer", "content": "be brief"}] + MESSAGES,
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}, *MESSAGES],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}, *MESSAGES],
+        [{"role": "user", "content": "a"}, {"role": "assistant"}, *MESSAGES],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": []}, *MESSAGES],
+        [{"role": "developer", "content": "be brief"}, *MESSAGES],
         [{"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "me"}],
         [{"role": "assistant", "content": "a", "reasoning": "r", "reasoning_content": "r"}],
     ],
@@ -223,11 +230,7 @@ def test_completion_longer_than_the_context(frontend: Frontend) -> None:
     assert frontend.engine.submits == []
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/", "/v1", "/v1/responses", "/v1/embeddings", "/v1/chat/completions/", "/invocations"]
-    + ["/openapi.json", "/docs", "/v1/nothing/../x", "/internal/tokenizer/0/tokenizer.json/.."],
-)
+@pytest.mark.parametrize("path", UNKNOWN_PATHS)
 def test_unknown_routes(frontend: Frontend, path: str) -> None:
     with frontend.client() as client:
         for method in ("GET", "POST"):

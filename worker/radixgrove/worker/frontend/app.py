@@ -69,7 +69,7 @@ class Frontend:
         self._in_flight = 0  # from the first byte of a completion request to its last
         # What the engine could hold at all: more requests need not be read.
         self._max_in_flight = settings.max_queued + (settings.max_running or DEFAULT_MAX_RUNNING)
-        self._exposition = Exposition(lambda: engine.pulse.stats)
+        self._exposition = Exposition()
         self._metrics = self._exposition.metrics
         engine.on_gone = lambda: self.signal_all(Signal.ENGINE_GONE)
         router = Router(
@@ -306,6 +306,8 @@ class Frontend:
             accepted.prompts,
             accepted.arrived,
         )
+        if self.settings.log_prompts:
+            flight.texts = [[] for _ in flight.sequences]
         watcher = asyncio.create_task(_watch(receive, flight))
         self._flights.add(flight)
         try:
@@ -324,6 +326,19 @@ class Frontend:
         finally:
             self._flights.discard(flight)
             watcher.cancel()
+            if flight.texts is not None:
+                asgi.state(scope)[asgi.FIELDS].update(self._texts(flight, flight.texts))
+
+    def _texts(self, flight: RequestInFlight, answers: list[list[str]]) -> dict[str, list[str]]:
+        """Prompts and answers for the log; only `log_prompts` asks for them."""
+        decode = self.model.encoder.tokenizer.decode
+        return {
+            "prompts": [
+                decode(token_list(prompt.token_ids), skip_special_tokens=False)
+                for prompt in flight.prompts
+            ],
+            "answers": ["".join(parts) for parts in answers],
+        }
 
     def _sequences(self, accepted: _Accepted, answer: Answer) -> list[Sequence]:
         generation = accepted.request.generation

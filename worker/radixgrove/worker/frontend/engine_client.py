@@ -76,6 +76,9 @@ class EngineClient:
         self._outbox.connect(engine)
         self._loop.add_reader(_descriptor(self._inbox), self._readable)
         self._loop.add_reader(_descriptor(self._monitor), self._monitored)
+        # A descriptor signals only what comes after a read that found nothing.
+        self._readable()
+        self._monitored()
 
     def close(self) -> None:
         """Stop receiving; aborts already queued still leave."""
@@ -83,6 +86,7 @@ class EngineClient:
             self._loop.remove_reader(_descriptor(self._inbox))
             self._loop.remove_reader(_descriptor(self._monitor))
             self._outbox.disable_monitor()
+            self._monitor.close(0)
         self._inbox.close(0)
         self._outbox.close()
         self._context.term()

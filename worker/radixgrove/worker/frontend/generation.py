@@ -67,6 +67,7 @@ class RequestInFlight:
         self._queue: deque[Event | Signal] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._last_token: dict[str, float] = {}
+        self.texts: list[list[str]] | None = None  # of each sequence, where answers are logged
         self._task = asyncio.current_task()
         self._abandoned = False
 
@@ -161,6 +162,8 @@ class RequestInFlight:
                     raise errors.internal()
                 delta = sequence.take(message)
                 self._observe(sequence, len(message.token_ids))
+                if self.texts is not None:
+                    self.texts[sequence.index].append(delta.text)
                 if delta.abort:
                     self.engine.abort(sequence.request_id)
                 remaining -= sequence.finished

@@ -1,22 +1,16 @@
-"""Metrics of a worker. Names are API: `docs/metrics.md` describes each.
+"""Metrics of the frontends. Names are API: `docs/metrics.md` describes each.
 
-Frontends write prometheus_client's multiprocess files, so that whichever of them is asked answers
-for all. What the engine counts comes with its `Stats`, which every frontend receives.
+Frontends and engine write prometheus_client's multiprocess files, so that whichever frontend is
+asked answers for the whole worker.
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
-
-from radixgrove.worker.messages import EngineState, Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -119,70 +113,17 @@ class FrontendMetrics:
             self._itl_sum = 0.0
 
 
-class EngineCollector(Collector):
-    """The engine's last `Stats` as metrics."""
-
-    def __init__(self, stats: Callable[[], Stats | None]) -> None:
-        self._stats = stats
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        ready = stats is not None and stats.state is EngineState.READY
-        yield GaugeMetricFamily(
-            "radixgrove_engine_ready", "1 once the engine takes requests.", value=float(ready)
-        )
-        if stats is None:
-            return
-        gauges = {
-            "running_requests": ("Sequences in the batch.", stats.running),
-            "waiting_requests": ("Sequences in the engine's queue.", stats.waiting),
-            "waiting_tokens": ("Uncached prompt tokens in the queue.", stats.waiting_tokens),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"radixgrove_{name}", text, value=value)
-        pages = GaugeMetricFamily(
-            "radixgrove_kv_pages", "Pages of the KV pool by state.", labels=["state"]
-        )
-        used = stats.pages_total - stats.pages_free - stats.pages_evictable
-        for state, value in (
-            ("free", stats.pages_free),
-            ("cached", stats.pages_evictable),
-            ("used", used),
-        ):
-            pages.add_metric([state], value)
-        yield pages
-        yield GaugeMetricFamily(
-            "radixgrove_kv_usage_ratio",
-            "Share of the KV pool that running requests hold.",
-            value=used / stats.pages_total if stats.pages_total else 0.0,
-        )
-        counters = {
-            "engine_steps": ("Steps executed.", stats.steps),
-            "prompt_tokens": ("Prompt tokens of admitted requests.", stats.prompt_tokens),
-            "cached_tokens": ("Those that came from the prefix cache.", stats.cached_tokens),
-            "generated_tokens": ("Tokens generated.", stats.generated_tokens),
-            "preemptions": ("Sequences put back into the queue.", stats.preemptions),
-            "evicted_pages": ("Cached pages given up for others.", stats.evicted_pages),
-            "finished_sequences": ("Sequences that ended by themselves.", stats.finished),
-            "aborted_sequences": ("Sequences ended by their client.", stats.aborted),
-        }
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(f"radixgrove_{name}", text, value=value)
-
-
 class Exposition:
-    """Renders `/metrics` for the whole worker."""
+    """Renders `/metrics` for the whole worker, the engine's files included."""
 
-    def __init__(self, stats: Callable[[], Stats | None]) -> None:
+    def __init__(self) -> None:
         self._own = CollectorRegistry()
         self.metrics = FrontendMetrics(self._own)
-        self._engine = EngineCollector(stats)
 
     def render(self) -> bytes:
         self.metrics.flush()
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            return generate_latest(self._own)
         registry = CollectorRegistry()
-        registry.register(self._engine)
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-            return generate_latest(registry)
-        return generate_latest(self._own) + generate_latest(registry)
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
