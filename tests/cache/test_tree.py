@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.scheduler.harness import pack
 
 from radixgrove.protocol.blocks import HASH_BYTES, BlockHasher
 from radixgrove.protocol.settings import EvictionPolicy
 from radixgrove.worker.cache.node import Node, Scope
 from radixgrove.worker.cache.pool import Owner, PagePool, StepClock
 from radixgrove.worker.cache.tree import RadixTree, common_pages
+from tests.scheduler.harness import pack
 
 PAGE = 2
 PUBLIC = Scope("model", "public")

@@ -13,20 +13,23 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from tests.scheduler.harness import pack
 
 from radixgrove.protocol.blocks import HASH_BYTES, BlockHasher
 from radixgrove.protocol.settings import EvictionPolicy
 from radixgrove.worker.cache.node import Node, Scope
 from radixgrove.worker.cache.pool import Owner, PagePool, StepClock
 from radixgrove.worker.cache.tree import RadixTree
+from tests.scheduler.harness import pack
 
 PAGE = 2
 PAGE_BYTES = PAGE * 4
 NUM_PAGES = 20
 BLOCK = 2 * PAGE
 
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=8 * PAGE)
+# Runs of equal tokens: long enough for nodes of many pages, alike enough to meet and part.
+prompts = st.lists(
+    st.tuples(st.sampled_from([0, 0, 1]), st.integers(1, 4 * PAGE)), min_size=1, max_size=4
+).map(lambda runs: [token for token, length in runs for _ in range(length)][: 8 * PAGE])
 
 
 @dataclass(eq=False)

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 import zmq
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.worker.messages import (
@@ -128,6 +130,12 @@ class EngineProcess:
     def terminate(self) -> tuple[int, str]:
         self.process.send_signal(signal.SIGTERM)
         return self.wait()
+
+    def metrics_text(self) -> str:
+        """What a frontend would serve."""
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry, str(self.metrics))  # type: ignore[no-untyped-call]
+        return generate_latest(registry).decode()
 
     def close(self) -> None:
         if self.process.poll() is None:

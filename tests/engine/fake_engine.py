@@ -12,12 +12,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.scheduler.fake_executor import FakeExecutor
-
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.worker import engine
 from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
 from radixgrove.worker.plan import ExecutorInfo, StepResult
+from tests.scheduler.fake_executor import FakeExecutor
 
 OPTIONS = {
     "num_pages": 256,

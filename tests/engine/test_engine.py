@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-from tests.engine.conftest import StartEngine
+import time
+
+import msgspec
+
+from radixgrove.protocol.blocks import HASH_BYTES
+from radixgrove.worker.cache.identity import block_hasher, cache_namespace
+from radixgrove.worker.messages import (
+    Abort,
+    Admitted,
+    CacheEvents,
+    CacheSnapshot,
+    EngineInfo,
+    EngineState,
+    Finish,
+    FlushCache,
+    PhaseReport,
+    PublishSnapshot,
+    RefusalReason,
+    Refused,
+    Stats,
+    Tokens,
+)
+from tests.engine.conftest import PATIENCE, StartEngine
 from tests.scheduler.fake_executor import expected_output
-from tests.scheduler.harness import request
+from tests.scheduler.harness import pack, request
 
 PROMPT = list(range(20))
+REDIS = {"redis_url": "redis://127.0.0.1:1"}  # the engine only needs to know that there is one
+
+
+def answer(prompt: list[int], count: int) -> list[int]:
+    return expected_output(prompt, request("", prompt, count).sampling, 50)
 
 
 def test_answers_requests_of_several_frontends_each_at_its_own_socket(
@@ -19,6 +46,161 @@ def test_answers_requests_of_several_frontends_each_at_its_own_socket(
     assert set(engine.ends) == {"r0", "r2", "r4"}
     engine.until_ended("r1", "r3", "r5", frontend=1)
     for index in range(6):
-        sampling = request("", PROMPT, 8).sampling
-        assert engine.tokens[f"r{index}"] == expected_output([*PROMPT, index], sampling, 50)
+        assert engine.tokens[f"r{index}"] == answer([*PROMPT, index], 8)
     assert engine.terminate()[0] == 0
+
+
+def test_reports_its_start_and_what_it_can_do(start_engine: StartEngine) -> None:
+    engine = start_engine({"max_running": 3}, num_pages=64)
+    assert engine.from_agent_socket(PhaseReport).message == "reading nothing"
+    info = engine.from_agent_socket(EngineInfo)
+    assert info.max_model_len == 64 * 4  # the pool is smaller than the model's length
+    assert info.max_running == 3
+    assert engine.from_agent_socket(Stats).state is EngineState.READY
+
+
+def test_an_idle_engine_keeps_its_pulse(start_engine: StartEngine) -> None:
+    engine = start_engine()
+    first = engine.next_stats()
+    began = time.monotonic()
+    pulses = [engine.next_stats() for _ in range(5)]
+    assert time.monotonic() - began < 3.0
+    assert all(pulse.step_deadline is None for pulse in pulses)
+    ticks = [first.ticks, *(pulse.ticks for pulse in pulses)]
+    assert ticks == sorted(set(ticks))
+    assert pulses[-1].ticks < 200  # it sleeps between messages
+
+
+def test_a_step_that_begins_is_announced_with_its_deadline(start_engine: StartEngine) -> None:
+    engine = start_engine({"step_timeout": 5.0}, stall_at=1)
+    engine.next_stats()
+    before = time.time()
+    engine.send(request("r", PROMPT))
+    engine.until(lambda: engine.stats is not None and engine.stats.step_deadline is not None)
+    assert engine.stats is not None
+    # 20 tokens at a tenth of the measured 1000 tokens a second come on top.
+    assert engine.stats.step_deadline is not None
+    assert before + 5.0 < engine.stats.step_deadline < time.time() + 5.3
+    assert engine.stats.steps == 0
+
+
+def test_an_abort_ends_a_request_and_frees_its_pages(start_engine: StartEngine) -> None:
+    engine = start_engine({"prefix_cache": False}, step_seconds=0.02)
+    engine.send(request("r", PROMPT, 400))
+    engine.until(lambda: len(engine.tokens.get("r", [])) > 3)
+    engine.send(Abort("r"))
+    engine.until_ended("r")
+    end = engine.ends["r"]
+    assert isinstance(end, Tokens)
+    assert end.finish is Finish.ABORT
+    engine.until(lambda: engine.stats is not None and engine.stats.pages_free == 256)
+
+
+def test_cache_events_name_what_became_matchable(start_engine: StartEngine) -> None:
+    engine = start_engine(REDIS)
+    engine.send(request("r", PROMPT, 13))
+    events = engine.from_agent_socket(CacheEvents)
+    assert events.sequence == 1
+    info_dtype = "float32"
+    settings = engine.runtime.settings
+    hasher = block_hasher(settings, cache_namespace(settings, info_dtype))
+    chain = hasher.chain(pack(PROMPT + answer(PROMPT, 13)))
+    assert events.events[0].hashes == chain[:HASH_BYTES]  # the prompt's one block of 16
+    assert engine.from_agent_socket(CacheEvents).events[0].hashes == chain[HASH_BYTES:]
+    engine.send(FlushCache())
+    removed = engine.from_agent_socket(CacheEvents)
+    assert removed.sequence == 3
+    assert not removed.events[0].stored
+
+
+def test_a_snapshot_holds_all_that_is_cached(start_engine: StartEngine) -> None:
+    engine = start_engine(REDIS)
+    engine.send(PublishSnapshot())
+    empty = engine.from_agent_socket(CacheSnapshot)
+    assert (empty.events, empty.last) == ([], True)
+    engine.send(request("r", PROMPT, 13))
+    engine.until_ended("r")
+    stored = b""
+    while len(stored) < 2 * HASH_BYTES:
+        stored += b"".join(e.hashes for e in engine.from_agent_socket(CacheEvents).events)
+    engine.send(PublishSnapshot())
+    snapshot = engine.from_agent_socket(CacheSnapshot)
+    assert snapshot.sequence == 2
+    assert b"".join(event.hashes for event in snapshot.events) == stored
+    assert engine.from_agent_socket(CacheSnapshot).last
+
+
+def test_says_whose_prefill_began(start_engine: StartEngine) -> None:
+    engine = start_engine()
+    engine.send(request("r", PROMPT))
+    assert engine.from_agent_socket(Admitted).request_ids == ["r"]
+
+
+def test_a_message_that_is_none_does_no_harm(start_engine: StartEngine) -> None:
+    engine = start_engine()
+    engine.inbox.send(b"\xff not msgpack")
+    engine.inbox.send(msgspec.msgpack.encode({"type": "launch-missiles"}))
+    engine.send(request("nobody's", PROMPT, frontend=7))
+    engine.send(request("r", PROMPT))
+    engine.until_ended("r")
+    assert engine.tokens["r"] == answer(PROMPT, 4)
+
+
+def test_a_frontend_that_does_not_read_holds_up_nobody(start_engine: StartEngine) -> None:
+    engine = start_engine({"frontends": 2}, max_model_len=512, max_rows=32)
+    # Frontend 1 goes away: messages for it have nowhere to go but the engine's bounded queue.
+    engine.frontends[1].close(linger=0)
+    for index in range(16):
+        engine.send(request(f"lost{index}", [*PROMPT, index], 400, frontend=1))
+    engine.send(request("r", PROMPT, 30, frontend=0))
+    engine.until_ended("r")
+    assert engine.tokens["r"] == answer(PROMPT, 30)
+    assert engine.process.poll() is None
+
+
+def test_sigterm_tells_every_request_and_ends_cleanly(start_engine: StartEngine) -> None:
+    engine = start_engine(step_seconds=0.05)
+    for index in range(20):  # some run, some wait
+        engine.send(request(f"r{index}", [*PROMPT, index], 400))
+    engine.until(lambda: len(engine.tokens) > 0)
+    engine.process.terminate()
+    engine.until_ended(*(f"r{index}" for index in range(20)))
+    assert {end.finish for end in engine.ends.values() if isinstance(end, Tokens)} == {Finish.ABORT}
+    assert engine.wait()[0] == 0
+
+
+def test_a_failed_step_ends_the_engine_with_its_reason(start_engine: StartEngine) -> None:
+    engine = start_engine(fail_at=3)
+    engine.send(request("r", PROMPT, 20))
+    code, stderr = engine.wait()
+    assert code == 1
+    assert stderr.splitlines()[-1] == "error: engine rank 0 failed to run: rank 1 is gone"
+
+
+def test_a_failed_start_ends_the_engine_with_its_reason(start_engine: StartEngine) -> None:
+    code, stderr = start_engine(fail_to_build=True).wait()
+    assert code == 1
+    assert stderr.splitlines()[-1].startswith("error: engine rank 0 failed to start: no memory for")
+
+
+def test_refusals_travel_like_answers(start_engine: StartEngine) -> None:
+    engine = start_engine()
+    engine.send(request("long", [1] * 600))
+    engine.until_ended("long")
+    end = engine.ends["long"]
+    assert isinstance(end, Refused)
+    assert end.reason is RefusalReason.TOO_LONG
+
+
+def test_metrics_are_written_for_the_frontends_to_serve(start_engine: StartEngine) -> None:
+    engine = start_engine()
+    engine.send(request("r", PROMPT, 9))
+    engine.until_ended("r")
+    engine.until(lambda: engine.stats is not None and engine.stats.finished == 1)
+    deadline = time.monotonic() + PATIENCE
+    while "radixgrove_engine_generated_tokens_total 9.0" not in engine.metrics_text():
+        assert time.monotonic() < deadline
+    text = engine.metrics_text()
+    assert "radixgrove_engine_kv_pages 256.0" in text
+    assert "radixgrove_engine_finished_requests_total 1.0" in text
+    assert "radixgrove_engine_step_seconds_count 9.0" in text

@@ -6,14 +6,14 @@ from collections import deque
 from dataclasses import replace
 
 import numpy as np
-from tests.scheduler.fake_executor import FakeExecutor, expected_output
 
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.sampling import SamplingParams
-from radixgrove.worker.messages import CacheMode, Refused, Submit, Tokens
+from radixgrove.worker.messages import CacheMode, EngineState, Refused, Stats, Submit, Tokens
 from radixgrove.worker.plan import ExecutorInfo, StepPlan
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.scheduler import Scheduler
+from tests.scheduler.fake_executor import FakeExecutor, expected_output
 
 VOCAB = 50
 
@@ -30,6 +30,10 @@ DEFAULTS = SchedulerConfig(
 
 def pack(tokens: list[int]) -> bytes:
     return np.array(tokens, dtype="<i4").tobytes()
+
+
+def unpack(token_ids: bytes) -> list[int]:
+    return [int(token) for token in np.frombuffer(token_ids, dtype="<i4")]
 
 
 def request(
@@ -156,8 +160,10 @@ class Harness:
 
     def expected(self, request_id: str) -> list[int]:
         submit = self.submitted[request_id]
-        prompt = np.frombuffer(submit.token_ids, dtype="<i4").tolist()
-        return expected_output(prompt, submit.sampling, self.config.vocab_size)
+        return expected_output(unpack(submit.token_ids), submit.sampling, self.config.vocab_size)
+
+    def stats(self) -> Stats:
+        return self.scheduler.stats(EngineState.READY, 0, None)
 
     def cached_tokens(self, request_id: str) -> int:
         first = self.messages[request_id][0]

@@ -29,6 +29,16 @@ class SchedulerConfig:
     max_queued_tokens: int = 4 << 20
     queue_timeout: float = 120.0
 
+    def __post_init__(self) -> None:
+        """Raises ValueError when a request could be admitted that can never finish."""
+        if self.max_model_len > self.num_pages * self.page_size:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} exceeds the pool of "
+                f"{self.num_pages * self.page_size} tokens"
+            )
+        if not 1 <= self.max_running <= self.max_rows or self.max_step_tokens < 1:
+            raise ValueError("a step must hold at least one row and one token")
+
     @classmethod
     def resolve(
         cls, settings: WorkerSettings, info: ExecutorInfo, *, on_cpu: bool, namespace: str = ""

@@ -40,11 +40,14 @@ class PrefixLeaders:
             del self._leaders[active.claim]
             active.claim = None
 
-    def worth_waiting(self, node: Node | None, depth: int, tokens: bytes, limit: int) -> bool:
+    def worth_waiting(
+        self, node: Node | None, depth: int, tokens: bytes, limit: int, waiting: bool
+    ) -> bool:
         """Whether a row in prefill computes enough of `tokens`' pages [depth, limit).
 
         Args:
             node, depth: the deepest node that `tokens` reach and the pages matched, as `peek` says.
+            waiting: it was worth it before. Then it is until the last shared page is there.
         """
         if node is None or depth != node.end or depth >= limit:
             return False
@@ -54,4 +57,4 @@ class PrefixLeaders:
             return False
         most = min(limit, leader.length // self._page_size) - depth
         shared = common_pages(tokens, depth, leader.tokens, depth, most, self._page_bytes)
-        return shared * self._page_size >= _WORTH_WAITING
+        return shared * self._page_size >= (1 if waiting else _WORTH_WAITING)

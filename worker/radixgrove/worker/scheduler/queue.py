@@ -138,7 +138,7 @@ class WaitingQueue:
         def key(request: Request) -> tuple[bool, list[tuple[int, int]], int]:
             if self._overdue(request, now):
                 return False, [], request.order
-            path = [(-weight[node], node.created) for node in paths[request]]
-            return True, path, request.order
+            weights = [(-weight[node], node.created) for node in paths[request]]
+            return True, weights, request.order
 
         return sorted(self._waiting, key=key)

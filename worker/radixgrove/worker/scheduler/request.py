@@ -65,6 +65,7 @@ class Request:
     cached_tokens: int | None = None  # of its first admission
     # Filled chunk by chunk; the first prompt token has no logprob.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    follows: bool = False  # waits for pages that another request is computing
     matched: int = 0  # pages that the cache held at the last look, a hint for ordering
     matched_version: int = -1  # the tree's version at that look
 

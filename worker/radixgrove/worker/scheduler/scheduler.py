@@ -487,7 +487,8 @@ class Scheduler:
             return False
         limit = (count_tokens(tokens) - 1) // self.config.page_size
         node, depth = self.memory.tree.peek(request.scope, tokens, limit)
-        return self._leaders.worth_waiting(node, depth, tokens, limit)
+        request.follows = self._leaders.worth_waiting(node, depth, tokens, limit, request.follows)
+        return request.follows
 
     def _try_start(self, request: Request, tokens: bytes, reserved: int) -> ActiveRow | None:
         """Give a request its row and pages; None when it does not fit beside the running ones."""
