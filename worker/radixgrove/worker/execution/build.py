@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from radixgrove.kernels import ops as kernels
+from radixgrove.protocol.settings import AttentionBackend as Backend
 from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
 from radixgrove.worker.execution.attention.select import select_attention
-from radixgrove.worker.execution.memory import KvShape, cpu_kv_tokens, describe
+from radixgrove.worker.execution.graphs import ladder
+from radixgrove.worker.execution.memory import (
+    CudaUse,
+    KvShape,
+    MemoryShortage,
+    cpu_kv_tokens,
+    cuda_kv_tokens,
+    cuda_shortage,
+    describe,
+)
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.table import RequestTable
-from radixgrove.worker.execution.warmup import measure_prefill
+from radixgrove.worker.execution.warmup import exercise, measure_prefill, trial_pages
 from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
 from radixgrove.worker.models.config import ModelConfig, ModelError, load_config
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.models.layers import Placement
-from radixgrove.worker.models.ops import TorchOps
+from radixgrove.worker.models.ops import KernelOps, TorchOps
 from radixgrove.worker.models.weights import fill_random, load_safetensors
 from radixgrove.worker.parallel.group import Shard, TensorParallel
+from radixgrove.worker.parallel.rendezvous import check_divides, join, limit_collectives
 from radixgrove.worker.plan import Executor, ExecutorInfo
 
 Report = Callable[[PhaseReport], None]
+# A CPU's step is this much slower than a GPU's before it counts as stuck.
+_CPU_STEP_FACTOR = 12.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +48,7 @@ class Limits:
     max_running: int
     max_step_tokens: int
     depth: int
+    step_timeout: float
 
     @classmethod
     def of(cls, settings: WorkerSettings, device: torch.device) -> Limits:
@@ -41,71 +57,204 @@ class Limits:
             max_running=settings.max_running or (256 if cuda else 32),
             max_step_tokens=settings.max_step_tokens or (8192 if cuda else 512),
             depth=2 if cuda and settings.overlap else 1,
+            step_timeout=settings.step_timeout * (1.0 if cuda else _CPU_STEP_FACTOR),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A rank's model and all that is known before the pool is sized."""
+
+    settings: WorkerSettings
+    config: ModelConfig
+    limits: Limits
+    model: Decoder
+    shape: KvShape
+    report: Report
+
+    def say(self, state: EngineState, message: str, fraction: float | None = None) -> None:
+        self.report(PhaseReport(state, message, fraction))
+
+    def assemble(self, num_pages: int, max_model_len: int) -> tuple[Runner, str]:
+        """A runner on a pool of `num_pages`, and its attention backend's name."""
+        settings, device = self.settings, self.model.device
+        info = ExecutorInfo(
+            num_pages=num_pages,
+            page_size=settings.page_size,
+            max_rows=self.limits.max_running,
+            max_model_len=max_model_len,
+            vocab_size=self.config.vocab_size,
+            depth=self.limits.depth,
+        )
+        pool = self.shape.allocate(num_pages, device)
+        attention, name = select_attention(
+            settings.attention_backend, pool, self.config, self.model.group.shard, self.report
+        )
+        table = RequestTable(
+            max_rows=info.max_rows,
+            max_model_len=max_model_len,
+            page_size=settings.page_size,
+            scratch_page=num_pages,
+            device=device,
+        )
+        return Runner(self.model, attention, table, info, self.limits.step_timeout), name
+
+    def graph_sizes(self, backend: str) -> list[int]:
+        """Batch sizes to capture: none on a CPU, or for the backend whose shapes vary."""
+        on_cuda = self.model.device.type == "cuda"
+        if not on_cuda or not self.settings.cuda_graphs or backend == Backend.TORCH:
+            return []
+        return ladder(self.limits.max_running)
 
 
 def build_executor(
-    settings: WorkerSettings, model_dir: Path, report: Report
+    settings: WorkerSettings,
+    model_dir: Path,
+    report: Report,
+    runtime_dir: Path | None = None,
 ) -> tuple[Executor, EngineInfo]:
-    """Load the model, size the pool, warm up.
+    """Rank 0's executor: load the model, size the pool, warm up, capture.
+
+    Args:
+        runtime_dir: where the ranks meet; needed when `settings.tp` is more than 1.
 
     Raises:
         ModelError: the model, or the settings for it, cannot be served; the message says why.
+        RankMissing: another rank did not come.
     """
-    device = choose_device(settings.device, rank=0)
+    runner, info = build_rank(settings, model_dir, report, runtime_dir, rank=0)
+    if settings.tp == 1 or runtime_dir is None:
+        return runner, info
+    from radixgrove.worker.parallel.leader import GroupExecutor, PlanLinks
+
+    links = PlanLinks(runtime_dir, settings.tp, runner.info.depth, settings.step_timeout)
+    return GroupExecutor(runner, links), info
+
+
+def build_rank(
+    settings: WorkerSettings,
+    model_dir: Path,
+    report: Report,
+    runtime_dir: Path | None,
+    rank: int,
+) -> tuple[Runner, EngineInfo]:
+    """One rank's runner; every rank runs this, since loading and warm-up hold collectives."""
     config = load_config(model_dir)
-    dtype = choose_dtype(settings.dtype, config, device)
-    max_model_len = choose_length(settings.max_model_len, config)
-    limits = Limits.of(settings, device)
-    group = TensorParallel(Shard())
-    if device.type == "cpu" and settings.cpu_threads is not None:
+    check_divides(config, settings.tp)
+    device = choose_device(settings.device, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
-    model = load_model(settings, config, model_dir, Placement(group, dtype, device), report)
-    shape = KvShape.of(config, settings.page_size, dtype, group.shard)
-    wanted = limits.max_running * max_model_len
-    kv_tokens = cpu_kv_tokens(settings, shape, wanted, group.size)
-    max_model_len = fit_length(settings.max_model_len, max_model_len, kv_tokens)
-    weights = model.weights_bytes()
-    report(
-        PhaseReport(
-            EngineState.WARMING_UP,
-            describe(weights, shape, kv_tokens, max_model_len, group.size),
-        )
+    elif settings.tp > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // settings.tp))
+    group = TensorParallel(Shard())
+    if settings.tp > 1:
+        if runtime_dir is None:
+            raise ValueError("several ranks need a runtime directory to meet in")
+        group = join(runtime_dir, Shard(rank, settings.tp), device)
+    try:
+        return _build(settings, config, model_dir, report, device, group)
+    except torch.cuda.OutOfMemoryError as error:
+        raise MemoryShortage(cuda_shortage(device, "to start")) from error
+
+
+def _build(
+    settings: WorkerSettings,
+    config: ModelConfig,
+    model_dir: Path,
+    report: Report,
+    device: torch.device,
+    group: TensorParallel,
+) -> tuple[Runner, EngineInfo]:
+    dtype = choose_dtype(settings.dtype, config, device)
+    place = Placement(group, dtype, device)
+    loaded = _Loaded(
+        settings,
+        config,
+        Limits.of(settings, device),
+        load_model(settings, config, model_dir, place, report),
+        KvShape.of(config, settings.page_size, dtype, group.shard),
+        report,
     )
-    info = ExecutorInfo(
-        num_pages=kv_tokens // settings.page_size,
-        page_size=settings.page_size,
-        max_rows=limits.max_running,
-        max_model_len=max_model_len,
-        vocab_size=config.vocab_size,
-        depth=limits.depth,
+    longest = choose_length(settings.max_model_len, config)
+    kv_tokens = _kv_tokens(loaded, longest)
+    longest = fit_length(settings.max_model_len, longest, kv_tokens)
+    weights = loaded.model.weights_bytes()
+    loaded.say(
+        EngineState.WARMING_UP,
+        describe(weights, loaded.shape, kv_tokens, longest, group.size),
     )
-    pool = shape.allocate(info.num_pages, device)
-    attention, name = select_attention(
-        settings.attention_backend, pool, config, group.shard, report
-    )
-    table = RequestTable(
-        max_rows=info.max_rows,
-        max_model_len=max_model_len,
-        page_size=settings.page_size,
-        scratch_page=info.num_pages,
-        device=device,
-    )
-    runner = Runner(model, attention, table, info)
-    speed = measure_prefill(runner, limits.max_step_tokens, device)
+    runner, backend = loaded.assemble(kv_tokens // settings.page_size, longest)
+    if sizes := loaded.graph_sizes(backend):
+        runner.capture(sizes, lambda text, done: loaded.say(EngineState.CAPTURING, text, done))
+    speed = measure_prefill(runner, loaded.limits.max_step_tokens, device)
+    limit_collectives(group, loaded.limits.step_timeout)
     return runner, EngineInfo(
-        num_pages=info.num_pages,
-        page_size=info.page_size,
-        max_model_len=max_model_len,
-        max_running=limits.max_running,
+        num_pages=runner.info.num_pages,
+        page_size=settings.page_size,
+        max_model_len=longest,
+        max_running=loaded.limits.max_running,
         vocab_size=config.vocab_size,
         dtype=str(dtype).removeprefix("torch."),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         weights_bytes=weights,
-        kv_bytes_per_token=shape.bytes_per_token,
-        attention_backend=name,
+        kv_bytes_per_token=loaded.shape.bytes_per_token,
+        attention_backend=backend,
         prefill_tokens_per_second=speed,
     )
+
+
+def _kv_tokens(loaded: _Loaded, longest: int) -> int:
+    """Tokens of the pool, the same on every rank."""
+    settings, shape, group = loaded.settings, loaded.shape, loaded.model.group
+    wanted = loaded.limits.max_running * longest
+    if loaded.model.device.type == "cuda":
+        tokens = cuda_kv_tokens(settings, shape, _measure_cuda(loaded, longest), wanted)
+    else:
+        tokens = cpu_kv_tokens(settings, shape, wanted, group.size)
+    return group.minimum(tokens)
+
+
+def _measure_cuda(loaded: _Loaded, longest: int) -> CudaUse:
+    """Run the heaviest step and capture two graphs on a small pool, then throw it away."""
+    device, limits = loaded.model.device, loaded.limits
+    loaded.say(EngineState.WARMING_UP, "measuring memory with a trial step")
+    kernels.tuner.tune(
+        loaded.model.projections(),
+        ladder(limits.max_running),
+        lambda text, done: loaded.say(EngineState.WARMING_UP, text, done),
+    )
+    weights = torch.cuda.memory_allocated(device)
+    pages = trial_pages(limits.max_step_tokens, limits.max_running, loaded.settings.page_size)
+    runner, backend = loaded.assemble(pages, longest)
+    pool = loaded.shape.allocated_bytes(pages)
+    torch.cuda.reset_peak_memory_stats(device)
+    exercise(runner, limits.max_step_tokens)
+    activations = torch.cuda.max_memory_allocated(device) - weights - pool
+    graphs = 0
+    if sizes := loaded.graph_sizes(backend):
+        graphs = _graph_bytes(runner, sizes, device)
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    other = total - free - torch.cuda.memory_reserved(device)
+    return CudaUse(total, weights, activations, graphs, other)
+
+
+def _graph_bytes(runner: Runner, sizes: list[int], device: torch.device) -> int:
+    """What capturing all of `sizes` takes: the largest one, and the rest each like the second."""
+    torch.cuda.empty_cache()
+    free = []
+
+    def note(*_: object) -> None:
+        free.append(torch.cuda.mem_get_info(device)[0])
+
+    runner.capture(sizes[-2:], note)
+    note()
+    first, others = free[0] - free[1], free[1] - free[-1]
+    return max(0, first) + max(0, others) * (len(sizes) - 1)
 
 
 def choose_device(setting: Device, rank: int) -> torch.device:
@@ -157,7 +306,7 @@ def load_model(
     report: Report,
 ) -> Decoder:
     """The decoder with its weights, on the device."""
-    model = Decoder(config, place, TorchOps())
+    model = Decoder(config, place, KernelOps() if place.device.type == "cuda" else TorchOps())
     if settings.load_format == LoadFormat.DUMMY:
         report(PhaseReport(EngineState.LOADING, "filling random weights"))
         fill_random(model.parts(), seed=place.group.rank)

@@ -46,6 +46,10 @@ class KvShape:
     def bytes_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
+    def allocated_bytes(self, num_pages: int) -> int:
+        """Of a pool of `num_pages`, scratch page included."""
+        return (num_pages + 1) * self.page_size * self.bytes_per_token
+
     def allocate(self, num_pages: int, device: torch.device) -> torch.Tensor:
         """The pool, one scratch page longer; zeroed, so that masked garbage is never NaN."""
         return torch.zeros(
@@ -101,11 +105,21 @@ def cuda_kv_tokens(settings: WorkerSettings, shape: KvShape, use: CudaUse, wante
     if budget < shape.bytes_per_token * shape.page_size:
         raise MemoryShortage(
             f"no memory left for KV: {settings.memory_fraction:.0%} of {_gib(use.total)} less "
-            f"weights {_gib(use.weights)}, activations {_gib(use.activations)}, graphs {_gib(use.graphs)}, "
-            f"other {_gib(use.other)}; raise memory_fraction, lower max_step_tokens or "
-            "max_running, or spread the model with tp"
+            f"weights {_gib(use.weights)}, activations {_gib(use.activations)}, graphs "
+            f"{_gib(use.graphs)}, other {_gib(use.other)}; raise memory_fraction, lower "
+            "max_step_tokens or max_running, or spread the model with tp"
         )
     return _pool_tokens(budget, shape, wanted)
+
+
+def cuda_shortage(device: torch.device, doing: str) -> str:
+    """What to tell when CUDA ran out of memory."""
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f"out of memory {doing}: {_gib(total)} in all, {_gib(torch.cuda.memory_reserved(device))} "
+        f"taken here, {_gib(free)} free; lower memory_fraction, max_step_tokens or max_running, or "
+        "spread the model with tp"
+    )
 
 
 def _fixed(kv_tokens: int, shape: KvShape, budget: int) -> int:

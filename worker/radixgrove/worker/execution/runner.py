@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from radixgrove.worker.execution.attention.base import AttentionBackend
+from radixgrove.worker.execution.graphs import DecodeGraphs
 from radixgrove.worker.execution.inputs import StepInputs, step_inputs
+from radixgrove.worker.execution.memory import cuda_shortage
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import SamplingState
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.messages import TokenLogprobs
 from radixgrove.worker.models.decoder import Decoder
+from radixgrove.worker.parallel.group import TensorParallel
 from radixgrove.worker.plan import ExecutorInfo, PrefillChunk, StepPlan, StepResult
 
 # Prompt positions whose logits exist at once: bounds a float32 buffer of this many vocabularies.
@@ -50,15 +55,29 @@ class Runner:
         attention: AttentionBackend,
         table: RequestTable,
         info: ExecutorInfo,
+        step_timeout: float,
     ) -> None:
         self._model = model
         self._attention = attention
         self._table = table
         self._info = info
+        self._step_timeout = step_timeout
         self._device = model.device
         self._state = SamplingState(info.max_rows, model.device)
         self._sampler = Sampler(self._state, table)
+        self._graphs: DecodeGraphs | None = None
         self._in_flight: deque[_InFlight] = deque()
+
+    def capture(self, sizes: list[int], report: Callable[[str, float], None]) -> DecodeGraphs:
+        """From now on decode-only steps of up to the largest of `sizes` rows are replayed."""
+        graphs = DecodeGraphs(self._model, self._attention, self._table, self._sampler, sizes)
+        graphs.capture(report)
+        self._graphs = graphs
+        return graphs
+
+    @property
+    def group(self) -> TensorParallel:
+        return self._model.group
 
     @property
     def info(self) -> ExecutorInfo:
@@ -69,18 +88,23 @@ class Runner:
         """See `Executor.launch`. On a CPU the step is done on return."""
         if len(self._in_flight) >= self._info.depth:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight already")
+        try:
+            self._in_flight.append(self._run(plan))
+        except torch.cuda.OutOfMemoryError as error:
+            doing = f"in a step of {plan.num_tokens} tokens"
+            raise RuntimeError(cuda_shortage(self._device, doing)) from error
+
+    def _run(self, plan: StepPlan) -> _InFlight:
         self._table.apply(plan)
         if plan.new_rows:
             self._state.enter(plan.new_rows)
-        if plan.prefills or plan.decodes:
-            self._in_flight.append(self._run(plan))
-        else:
-            empty = torch.empty(0, dtype=torch.int64)
-            self._in_flight.append(
-                _InFlight(plan.step_id, empty, Sampled(empty, [], None), [], [], None)
-            )
-
-    def _run(self, plan: StepPlan) -> _InFlight:
+        if not plan.prefills and not plan.decodes:
+            nothing = torch.empty(0, dtype=torch.int64)
+            return _InFlight(plan.step_id, nothing, Sampled(nothing, [], None), [], [], None)
+        if self._graphs is not None and not plan.prefills and self._graphs.fits(plan.decodes):
+            sampled = self._graphs.run(plan.decodes)
+            self._table.advance(plan.decodes)
+            return self._finish(plan.step_id, sampled, [])
         inputs = step_inputs(plan, self._table, self._device)
         self._attention.plan(inputs.batch)
         hidden = self._model.hidden_states(inputs.token_ids, inputs.batch, self._attention)
@@ -123,13 +147,15 @@ class Runner:
         return parts
 
     def _finish(self, step_id: int, sampled: Sampled, prompts: list[_PromptLogprobs]) -> _InFlight:
-        tokens, done = sampled.tokens, None
+        done = None
         if sampled.logprobs is not None:
             sampled.logprobs = sampled.logprobs.to_host()
         widths = [self._sampler.logprob_width(row) for row in sampled.logprob_rows]
-        if self._device.type == "cuda":
-            tokens = torch.empty_like(tokens, device="cpu", pin_memory=True)
-            tokens.copy_(sampled.tokens, non_blocking=True)
+        on_cuda = self._device.type == "cuda"
+        # Copied in stream order, since the next step may overwrite the buffer that holds them.
+        tokens = torch.empty_like(sampled.tokens, device="cpu", pin_memory=on_cuda)
+        tokens.copy_(sampled.tokens, non_blocking=True)
+        if on_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return _InFlight(step_id, tokens, sampled, widths, prompts, done)
@@ -138,7 +164,7 @@ class Runner:
         """See `Executor.collect`."""
         step = self._in_flight.popleft()
         if step.done is not None:
-            step.done.synchronize()
+            self._wait(step.done)
         logprobs: dict[int, list[TokenLogprobs]] = {}
         if step.sampled.logprobs is not None:
             entries = step.sampled.logprobs.entries(step.logprob_widths)
@@ -158,6 +184,13 @@ class Runner:
                 for prompt in step.prompts
             },
         )
+
+    def _wait(self, done: torch.cuda.Event) -> None:
+        """Until the step has ended, or its deadline: an event alone would wait for ever."""
+        deadline = time.monotonic() + self._step_timeout
+        while not done.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a step did not end within {self._step_timeout:.0f} s")
 
     def close(self) -> None:
         self._in_flight.clear()

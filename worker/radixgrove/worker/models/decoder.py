@@ -27,7 +27,6 @@ class DecoderLayer:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
         self._index = index
-        self._eps = config.norm_eps
         self._qkv = Linear.column(
             place,
             hidden,
@@ -52,12 +51,12 @@ class DecoderLayer:
             bias=config.mlp_bias,
         )
         self._down = Linear.row(place, f"{mlp}.down_proj", inner, hidden, bias=config.mlp_bias)
-        self.input_norm = place.empty(hidden)
+        self._input_norm = place.empty(hidden)
         self._mlp_norm = place.empty(hidden)
         self._q_norm = place.empty(head_dim) if config.qk_norm else None
         self._k_norm = place.empty(head_dim) if config.qk_norm else None
         self._vectors = {
-            f"{prefix}.input_layernorm.weight": self.input_norm,
+            f"{prefix}.input_layernorm.weight": self._input_norm,
             f"{prefix}.post_attention_layernorm.weight": self._mlp_norm,
             f"{attention}.q_norm.weight": self._q_norm,
             f"{attention}.k_norm.weight": self._k_norm,
@@ -70,25 +69,31 @@ class DecoderLayer:
             if vector is not None:
                 yield WeightPart(name, vector, tuple(vector.shape))
 
-    def __call__(
-        self, x: Tensor, residual: Tensor, next_norm: Tensor, context: StepContext
-    ) -> Tensor:
-        """Normalised input of this layer -> that of the next; `residual` is updated in place."""
-        ops, attention = context.ops, context.attention
-        q = ops.rope_store(
-            self._qkv(x, context),
+    def projections(self) -> list[tuple[Tensor, bool]]:
+        """Weights, and whether SiLU-and-multiply follows the product."""
+        return [
+            (self._qkv.weight, False),
+            (self._output.weight, False),
+            (self._gate_up.weight, True),
+            (self._down.weight, False),
+        ]
+
+    def __call__(self, residual: Tensor, context: StepContext) -> None:
+        """Add this layer's part to the residual stream [T, hidden], in place."""
+        attention = context.attention
+        q = context.ops.rope_store(
+            self._qkv(residual, context, norm=self._input_norm),
             context.rotation,
             context.slots,
             attention.pool[self._index],
             self._q_norm,
             self._k_norm,
-            self._eps,
+            context.eps,
         )
         attended = attention.attend(self._index, q).flatten(1)
-        x = self._output(attended, context)
-        x = ops.add_rms_norm(x, residual, self._mlp_norm, self._eps)
-        x = self._down(ops.silu_and_mul(self._gate_up(x, context)), context)
-        return ops.add_rms_norm(x, residual, next_norm, self._eps)
+        self._output(attended, context, residual=residual)
+        gated = self._gate_up(residual, context, norm=self._mlp_norm, silu=True)
+        self._down(gated, context, residual=residual)
 
 
 class Decoder:
@@ -111,8 +116,6 @@ class Decoder:
         self._cos_sin = rotary_table(
             config.rope, config.head_dim, config.max_position_embeddings, place.device
         )
-        norms = [layer.input_norm for layer in self._layers]
-        self._next_norms = [*norms[1:], self._norm]
 
     def parts(self) -> Iterator[WeightPart]:
         """Every tensor that a checkpoint must have for this rank."""
@@ -122,6 +125,12 @@ class Decoder:
         yield WeightPart("model.norm.weight", self._norm, tuple(self._norm.shape))
         if self._head is not self._embedding:
             yield from self._head.parts()
+
+    def projections(self) -> list[tuple[list[Tensor], bool]]:
+        """For the tuner: each kind's weights over some layers, and whether SiLU follows it."""
+        layers = self._layers[:8]
+        kinds = zip(*(layer.projections() for layer in layers), strict=True)
+        return [([weight for weight, _ in kind], kind[0][1]) for kind in kinds]
 
     def weights_bytes(self) -> int:
         """Memory of this rank's parameters."""
@@ -137,16 +146,22 @@ class Decoder:
             batch: geometry for which `attention.plan` has been called.
 
         Returns:
-            [T, hidden], after the final norm.
+            [T, hidden], before the final norm, which `logits` applies.
         """
         rotation = self._ops.rotation(self._cos_sin, batch.positions, self.dtype)
-        context = StepContext(self.group, self._ops, attention, rotation, batch.slots)
-        residual = self._embedding.embed(token_ids, self.group)
-        x = self._ops.rms_norm(residual, self._layers[0].input_norm, self.config.norm_eps)
-        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
-            x = layer(x, residual, next_norm, context)
-        return x
+        context = StepContext(
+            self.group, self._ops, self.config.norm_eps, attention, rotation, batch.slots
+        )
+        residual = self._embedding.embed(token_ids, context)
+        for layer in self._layers:
+            layer(residual, context)
+        return residual
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocab_size] in the model's dtype, whole on every rank."""
-        return self._head.logits(hidden, self.group)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Final norm and head: [N, hidden] -> [N, vocab_size], whole on every rank.
+
+        Args:
+            out: where to leave them; they are in the model's dtype.
+        """
+        normed = self._ops.rms_norm(hidden, self._norm, self.config.norm_eps)
+        return self._head.logits(normed, self.group, out)

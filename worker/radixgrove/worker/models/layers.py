@@ -20,6 +20,7 @@ class StepContext:
 
     group: TensorParallel
     ops: Ops
+    eps: float  # of every RMSNorm
     attention: AttentionBackend
     rotation: Rotation
     slots: Tensor  # [T] int64: where K and V of each token go
@@ -99,12 +100,38 @@ class Linear:
     def parts(self) -> Iterator[WeightPart]:
         yield from self._parts
 
-    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        """[T, in] -> [T, out]."""
-        if not self._row_parallel:
-            return F.linear(x, self.weight, self.bias)
-        y = context.group.all_reduce(F.linear(x, self.weight))
-        return y if self.bias is None else y.add_(self.bias)
+    def __call__(
+        self,
+        x: Tensor,
+        context: StepContext,
+        *,
+        norm: Tensor | None = None,
+        silu: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """[T, in] -> [T, out], with what stands before and after it, so that it can be fused.
+
+        Args:
+            norm: weight of an RMSNorm of `x`, applied first.
+            silu: multiply the second half of the product by the SiLU of the first.
+            residual: [T, out], added to in place, and returned.
+        """
+        reduce = self._row_parallel and context.group.size > 1
+        y = context.ops.linear(
+            x,
+            self.weight,
+            None if reduce else self.bias,
+            norm=norm,
+            eps=context.eps,
+            silu=silu,
+            residual=None if reduce else residual,
+        )
+        if not reduce:
+            return y
+        context.group.all_reduce(y)
+        if self.bias is not None:
+            y.add_(self.bias)
+        return y if residual is None else residual.add_(y)
 
 
 class VocabTable:
@@ -127,15 +154,16 @@ class VocabTable:
     def parts(self) -> Iterator[WeightPart]:
         yield self._part
 
-    def embed(self, token_ids: Tensor, group: TensorParallel) -> Tensor:
+    def embed(self, token_ids: Tensor, context: StepContext) -> Tensor:
         """[T] int -> [T, hidden]."""
-        if group.size == 1:
+        if context.group.size == 1:
             return self.weight.index_select(0, token_ids)
-        local = token_ids - self._first
-        foreign = (local < 0) | (local >= self.weight.shape[0])
-        rows = self.weight.index_select(0, local.masked_fill(foreign, 0))
-        return group.all_reduce(rows.masked_fill_(foreign[:, None], 0))
+        rows = context.ops.embed(self.weight, token_ids, self._first)
+        return context.group.all_reduce(rows)
 
-    def logits(self, hidden: Tensor, group: TensorParallel) -> Tensor:
-        """[N, hidden] -> [N, vocab_size], whole on every rank."""
-        return group.all_gather(F.linear(hidden, self.weight))[:, : self.vocab_size]
+    def logits(self, hidden: Tensor, group: TensorParallel, out: Tensor | None = None) -> Tensor:
+        """[N, hidden] -> [N, vocab_size], whole on every rank; into `out` when given."""
+        if group.size == 1 and out is not None:
+            return torch.mm(hidden, self.weight.t(), out=out)
+        logits = group.all_gather(F.linear(hidden, self.weight))[:, : self.vocab_size]
+        return logits if out is None else out.copy_(logits)

@@ -1,4 +1,4 @@
-"""The decoder's element-wise operations: fused kernels on CUDA, few cheap torch calls elsewhere.
+"""The decoder's arithmetic: fused kernels on CUDA, few cheap torch calls elsewhere.
 
 On a CPU a small model's decode step is hundreds of tiny operations, so what counts here is how many
 calls are made and what each allocates.
@@ -12,22 +12,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from radixgrove.kernels import ops as kernels
+
 Rotation = tuple[Tensor, Tensor]
 
 
 class Ops(Protocol):
     """Shapes: T tokens, H query heads, KV key/value heads of head dimension D."""
 
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        norm: Tensor | None,
+        eps: float,
+        silu: bool,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """`residual += silu_and_mul(rms_norm(x) @ weight.T + bias)`, each part optional.
+
+        Args:
+            x: [T, K]. weight: [N, K] ([2 N, K], gate first, with `silu`). bias: [N].
+            residual: [T, N], updated in place and returned.
+        """
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / rms(x) * weight` over the last dimension."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`residual += x` in place, then the RMSNorm of the new residual."""
-        ...
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * inner] -> [T, inner]: `silu(first half) * second half`."""
+    def embed(self, weight: Tensor, token_ids: Tensor, first: int) -> Tensor:
+        """Rows of a table that holds ids from `first` on; zeros for ids outside."""
         ...
 
     def rotation(self, cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotation:
@@ -61,16 +78,32 @@ class Ops(Protocol):
 class TorchOps:
     """Plain torch, for every device."""
 
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        norm: Tensor | None,
+        eps: float,
+        silu: bool,
+        residual: Tensor | None,
+    ) -> Tensor:
+        if norm is not None:
+            x = self.rms_norm(x, norm, eps)
+        y = F.linear(x, weight, bias)
+        if silu:
+            gate, up = y.chunk(2, dim=-1)
+            y = F.silu(gate).mul_(up)
+        return y if residual is None else residual.add_(y)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        residual.add_(x)
-        return F.rms_norm(residual, weight.shape, weight, eps)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+    def embed(self, weight: Tensor, token_ids: Tensor, first: int) -> Tensor:
+        local = token_ids - first
+        inside = (local >= 0) & (local < weight.shape[0])
+        return weight.index_select(0, local * inside).mul_(inside[:, None])
 
     def rotation(self, cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Cosines [T, 1, 1, D/2] and (-sines, sines) [T, 1, 2, D/2]."""
@@ -107,3 +140,45 @@ class TorchOps:
         flat[0].index_copy_(0, slots, rotated[:, num_heads:])
         flat[1].index_copy_(0, slots, heads[:, num_heads + kv_heads :])
         return rotated[:, :num_heads]
+
+
+class KernelOps:
+    """`radixgrove.kernels`: Triton on CUDA."""
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        norm: Tensor | None,
+        eps: float,
+        silu: bool,
+        residual: Tensor | None,
+    ) -> Tensor:
+        if silu and bias is not None:
+            y = kernels.linear(x, weight, bias, norm=norm, eps=eps)
+            y = kernels.silu_and_mul(y)
+            return y if residual is None else residual.add_(y)
+        return kernels.linear(x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return kernels.rms_norm(x, weight, eps)
+
+    def embed(self, weight: Tensor, token_ids: Tensor, first: int) -> Tensor:
+        return kernels.embed(weight, token_ids, first)
+
+    def rotation(self, cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        return cos_sin, positions
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        slots: Tensor,
+        pages: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        return kernels.rope_store(qkv, *rotation, slots, pages, q_norm, k_norm, eps)

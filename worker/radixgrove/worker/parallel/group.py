@@ -30,11 +30,17 @@ class Shard:
 class TensorParallel:
     """A rank's membership of its group; with one rank every collective is the identity."""
 
-    def __init__(self, shard: Shard, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        group: ProcessGroup | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
         if shard.size > 1 and group is None:
             raise ValueError("a group of several ranks needs a process group")
         self.shard = shard
         self._group = group
+        self._device = device
 
     @property
     def rank(self) -> int:
@@ -62,7 +68,6 @@ class TensorParallel:
         """The smallest of the ranks' values, on every rank: for sizes all must agree on."""
         if self._group is None:
             return value
-        device = "cuda" if self._group.name() == "nccl" else "cpu"
-        agreed = torch.tensor([value], dtype=torch.int64, device=device)
+        agreed = torch.tensor([value], dtype=torch.int64, device=self._device)
         torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN, group=self._group)
         return int(agreed.item())

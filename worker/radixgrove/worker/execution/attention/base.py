@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +54,13 @@ class AttentionBackend(ABC):
         self.scale = scale
         self.page_size = pool.shape[3]
 
+    def warm_up(self, report: Callable[[str, float | None], None]) -> None:  # noqa: B027
+        """Compile whatever needs compiling; `report` gets a line and the fraction done.
+
+        Raises:
+            RuntimeError: the backend cannot serve here.
+        """
+
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare for one forward pass; every layer's `forward` then uses this plan."""
@@ -82,7 +90,7 @@ class AttentionBackend(ABC):
         """Allocate static buffers for CUDA graphs of up to `max_batch` decode rows."""
 
     def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
-        """As `plan` for a decode-only batch inside (or before replaying) the graph of size `padded`.
+        """As `plan` for a decode-only batch, before capturing or replaying the graph of `padded`.
 
         Whatever the graph reads must live in the buffers of `prepare_capture`.
         """

@@ -39,13 +39,18 @@ def select_attention(
     if choice != Choice.AUTO:
         if choice != Choice.TORCH and not on_cuda:
             raise ModelError(f"attention backend {choice.value} needs CUDA")
-        backend = _create(choice, pool, config, shard)
+        try:
+            backend = _create(choice, pool, config, shard)
+            _warm_up(backend, report)
+        except (ImportError, RuntimeError) as error:
+            raise ModelError(f"attention backend {choice.value}: {error}") from error
         report(PhaseReport(EngineState.WARMING_UP, f"attention backend {choice.value}, as set"))
         return backend, choice.value
     reasons = []
     for candidate in _PREFERENCE if on_cuda else (Choice.TORCH,):
         try:
             backend = _create(candidate, pool, config, shard)
+            _warm_up(backend, report)
         except (ImportError, RuntimeError, ValueError) as error:
             reasons.append(f"{candidate.value} not usable: {error}")
             continue
@@ -54,6 +59,10 @@ def select_attention(
         report(PhaseReport(EngineState.WARMING_UP, message))
         return backend, candidate.value
     raise ModelError(f"no attention backend works: {'; '.join(reasons)}")
+
+
+def _warm_up(backend: AttentionBackend, report: Callable[[PhaseReport], None]) -> None:
+    backend.warm_up(lambda text, done: report(PhaseReport(EngineState.WARMING_UP, text, done)))
 
 
 def _create(choice: Choice, pool: Tensor, config: ModelConfig, shard: Shard) -> AttentionBackend:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,6 +51,12 @@ class TorchAttention(AttentionBackend):
         table = batch.page_table
         self._chunks = self._plan_chunks(batch, table)
         self._groups = self._plan_groups(batch, table)
+
+    def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
+        """Not for CUDA graphs, whose replays would not see the next plan's shapes; on a CPU a
+        "replay" is a call, and padding rows are decodes of one token."""
+        padding = [1] * (padded - batch.num_decodes)
+        self.plan(replace(batch, num_decodes=padded, kv_lens_host=[*batch.kv_lens_host, *padding]))
 
     def _plan_chunks(self, batch: AttentionBatch, table: Tensor) -> list[_Chunk]:
         chunks = []

@@ -1,0 +1,76 @@
+"""Small random-weight models saved by transformers, one of each supported kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 512
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # strong enough that the next token is a clear choice
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama3-rope": ("Llama", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-linear-rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"head_dim": 32, "sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-yarn": (
+        "Qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
+}
+
+
+def save(kind: str, directory: Path) -> Any:
+    """Write the model of `kind` into `directory`; the transformers model itself."""
+    import transformers
+
+    name, changes = KINDS[kind]
+    config = getattr(transformers, f"{name}Config")(**{**_SIZES, **changes})
+    torch.manual_seed(len(kind))
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    # Norms and biases start at one and zero, where a mistake in their use would not show.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(directory)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randint(VOCAB, (length,), generator=generator).tolist()
+        for length in (1, 2, 15, 16, 17, 33, 90, 130)
+    ]

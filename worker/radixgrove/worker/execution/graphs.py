@@ -1,0 +1,191 @@
+"""Decode steps at fixed batch sizes: CUDA graphs, captured once and replayed.
+
+A decode step is four pieces, in order: gather the inputs from the request table (captured), plan
+the attention (not captured: it reads the host's mirrors), forward to logits (captured), sample and
+append (captured when nothing needs editing; a grammar mask has its place before it). A batch is
+padded to the next size of the ladder with the dummy row.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
+from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
+from radixgrove.worker.execution.sampling.state import EDITS, Need
+from radixgrove.worker.execution.table import RequestTable
+from radixgrove.worker.execution.transfer import to_device
+from radixgrove.worker.models.decoder import Decoder
+
+# What sampling graphs exist for; a batch takes the first that covers its needs.
+_SAMPLING = (Need.NOTHING, Need.RANDOM, Need.RANDOM | Need.FILTER)
+Replay = Callable[[], None]
+Report = Callable[[str, float], None]
+
+
+def ladder(largest: int) -> list[int]:
+    """Batch sizes to capture: fine where padding would cost much, up to `largest`."""
+    sizes = {1, 2, 4, *range(8, 129, 8), *range(144, 513, 16), *range(544, largest + 1, 32)}
+    return sorted({size for size in sizes if size < largest} | {largest})
+
+
+class Recorder:
+    """Turns a function of static buffers into its replay: a CUDA graph, or itself on a CPU.
+
+    Graphs share one memory pool: they run one after the other on one stream, and what outlives a
+    replay is in buffers allocated outside.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        if self._on_cuda:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record(self, function: Replay) -> Replay:
+        """Run once (kernels compile, libraries allocate), then capture."""
+        function()
+        if not self._on_cuda:
+            return function
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        return graph.replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A garbage collection may free CUDA memory, which a capture does not allow."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class DecodeGraphs:
+    """All sizes of the ladder; `run` takes any decode-only step that fits the largest."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        table: RequestTable,
+        sampler: Sampler,
+        sizes: list[int],
+    ) -> None:
+        self.sizes = sizes
+        self.replays = 0  # steps that ran from graphs; tests prove the mode by it
+        self._model = model
+        self._attention = attention
+        self._table = table
+        self._sampler = sampler
+        self._device = model.device
+        largest = sizes[-1]
+        self._rows = self._full(largest, table.dummy_row, torch.int64)
+        self._rows_host = [table.dummy_row] * largest
+        self._token_ids = self._full(largest, 0, torch.int32)
+        self._positions = self._full(largest, 0, torch.int64)
+        self._slots = self._full(largest, 0, torch.int64)
+        self._kv_lens = self._full(largest, 1, torch.int32)
+        self._rows32 = self._full(largest, table.dummy_row, torch.int32)
+        self._indptr = torch.arange(largest + 1, dtype=torch.int32, device=self._device)
+        self._tokens = self._full(largest, 0, torch.int64)
+        self._logits = torch.empty(
+            (largest, model.config.vocab_size), dtype=model.dtype, device=self._device
+        )
+        attention.prepare_capture(largest, table.pages.shape[1])
+        self._recorder = Recorder(self._device)
+        self._gather: dict[int, Replay] = {}
+        self._forward: dict[int, Replay] = {}
+        self._sample: dict[tuple[int, Need], Replay] = {}
+
+    def _full(self, length: int, value: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((length,), value, dtype=dtype, device=self._device)
+
+    @torch.inference_mode()
+    def capture(self, report: Report) -> None:
+        """Capture every size, the largest first: smaller ones then fit the memory it took."""
+        with _no_collection():
+            for done, size in enumerate(reversed(self.sizes)):
+                report(f"capturing decode of {size}", done / len(self.sizes))
+                self._capture(size)
+
+    def _capture(self, size: int) -> None:
+        record = self._recorder.record
+        self._gather[size] = record(lambda: self._gather_inputs(size))
+        batch = self._batch([self._table.dummy_row] * size, size)
+        self._attention.plan_captured(batch, size)
+        self._forward[size] = record(lambda: self._compute(batch, size))
+        for need in _SAMPLING:
+            self._sample[size, need] = record(lambda need=need: self._draw(size, need))  # type: ignore[misc]
+
+    def _gather_inputs(self, size: int) -> None:
+        table, rows = self._table, self._rows[:size]
+        lens = table.lens.index_select(0, rows)
+        positions = lens.long() - 1
+        self._rows32[:size].copy_(rows)
+        self._kv_lens[:size].copy_(lens)
+        self._positions[:size].copy_(positions)
+        self._token_ids[:size].copy_(table.tokens[rows, positions])
+        self._slots[:size].copy_(table.slots(rows, positions))
+
+    def _compute(self, batch: AttentionBatch, size: int) -> None:
+        hidden = self._model.hidden_states(self._token_ids[:size], batch, self._attention)
+        self._model.logits(hidden, out=self._logits[:size])
+
+    def _draw(self, size: int, need: Need) -> None:
+        tokens = self._sampler.draw_and_append(self._logits[:size], self._rows[:size], need)
+        self._tokens[:size].copy_(tokens)
+
+    def _batch(self, rows: list[int], size: int) -> AttentionBatch:
+        return AttentionBatch(
+            num_prefills=0,
+            num_decodes=len(rows),
+            num_prefill_tokens=0,
+            rows=self._rows32[:size],
+            qo_indptr=self._indptr[: size + 1],
+            kv_lens=self._kv_lens[:size],
+            page_table=self._table.pages,
+            slots=self._slots[:size],
+            positions=self._positions[:size],
+            kv_lens_host=[self._table.host_lens[row] for row in rows],
+        )
+
+    def fits(self, rows: list[int]) -> bool:
+        return len(rows) <= self.sizes[-1]
+
+    def run(self, rows: list[int]) -> Sampled:
+        """One decode step of `rows`."""
+        self.replays += 1
+        count = len(rows)
+        size = self.sizes[bisect_left(self.sizes, count)]
+        self._set_rows(rows, size)
+        self._gather[size]()
+        self._attention.plan_captured(self._batch(rows, size), size)
+        self._forward[size]()
+        need = self._sampler.need(rows)
+        if need & (EDITS | Need.LOGPROBS):
+            return self._sampler.sample(self._logits[:count], self._rows[:count], rows)
+        self._sample[size, need]()
+        return Sampled(self._tokens[:count], [], None)
+
+    def _set_rows(self, rows: list[int], size: int) -> None:
+        """Bring the static row list up to date; steady batches send nothing."""
+        padded = rows + [self._table.dummy_row] * (size - len(rows))
+        if self._rows_host[:size] != padded:
+            self._rows[:size].copy_(to_device(np.array(padded, dtype=np.int64), self._device))
+            self._rows_host[:size] = padded
