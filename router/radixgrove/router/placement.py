@@ -29,10 +29,12 @@ from radixgrove.router.replicas import Replica, Service
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-DECODE_TOKENS = 16  # as in lua/place.lua: what a running request costs a prefill
+# As in lua/place.lua, which explains them:
+DECODE_TOKENS = 16
+HIT_CREDIT, MOST_CREDIT_MS = 7.0, 200.0
 REBUILD_SECONDS = 10.0  # after Redis returned: its leases may not have yet
 AFFINITY_BLOCKS = 16
-AFFINITY_WINDOW = 1.25  # of the lowest cost, within which affinity decides
+AFFINITY_TOKENS = 256  # of load that affinity outweighs
 MAX_TEMPLATES = 32  # candidate sets remembered per service
 NO_CEILING = 1e15
 
@@ -57,7 +59,7 @@ class Decision:
     reservation: str
     matched_tokens: int
     host_tokens: int
-    cost_ms: float
+    time_ms: float  # estimated to the first token
     decided: str  # "redis", "local" or "degraded"
     sequences: int
     generation: str = ""  # set when the booking is in Redis
@@ -194,7 +196,7 @@ class Placer:
             reservation=reservation,
             matched_tokens=matched * ask.block_tokens,
             host_tokens=host * ask.block_tokens,
-            cost_ms=float(answer[4]),
+            time_ms=float(answer[4]),
             decided="redis",
             sequences=ask.sequences,
             generation=generation,
@@ -267,17 +269,20 @@ class Placer:
         lowest = min(cost for cost, _, _ in costs)
         if decided == "degraded" and ask.members:
             # Routers do not see each other's load now, but they agree on the prefix's hash.
-            window = lowest * AFFINITY_WINDOW + DECODE_TOKENS * max(r.token_ms for r in candidates)
+            slowest = max(replica.token_ms for replica in candidates)
+            window = lowest + AFFINITY_TOKENS * slowest
             depth = min(AFFINITY_BLOCKS, len(ask.members) // MEMBER_BYTES)
             key = ask.members[(depth - 1) * MEMBER_BYTES : depth * MEMBER_BYTES]
             near = [entry for entry in costs if entry[0] <= window]
-            cost, matched, replica = max(near, key=lambda entry: _affinity(key, entry[2].id))
+            _, matched, replica = max(near, key=lambda entry: _affinity(key, entry[2].id))
         else:
             near = [entry for entry in costs if entry[0] <= lowest]
-            cost, matched, replica = self._random.choice(near)
+            _, matched, replica = self._random.choice(near)
         uncached = ask.prompt_tokens - matched * ask.block_tokens
+        work_ms = uncached * replica.token_ms
+        wait_ms = max(0.0, replica.busy_until - now) * 1000
         replica.in_flight += ask.sequences
-        replica.busy_until = max(now, replica.busy_until) + uncached * replica.token_ms / 1000
+        replica.busy_until = max(now, replica.busy_until) + work_ms / 1000
         replica.sent.add(ask.members)
         return Decision(
             service=service,
@@ -285,7 +290,7 @@ class Placer:
             reservation=f"{self._router_id}-{next(self._serial)}",
             matched_tokens=matched * ask.block_tokens,
             host_tokens=0,
-            cost_ms=cost,
+            time_ms=wait_ms + work_ms,
             decided=decided,
             sequences=ask.sequences,
         )
@@ -305,11 +310,13 @@ def _fits(replica: Replica, ask: Ask) -> bool:
 
 
 def _cost(replica: Replica, ask: Ask, now: float) -> tuple[float, int]:
-    """Estimated milliseconds to the first token, and matched blocks, by this process's own view."""
+    """Cost as in lua/place.lua, and matched blocks, by this process's own view."""
     token_ms = replica.token_ms
     matched = replica.sent.match(ask.members)
     load = max(0.0, replica.busy_until - now) * 1000 + replica.in_flight * DECODE_TOKENS * token_ms
-    return load + (ask.prompt_tokens - matched * ask.block_tokens) * token_ms, matched
+    saved = matched * ask.block_tokens * token_ms
+    credit = min(HIT_CREDIT * saved, MOST_CREDIT_MS)
+    return load + ask.prompt_tokens * token_ms - saved - credit, matched
 
 
 def _affinity(key: bytes, replica_id: str) -> bytes:
