@@ -46,9 +46,10 @@ class EngineProcess:
         self.runtime = Runtime(directory, WorkerSettings(**settings), directory)
         self.runtime.write()
         self.context = zmq.Context()
-        self.agent = self._bind(self.runtime.agent_socket)
+        # Frontend 0 and the agent take everything, what others do not read piles up at the engine.
+        self.agent = self._bind(self.runtime.agent_socket, queue=0)
         self.frontends = [
-            self._bind(self.runtime.frontend_socket(index))
+            self._bind(self.runtime.frontend_socket(index), queue=min(4, index * 4))
             for index in range(self.runtime.settings.frontends)
         ]
         self.inbox = self.context.socket(zmq.PUSH)
@@ -67,14 +68,15 @@ class EngineProcess:
             "PROMETHEUS_MULTIPROC_DIR": str(self.metrics),
         }
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/engine/fake_engine.py"), str(directory), "0"],
+            [sys.executable, str(ROOT / "tests/engine/fake_engine.py"), str(directory)],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def _bind(self, address: str) -> zmq.Socket[bytes]:
+    def _bind(self, address: str, queue: int) -> zmq.Socket[bytes]:
         socket = self.context.socket(zmq.PULL)
+        socket.set_hwm(queue)  # 0: no limit
         socket.bind(address)
         return socket
 

@@ -1,4 +1,4 @@
-"""An engine process on the fake executor: `python tests/engine/fake_engine.py RUNTIME_DIR RANK`.
+"""An engine process on the fake executor: `python tests/engine/fake_engine.py RUNTIME_DIR`.
 
 The environment variable FAKE_ENGINE (JSON) sets the executor's size and makes it fail or stall.
 """
@@ -27,6 +27,7 @@ OPTIONS = {
     "fail_at": 0,  # step whose collection raises; 0: none
     "stall_at": 0,  # step whose collection never returns
     "step_seconds": 0.0,  # each step takes at least this long
+    "send_queue": engine.SEND_QUEUE,
     "fail_to_build": False,
 }
 
@@ -48,7 +49,10 @@ class UnreliableExecutor(FakeExecutor):
 
 
 def build(
-    settings: WorkerSettings, model_dir: Path, report: Callable[[PhaseReport], None]
+    settings: WorkerSettings,
+    model_dir: Path,
+    report: Callable[[PhaseReport], None],
+    runtime_dir: Path,
 ) -> tuple[UnreliableExecutor, EngineInfo]:
     options = {**OPTIONS, **json.loads(os.environ.get("FAKE_ENGINE", "{}"))}
     report(PhaseReport(EngineState.LOADING, "reading nothing", 0.5))
@@ -78,4 +82,5 @@ def build(
 
 
 if __name__ == "__main__":
-    sys.exit(engine.run(Path(sys.argv[1]), int(sys.argv[2]), build))
+    engine.SEND_QUEUE = json.loads(os.environ["FAKE_ENGINE"]).get("send_queue", engine.SEND_QUEUE)
+    sys.exit(engine.run(Path(sys.argv[1]), build))

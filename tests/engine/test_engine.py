@@ -146,16 +146,35 @@ def test_a_message_that_is_none_does_no_harm(start_engine: StartEngine) -> None:
     assert engine.tokens["r"] == answer(PROMPT, 4)
 
 
-def test_a_frontend_that_does_not_read_holds_up_nobody(start_engine: StartEngine) -> None:
-    engine = start_engine({"frontends": 2}, max_model_len=512, max_rows=32)
-    # Frontend 1 goes away: messages for it have nowhere to go but the engine's bounded queue.
+def test_a_frontend_that_is_gone_holds_up_nobody(start_engine: StartEngine) -> None:
+    engine = start_engine({"frontends": 2})
     engine.frontends[1].close(linger=0)
-    for index in range(16):
-        engine.send(request(f"lost{index}", [*PROMPT, index], 400, frontend=1))
+    for index in range(8):
+        engine.send(request(f"lost{index}", [*PROMPT, index], 100, frontend=1))
     engine.send(request("r", PROMPT, 30, frontend=0))
     engine.until_ended("r")
     assert engine.tokens["r"] == answer(PROMPT, 30)
-    assert engine.process.poll() is None
+
+
+def test_a_frontend_that_does_not_read_loses_its_requests_and_hears_of_it(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine({"frontends": 2}, send_queue=128, num_pages=2048, step_seconds=0.004)
+    slow = [f"slow {index} {'x' * 200}" for index in range(15)]
+    for name in slow:  # 4 kB a step: soon more than the kernel's buffers and the queue take
+        engine.send(request(name, PROMPT, 480, frontend=1))
+    engine.send(request("r", PROMPT, 480, frontend=0))
+    engine.until_ended("r", frontend=0)
+    assert engine.tokens["r"] == answer(PROMPT, 480), engine.ends["r"]
+    engine.until(lambda: engine.stats is not None and engine.stats.aborted > 0, frontend=0)
+    engine.until(lambda: engine.stats is not None and engine.stats.running == 0, frontend=0)
+    engine.until_ended(*slow, frontend=1)  # it reads again
+    lost = [end for end in engine.ends.values() if isinstance(end, Refused)]
+    assert lost
+    assert {end.reason for end in lost} == {RefusalReason.INTERNAL}
+    engine.send(request("later", PROMPT, 3, frontend=1))
+    engine.until_ended("later", frontend=1)
+    assert engine.tokens["later"] == answer(PROMPT, 3)
 
 
 def test_sigterm_tells_every_request_and_ends_cleanly(start_engine: StartEngine) -> None:

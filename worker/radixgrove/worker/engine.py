@@ -8,6 +8,7 @@ for a frontend or the agent: what they do not take in time is dropped and made g
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import signal
 import sys
@@ -51,11 +52,12 @@ from radixgrove.worker.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 Report = Callable[[PhaseReport], None]
-Build = Callable[[WorkerSettings, Path, Report], tuple[Executor, EngineInfo]]
+# Settings, model directory, where progress goes, runtime directory (where several ranks meet).
+Build = Callable[[WorkerSettings, Path, Report, Path], tuple[Executor, EngineInfo]]
 
 PULSE_SECONDS = 0.2
 # Messages that may wait in a socket: seconds of decoding at a thousand steps a second.
-_SEND_QUEUE = 10_000
+SEND_QUEUE = 10_000
 _RECEIVE_QUEUE = 16_384
 _MESSAGES_A_TURN = 512
 _LINGER_MS = 1000
@@ -69,7 +71,7 @@ class Outlet:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._socket = context.socket(zmq.PUSH)
-        self._socket.set_hwm(_SEND_QUEUE)
+        self._socket.set_hwm(SEND_QUEUE)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
@@ -288,6 +290,7 @@ class Engine:
             tokens = plan.num_tokens
             allowance = self._settings.step_timeout + tokens * self._seconds_per_token
             self._flights.append(_Launched(tokens, allowance))
+            self._pulse_if_due(now)  # on a CPU the launch itself computes
             self._executor.launch(plan)
 
     def _collect(self) -> None:
@@ -356,7 +359,7 @@ class Engine:
             self._scheduler.check()
 
 
-def run(directory: Path, rank: int, build: Build) -> int:
+def run(directory: Path, build: Build) -> int:
     """Run rank 0 of the worker in `directory` until SIGTERM; returns the exit status."""
     runtime = Runtime.load(directory)
     settings = runtime.settings
@@ -367,14 +370,17 @@ def run(directory: Path, rank: int, build: Build) -> int:
     executor: Executor | None = None
     doing = "start"
     try:
-        executor, info = build(settings, runtime.model_dir, links.report)
+        executor, info = build(settings, runtime.model_dir, links.report, directory)
+        # What the start has built lives to the end: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
         engine = Engine(settings, links, executor, info)
         signal.signal(signal.SIGTERM, lambda *_: engine.stop())
         doing = "run"
         engine.run()
     except Exception as error:
         logger.exception("the engine failed")
-        print(f"error: engine rank {rank} failed to {doing}: {error}", file=sys.stderr, flush=True)
+        print(f"error: engine rank 0 failed to {doing}: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
         if executor is not None:
@@ -392,9 +398,15 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 2 or not arguments[1].isdecimal():
         print("usage: python -m radixgrove.worker.engine RUNTIME_DIR RANK", file=sys.stderr)
         return 2
-    from radixgrove.worker.execution import build  # imports torch
+    directory, rank = Path(arguments[0]), int(arguments[1])
+    # Imported here: both bring torch, which the scheduler's side of this module does not need.
+    if rank > 0:
+        from radixgrove.worker.parallel.follower import run_follower
 
-    return run(Path(arguments[0]), int(arguments[1]), build.build_executor)
+        return run_follower(directory, rank)
+    from radixgrove.worker.execution.build import build_executor
+
+    return run(directory, build_executor)
 
 
 if __name__ == "__main__":
