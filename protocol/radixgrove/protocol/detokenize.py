@@ -90,9 +90,10 @@ class _ByteDetokenizer:
 class _WindowDetokenizer:
     """For any other vocabulary: decodes a window of the last few tokens.
 
-    `context` was emitted, `pending` was not. Text is what `context + pending` decodes to beyond
-    `context` alone, so that blanks and joints come out as in the whole. The window stays short:
-    the cost of a token does not grow with the sequence.
+    `context` was emitted last, `pending` was not. Text is what `context + pending` decodes to
+    beyond `context` alone, so that blanks and joints come out as in the whole. The window stays
+    short: the cost of a token does not grow with the sequence. The context begins where a character
+    does, since it is what one emission showed.
     """
 
     def __init__(
@@ -101,15 +102,18 @@ class _WindowDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._pending: list[int] = []
-        self._context = [number for number in prompt_ids if number not in skipped][-CONTEXT_TOKENS:]
-        self._emitted = self._text(self._context)
-        if REPLACEMENT in self._emitted:
-            # The prompt ends within a character (or is unreadable): its bytes are not ours to show.
-            self._context, self._emitted = [], ""
+        self._context: list[int] = []
+        self._emitted = ""  # what the context alone decodes to
+        self._continue([number for number in prompt_ids if number not in skipped][-CONTEXT_TOKENS:])
 
     def _text(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
+
+    def _continue(self, context: list[int]) -> None:
+        text = self._text(context)
+        # Broken bytes would spoil what follows them, and a prompt's are not ours to show.
+        self._context, self._emitted = ([], "") if REPLACEMENT in text else (context, text)
 
     def push(self, token_ids: Iterable[int]) -> str:
         return "".join([self._push(number) for number in token_ids if number not in self._skipped])
@@ -126,9 +130,8 @@ class _WindowDetokenizer:
 
     def _emit(self, text: str) -> str:
         new = text[len(self._emitted) :]
-        self._context = (self._context + self._pending)[-CONTEXT_TOKENS:]
+        self._continue(self._pending)
         self._pending = []
-        self._emitted = self._text(self._context)
         return new
 
 

@@ -76,6 +76,11 @@ class PrefixCache:
         self.hits = 0
         self.misses = 0
 
+    @property
+    def size(self) -> int:
+        """Estimated bytes held."""
+        return self._bytes
+
     def lookup(self, texts: list[str]) -> list[_Piece]:
         """The longest known path, as pieces."""
         found: list[_Piece] = []
@@ -334,18 +339,25 @@ class PromptEncoder:
         ids: list[int] = []
         start = 0
 
-        def literal(part: str) -> None:
-            part = part.replace(_BREAK, "")
-            if part:
-                ids.extend(self._literal.encode(part, add_special_tokens=False).ids)
-
         for match in self.special.pattern.finditer(text) if self.special.pattern else ():
             if match[0] in self.special.ids:
-                literal(text[start : match.start()])
+                ids += self._literal_ids(text[start : match.start()])
                 ids.append(self.special.ids[match[0]])
                 start = match.end()
-        literal(text[start:])
-        return ids
+        return ids + self._literal_ids(text[start:])
+
+    def _literal_ids(self, text: str) -> list[int]:
+        """Ids of text that has none of the template's tokens; never a control token."""
+        ids: list[int] = self._literal.encode(
+            text.replace(_BREAK, ""), add_special_tokens=False
+        ).ids
+        if self._special_ids.isdisjoint(ids):
+            return ids
+        # The model's own vocabulary has the token's text as a piece: encode its parts apart.
+        parts = [
+            self._literal.encode(part, add_special_tokens=False) for part in text.split(_BREAK)
+        ]
+        return [number for part in parts for number in part.ids if number not in self._special_ids]
 
 
 class _Plan(msgspec.Struct):

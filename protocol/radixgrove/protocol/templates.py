@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sized
 from datetime import datetime
 from typing import Any
 
@@ -20,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from radixgrove.protocol import errors
 
 MAX_OUTPUT_CHARS = 1 << 26
-MAX_SECONDS = 5.0
+MAX_SECONDS = 2.0
 MAX_KWARG_CHARS = 256
 # What requests may never set through `chat_template_kwargs`.
 RESERVED_VARIABLES = frozenset(
@@ -53,6 +54,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     """Calls check the deadline of the running render, so that a loop of calls cannot go on."""
 
     deadline = float("inf")
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """No powers, and products within what a prompt may hold: no `"x" * 10**10`."""
+        if operator == "**":
+            raise TemplateFailure("power")
+        for text, times in ((left, right), (right, left)):
+            if isinstance(text, Sized) and len(text) * times > MAX_OUTPUT_CHARS:
+                raise TemplateFailure("output")
+        return super().call_binop(context, operator, left, right)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if time.monotonic() > self.deadline:
