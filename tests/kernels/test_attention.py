@@ -209,7 +209,7 @@ def test_backends_agree(
 ) -> None:
     if backend_name == "flashinfer" and dtype == torch.float32:
         pytest.skip("FlashInfer has no float32 kernels")
-    kv_heads, head_dim, page_size = 2, 64, 16
+    kv_heads, head_dim, page_size = 2, 128, 16
     lengths = [p + c for p, c in zip(prefixes, chunks, strict=True)] + decodes
     kv = PagedKv.random(
         lengths,
@@ -229,7 +229,7 @@ def test_backends_replan_captured_decodes(backend_name: str, device: torch.devic
     """The same padded size twice with other rows: static buffers must not keep the old ones."""
     dtype = torch.bfloat16
     kv = PagedKv.random(
-        [5, 70, 33, 200], page_size=16, kv_heads=2, head_dim=64, dtype=dtype, device=device
+        [5, 70, 33, 200], page_size=16, kv_heads=2, head_dim=128, dtype=dtype, device=device
     )
     pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
     backend = make_backend(backend_name, pool, 4)

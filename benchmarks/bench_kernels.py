@@ -1,0 +1,268 @@
+"""Each kernel at the sizes of the benchmark models: time, and the bandwidth or rate it reaches.
+
+    python benchmarks/bench_kernels.py [--only linear attention]
+
+Times are medians of graph replays over inputs that together exceed the L2 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import results
+import torch
+from torch import Tensor
+
+from radixgrove.kernels import activation, attention, linear, norm, rope, sampling
+from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES, Choice
+
+DTYPE = torch.bfloat16
+PAGE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One model's layer."""
+
+    name: str
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    def weights(self) -> dict[str, tuple[int, int, bool]]:
+        """Rows, columns, and whether SiLU-and-multiply follows."""
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        return {
+            "qkv": (width, self.hidden, False),
+            "o": (self.hidden, self.heads * self.head_dim, False),
+            "gate_up": (2 * self.inner, self.hidden, True),
+            "down": (self.hidden, self.inner, False),
+            "head": (self.vocab, self.hidden, False),
+        }
+
+
+SHAPES = (
+    Shape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151936),
+    Shape("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256),
+)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(DTYPE)
+
+
+def microseconds(calls: list[Callable[[], object]], repeats: int = 7) -> float:
+    """Median time of one call; `calls` do the same on different memory, one after another."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def show(kernel: str, shape: str, us: float, moved: float = 0.0, flops: float = 0.0) -> None:
+    """Print a row, with GB/s of bytes `moved` and TFLOP/s of `flops`."""
+    bandwidth = f"{moved / us / 1e3:8.0f} GB/s" if moved else " " * 13
+    rate = f"{flops / us / 1e6:7.0f} TFLOP/s" if flops else ""
+    print(f"{kernel:<26}{shape:<34}{us:9.2f} us {bandwidth} {rate}", flush=True)
+    results.record(
+        {
+            "benchmark": "kernels",
+            "kernel": kernel,
+            "shape": shape,
+            "microseconds": us,
+            "bytes": moved,
+            "flops": flops,
+        }
+    )
+
+
+def linear_calls(
+    choice: Choice | None, x: Tensor, weights: list[Tensor], silu: bool
+) -> list[Callable[[], object]]:
+    workspace = linear.SkinnyWorkspace(x.device)
+
+    def call(weight: Tensor) -> Callable[[], object]:
+        if choice is not None and choice.gemv is not None:
+            return lambda: linear.gemv(x, weight, silu=silu, config=choice.gemv)
+        if choice is not None:
+            return lambda: linear.skinny(
+                x, weight, silu=silu, config=choice.skinny, workspace=workspace
+            )
+        if silu:
+            return lambda: activation.silu_and_mul(torch.nn.functional.linear(x, weight))
+        return lambda: torch.nn.functional.linear(x, weight)
+
+    return [call(weight) for weight in weights]
+
+
+def bench_linear() -> None:
+    """cuBLAS and every candidate of the tuner."""
+    for shape in SHAPES:
+        for name, (n, k, silu) in shape.weights().items():
+            copies = max(2, int(2e8 / (n * k * 2)) + 1)
+            weights = [random(n, k) / k**0.5 for _ in range(min(copies, 32))]
+            for tokens in (1, 16, 64, 128, 256):
+                x = random(tokens, k)
+                candidates: tuple[Choice | None, ...] = (None,)
+                if tokens == 1:
+                    candidates += GEMV_CANDIDATES
+                elif tokens <= linear.MAX_SKINNY_TOKENS:
+                    candidates += SKINNY_CANDIDATES
+                timed = list(time_candidates(candidates, x, weights, silu))
+                cublas = timed[0][1]
+                best, us = min(timed, key=lambda pair: pair[1])
+                label = f"{shape.name} {name} T={tokens}"
+                show("linear cuBLAS", label, cublas, n * k * 2, 2.0 * n * k * tokens)
+                if best is not None:
+                    print(f"    {best.gemv or best.skinny}")
+                    show("linear ours", label, us, n * k * 2, 2.0 * n * k * tokens)
+            del weights
+
+
+def time_candidates(
+    candidates: tuple[Choice | None, ...], x: Tensor, weights: list[Tensor], silu: bool
+) -> Iterator[tuple[Choice | None, float]]:
+    for candidate in candidates:
+        try:
+            yield candidate, microseconds(linear_calls(candidate, x, weights, silu))
+        except Exception as error:
+            print(f"    {candidate} failed: {str(error).splitlines()[0][:100]}")
+
+
+def bench_elementwise() -> None:
+    for shape in SHAPES:
+        hidden, width = shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        weight, head_norm = random(hidden), random(shape.head_dim)
+        for tokens in (1, 64, 256, 8192):
+            copies = 16 if tokens <= 256 else 4
+            label = f"{shape.name} T={tokens}"
+            xs = [random(tokens, hidden) for _ in range(copies)]
+            us = microseconds([partial(norm.rms_norm, x, weight, 1e-6) for x in xs])
+            show("rms_norm", label, us, 2 * tokens * hidden * 2)
+            gates = [random(tokens, 2 * shape.inner) for _ in range(copies)]
+            us = microseconds([partial(activation.silu_and_mul, g) for g in gates])
+            show("silu_and_mul", label, us, 3 * tokens * shape.inner * 2)
+            qkvs = [random(tokens, width) for _ in range(copies)]
+            pages = random(2, tokens // PAGE + 1, PAGE, shape.kv_heads, shape.head_dim)
+            index = torch.arange(tokens, device="cuda")
+            table = torch.randn(tokens, shape.head_dim, device="cuda")
+            us = microseconds(
+                [
+                    partial(rope.rope_store, q, table, index, index, pages, head_norm, head_norm)
+                    for q in qkvs
+                ]
+            )
+            show("rope_store + qk norm", label, us, 2 * tokens * width * 2)
+
+
+def bench_attention() -> None:
+    for shape in SHAPES:
+        for batch, context in ((1, 640), (1, 8192), (64, 400), (64, 4096), (256, 800)):
+            counts = -(-context // PAGE)
+            pages = random(2, batch * counts + 1, PAGE, shape.kv_heads, shape.head_dim)
+            order = torch.randperm(batch * counts, device="cuda").int().view(batch, counts)
+            rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+            lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+            q = random(batch, shape.heads, shape.head_dim)
+            workspace = attention.DecodeWorkspace(
+                batch, shape.heads, shape.kv_heads, shape.head_dim, q.device
+            )
+            for min_split in (128, 256, 512):
+                us = microseconds(
+                    [
+                        partial(
+                            attention.decode_attention,
+                            q,
+                            pages,
+                            rows,
+                            lens,
+                            order,
+                            0.1,
+                            workspace,
+                            min_split=min_split,
+                        )
+                    ]
+                    * 4
+                )
+                moved = batch * context * shape.kv_heads * shape.head_dim * 4
+                show(f"decode min_split={min_split}", f"{shape.name} {batch}x{context}", us, moved)
+        bench_extend(shape)
+
+
+def bench_extend(shape: Shape) -> None:
+    tokens = 8192
+    pages = random(2, tokens // PAGE + 1, PAGE, shape.kv_heads, shape.head_dim)
+    order = torch.randperm(tokens // PAGE, device="cuda").int().view(1, -1)
+    one = torch.zeros(1, dtype=torch.int32, device="cuda")
+    indptr = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    q = random(tokens, shape.heads, shape.head_dim)
+    us = microseconds(
+        [lambda: attention.extend_attention(q, pages, one, indptr, indptr[1:], order, 0.1, tokens)]
+    )
+    flops = 2.0 * tokens * tokens * shape.heads * shape.head_dim
+    show("extend", f"{shape.name} T={tokens}", us, 0.0, flops)
+
+
+def bench_sampling() -> None:
+    for shape in SHAPES:
+        for batch in (1, 64, 256):
+            logits = random(batch, shape.vocab)
+            wide = logits.float()
+            temperature = torch.full((batch,), 0.6, device="cuda")
+            index = torch.arange(batch, device="cuda")
+            top_k = torch.full((batch,), 50, dtype=torch.int32, device="cuda")
+            top_p = torch.full((batch,), 0.95, device="cuda")
+            label = f"{shape.name} B={batch}"
+            us = microseconds([partial(sampling.sample, logits, temperature, index, index)] * 4)
+            show("sample", label, us, batch * shape.vocab * 2)
+            us = microseconds([partial(torch.argmax, logits, -1)] * 4)
+            show("torch argmax", label, us, batch * shape.vocab * 2)
+            call = partial(
+                sampling.sampling_thresholds, wide, temperature, top_k, top_p, top_p * 0.0
+            )
+            us = microseconds([call] * 4)
+            show("sampling_thresholds", label, us)
+
+
+BENCHES = {
+    "linear": bench_linear,
+    "elementwise": bench_elementwise,
+    "attention": bench_attention,
+    "sampling": bench_sampling,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=list(BENCHES), choices=BENCHES)
+    arguments = parser.parse_args(argv)
+    torch.manual_seed(0)
+    for name in arguments.only:
+        BENCHES[name]()
+        torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

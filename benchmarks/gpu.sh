@@ -1,0 +1,176 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, stage by stage, each with its own time limit; one that fails does not
+# stop the next. The last lines are a table of stages.
+#
+#   benchmarks/gpu.sh [stage ...]
+#
+#   compile       FlashInfer's kernels (in the background, while `tests` runs)
+#   tests         kernel tests, compiled
+#   flashinfer    those of its attention backend
+#   correctness   against Hugging Face; MODEL_DIR=<dir> adds that model to the random ones
+#   kernels       time and bandwidth of each kernel
+#   offline       the named workloads; MODELS and WORKLOADS choose
+#   pdl           bs1_decode with and without programmatic dependent launch
+#   profile       phases, GPU idle share, Chrome trace
+#   profile_small the same for the small model
+#   tp            two GPUs: bs1_decode, bs64_decode, nano256
+#
+# Environment:
+#   OUT       where logs, results and traces go (default benchmarks/results/gpu)
+#   WHEELS    folder of wheels to install beside what python3 has (default .whl)
+#   COMPILED  archive of compiled FlashInfer kernels from an earlier $OUT (default .whl/flashinfer.tar.gz)
+#   LIMIT     seconds for every stage, in place of the stage's own limit
+set -uo pipefail
+self=$(realpath "$0")
+cd "$(dirname "$self")/.."
+
+OUT=${OUT:-benchmarks/results/gpu}
+WHEELS=${WHEELS:-.whl}
+COMPILED=${COMPILED:-.whl/flashinfer.tar.gz}
+MODELS=${MODELS:-llama-3.1-8b qwen3-0.6b}
+WORKLOADS=${WORKLOADS:-nano256 bs1_decode bs64_decode prefill_32x8k shared_prefix}
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
+export BENCHMARK_RESULTS="$OUT" RADIXGROVE_CACHE_DIR="$OUT/cache"
+export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+
+set_up() {
+    if compgen -G "$WHEELS/*.whl" >/dev/null; then
+        python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+            --target "$scratch/site" "$WHEELS"/*.whl || return
+        export PYTHONPATH="$scratch/site:$PYTHONPATH"
+    fi
+    if [[ -f $COMPILED ]]; then
+        # Its prebuilt folder takes libraries as they are; its cache would rebuild them, since the
+        # sources just installed are younger.
+        local prebuilt
+        prebuilt=$(python3 -c 'from flashinfer.jit import env; print(env.FLASHINFER_AOT_DIR)') || return
+        mkdir -p "$prebuilt" && tar -xzf "$COMPILED" -C "$prebuilt"
+    fi
+    python3 -c 'import torch, triton; print(torch.__version__, triton.__version__,
+        torch.cuda.get_device_name(), torch.cuda.device_count())'
+}
+
+keep_compiled() {
+    local built
+    built=$(dirname "$(find "$scratch/.cache/flashinfer" -type d -name cached_ops | head -1)" 2>/dev/null)
+    [[ -d $built/cached_ops ]] || return 0
+    (cd "$built/cached_ops" && find . -name '*.so' -print0 | tar --null -czf "$OUT/flashinfer.tar.gz" -T -)
+}
+
+run_compile() { python3 benchmarks/compile_attention.py 128 ${MODEL_DIR:+64} && keep_compiled; }
+
+kernel_tests() {
+    # This folder's fixtures only: the project's others need more than a GPU machine may have.
+    python3 -m pytest -q --maxfail=10 -c /dev/null --rootdir=. --confcutdir=tests/kernels \
+        --import-mode=importlib -p no:cacheprovider -W ignore tests/kernels -k "$1"
+}
+
+run_tests() { kernel_tests 'not flashinfer'; }
+
+run_flashinfer() { kernel_tests flashinfer; }
+
+run_correctness() { python3 benchmarks/gpu_correctness.py ${MODEL_DIR:+--model "$MODEL_DIR"}; }
+
+run_kernels() { python3 benchmarks/bench_kernels.py; }
+
+run_offline() {
+    # One process a model, so that a failure or a leak of one does not reach the other.
+    local status=0 model
+    for model in $MODELS; do
+        # shellcheck disable=SC2086
+        python3 benchmarks/offline.py --model "$model" --workload $WORKLOADS ${ENGINE_OPTIONS:-} || status=$?
+    done
+    return $status
+}
+
+run_pdl() {
+    local pdl
+    for pdl in 0 1; do
+        echo "programmatic dependent launch: $pdl"
+        RADIXGROVE_PDL=$pdl python3 benchmarks/offline.py --model qwen3-0.6b --workload bs1_decode \
+            --label "pdl=$pdl" || return
+    done
+}
+
+run_profile() {
+    python3 benchmarks/profile_engine.py --model llama-3.1-8b --trace "$OUT/llama-nano256.json.gz"
+}
+
+run_profile_small() {
+    python3 benchmarks/profile_engine.py --model qwen3-0.6b --trace "$OUT/qwen3-nano256.json.gz"
+    python3 benchmarks/profile_engine.py --model qwen3-0.6b --workload bs1_decode
+}
+
+run_tp() {
+    python3 benchmarks/offline.py --model llama-3.1-8b --tp 2 \
+        --workload bs1_decode bs64_decode nano256
+}
+
+declare -A LIMITS=([compile]=300 [tests]=150 [flashinfer]=100 [correctness]=240 [kernels]=120 [offline]=300 [pdl]=90
+    [profile]=120 [profile_small]=120 [tp]=240)
+declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
+    [profile]=26 [profile_small]=52 [tp]=8)
+declare -A STATUS SECONDS_OF
+
+run_stage() {
+    local stage=$1 begin=$SECONDS
+    # A stage is a process group of its own, so that its limit ends all it started.
+    timeout --kill-after=10 "${LIMIT:-${LIMITS[$stage]}}" "$self" --inside "$stage" \
+        >"$OUT/$stage.log" 2>&1
+    STATUS[$stage]=$?
+    SECONDS_OF[$stage]=$((SECONDS - begin))
+}
+
+show_stage() {
+    echo "==== $1"
+    grep -v '^\[\|Loading weights\|Writing model' "$OUT/$1.log" | tail -n "${SHOWN[$1]}" | cut -c1-160
+}
+
+if [[ ${1:-} == --inside ]]; then
+    scratch=$FLASHINFER_WORKSPACE_BASE
+    "run_$2"
+    exit
+fi
+
+stages=("$@")
+[[ ${#stages[@]} -gt 0 ]] || stages=(compile tests flashinfer correctness kernels offline pdl profile profile_small)
+for stage in "${stages[@]}"; do
+    [[ -n ${LIMITS[$stage]:-} ]] || { echo "no stage $stage; there are ${!LIMITS[*]}" >&2; exit 2; }
+done
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+export FLASHINFER_WORKSPACE_BASE="$scratch"
+export PYTHONPATH="protocol:kernels:worker:cli:benchmarks${PYTHONPATH:+:$PYTHONPATH}"
+set_up >"$OUT/set-up.log" 2>&1 || { echo "set-up failed:"; tail -20 "$OUT/set-up.log"; }
+tail -1 "$OUT/set-up.log"
+
+background=
+for stage in "${stages[@]}"; do
+    if [[ $stage == compile && ${#stages[@]} -gt 1 ]]; then
+        # Kernel tests need little CPU; whatever needs FlashInfer waits below.
+        timeout --kill-after=10 "${LIMIT:-${LIMITS[compile]}}" "$self" --inside compile \
+            >"$OUT/compile.log" 2>&1 &
+        background=$! compile_begin=$SECONDS
+        continue
+    fi
+    if [[ -n $background && $stage != kernels && $stage != tests ]]; then
+        wait "$background"
+        STATUS[compile]=$? SECONDS_OF[compile]=$((SECONDS - compile_begin)) background=
+    fi
+    run_stage "$stage"
+done
+if [[ -n $background ]]; then
+    wait "$background"
+    STATUS[compile]=$? SECONDS_OF[compile]=$((SECONDS - compile_begin))
+fi
+
+for stage in "${stages[@]}"; do show_stage "$stage"; done
+echo "==== stages"
+failed=0
+for stage in "${stages[@]}"; do
+    printf '%-14s %-5s %4d s\n' "$stage" \
+        "$([[ ${STATUS[$stage]} == 0 ]] && echo ok || echo "rc ${STATUS[$stage]}")" "${SECONDS_OF[$stage]}"
+    [[ ${STATUS[$stage]} == 0 ]] || failed=1
+done
+exit $failed
