@@ -175,8 +175,8 @@ def test_management_flushes_drains_and_changes_the_log_level(start_agent: StartA
     heard = agent.notes / "engine-heard"
     wait_until(lambda: heard.exists() and "FlushCache" in heard.read_text(), what="the flush")
 
-    assert agent.manage("PUT", "/log-level", {"level": "loud"})[0] == 400
-    assert agent.manage("PUT", "/log-level", {"level": "error"})[0] == 200
+    assert agent.manage("POST", "/log-level", {"level": "loud"})[0] == 400
+    assert agent.manage("POST", "/log-level", {"level": "error"})[0] == 200
     (runtime,) = agent.notes.glob("radixgrove-worker-*")
     assert (runtime / "log-level").read_text() == "error"
 

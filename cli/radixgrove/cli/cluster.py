@@ -94,7 +94,14 @@ class Cluster:
             "internal_key": _secret(parts, "internal_key"),
             "cluster_secret": _secret(parts, "cluster_secret"),
         }
-        self.router: RouterSettings = parts.router.settings.model_copy(update=shared)
+        # On one's own machine one may know where a request went.
+        reveal_replica = (
+            parts.router.settings.reveal_replica
+            or parts.router.sources["reveal_replica"] == "default"
+        )
+        self.router: RouterSettings = parts.router.settings.model_copy(
+            update={**shared, "reveal_replica": reveal_replica}
+        )
         self.workers: list[WorkerSettings] = [
             self._worker_settings(parts, index, shared)
             for index in range(parts.up.settings.replicas)

@@ -1,7 +1,7 @@
 """The management port of a worker: its own address and key, never the API's.
 
 `GET /livez`, `GET /readyz` need no key (probes). With one, as `Authorization: Bearer KEY`:
-`GET /status`, `POST /drain`, `POST /flush-cache`, `PUT /log-level` with `{"level": "debug"}`.
+`GET /status`, `POST /drain`, `POST /flush-cache`, `POST /log-level` with `{"level": "debug"}`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class ManagementApp:
             "/status": {"GET": _status},
             "/drain": {"POST": _drain},
             "/flush-cache": {"POST": _flush_cache},
-            "/log-level": {"PUT": _log_level},
+            "/log-level": {"POST": _log_level},
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

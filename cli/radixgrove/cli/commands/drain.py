@@ -1,0 +1,46 @@
+"""`radixgrove drain REPLICA`."""
+
+from __future__ import annotations
+
+import time
+from urllib.parse import quote
+
+import click
+
+from radixgrove.cli import exit_codes
+from radixgrove.cli.client import fetch, management_key, management_url_option
+
+_POLL_SECONDS = 0.5
+
+
+@click.command(help="Let a replica finish what it has and send it nothing new.")
+@click.argument("replica")
+@click.option("--wait", is_flag=True, help="Return when it has nothing left to do.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=600.0, show_default=True, help="For --wait."
+)
+@management_url_option
+def drain(replica: str, wait: bool, timeout: float, management_url: str) -> int:
+    key = management_key()
+    fetch(management_url, "POST", f"/replicas/{quote(replica, safe='')}/drain", key=key)
+    if not wait:
+        click.echo(f"{replica} is draining; `radixgrove ps` shows what it still runs")
+        return exit_codes.OK
+    deadline = time.monotonic() + timeout
+    while True:
+        left = _left(fetch(management_url, "GET", "/status", key=key), replica)
+        if left == 0:
+            click.echo(f"{replica} is drained")
+            return exit_codes.OK
+        if time.monotonic() > deadline:
+            raise click.ClickException(f"{replica} still has {left} requests after {timeout:.0f} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def _left(status: dict[str, list[dict[str, object]]], replica: str) -> int:
+    """Requests that the replica still has; none when it is gone."""
+    for entry in status["replicas"]:
+        if entry["replica"] == replica:
+            counts = [entry[name] for name in ("running", "waiting", "in_flight")]
+            return sum(count for count in counts if isinstance(count, int))
+    return 0

@@ -1,0 +1,65 @@
+"""`radixgrove ps`: the fleet on one screen."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from radixgrove.cli.client import fetch, management_key, management_url_option
+
+_HEADS = ("REPLICA", "MODEL", "STATE", "RUN", "QUEUE", "KV", "HITS", "AGE", "DEVICE")
+
+
+@click.command(help="Show replicas, their state and load on one screen.")
+@management_url_option
+@click.option("--json", "as_json", is_flag=True, help="Print the router's own answer.")
+def ps(management_url: str, as_json: bool) -> None:
+    status = fetch(management_url, "GET", "/status", key=management_key())
+    if as_json:
+        click.echo(json.dumps(status, indent=2))
+        return
+    click.echo(
+        f"router {status['router']}   policy {status['policy']}   redis {status['redis']}   "
+        f"in flight {status['in_flight']}"
+    )
+    rows = [_HEADS, *(_row(replica) for replica in status["replicas"])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+    if not status["replicas"]:
+        click.echo("no replicas")
+
+
+def _row(replica: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        replica["replica"],
+        replica["model"] or "-",
+        replica["state"],
+        _number(replica["running"]),
+        _number(replica["waiting"]),
+        _share(replica["kv_use"]),
+        _share(replica["hit_rate"]),
+        age(replica["generation_age"]),
+        replica["device"] or "-",
+    )
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def age(seconds: float | None) -> str:
+    """`42s`, `17m`, `5h`, `3d`."""
+    if seconds is None:
+        return "-"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= 2 * size:
+            return f"{seconds // size:.0f}{unit}"
+    return f"{seconds:.0f}s"
