@@ -65,7 +65,8 @@ def _convert(node: Schema, definitions: Schema, models: dict[str, type[BaseModel
     if "properties" not in node:
         return _free_map(schema, node, definitions, models)
     if isinstance(schema.get("default"), dict):
-        schema["default"] = {}  # the API server fills in the defaults of the fields
+        # In full: validation rules see a default before the defaults of its fields are filled in.
+        schema["default"] = _without_nulls(schema["default"])
     schema["properties"] = {
         name: _convert(child, definitions, models) for name, child in node["properties"].items()
     }
@@ -82,6 +83,12 @@ def _convert(node: Schema, definitions: Schema, models: dict[str, type[BaseModel
             for rule in owner.rules
         ]
     return schema
+
+
+def _without_nulls(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_nulls(item) for key, item in value.items() if item is not None}
 
 
 def _free_map(

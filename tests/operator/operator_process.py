@@ -1,0 +1,167 @@
+"""The operator as a process against a control plane, with the rights of its service account."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+import yaml
+
+from radixgrove.operator import crd, names, rbac
+from tests.cluster.harness.control_plane import ControlPlane
+from tests.cluster.harness.waiting import wait_until
+
+NAMESPACE = "radixgrove"
+ACCOUNT = "radixgrove-operator"
+REPLACEMENTS = {
+    rbac.KEYS_SECRET: "radixgrove-keys",
+    rbac.LEASE: "radixgrove-operator",
+    rbac.OWNER: "radixgrove-operator",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def roles(namespaces: list[str]) -> list[dict[str, Any]]:
+    """Roles and bindings as the chart makes them; no namespaces: cluster mode."""
+    subject = [{"kind": "ServiceAccount", "name": ACCOUNT, "namespace": NAMESPACE}]
+
+    def role(name: str, scope: rbac.Scope, namespace: str | None) -> list[dict[str, Any]]:
+        kind = "Role" if namespace else "ClusterRole"
+        meta = {"name": name} | ({"namespace": namespace} if namespace else {})
+        reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name}
+        version = "rbac.authorization.k8s.io/v1"
+        return [
+            {"apiVersion": version, "kind": kind, "metadata": meta,
+             "rules": rbac.rules(scope, REPLACEMENTS)},
+            {"apiVersion": version, "kind": f"{kind}Binding", "metadata": meta,
+             "roleRef": reference, "subjects": subject},
+        ]  # fmt: skip
+
+    objects = role("rg-own", rbac.Scope.OWN, NAMESPACE) + role("rg-nodes", rbac.Scope.CLUSTER, None)
+    for namespace in namespaces:
+        objects += role("rg-served", rbac.Scope.SERVED, namespace)
+    return objects if namespaces else objects + role("rg-served", rbac.Scope.SERVED, None)
+
+
+def install(plane: ControlPlane, namespaces: list[str]) -> None:
+    """What the chart would install before the operator starts."""
+    plane.kubectl.apply(
+        crd.custom_resource_definition(),
+        *(
+            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+            for name in {NAMESPACE, *namespaces}
+        ),
+    )
+    plane.kubectl.run(
+        "wait", "--for=condition=Established", f"crd/{names.PLURAL}.{names.GROUP}", "--timeout=60s"
+    )
+    account = {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": {"name": ACCOUNT, "namespace": NAMESPACE},
+    }
+    plane.kubectl.apply(account, *roles(namespaces))
+
+
+@dataclass
+class OperatorProcess:
+    """`start`, `kill`, `stop`; its log lies in `log`."""
+
+    plane: ControlPlane
+    directory: Path
+    redis_port: int
+    namespaces: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.health_port = free_port()
+        self.log = self.directory / f"operator-{self.health_port}.log"
+
+    def start(self) -> None:
+        config: dict[str, Any] = {
+            "namespace": NAMESPACE,
+            "namespaces": self.namespaces,
+            "images": {"worker": "rg/worker:1", "router": "rg/router:1", "operator": "rg/op:1"},
+            "redis": {"url": f"redis://127.0.0.1:{self.redis_port}/0"},
+            "router": {
+                "url": "http://router/v1",
+                "labels": {"app.kubernetes.io/component": "router"},
+            },
+            "election": {"duration": 6.0, "renew_every": 1.0},
+            "drain_notice": 1.0,
+            "autoscale_every": 0.5,
+            "health_port": self.health_port,
+        }
+        path = self.directory / f"operator-{self.health_port}.yaml"
+        path.write_text(yaml.safe_dump(config | self.settings))
+        kubeconfig = self.plane.service_account_kubeconfig(NAMESPACE, ACCOUNT)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "radixgrove.operator", "--config", str(path)],
+                env={**os.environ, "KUBECONFIG": str(kubeconfig), "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=log,
+            )
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+            self.process = None
+
+    def stop(self) -> None:
+        """As the kubelet would: SIGTERM, and its exit code."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            code = self.process.wait(30)
+            self.process = None
+            assert code == 0, self.log.read_text()[-3000:]
+
+
+class RedisServer:
+    """A Redis of one's own on the loopback; a context manager."""
+
+    def __init__(self, directory: Path) -> None:
+        self.port = free_port()
+        self._directory = directory
+
+    def __enter__(self) -> RedisServer:
+        program = shutil.which("redis-server")
+        assert program is not None
+        self._process = subprocess.Popen(
+            [program, "--port", str(self.port), "--save", "", "--dir", str(self._directory)],
+            stdout=subprocess.DEVNULL,
+        )
+        self.client = redis.Redis(port=self.port)
+        wait_until(self._answers, "Redis answers", timeout=10)
+        return self
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except redis.ConnectionError:
+            return False
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self._process.terminate()
+        self._process.wait(10)
