@@ -10,8 +10,11 @@ each row of the table.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from radixgrove.worker.execution.build import build_executor
 from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, Tokens
 from radixgrove.worker.models.config import ModelConfig, load_config
 from radixgrove.worker.plan import Executor
+from radixgrove.worker.runtime import Runtime, private_directory
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.scheduler import Scheduler
 
@@ -49,9 +53,13 @@ class OfflineEngine:
 
     def __init__(self, settings: WorkerSettings, model_dir: Path) -> None:
         begin = time.perf_counter()
+        self._cleanup = ExitStack()
+        runtime_dir = None
+        if settings.tp > 1:
+            runtime_dir = self._cleanup.enter_context(other_ranks(settings, model_dir))
         self.executor: Executor
         self.info: EngineInfo
-        self.executor, self.info = build_executor(settings, model_dir, show_phase)
+        self.executor, self.info = build_executor(settings, model_dir, show_phase, runtime_dir)
         self.start_seconds = time.perf_counter() - begin
         config = SchedulerConfig.resolve(
             settings, self.executor.info, on_cpu=self.info.device == "cpu"
@@ -118,6 +126,24 @@ class OfflineEngine:
 
     def close(self) -> None:
         self.executor.close()
+        self._cleanup.close()
+
+
+@contextmanager
+def other_ranks(settings: WorkerSettings, model_dir: Path) -> Iterator[Path]:
+    """Processes of ranks 1 .. tp - 1, and the directory in which they meet rank 0."""
+    with private_directory("radixgrove-bench-") as directory:
+        Runtime(directory, settings, model_dir.resolve()).write()
+        command = [sys.executable, "-m", "radixgrove.worker.engine", str(directory)]
+        ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(1, settings.tp)]
+        try:
+            yield directory
+            for process in ranks:
+                process.wait(timeout=30)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
 
 
 def count_tokens(outputs: dict[int, list[Any]]) -> int:
