@@ -178,6 +178,14 @@ def test_a_request_that_waits_past_its_deadline_is_refused() -> None:
     assert harness.tokens["runs"] == harness.expected("runs")  # the running one had its chance
 
 
+def test_the_queue_forgets_requests_that_left_before_their_deadline() -> None:
+    harness = Harness(queue_timeout=3600.0)
+    for index in range(300):
+        harness.submit(request(f"r{index}", PROMPT, 1))
+        harness.run()
+    assert len(harness.scheduler._queue._deadlines) < 100
+
+
 def test_stats_count_what_waits_less_what_is_cached() -> None:
     harness = Harness(max_running=1)
     harness.submit(request("first", PROMPT))

@@ -19,6 +19,9 @@ AGEING_SECONDS = 10.0
 # Looking every waiting request up in the tree costs more than it wins beyond this many.
 _MOST_LOOKED_UP = 128
 
+# Requests that left may keep their deadlines until they outnumber the others by this.
+_SLACK = 64
+
 
 class WaitingQueue:
     """Requests that hold no row. Preempted ones come first: they were admitted before.
@@ -70,6 +73,11 @@ class WaitingQueue:
         del self._waiting[self._waiting.index(request, index)]
         self.tokens -= self._uncached(request)
         self.prompt_tokens -= request.prompt_len
+        if len(self._deadlines) > 2 * len(self._waiting) + _SLACK:
+            # Most of those with a deadline have left: let go of their prompts.
+            still = {id(other) for other in self._waiting}
+            self._deadlines = [entry for entry in self._deadlines if id(entry[2]) in still]
+            heapq.heapify(self._deadlines)
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose deadline passed while they waited; the caller removes them."""

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 Output = Tokens | Refused
 
+# A step looks at no more requests than this that wait for another's prefix: looking costs CPU.
+_MOST_FOLLOWERS = 128
+
 _SNAPSHOT_CHUNK = 8192  # blocks of one snapshot message
 
 
@@ -450,12 +453,16 @@ class Scheduler:
         if budget <= 0 or not self._queue or not memory.rows.free:
             return
         admitted: list[ActiveRow] = []
+        followers = 0
         reserved = self._watermark + sum(map(self._expected_growth, self._active.values()))
         for request in self._queue.in_order(now):
             if budget <= 0 or not memory.rows.free or len(self._active) >= config.max_running:
                 break
             tokens = request.tokens()
             if self._waits_for_leader(request, tokens):
+                followers += 1
+                if followers == _MOST_FOLLOWERS:
+                    break
                 continue
             active = self._try_start(request, tokens, reserved)
             if active is None:
