@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from radixgrove.cli.client import api_key, fetch, request
 
 QUESTION = "What is the capital of France?"
-ANSWER = "Paris"
 _TIMEOUT = 300.0
 # Long enough for several pages of KV, so that the second use of it is worth finding.
-_HANDBOOK = (
-    "You answer questions of a botanical garden's visitors in one short sentence. The garden is "
-    "open from nine in the morning until six in the evening. A ticket costs eight euros; children "
-    "under twelve enter free. Dogs must wait outside. The palm house is to the left of the main "
-    "gate, the rose garden behind it, the pond with the old willow at the far end of the long "
-    "path. Guided tours start every full hour at the fountain. The coffee house serves cake and "
-    "soup. Flowers may be looked at, smelled and painted, but never picked."
+_GUIDE = (
+    "You are the guide of a geography museum for children and grown-ups. Visitors ask you about "
+    "countries, their capitals, their rivers and their mountains. Answer every question in one "
+    "short and friendly sentence. Name the place that the visitor asks about, and do not add "
+    "anything else. If a visitor greets you, greet back. If you do not know an answer, say that "
+    "you do not know it. The museum shows a large globe, maps of all continents, and a model of "
+    "the Alps."
 )
 
 
@@ -27,6 +26,7 @@ class Shown:
     """What one demonstration request did."""
 
     question: str
+    expected: str  # what a right answer contains
     answer: str
     replica: str
     prompt_tokens: int
@@ -40,14 +40,14 @@ def demonstrate(url: str, say: Callable[[str], object]) -> list[Shown]:
         ClickException: a request failed.
     """
     model = str(fetch(url, "GET", "/v1/models", key=api_key())["data"][0]["id"])
-    handbook = {"role": "system", "content": _HANDBOOK}
+    guide = [{"role": "system", "content": _GUIDE}]
     shown = []
-    for messages in (
-        [_user(QUESTION)],
-        [handbook, _user("How much is a ticket?")],
-        [handbook, _user("May I bring my dog?")],
+    for before, question, expected in (
+        ([], QUESTION, "Paris"),
+        (guide, "What is the capital of Italy?", "Rome"),
+        (guide, "What is the capital of Germany?", "Berlin"),
     ):
-        result = _ask(url, model, messages)
+        result = _ask(url, model, before, question, expected)
         shown.append(result)
         say(
             f"  question  {result.question}\n"
@@ -58,11 +58,8 @@ def demonstrate(url: str, say: Callable[[str], object]) -> list[Shown]:
     return shown
 
 
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def _ask(url: str, model: str, messages: list[dict[str, str]]) -> Shown:
+def _ask(url: str, model: str, before: list[dict[str, str]], question: str, expected: str) -> Shown:
+    messages = [*before, {"role": "user", "content": question}]
     body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 48}
     with request(
         url,
@@ -76,7 +73,8 @@ def _ask(url: str, model: str, messages: list[dict[str, str]]) -> Shown:
         answer = json.loads(response.read())
         usage = answer["usage"]
         return Shown(
-            question=messages[-1]["content"],
+            question=question,
+            expected=expected,
             answer=answer["choices"][0]["message"]["content"].strip(),
             replica=response.headers.get("x-radixgrove-replica", "?"),
             prompt_tokens=usage["prompt_tokens"],

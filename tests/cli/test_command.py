@@ -1,0 +1,107 @@
+"""The command itself: fast help, honest errors, completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = ("torch", "numpy", "transformers", "fastapi", "aiohttp", "uvicorn")
+
+
+def radixgrove(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RADIXGROVE_")}
+    return subprocess.run(
+        [sys.executable, "-m", "radixgrove.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**clean, "COLUMNS": "100", **environ},
+        check=False,
+    )
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """Top-level modules that a run of the command imports."""
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "radixgrove.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    lines = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
+    assert lines, result.stderr
+    return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["worker", "--help"],
+        ["up", "--help-all"],
+        ["ps", "--management-url", "http://127.0.0.1:9"],
+        ["config", "show"],
+        ["doctor"],
+    ],
+    ids=lambda arguments: arguments[0] + arguments[-1],
+)
+def test_imports_nothing_heavy(arguments: list[str]) -> None:
+    assert not imported_by(*arguments) & set(HEAVY)
+
+
+def test_help_takes_less_than_300_ms() -> None:
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        assert radixgrove("--help").returncode == 0
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.3
+
+
+def test_help_is_one_screen_and_help_all_has_the_rest() -> None:
+    everyday, everything = (
+        radixgrove("worker", "--help").stdout,
+        radixgrove("worker", "--help-all").stdout,
+    )
+    assert everyday.count("\n  --") <= 25
+    assert "--max-running" in everyday
+    assert "--watermark" not in everyday
+    assert "--watermark" in everything
+    assert "--management-key" not in everything, "secrets are no flags"
+
+
+def test_unknown_command_and_flag_name_the_nearest() -> None:
+    result = radixgrove("wroker")
+    assert result.returncode == 2
+    assert "Did you mean 'worker'?" in result.stderr
+    result = radixgrove("worker", "--max-runing", "3")
+    assert result.returncode == 2
+    assert "--max-running" in result.stderr
+
+
+def test_unreachable_cluster_has_its_own_exit_code(free_port: int) -> None:
+    url = f"http://127.0.0.1:{free_port}"
+    for arguments in (["ps", "--management-url", url], ["chat", "--url", url, "hello"]):
+        result = radixgrove(*arguments)
+        assert result.returncode == 3
+        assert "does not answer" in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_script_is_for_this_command(shell: str) -> None:
+    script = radixgrove("completion", shell).stdout
+    assert "_RADIXGROVE_COMPLETE" in script
+
+
+def test_completion_completes_commands_and_flags() -> None:
+    words = radixgrove(
+        _RADIXGROVE_COMPLETE="bash_complete", COMP_WORDS="radixgrove wor", COMP_CWORD="1"
+    )
+    assert "worker" in words.stdout

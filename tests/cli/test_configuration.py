@@ -1,0 +1,168 @@
+"""Settings: one definition, a documented precedence, and no key that is silently ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from radixgrove.cli.configuration import (
+    EMPTY_FILE,
+    PARTS,
+    ConfigurationError,
+    flag_of,
+    is_secret,
+    load_environment,
+    load_file,
+    resolve,
+    show,
+)
+from radixgrove.cli.options import setting_options
+from radixgrove.cli.resolving import ConfigurationUsage, UpParts
+from radixgrove.protocol.settings import RouterSettings, WorkerSettings
+from tests.cli.test_command import radixgrove
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(text: str) -> str:
+        path = tmp_path / "radixgrove.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(("part", "model"), PARTS.items())
+def test_every_field_but_secrets_is_a_flag(part: str, model: type[BaseModel]) -> None:
+    flags = {option for parameter in setting_options(part) for option in parameter.opts}
+    for name, field in model.model_fields.items():
+        assert (flag_of(name) in flags) is not is_secret(field), name
+
+
+def test_flag_wins_over_variable_over_section_over_top_level(write: Any) -> None:
+    file = load_file(
+        write("host: a\nport: 1\nlog_level: error\nredis_prefix: p\nworker: {port: 2, host: b}\n")
+    )
+    environment = load_environment({"RADIXGROVE_HOST": "c", "RADIXGROVE_PORT": "3"})
+    resolved = resolve("worker", {"host": "d", "port": None}, environment, file)
+    settings: WorkerSettings = resolved.settings
+    assert (settings.host, settings.port) == ("d", 3)
+    assert (settings.log_level, settings.redis_prefix) == ("error", "p")
+    assert resolved.sources["host"] == "--host"
+    assert resolved.sources["port"] == "RADIXGROVE_PORT"
+    assert resolved.sources["log_level"] == file.name
+    assert resolved.sources["model"] == "default"
+    without = resolve("worker", {}, {}, file)
+    assert (without.settings.port, without.sources["port"]) == (2, f"{file.name} (worker)")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_runing: 3\n", "unknown key 'max_runing'; did you mean 'max_running'?"),
+        ("worker: {polcy: prefix}\n", "section 'worker': unknown key 'polcy'"),
+        ("worker: {policy: prefix}\n", "section 'worker': unknown key 'policy'"),
+        ("wroker: {}\n", "did you mean 'worker'?"),
+        ("- a\n", "must be a mapping"),
+        ("worker: 3\n", "section 'worker' must be a mapping"),
+        ("a: [\n", "not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_reason(write: Any, text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_file(write(text))
+    assert message in str(caught.value)
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="did you mean 'RADIXGROVE_MAX_RUNNING'"):
+        load_environment({"RADIXGROVE_MAX_RUNING": "3"})
+
+
+def test_variables_of_clients_are_no_settings_and_no_error() -> None:
+    assert load_environment({"RADIXGROVE_URL": "http://x", "PATH": "/bin"}) == {}
+
+
+def test_variables_that_kubernetes_adds_for_services_are_no_settings() -> None:
+    links = {
+        "RADIXGROVE_SERVICE_HOST": "10.0.0.1",
+        "RADIXGROVE_SERVICE_PORT_HTTP": "80",
+        "RADIXGROVE_PORT": "tcp://10.0.0.1:80",
+        "RADIXGROVE_PORT_80_TCP_ADDR": "10.0.0.1",
+        "RADIXGROVE_ROUTER_SERVICE_HOST": "10.0.0.2",
+        "RADIXGROVE_ROUTER_PORT": "tcp://10.0.0.2:80",
+        "RADIXGROVE_ROUTER_PORT_80_TCP": "tcp://10.0.0.2:80",
+    }
+    assert load_environment(links) == {}
+    mine = load_environment({"RADIXGROVE_SERVICE_HOST": "10.0.0.1", "RADIXGROVE_PORT": "9000"})
+    assert mine == {"port": "9000"}
+    with pytest.raises(ConfigurationError):
+        load_environment({"RADIXGROVE_ROUTER_PORT": "tcp://10.0.0.2:80"})
+
+
+def test_lists_and_switches_come_from_everywhere(write: Any) -> None:
+    environment = load_environment(
+        {"RADIXGROVE_REPLICAS": "http://a, http://b", "RADIXGROVE_LOG_JSON": "true"}
+    )
+    settings: RouterSettings = resolve("router", {}, environment, EMPTY_FILE).settings
+    assert settings.replicas == ["http://a", "http://b"]
+    assert settings.log_json is True
+    file = load_file(write("router: {replicas: [http://c]}\n"))
+    assert resolve("router", {}, {}, file).settings.replicas == ["http://c"]
+
+
+def test_a_wrong_value_names_its_source_and_not_the_value() -> None:
+    environment = load_environment({"RADIXGROVE_MAX_RUNNING": "s3cret"})
+    with pytest.raises(ConfigurationError) as caught:
+        resolve("worker", {}, environment, EMPTY_FILE)
+    assert "max_running (from RADIXGROVE_MAX_RUNNING)" in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_up_gives_each_part_what_is_its_own(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXGROVE_PAGE_SIZE", "32")
+    path = write("port: 9000\nrouter: {max_queued: 7}\nworker: {max_queued: 8}\n")
+    parts = UpParts(path, {"replicas": "3", "policy": "random", "host": "0.0.0.0"})
+    assert parts.up.settings.replicas == 3
+    router, worker = parts.router.settings, parts.worker.settings
+    assert (router.port, router.policy, router.max_queued) == (9000, "random", 7)
+    assert (router.host, worker.host) == ("0.0.0.0", "127.0.0.1")
+    assert (worker.page_size, worker.max_queued, worker.port) == (32, 8, 8100)
+
+
+def test_up_refuses_what_would_mean_two_things(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationUsage, match="max_queued belongs into a section"):
+        UpParts(write("max_queued: 7\n"), {})
+    monkeypatch.setenv("RADIXGROVE_QUEUE_TIMEOUT", "7")
+    with pytest.raises(ConfigurationUsage, match="section"):
+        UpParts(None, {})
+
+
+def test_config_show_prints_sources_and_hides_secrets(write: Any) -> None:
+    path = write("worker: {cluster_secret: hush}\nredis_url: redis://:pssst@localhost/0\n")
+    result = radixgrove(
+        "config", "show", "worker", "--config", path, RADIXGROVE_INTERNAL_KEY="psst"
+    )
+    assert result.returncode == 0
+    lines = {line.split(":")[0].strip(): line for line in result.stdout.splitlines()}
+    assert "********" in lines["cluster_secret"]
+    assert lines["cluster_secret"].endswith(f"# {path} (worker)")
+    assert "RADIXGROVE_INTERNAL_KEY" in lines["internal_key"]
+    assert "# default" in lines["page_size"]
+    for secret in ("hush", "psst", "pssst"):
+        assert secret not in result.stdout
+
+
+def test_a_wrong_setting_is_exit_code_2(write: Any) -> None:
+    path = write("max_runing: 3\n")
+    result = radixgrove("worker", "--config", path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("Error:")
+    assert radixgrove("config", "show", RADIXGROVE_CONFIG=path).returncode == 2
+
+
+def test_show_is_what_a_file_would_hold() -> None:
+    assert [show(value) for value in (None, True, 3, ["a", "b"])] == ["null", "true", "3", "[a, b]"]

@@ -1,0 +1,71 @@
+"""`radixgrove doctor` finds what is wrong and tells no secret."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+from tests.cli.test_command import radixgrove
+from tests.conftest import RedisServer
+
+
+def findings(*arguments: str, **environ: str) -> tuple[int, list[dict[str, Any]]]:
+    result = radixgrove("doctor", "--json", *arguments, **environ)
+    return result.returncode, [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def about(subject: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [finding for finding in found if finding["subject"] == subject]
+
+
+def test_versions_machine_and_settings_are_reported() -> None:
+    code, found = findings()
+    assert code == 0
+    assert "torch" in about("libraries", found)[0]["text"]
+    assert about("worker", found)[0]["text"] == "all settings at their defaults"
+
+
+def test_a_good_redis_passes(redis_server: RedisServer) -> None:
+    code, found = findings(RADIXGROVE_REDIS_URL=redis_server.url)
+    assert code == 0
+    assert "version" in about("redis", found)[0]["text"]
+
+
+def test_an_evicting_redis_fails(redis_server: RedisServer) -> None:
+    with socket.create_connection(("127.0.0.1", redis_server.port)) as connection:
+        connection.sendall(b"CONFIG SET maxmemory-policy allkeys-lru\r\n")
+        assert connection.recv(16).startswith(b"+OK")
+    code, found = findings(RADIXGROVE_REDIS_URL=redis_server.url)
+    assert code == 1
+    assert "noeviction is required" in about("redis", found)[-1]["text"]
+
+
+def test_an_absent_redis_fails_without_its_password(free_port: int) -> None:
+    url = f"redis://:hush@127.0.0.1:{free_port}/0"
+    code, found = findings(RADIXGROVE_REDIS_URL=url)
+    assert code == 1
+    assert about("redis", found)[0]["verdict"] == "FAIL"
+    assert "hush" not in json.dumps(found)
+
+
+def test_a_taken_port_is_a_warning() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, found = findings(RADIXGROVE_PORT=str(port))
+    assert code == 0
+    verdicts = {f["verdict"] for f in about("port", found) if f":{port}:" in f["text"]}
+    assert verdicts == {"warn"}
+
+
+def test_a_directory_without_a_model_fails(tmp_path: Path) -> None:
+    code, found = findings(RADIXGROVE_MODEL=str(tmp_path))
+    assert code == 1
+    assert "lacks config.json, tokenizer.json" in about("model", found)[0]["text"]
+
+
+def test_cuda_on_a_machine_without_one_fails() -> None:
+    code, found = findings(RADIXGROVE_DEVICE="cuda", PATH="/nonexistent")
+    assert code == 1
+    assert about("gpu", found)[0]["verdict"] == "FAIL"
