@@ -60,9 +60,10 @@ class TensorParallel:
         """[N, part] of each rank -> [N, size * part], in the order of the ranks."""
         if self._group is None:
             return x
-        parts = x.new_empty((self.size, *x.shape))
+        rows, part = x.shape
+        parts = x.new_empty((self.size * rows, part))
         torch.distributed.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
-        return parts.movedim(0, 1).flatten(1)
+        return parts.view(self.size, rows, part).transpose(0, 1).reshape(rows, -1)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values, on every rank: for sizes all must agree on."""
