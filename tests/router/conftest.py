@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import RedisServer, find_free_port
+from tests.router.harness import Router, SimulatedReplica
+
+MakeReplica = Callable[..., Awaitable[SimulatedReplica]]
+MakeRouter = Callable[..., Awaitable[Router]]
+
+
+@pytest.fixture
+async def make_replica() -> AsyncIterator[MakeReplica]:
+    """Starts simulated replicas in this process; they end with the test."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(**options: Any) -> SimulatedReplica:
+            replica = SimulatedReplica(**options)
+            await replica.start()
+            stack.push_async_callback(replica.stop)
+            return replica
+
+        yield make
+
+
+@pytest.fixture
+async def make_router(tmp_path: Path) -> AsyncIterator[MakeRouter]:
+    """Starts router processes; they end with the test."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(
+            redis: RedisServer | None = None, *, ready: bool = True, **settings: Any
+        ) -> Router:
+            if redis is not None:
+                settings["redis_url"] = redis.url
+            router = Router(tmp_path, find_free_port(), find_free_port(), settings)
+
+            async def end() -> None:
+                if router.process is not None and router.process.poll() is None:
+                    router.kill()
+                if router.session is not None:
+                    await router.session.close()
+
+            stack.push_async_callback(end)
+            await router.start(ready=ready)
+            return router
+
+        yield make

@@ -1,0 +1,350 @@
+"""The worker's side of the index against a real Redis that goes, returns and forgets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixgrove.protocol import index
+from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, BlockHasher, members
+from radixgrove.protocol.keys import ServiceKeys
+from radixgrove.protocol.registry import (
+    Lease,
+    LeaseState,
+    Registration,
+    RegistrationRefused,
+    root_fingerprint,
+)
+from radixgrove.worker import publisher as publisher_module
+from radixgrove.worker.messages import (
+    Admitted,
+    CacheEvent,
+    CacheEvents,
+    CacheSnapshot,
+    EngineState,
+    Stats,
+    Tier,
+)
+from radixgrove.worker.publisher import Publisher
+from tests.conftest import RedisServer
+from tests.router.harness import eventually
+
+HASHER = BlockHasher(b"secret", "model", 16)
+KEYS = ServiceKeys("radixgrove", "default")
+
+
+def registration(**fields: Any) -> Registration:
+    values: dict[str, Any] = {
+        "replica_id": "r0",
+        "service": "default",
+        "url": "http://127.0.0.1:1",
+        "models": ["m"],
+        "namespace": "model",
+        "root": root_fingerprint(HASHER),
+        "index_block": 16,
+        "page_size": 16,
+        "tokenizer_digest": "d",
+        "max_model_len": 1000,
+        "prefill_tokens_per_second": 16_000.0,
+    }
+    return Registration(**values | fields)
+
+
+class Engine:
+    """An engine's cache and its event stream, as the agent would pass it on."""
+
+    def __init__(self, redis_url: str, **fields: Any) -> None:
+        self.publisher = Publisher(
+            redis_url, "radixgrove", registration(**fields), HASHER, self.snapshot
+        )
+        self.cached: dict[Tier, set[bytes]] = {Tier.GPU: set(), Tier.HOST: set()}
+        self.sequence = 0
+        self.snapshots = 0
+        self.answers_snapshots = True
+
+    def snapshot(self) -> None:
+        self.snapshots += 1
+        if self.answers_snapshots:
+            self.send_snapshot()
+
+    def send_snapshot(self) -> None:
+        tiers = [
+            CacheEvent(True, tier, "local", b"".join(hashes))
+            for tier, hashes in self.cached.items()
+        ]
+        self.publisher.apply(CacheSnapshot(self.sequence, tiers[:1], last=False))
+        self.publisher.apply(CacheSnapshot(self.sequence, tiers[1:], last=True))
+
+    def change(self, stored: bool, tier: Tier, hashes: bytes, *, lose: bool = False) -> None:
+        self.sequence += 1
+        parts = {hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)}
+        if stored:
+            self.cached[tier] |= parts
+        else:
+            self.cached[tier] -= parts
+        if not lose:
+            event = CacheEvent(stored, tier, "local", hashes)
+            self.publisher.apply(CacheEvents(self.sequence, [event]))
+
+    def pulse(self, **fields: Any) -> None:
+        values: dict[str, Any] = {
+            "state": EngineState.READY,
+            "ticks": 1,
+            "steps": 1,
+            "step_deadline": None,
+            "running": 1,
+        }
+        self.publisher.apply(Stats(**values | fields))
+
+    def expected(self, tier: Tier) -> set[bytes]:
+        packed = members(b"".join(self.cached[tier]), HASHER.domain64("local"))
+        return {packed[i : i + MEMBER_BYTES] for i in range(0, len(packed), MEMBER_BYTES)}
+
+    def in_step(self, client: redis.Redis) -> bool:
+        generation = self.publisher.status().generation
+        return all(
+            client.smembers(KEYS.tree(tier.value, generation)) == self.expected(tier)
+            for tier in Tier
+        )
+
+
+@pytest.fixture
+def client(redis_server: RedisServer) -> redis.Redis:
+    return redis.Redis.from_url(redis_server.url)
+
+
+@contextlib.asynccontextmanager
+async def running(redis_url: str, **fields: Any) -> AsyncIterator[Engine]:
+    engine = Engine(redis_url, **fields)
+    engine.pulse()
+    await engine.publisher.start()
+    try:
+        yield engine
+    finally:
+        await engine.publisher.close()
+
+
+def lease(client: redis.Redis, engine: Engine) -> Lease:
+    return Lease.unpack(client.hget(KEYS.leases, engine.publisher.status().generation))
+
+
+def chain(seed: int, blocks: int) -> bytes:
+    return HASHER.chain(seed.to_bytes(4, "little") * 16 * blocks)
+
+
+async def test_registers_with_a_lease_and_follows_events(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    async with running(redis_server.url) as engine:
+        assert lease(client, engine).state is LeaseState.READY
+        engine.change(True, Tier.GPU, chain(1, 500))
+        engine.change(True, Tier.HOST, chain(2, 3))
+        engine.change(False, Tier.GPU, chain(1, 500)[-HASH_BYTES * 200 :])
+        await eventually(lambda: engine.in_step(client), what="the index to follow")
+        engine.pulse(running=3, waiting=2, waiting_tokens=77)
+        await eventually(lambda: lease(client, engine).report.waiting_tokens == 77)
+    assert client.hlen(KEYS.replicas) == 0
+    assert all(
+        Lease.unpack(value).expires_ms == 0 for value in client.hgetall(KEYS.leases).values()
+    )
+
+
+async def test_batches_stay_small(redis_server: RedisServer, client: redis.Redis) -> None:
+    async with running(redis_server.url) as engine:
+        await eventually(lambda: engine.publisher.status().synchronised)
+        before = int(client.hget(KEYS.sequences, engine.publisher.status().generation))
+        engine.change(True, Tier.GPU, chain(1, 1000))
+        await eventually(lambda: engine.in_step(client))
+        after = int(client.hget(KEYS.sequences, engine.publisher.status().generation))
+        assert after - before >= 1000 / index.BATCH_MEMBERS
+
+
+async def test_gap_in_the_engines_events_leads_to_a_snapshot(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    async with running(redis_server.url) as engine:
+        await eventually(lambda: engine.publisher.status().synchronised)
+        engine.change(True, Tier.GPU, chain(1, 5))
+        engine.change(True, Tier.GPU, chain(2, 5), lose=True)
+        engine.change(True, Tier.GPU, chain(3, 5))
+        await eventually(lambda: engine.in_step(client))
+        assert engine.publisher.status().resyncs == 1
+        assert engine.snapshots == 2  # at registration, and for the gap
+
+
+async def test_redis_refuses_a_batch_that_does_not_follow(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    async with running(redis_server.url) as engine:
+        await eventually(lambda: engine.publisher.status().synchronised)
+        client.hset(KEYS.sequences, engine.publisher.status().generation, "12345")
+        engine.change(True, Tier.GPU, chain(1, 5))
+        await eventually(lambda: engine.in_step(client))
+        assert engine.snapshots == 2
+
+
+async def test_full_buffer_drops_events_and_heals_by_snapshot(
+    redis_server: RedisServer, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "MAX_BUFFERED_MEMBERS", 100)
+    async with running(redis_server.url) as engine:
+        await eventually(lambda: engine.publisher.status().synchronised)
+        for seed in range(1, 30):
+            engine.change(True, Tier.GPU, chain(seed, 10))
+        status = engine.publisher.status()
+        assert status.dropped_members > 0
+        assert status.buffered_members <= 110
+        await eventually(lambda: engine.in_step(client))
+
+
+async def test_events_during_a_snapshot_are_neither_lost_nor_undone(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    engine = Engine(redis_server.url)
+    engine.answers_snapshots = False
+    engine.pulse()
+    await engine.publisher.start()
+    try:
+        engine.change(True, Tier.GPU, chain(1, 5))
+        await eventually(lambda: engine.snapshots == 1)
+        engine.send_snapshot()  # has chain 1
+        engine.change(False, Tier.GPU, chain(1, 5)[-HASH_BYTES:])
+        engine.change(True, Tier.GPU, chain(2, 4))
+        await eventually(lambda: engine.in_step(client))
+    finally:
+        await engine.publisher.close()
+
+
+async def test_redis_that_returns_empty_gets_everything_again(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    async with running(redis_server.url) as engine:
+        engine.change(True, Tier.GPU, chain(1, 50))
+        await eventually(lambda: engine.in_step(client))
+        old = engine.publisher.status().generation
+        redis_server.kill()
+        engine.change(True, Tier.GPU, chain(2, 50))
+        engine.pulse()
+        await eventually(lambda: not engine.publisher.status().connected)
+        redis_server.start()
+        await eventually(lambda: engine.publisher.status().synchronised)
+        await eventually(lambda: engine.in_step(client))
+        assert engine.publisher.status().generation != old
+        assert b"default" in client.smembers("radixgrove:services")
+
+
+async def test_starts_before_redis_does(redis_server: RedisServer, client: redis.Redis) -> None:
+    redis_server.kill()
+    async with running(redis_server.url) as engine:
+        engine.change(True, Tier.GPU, chain(1, 5))
+        assert not engine.publisher.status().registered
+        redis_server.start()
+        await eventually(lambda: engine.publisher.status().synchronised)
+        await eventually(lambda: engine.in_step(client))
+
+
+async def test_mismatch_is_refused_by_name(redis_server: RedisServer) -> None:
+    async with running(redis_server.url):
+        other = Engine(redis_server.url, replica_id="r1", index_block=32, tokenizer_digest="e")
+        with pytest.raises(RegistrationRefused, match=r"index_block is 32 here and 16 there"):
+            await other.publisher.start()
+        await other.publisher.close()
+    # Nobody is left to disagree with.
+    async with running(redis_server.url, replica_id="r1", index_block=32):
+        pass
+
+
+async def test_evicting_redis_is_refused(redis_server: RedisServer, client: redis.Redis) -> None:
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    engine = Engine(redis_server.url)
+    with pytest.raises(RegistrationRefused, match="noeviction"):
+        await engine.publisher.start()
+    await engine.publisher.close()
+
+
+async def test_restart_under_the_same_name_hides_the_old_generation_at_once(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    async with running(redis_server.url) as old:
+        async with running(redis_server.url) as new:
+            assert lease(client, old).expires_ms == 0
+            assert lease(client, new).state is LeaseState.READY
+            old.pulse()
+            await eventually(lambda: old.publisher.status().problem == "superseded")
+            current = msgspec.json.decode(client.hget(KEYS.replicas, "r0"), type=Registration)
+            assert current.generation == new.publisher.status().generation
+        # The newer one left: the older one, still alive, takes its place again.
+        await eventually(lambda: lease(client, old).state is LeaseState.READY)
+
+
+async def test_drain_is_visible_before_it_returns_and_survives_heartbeats(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    async with running(redis_server.url) as engine:
+        assert await engine.publisher.drain()
+        assert lease(client, engine).state is LeaseState.DRAINING
+        engine.pulse(running=5)
+        await eventually(lambda: lease(client, engine).report.running == 5)
+        assert lease(client, engine).state is LeaseState.DRAINING
+
+
+async def test_stuck_engine_is_not_ready(redis_server: RedisServer, client: redis.Redis) -> None:
+    async with running(redis_server.url) as engine:
+        engine.pulse(step_deadline=1.0)  # long past
+        await eventually(lambda: lease(client, engine).state is LeaseState.NOT_READY)
+        engine.pulse()
+        await eventually(lambda: lease(client, engine).state is LeaseState.READY)
+
+
+async def test_admitted_request_stops_counting_as_queued(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    async with running(redis_server.url) as engine:
+        generation = engine.publisher.status().generation
+        client.hset(KEYS.reserved, "res", f"router 160 {generation} 1 0")
+        client.hset(KEYS.load(generation), "router", "1 160")
+        engine.publisher.apply(Admitted(["res:0", "res:1", "unknown:0"]))
+        await eventually(lambda: client.hget(KEYS.load(generation), "router") == b"1 0")
+        assert not client.hexists(KEYS.reserved, "res")
+        seconds, micros = client.time()
+        left = float(client.hget(KEYS.load(generation), "@busy")) - seconds * 1000 - micros / 1000
+        assert left <= 11  # 160 tokens at 16 a millisecond
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.booleans(), st.sampled_from(list(Tier)), st.integers(1, 6), st.integers(1, 300)
+        ),
+        max_size=20,
+    ),
+    lost=st.sets(st.integers(0, 19)),
+)
+async def test_index_equals_the_cache_after_any_history(
+    steps: list[tuple[bool, Tier, int, int]], lost: set[int], history_server: RedisServer
+) -> None:
+    client = redis.Redis.from_url(history_server.url)
+    client.flushall()
+    async with running(history_server.url) as engine:
+        for number, (stored, tier, seed, blocks) in enumerate(steps):
+            engine.change(stored, tier, chain(seed, blocks), lose=number in lost)
+        engine.change(True, Tier.GPU, chain(99, 1))  # a gap shows with the next batch
+        await eventually(lambda: engine.in_step(client), what="the index to equal the cache")
+
+
+@pytest.fixture(scope="module")
+def history_server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from tests.conftest import find_free_port, redis_binary
+
+    server = RedisServer(redis_binary(), find_free_port(), tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
