@@ -321,6 +321,8 @@ class Engine:
         live = self._scheduler.requests_of(index)
         for request_id in live:
             self._scheduler.abort(request_id)
+        # What the aborts say is all there is by now; the frontend hears one end, the owed one.
+        self._scheduler.take_outputs()
         frontend = self._frontends[index]
         if not frontend.is_behind:
             logger.error("frontend %d is too far behind: ended its %d requests", index, len(live))
