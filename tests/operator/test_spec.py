@@ -29,7 +29,9 @@ def nodes(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, A
 
 
 def test_the_charts_crd_is_the_generated_one() -> None:
-    assert CHART_CRD.read_text() == crd.render_yaml(), "run `make crd`"
+    assert CHART_CRD.read_text() == crd.render_yaml(), (
+        "write it again: python -m radixgrove.operator.crd > helm/radixgrove/files/…"
+    )
 
 
 def test_every_string_list_and_map_of_the_spec_is_bounded() -> None:

@@ -54,7 +54,7 @@ class NetworkPolicies(ConfigModel):
 
 
 class RedisSettings(ConfigModel):
-    """`url` has no password; `{password}` stands where it goes."""
+    """`{password}` in the URL stands for the installation's own. Empty: the keys' Secret has it."""
 
     url: str
     prefix: str = Field("radixgrove", pattern=r"^[A-Za-z0-9_.-]{1,64}$")

@@ -45,9 +45,16 @@ class Keys:
             for key, value in ((found or {}).get("data") or {}).items()
         }
         made = {key: secrets.token_urlsafe(32) for key in _GENERATED if not values.get(key)}
-        if REDIS_URL not in values:
+        if config.redis.url:
             password = values.get(REDIS_PASSWORD) or made[REDIS_PASSWORD]
-            values[REDIS_URL] = config.redis.url.replace("{password}", password)
+            url = config.redis.url.replace("{password}", password)
+            if values.get(REDIS_URL) != url:
+                made[REDIS_URL] = url
+        elif not values.get(REDIS_URL):
+            raise KubeError(
+                "get", f"secrets/{config.namespace}/{config.keys_secret}", 404,
+                f"without a configured Redis it must hold {REDIS_URL}",
+            )  # fmt: skip
         if found is None:
             self._kube.create(self._secret(made))
         elif made:
@@ -81,19 +88,19 @@ class Keys:
         return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data}
 
     def copy(self, namespace: str, users: list[Service]) -> Object:
-        """What workers of a namespace read. In the operator's own that is the original, which gains
-        the `redis-url` that it lacks as long as the password is ours.
-        """
+        """What workers read, in a namespace other than the operator's own."""
         values = self.ensure()
-        wanted = {key: values[key] for key in self._config.key_names.values()}
-        data = {key: _encode(value) for key, value in wanted.items()}
-        meta: Object = {"name": self._config.keys_secret, "namespace": namespace}
-        if namespace == self._config.namespace:
-            data = {REDIS_URL: data[REDIS_URL]}
-        else:
-            meta["labels"] = {names.MANAGED_BY: names.MANAGER, names.COMPONENT: "keys"}
-            meta["ownerReferences"] = [user.shared_owner for user in users]
-        return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data}
+        return {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {
+                "name": self._config.keys_secret,
+                "namespace": namespace,
+                "labels": {names.MANAGED_BY: names.MANAGER, names.COMPONENT: "keys"},
+                "ownerReferences": [user.shared_owner for user in users],
+            },
+            "data": {key: _encode(values[key]) for key in self._config.key_names.values()},
+        }
 
 
 def _encode(value: str) -> str:

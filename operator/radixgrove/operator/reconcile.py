@@ -266,7 +266,7 @@ class Reconciler:
     def _guards(self, look: _Look, neighbours: list[Neighbour], own: Neighbour) -> Iterator[Object]:
         service, config = look.service, self._config
         users = [n.service for n in neighbours if n.key != own.key] + [service]
-        with look.trying():
+        if service.namespace != config.namespace:
             yield self._keys.copy(service.namespace, sorted(users, key=lambda user: user.uid))
         yield policies.service_account(service)
         if config.network_policies.enabled:

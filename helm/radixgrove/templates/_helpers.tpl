@@ -1,0 +1,152 @@
+{{- define "radixgrove.fullname" -}}
+{{- if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "radixgrove.labels" -}}
+app.kubernetes.io/name: radixgrove
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "radixgrove.metadata-labels" -}}
+{{ include "radixgrove.labels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end -}}
+
+{{- /* One image: registry, repository, and a digest or else a tag. */ -}}
+{{- define "radixgrove.image" -}}
+{{- $image := index .root.Values.image .name -}}
+{{- $registry := .root.Values.image.registry | trimSuffix "/" -}}
+{{- $path := $image.repository -}}
+{{- if $registry -}}{{- $path = printf "%s/%s" $registry $path -}}{{- end -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $path $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $path ($image.tag | default .root.Values.image.tag | default .root.Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "radixgrove.keys" -}}
+{{- .Values.keys.existingSecret | default (printf "%s-keys" (include "radixgrove.fullname" .)) -}}
+{{- end -}}
+
+{{- define "radixgrove.redis-url" -}}
+{{- if .Values.redis.url -}}
+{{- .Values.redis.url -}}
+{{- else if .Values.redis.enabled -}}
+redis://:{password}@{{ include "radixgrove.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6379/0
+{{- end -}}
+{{- end -}}
+
+{{- define "radixgrove.pod-security" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "radixgrove.container-security" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{- /* Chart-wide defaults of a pod spec. */ -}}
+{{- define "radixgrove.pod-defaults" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- with .Values.pods.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.pods.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.pods.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "radixgrove.proxy" -}}
+{{- $env := dict -}}
+{{- with .Values.pods.proxy.http -}}{{- $_ := set $env "HTTP_PROXY" . -}}{{- end -}}
+{{- with .Values.pods.proxy.https -}}{{- $_ := set $env "HTTPS_PROXY" . -}}{{- end -}}
+{{- with .Values.pods.proxy.noProxy -}}{{- $_ := set $env "NO_PROXY" . -}}{{- end -}}
+{{- toYaml $env -}}
+{{- end -}}
+
+{{- define "radixgrove.key-env" -}}
+{{- $secret := include "radixgrove.keys" . -}}
+{{- range $name, $key := dict "RADIXGROVE_INTERNAL_KEY" "internal-key" "RADIXGROVE_CLUSTER_SECRET" "cluster-secret" "RADIXGROVE_MANAGEMENT_KEY" "management-key" "RADIXGROVE_REDIS_URL" "redis-url" }}
+- name: {{ $name }}
+  valueFrom:
+    secretKeyRef: {name: {{ $secret }}, key: {{ $key }}}
+{{- end }}
+{{- end -}}
+
+{{- define "radixgrove.operator-config" -}}
+{{- $router := printf "%s-router" (include "radixgrove.fullname" .) -}}
+{{- $pods := dict "tolerations" .Values.pods.tolerations "node_selector" .Values.pods.nodeSelector "env" (include "radixgrove.proxy" . | fromYaml) -}}
+{{- with .Values.pods.priorityClassName -}}{{- $_ := set $pods "priority_class" . -}}{{- end -}}
+{{- with .Values.pods.runtimeClassName -}}{{- $_ := set $pods "runtime_class" . -}}{{- end -}}
+{{- with .Values.pods.caBundle -}}{{- $_ := set $pods "ca_bundle" . -}}{{- end -}}
+{{- $cache := dict "size" .Values.modelCache.size "access_mode" .Values.modelCache.accessMode "hub_endpoint" .Values.modelCache.hubEndpoint -}}
+{{- with .Values.modelCache.storageClass -}}{{- $_ := set $cache "storage_class" . -}}{{- end -}}
+namespace: {{ .Release.Namespace }}
+namespaces: {{ toJson .Values.operator.namespaces }}
+images:
+  worker: {{ include "radixgrove.image" (dict "root" . "name" "worker") }}
+  router: {{ include "radixgrove.image" (dict "root" . "name" "router") }}
+  operator: {{ include "radixgrove.image" (dict "root" . "name" "operator") }}
+  pull_policy: {{ .Values.image.pullPolicy }}
+  pull_secrets: {{ toJson .Values.image.pullSecrets }}
+redis:
+  url: {{ include "radixgrove.redis-url" . | quote }}
+  prefix: {{ .Values.redis.prefix }}
+router:
+  url: http://{{ $router }}.{{ .Release.Namespace }}.svc.{{ .Values.operator.clusterDomain }}{{ if ne (int .Values.router.service.port) 80 }}:{{ .Values.router.service.port }}{{ end }}/v1
+  labels: {{- include "radixgrove.labels" (dict "root" . "component" "router") | nindent 4 }}
+pods: {{- toYaml $pods | nindent 2 }}
+model_cache: {{- toYaml $cache | nindent 2 }}
+network_policies:
+  enabled: {{ .Values.networkPolicy.enabled }}
+  scrape_from: {{ toJson .Values.networkPolicy.scrapeFrom }}
+election:
+  lease: {{ include "radixgrove.fullname" . }}-operator
+keys_secret: {{ include "radixgrove.keys" . }}
+owner_deployment: {{ include "radixgrove.fullname" . }}-operator
+gpu_resource: {{ .Values.operator.gpuResource }}
+rdma_resource: {{ .Values.operator.rdmaResource }}
+cluster_domain: {{ .Values.operator.clusterDomain }}
+reconcilers: {{ .Values.operator.reconcilers }}
+{{- end -}}
+
+{{- /* RBAC rules of one scope, from the operator's own table. */ -}}
+{{- define "radixgrove.rules" -}}
+{{- $text := .root.Files.Get "files/rbac.yaml" -}}
+{{- $text = $text | replace "'@keys-secret'" (include "radixgrove.keys" .root) -}}
+{{- $text = $text | replace "'@lease'" (printf "%s-operator" (include "radixgrove.fullname" .root)) -}}
+{{- $text = $text | replace "'@owner'" (printf "%s-operator" (include "radixgrove.fullname" .root)) -}}
+{{- index (fromYaml $text) .scope | toYaml -}}
+{{- end -}}
+
+{{- define "radixgrove.router-config" -}}
+{{- $fixed := dict "host" "0.0.0.0" "port" 8000 "management_host" "0.0.0.0" "management_port" 8001 "processes" .Values.router.processes "policy" .Values.router.policy "model_table" "shared" "redis_prefix" .Values.redis.prefix -}}
+{{- if .Values.router.auth.keysSecret -}}
+{{- $_ := set $fixed "api_keys_file" "/etc/radixgrove-keys/api-keys" -}}
+{{- end -}}
+{{- $defaults := dict "log_json" true -}}
+{{- mergeOverwrite $defaults .Values.router.settings $fixed | toYaml -}}
+{{- end -}}

@@ -1,0 +1,307 @@
+"""The chart: what it renders, refuses and keeps stable. Helm's own engine, no cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+
+from radixgrove.operator import crd, rbac
+from radixgrove.operator.config import OperatorConfig
+from radixgrove.protocol.settings import RouterSettings
+
+CHART = Path(__file__).parents[2] / "helm/radixgrove"
+KUBERNETES = "1.35"
+FOREIGN = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute"}
+
+CASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "namespaced": {"operator": {"namespaces": ["team-a", "team-b"]}},
+    "own redis": {"redis": {"url": "rediss://:{password}@redis.example.com:6380/1"}},
+    "everything": {
+        "image": {"registry": "registry.example.com/ai", "pullSecrets": ["pull"]},
+        "operator": {"replicas": 2},
+        "router": {
+            "auth": {"keysSecret": "keys"},
+            "settings": {"retries": 3},
+            "service": {"type": "LoadBalancer", "port": 8080, "annotations": {"a": "b"}},
+        },
+        "keys": {"existingSecret": "mine"},
+        "modelCache": {"storageClass": "fast"},
+        "pods": {
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "nodeSelector": {"pool": "ai"},
+            "priorityClassName": "high",
+            "runtimeClassName": "nvidia",
+            "proxy": {"https": "http://proxy:3128", "noProxy": ".svc"},
+            "caBundle": "ca",
+        },
+        "networkPolicy": {"scrapeFrom": [{"namespaceSelector": {"matchLabels": {"m": "y"}}}]},
+        "monitoring": {"enabled": True, "labels": {"r": "x"}, "dashboard": True, "alerts": True},
+        "ingress": {"enabled": True, "className": "nginx", "host": "ai.example.com",
+                    "tlsSecret": "tls", "annotations": {"x": "y"}},
+        "route": {"enabled": True, "hostnames": ["ai.example.com"], "parentRefs": [{"name": "gw"}]},
+    },
+    "no policies, no CRD": {"networkPolicy": {"enabled": False}, "crds": {"install": False}},
+}  # fmt: skip
+
+
+def texts(values: dict[str, Any], name: str = "radixgrove") -> dict[str, str]:
+    chart = helm_python.Chart.load(str(CHART))
+    rendered: dict[str, str] = chart.render(values, name=name, namespace="rg")
+    return rendered
+
+
+def render(values: dict[str, Any], name: str = "radixgrove") -> list[dict[str, Any]]:
+    documents = []
+    for path, text in sorted(texts(values, name).items()):
+        if path.endswith(".yaml"):
+            documents += [document for document in yaml.safe_load_all(text) if document]
+    return documents
+
+
+def find(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    return next(o for o in objects if o["kind"] == kind and o["metadata"]["name"] == name)
+
+
+def pods(objects: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    found = [(o["metadata"]["name"], o["spec"]) for o in objects if o["kind"] == "Pod"]
+    return found + [
+        (o["metadata"]["name"], o["spec"]["template"]["spec"])
+        for o in objects
+        if o["kind"] in ("Deployment", "StatefulSet")
+    ]
+
+
+@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+def test_every_object_is_strictly_valid(values: dict[str, Any]) -> None:
+    objects = render(values)
+    assert len(objects) > 10
+    for rendered in objects:
+        if rendered["kind"] not in FOREIGN:
+            kubernetes_validate.validate(rendered, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+def test_rendering_twice_is_the_same(values: dict[str, Any]) -> None:
+    assert texts(values) == texts(values)
+
+
+def test_no_template_draws_lots_or_asks_the_cluster() -> None:
+    forbidden = re.compile(
+        r"\b(rand[A-Z]\w+|lookup|genCA|genSignedCert|genPrivateKey|now|uuidv4)\b"
+    )
+    for path in (CHART / "templates").rglob("*.*"):
+        for action in re.findall(r"\{\{.*?\}\}", path.read_text(), re.DOTALL):
+            assert not forbidden.search(action), f"{path.name}: {action}"
+
+
+@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+def test_names_are_unique_and_carry_the_release(values: dict[str, Any]) -> None:
+    objects = render(values, name="prod")
+    keys = [(o["kind"], o["metadata"].get("namespace"), o["metadata"]["name"]) for o in objects]
+    assert len(keys) == len(set(keys))
+    for kind, _, name in keys:
+        assert "prod-radixgrove" in name or kind == "CustomResourceDefinition"
+
+
+@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+def test_every_pod_meets_the_restricted_pod_security_standard(values: dict[str, Any]) -> None:
+    for name, spec in pods(render(values)):
+        security = spec["securityContext"]
+        assert security["runAsNonRoot"] is True, name
+        assert isinstance(security["runAsUser"], int), name
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert all("hostPath" not in volume for volume in spec.get("volumes", [])), name
+        for container in spec["containers"]:
+            own = container["securityContext"]
+            assert own["allowPrivilegeEscalation"] is False, name
+            assert own["readOnlyRootFilesystem"] is True, name
+            assert own["capabilities"] == {"drop": ["ALL"]}, name
+
+
+@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+def test_operator_and_router_understand_their_configuration(values: dict[str, Any]) -> None:
+    objects = render(values)
+    text = find(objects, "ConfigMap", "radixgrove-operator")["data"]["operator.yaml"]
+    config = OperatorConfig.model_validate(yaml.safe_load(text))
+    assert config.namespace == "rg"
+    router = find(objects, "ConfigMap", "radixgrove-router")["data"]["router.yaml"]
+    settings = RouterSettings.model_validate(yaml.safe_load(router))
+    assert settings.model_table == "shared"
+    service = find(objects, "Service", "radixgrove-router")["spec"]["ports"][0]["port"]
+    assert config.router.url.endswith(".local/v1" if service == 80 else f".local:{service}/v1")
+
+
+def test_values_reach_the_operator() -> None:
+    objects = render(CASES["everything"])
+    text = find(objects, "ConfigMap", "radixgrove-operator")["data"]["operator.yaml"]
+    config = OperatorConfig.model_validate(yaml.safe_load(text))
+    assert config.images.worker == "registry.example.com/ai/radixgrove/worker:0.1.0"
+    assert config.keys_secret == "mine"
+    assert config.pods.env == {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": ".svc"}
+    assert config.pods.runtime_class == "nvidia"
+    assert config.pods.ca_bundle == "ca"
+    assert config.model_cache.storage_class == "fast"
+    assert config.network_policies.scrape_from == [
+        {"namespaceSelector": {"matchLabels": {"m": "y"}}}
+    ]
+
+
+def test_a_changed_configuration_restarts_operator_and_router_only() -> None:
+    def stamp(values: dict[str, Any]) -> list[str]:
+        objects = render(values)
+        return [
+            find(objects, "Deployment", f"radixgrove-{part}")["spec"]["template"]["metadata"][
+                "annotations"
+            ]["checksum/config"]
+            for part in ("operator", "router")
+        ]
+
+    before, after = stamp({}), stamp({"router": {"policy": "random"}})
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+
+
+def test_an_image_can_be_pinned_by_digest() -> None:
+    digest = f"sha256:{'a' * 64}"
+    objects = render({"image": {"router": {"digest": digest}}})
+    container = find(objects, "Deployment", "radixgrove-router")["spec"]["template"]["spec"]
+    assert container["containers"][0]["image"] == f"radixgrove/router@{digest}"
+
+
+# ---- CRD and RBAC come from the operator ---------------------------------------------------------
+
+
+def test_the_crd_is_the_generated_one_and_can_be_kept() -> None:
+    generated = crd.custom_resource_definition()
+    name = generated["metadata"]["name"]
+    kept = find(render({}), "CustomResourceDefinition", name)
+    assert kept["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+    assert kept == generated
+    gone = find(render({"crds": {"keep": False}}), "CustomResourceDefinition", name)
+    assert "annotations" not in gone["metadata"]
+
+
+def test_the_charts_rbac_table_is_the_operators() -> None:
+    assert (CHART / "files/rbac.yaml").read_text() == rbac.chart_file(), (
+        "write it again: python -m radixgrove.operator.rbac > helm/radixgrove/files/rbac.yaml"
+    )
+
+
+@pytest.mark.parametrize("case", ["defaults", "namespaced"])
+def test_roles_grant_exactly_the_table(case: str) -> None:
+    objects = render(CASES[case])
+    replacements = {
+        rbac.KEYS_SECRET: "radixgrove-keys",
+        rbac.LEASE: "radixgrove-operator",
+        rbac.OWNER: "radixgrove-operator",
+    }
+    own = find(objects, "Role", "radixgrove-operator-own")
+    assert own["rules"] == rbac.rules(rbac.Scope.OWN, replacements)
+    served = [
+        o for o in objects
+        if o["kind"] in ("Role", "ClusterRole") and o["metadata"]["name"].endswith("-served")
+    ]  # fmt: skip
+    namespaces = CASES[case].get("operator", {}).get("namespaces")
+    assert [o["metadata"].get("namespace") for o in served] == (namespaces or [None])
+    for role in served:
+        assert role["rules"] == rbac.rules(rbac.Scope.SERVED, replacements)
+
+
+def test_no_role_has_a_wildcard_or_reads_secrets_at_large() -> None:
+    for rendered in render(CASES["everything"]):
+        for rule in rendered.get("rules", []) if "Role" in rendered["kind"] else []:
+            assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
+            if "secrets" in rule["resources"] and rule["verbs"] != ["create"]:
+                assert rule["resourceNames"]
+
+
+def test_users_roles_are_aggregated() -> None:
+    objects = render({})
+    edit = find(objects, "ClusterRole", "rg-radixgrove-edit")
+    labels = edit["metadata"]["labels"]
+    assert labels["rbac.authorization.k8s.io/aggregate-to-edit"] == "true"
+    assert labels["rbac.authorization.k8s.io/aggregate-to-admin"] == "true"
+
+
+# ---- network, monitoring -------------------------------------------------------------------------
+
+
+def test_redis_is_reached_by_routers_workers_and_the_operator_only() -> None:
+    policy = find(render(CASES["namespaced"]), "NetworkPolicy", "radixgrove-redis")
+    (rule,) = policy["spec"]["ingress"]
+    components = [
+        peer["podSelector"]["matchLabels"].get("app.kubernetes.io/component")
+        for peer in rule["from"]
+    ]
+    assert components == ["operator", "router", None]
+    served = rule["from"][2]
+    assert served["namespaceSelector"]["matchExpressions"][0]["values"] == ["team-a", "team-b"]
+    assert served["podSelector"]["matchExpressions"][0]["values"] == ["worker", "router"]
+
+
+def test_nobody_scrapes_unless_told_to() -> None:
+    operator = find(render({}), "NetworkPolicy", "radixgrove-operator")
+    assert operator["spec"]["ingress"] == []
+
+
+def test_dashboard_and_alerts_name_metrics_that_exist() -> None:
+    root = CHART.parents[1]
+    sources = "\n".join(
+        path.read_text()
+        for part in ("operator", "router", "worker")
+        for path in (root / part).rglob("*.py")
+    )
+    used = (CHART / "files/dashboard.json").read_text() + (CHART / "files/alerts.yaml").read_text()
+    json.loads((CHART / "files/dashboard.json").read_text())
+    for metric in set(re.findall(r"radixgrove_[a-z_]+", used)):
+        name = re.sub(r"_(bucket|count|sum)$", "", metric)
+        assert f'"{name}"' in sources or f'"{name.removesuffix("_total")}"' in sources, metric
+
+
+# ---- wrong values --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"routr": {}}, "routr"),
+        ({"router": {"replicas": 0}}, "replicas"),
+        ({"router": {"policy": "fastest"}}, "policy"),
+        ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+        ({"image": {"worker": {"digest": "latest"}}}, "digest"),
+        ({"operator": {"namespaces": "team-a"}}, "namespaces"),
+        ({"redis": {"url": "http://x"}}, "url"),
+        ({"modelCache": {"accessMode": "ReadOnly"}}, "accessMode"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused_by_its_key(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=named):
+        render(values)
+
+
+def test_the_chart_passes_lint() -> None:
+    result = helm_python.lint(str(CHART))
+    assert [m for m in result["messages"] if m["severity"] >= 2] == []
+
+
+def test_every_value_has_a_schema() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    def check(value: Any, node: dict[str, Any], path: str) -> None:
+        for key, item in value.items() if isinstance(value, dict) else ():
+            if "properties" not in node:
+                return
+            assert key in node["properties"], f"{path}.{key}"
+            check(item, node["properties"][key], f"{path}.{key}")
+
+    check(values, schema, "")
