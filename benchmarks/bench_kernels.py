@@ -71,13 +71,13 @@ def microseconds(calls: list[Callable[[], object]], repeats: int = 7) -> float:
     graph.replay()
     times = []
     for _ in range(repeats):
-        begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def show(kernel: str, shape: str, us: float, moved: float = 0.0, flops: float = 0.0) -> None:

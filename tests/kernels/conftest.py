@@ -51,6 +51,8 @@ def _poisoning(allocate: Any) -> Any:
         tensor: Tensor = allocate(*args, **options)
         if tensor.dtype.is_floating_point:
             return tensor.fill_(float("nan"))
-        return tensor.fill_(0x55) if tensor.dtype == torch.uint8 else tensor.fill_(0x55555555)
+        if tensor.dtype in (torch.int32, torch.int64):
+            return tensor.fill_(0x55555555)
+        return tensor
 
     return poisoned

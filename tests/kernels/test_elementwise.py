@@ -70,10 +70,13 @@ def test_rope_store(
     slots = torch.randperm(num_pages * page_size, device=device)[:tokens]
     untouched = torch.randn(2, num_pages, page_size, kv_heads, head_dim, device=device).to(dtype)
     pages, exact_pages = untouched.clone(), untouched.double()
-    norms = [torch.randn(head_dim, device=device).to(dtype) for _ in range(2 * with_norm)]
-    q = rope.rope_store(qkv, cos_sin, positions, slots, pages, *norms)
+    q_norm = k_norm = wide_q_norm = wide_k_norm = None
+    if with_norm:
+        q_norm, k_norm = torch.randn(2, head_dim, device=device).to(dtype)
+        wide_q_norm, wide_k_norm = q_norm.double(), k_norm.double()
+    q = rope.rope_store(qkv, cos_sin, positions, slots, pages, q_norm, k_norm)
     exact = rope.rope_store_reference(
-        qkv.double(), cos_sin, positions, slots, exact_pages, *(n.double() for n in norms)
+        qkv.double(), cos_sin, positions, slots, exact_pages, wide_q_norm, wide_k_norm
     )
     assert_close(q, exact)
     assert_close(pages, exact_pages)

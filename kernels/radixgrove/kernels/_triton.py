@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -25,9 +25,25 @@ except ImportError:
 __all__ = ["cdiv", "gdc_launch_dependents", "gdc_wait", "jit", "next_power_of_2", "pdl", "tl"]
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit` where Triton exists."""
-    return function if triton is None else triton.jit(function)
+@overload
+def jit(function: Callable[..., Any]) -> Any: ...
+
+
+@overload
+def jit(*, varying: tuple[str, ...]) -> Callable[[Callable[..., Any]], Any]: ...
+
+
+def jit(function: Callable[..., Any] | None = None, *, varying: tuple[str, ...] = ()) -> Any:
+    """`triton.jit` where Triton exists.
+
+    `varying` names arguments whose value or alignment changes from step to step: nothing is
+    compiled anew for them while requests wait.
+    """
+    if function is None:
+        return lambda decorated: jit(decorated, varying=varying)
+    if triton is None:
+        return function
+    return triton.jit(do_not_specialize=varying, do_not_specialize_on_alignment=varying)(function)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -61,7 +61,7 @@ def decode_attention_reference(
     return extend_attention_reference(q, pages, rows, indptr, kv_lens, page_table, scale)
 
 
-@jit
+@jit(varying=("rows_ptr", "kv_lens_ptr", "min_split"))
 def _decode_kernel(
     q_ptr,
     k_pages_ptr,
@@ -270,7 +270,7 @@ def decode_attention(
     return out
 
 
-@jit
+@jit(varying=("rows_ptr", "qo_indptr_ptr", "kv_lens_ptr"))
 def _extend_kernel(
     q_ptr,
     k_pages_ptr,

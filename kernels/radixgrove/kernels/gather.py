@@ -16,7 +16,7 @@ def embed_reference(weight: Tensor, token_ids: Tensor, first: int = 0) -> Tensor
     return weight[local.masked_fill(outside, 0)].masked_fill_(outside[:, None], 0)
 
 
-@jit
+@jit(varying=("index_ptr", "rows"))
 def _gather_kernel(
     table_ptr, index_ptr, out_ptr, rows, width, first, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

@@ -185,7 +185,7 @@ def gemv(
     return out
 
 
-@jit
+@jit(varying=("tokens",))
 def _skinny_kernel(
     x_ptr,
     weight_ptr,

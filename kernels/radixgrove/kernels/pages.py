@@ -105,7 +105,16 @@ def scatter_pages(pool: Tensor, page_ids: Tensor, source: Tensor) -> None:
     _copy(pool, page_ids, source, gather=False)
 
 
-@jit
+@jit(
+    varying=(
+        "rows_ptr",
+        "kv_lens_ptr",
+        "indptr_ptr",
+        "out_ptr",
+        "last_page_len_ptr",
+        "batch",
+    )
+)
 def _kv_indices_kernel(
     rows_ptr,
     kv_lens_ptr,
@@ -170,7 +179,7 @@ def kv_indices(
         batch,
         page_table.stride(0),
         page_size,
-        BLOCK_BATCH=next_power_of_2(batch),
+        BLOCK_BATCH=max(512, next_power_of_2(batch)),
         BLOCK=256,
         num_warps=4,
     )

@@ -49,7 +49,7 @@ def rope_store_reference(
     return rotate_reference(q, cos_sin, positions)
 
 
-@jit
+@jit(varying=("tokens", "positions_ptr", "slots_ptr"))
 def _rope_store_kernel(
     qkv_ptr,
     cos_sin_ptr,

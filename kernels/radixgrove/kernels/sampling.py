@@ -16,7 +16,6 @@ from radixgrove.kernels._triton import (
     gdc_launch_dependents,
     gdc_wait,
     jit,
-    next_power_of_2,
     pdl,
     tl,
 )
@@ -24,6 +23,7 @@ from radixgrove.kernels._triton import (
 # `counts` holds, per row and token, how often the token was generated; this bit says that the
 # prompt has it, which only the repetition penalty regards.
 PROMPT_BIT = 1 << 30
+_MAX_PARTS = 64  # pieces of a row that are searched side by side
 
 
 def penalize_reference(
@@ -294,7 +294,7 @@ def _log_exponential(seed, position, index):
     return tl.log(tl.where(u < 0.01, small, -tl.log(1.0 - u)))
 
 
-@jit
+@jit(varying=("temperature_ptr", "seed_ptr", "position_ptr", "thresholds_ptr", "index_ptr"))
 def _race_kernel(
     logits_ptr,
     temperature_ptr,
@@ -347,7 +347,7 @@ def _race_kernel(
     tl.store(index_ptr + item * tl.num_programs(1) + part, index)
 
 
-@jit
+@jit(varying=("index_ptr", "parts"))
 def _race_winner_kernel(
     best_ptr, index_ptr, out_ptr, vocab, parts, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -386,7 +386,7 @@ def sample(
     if not batch:
         return out
     block = 1024
-    parts = max(1, min(64, cdiv(512, batch), cdiv(vocab, block)))
+    parts = max(1, min(_MAX_PARTS, cdiv(512, batch), cdiv(vocab, block)))
     chunk = cdiv(cdiv(vocab, parts), block) * block
     parts = cdiv(vocab, chunk)
     best = torch.empty((batch, parts), dtype=torch.float32, device=logits.device)
@@ -408,6 +408,6 @@ def sample(
         **pdl(logits),
     )
     _race_winner_kernel[(batch,)](
-        best, index, out, vocab, parts, BLOCK=next_power_of_2(parts), num_warps=1, **pdl(logits)
+        best, index, out, vocab, parts, BLOCK=_MAX_PARTS, num_warps=1, **pdl(logits)
     )
     return out

@@ -43,12 +43,11 @@ GEMV_CANDIDATES = (
     Choice(gemv=GemvConfig(rows=4, block_k=1024, warps=4)),
     Choice(gemv=GemvConfig(rows=8, block_k=512, warps=4)),
 )
-SKINNY_CANDIDATES = (
-    Choice(skinny=SkinnyConfig(block_n=64, block_k=128, splits=1, stages=5)),
-    Choice(skinny=SkinnyConfig(block_n=64, block_k=128, splits=2, stages=5)),
-    Choice(skinny=SkinnyConfig(block_n=64, block_k=128, splits=4, stages=5)),
-    Choice(skinny=SkinnyConfig(block_n=128, block_k=64, splits=1, stages=5)),
-    Choice(skinny=SkinnyConfig(block_n=128, block_k=64, splits=4, stages=5)),
+SKINNY_CANDIDATES = tuple(
+    Choice(skinny=SkinnyConfig(block_n=block_n, block_k=block_k, splits=splits, stages=stages))
+    for block_n, block_k, stages in ((64, 128, 4), (128, 64, 4), (64, 64, 6))
+    for splits in (1, 2, 4)
+    if (block_n, splits) != (128, 2)
 )
 # A kernel has to win by this much, so that noise does not choose.
 MARGIN = 0.97
@@ -155,13 +154,17 @@ class LinearTuner:
         graph.replay()
         times = []
         for _ in range(5):
-            begin, end = (torch.Event(x.device, enable_timing=True) for _ in range(2))
+            begin, end = _timing_event(), _timing_event()
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
             times.append(float(begin.elapsed_time(end)))
         return min(times)
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _bucket(tokens: int) -> int:

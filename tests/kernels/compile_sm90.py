@@ -1,0 +1,151 @@
+"""Compile every kernel for compute capability 9.0 through its real launcher, without a GPU.
+
+A process of its own: Triton must not be in interpreter mode here. Prints one line a kernel:
+name, registers a thread, bytes of stack (spills), bytes of shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from radixgrove.kernels import (
+    activation,
+    attention,
+    gather,
+    linear,
+    norm,
+    pages,
+    rope,
+    sampling,
+)
+from radixgrove.kernels.linear import SkinnyWorkspace
+from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+MODULES = (activation, attention, gather, linear, norm, pages, rope, sampling)
+
+
+class _Hopper:
+    """As much of Triton's driver as compiling needs."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_only() -> None:
+    """Launches compile and print; nothing runs."""
+    driver.set_active(_Hopper())
+    run = JITFunction.run
+    seen: set[str] = set()
+
+    def compile_and_print(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            registers, stack = resources(kernel.asm["cubin"])
+            print(self.fn.__name__, registers, stack, kernel.metadata.shared, flush=True)
+        return kernel
+
+    JITFunction.run = compile_and_print
+    for module in MODULES:
+        if hasattr(module, "pdl"):
+            setattr(module, "pdl", always_pdl)  # noqa: B010
+    setattr(attention, "_multiprocessors", multiprocessors)  # noqa: B010
+
+
+def always_pdl(x: torch.Tensor) -> dict[str, bool]:
+    return {"PDL": True, "launch_pdl": True}
+
+
+def multiprocessors(device: torch.device) -> int:
+    return 132
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes a thread, from the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    fields = dict(part.split(":") for part in text.split() if part.count(":") == 1)
+    return int(fields["REG"]), int(fields["STACK"])
+
+
+def launch_all(dtype: torch.dtype) -> None:
+    """Every kernel once, at the shape of a Qwen3 layer."""
+
+    def zeros(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=kind)
+
+    heads, kv_heads, dim, hidden = 16, 8, 128, 1024
+    index32, index64 = zeros(4, kind=torch.int32), zeros(4, kind=torch.int64)
+    x, weight = zeros(4, hidden), zeros(hidden)
+    norm.rms_norm(x, weight, 1e-6)
+    norm.add_rms_norm(x, zeros(4, hidden), weight, 1e-6)
+    activation.silu_and_mul(zeros(4, 2 * hidden))
+    gather.embed(zeros(64, hidden), index32)
+    layer = zeros(2, 8, 16, kv_heads, dim)
+    pool = layer.unsqueeze(0)
+    pages.gather_pages(pool, index64[:3], zeros(3, *pool.shape[:2], *pool.shape[3:]))
+    pages.scatter_pages(pool, index64[:3], zeros(3, *pool.shape[:2], *pool.shape[3:]))
+    table = zeros(9, 64, kind=torch.int32)
+    indptr, flat = zeros(5, kind=torch.int32), zeros(64, kind=torch.int32)
+    pages.kv_indices(index32, index32, table, 16, indptr, flat, index32.clone())
+    for tokens in (4, 80):
+        qkv = zeros(tokens, (heads + 2 * kv_heads) * dim)
+        where = zeros(tokens, kind=torch.int64)
+        angles = zeros(64, dim, kind=torch.float32)
+        rope.rope_store(qkv, angles, where, where, layer, weight[:dim], weight[:dim])
+    workspace = attention.DecodeWorkspace(4, heads, kv_heads, dim, torch.device("cpu"))
+    q = zeros(4, heads, dim)
+    attention.decode_attention(q, layer, index32, index32, table, 1.0, workspace)
+    for longest in (16, 64, 4096):
+        attention.extend_attention(
+            q, layer, index32[:1], indptr[:2], index32[:1], table, 1.0, longest
+        )
+    launch_linear(dtype, hidden)
+
+
+def launch_linear(dtype: torch.dtype, hidden: int) -> None:
+    """Every candidate of the tuner; float32 has none but the default `gemv`."""
+    one, weight = torch.zeros(1, hidden, dtype=dtype), torch.zeros(2048, hidden, dtype=dtype)
+    for candidate in GEMV_CANDIDATES:
+        linear.gemv(one, weight, norm=one[0], silu=True, config=candidate.gemv)
+    workspace = SkinnyWorkspace(torch.device("cpu"))
+    many = torch.zeros(16, hidden, dtype=dtype)
+    for candidate in SKINNY_CANDIDATES if dtype != torch.float32 else ():
+        linear.skinny(many, weight, silu=True, config=candidate.skinny, workspace=workspace)
+
+
+def launch_sampling() -> None:
+    logits, one = torch.zeros(4, 151936), torch.zeros(4)
+    index32, index64 = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    sampling.sample(logits.bfloat16(), one, index64, index64, one)
+    sampling.sampling_thresholds(logits, one, index32, one, one)
+    counts = torch.zeros(4, 151936, dtype=torch.int32)
+    sampling.penalize(logits, index32, counts, one, one, one)
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    compile_only()
+    launch_all(torch.bfloat16)
+    launch_all(torch.float32)
+    launch_sampling()
