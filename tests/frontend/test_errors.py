@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -322,3 +323,28 @@ def test_prompts_and_answers_never_reach_the_log(frontend: Frontend) -> None:
     log = frontend.log.read_text()
     assert "canary" not in log
     assert "/v1/chat/completions" in log
+
+
+def raw(frontend: Frontend, data: bytes) -> bytes:
+    """What comes back on a connection for these bytes."""
+    host, port = frontend.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(data)
+        return connection.recv(65536)
+
+
+def test_requests_that_are_no_http(frontend: Frontend) -> None:
+    for data in (b"nonsense\r\n\r\n", b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n"):
+        head, _, body = raw(frontend, data).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_headers_are_bounded(frontend: Frontend) -> None:
+    start = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
+    many = b"".join(b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(2000))
+    for data in (start + many, start + b"x-long: " + b"y" * 200_000, b"GET /" + b"y" * 200_000):
+        head, _, body = raw(frontend, data).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 431 ")
+        assert json.loads(body)["error"]["code"] == "headers_too_large"
+    assert frontend.chat("x").status_code == 200

@@ -94,7 +94,10 @@ def test_a_hundred_timed_out_requests_leave_room_for_the_next(frontend: Frontend
     frontend.engine.step_seconds = 0.02
 
     def give_up(_: int) -> None:
-        with httpx.Client(timeout=0.3) as client, pytest.raises(httpx.TimeoutException):
+        with (
+            httpx.Client(timeout=0.3, verify=False) as client,
+            pytest.raises(httpx.TimeoutException),
+        ):
             client.post(
                 f"{frontend.url}/v1/chat/completions",
                 content=chat_body(stream=False),
@@ -138,7 +141,7 @@ def test_every_request_of_a_burst_gets_an_answer_or_a_refusal(
         else None
     )
     with ThreadPoolExecutor(64) as pool:
-        answers = list(pool.map(lambda _: frontend.chat("x"), range(300)))
+        answers = list(pool.map(lambda _: frontend.chat("x"), range(200)))
     statuses = {answer.status_code for answer in answers}
     assert statuses == {200, 429}
     for answer in answers:
@@ -150,7 +153,7 @@ def test_every_request_of_a_burst_gets_an_answer_or_a_refusal(
         for name, value in frontend.metrics().items()
         if name.startswith("radixgrove_requests_total")
     }
-    assert sum(outcomes.values()) == 300
+    assert sum(outcomes.values()) == 200
 
 
 def test_queue_deadline_travels_to_the_engine(start_frontend: StartFrontend) -> None:
@@ -286,10 +289,11 @@ def test_every_route_but_health_needs_a_key(keyed: Frontend) -> None:
         "/internal/tokenizer/0/tokenizer.json",
         "/v1/responses",
     ]
+    client = keyed.client()
     for path in routes:
         for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
             for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "key-a"}):
-                response = httpx.request(method, keyed.url + path, headers=header)
+                response = client.request(method, path, headers=header)
                 assert response.status_code == 401, (method, path)
                 if method != "HEAD":
                     assert response.json()["error"]["code"] == "invalid_api_key"

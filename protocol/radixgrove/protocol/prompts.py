@@ -32,6 +32,8 @@ from radixgrove.protocol.tokenizer import SpecialTokens, TokenizerFiles
 DEFAULT_CACHE_BYTES = 256 << 20
 # Text that is new to the cache up to this long is encoded in place: a thread costs more.
 INLINE_CHARS = 4096
+# Beyond that even rendering, cutting and looking up take milliseconds.
+RENDER_INLINE_CHARS = 512 << 10
 # Unicode noncharacters, which no text may contain in interchange; a user's own are dropped.
 _BREAK = "\ufdd0"  # inside what would otherwise read as a special token
 _END = "\ufdd1"  # after the message to continue
@@ -169,27 +171,34 @@ class PromptEncoder:
         Raises:
             ApiError: 400; see `encode_chat` and `encode_completion`.
         """
-        if isinstance(request, ChatRequest):
-            plans = [self._plan(self.render(request))]
-        else:
-            plans = [self._plan_completion(prompt) for prompt in request.prompts]
+        if _length(request) > RENDER_INLINE_CHARS:
+            return await asyncio.to_thread(self._encode_all, request)
+        plans = self._plans(request)
         if sum(plan.new_chars for plan in plans) <= INLINE_CHARS:
             return [self._finish(plan) for plan in plans]
         return await asyncio.to_thread(lambda: [self._finish(plan) for plan in plans])
+
+    def _plans(self, request: Request) -> list[_Plan]:
+        if isinstance(request, ChatRequest):
+            return [self._plan(self.render(request))]
+        return [self._plan_completion(prompt) for prompt in request.prompts]
+
+    def _encode_all(self, request: Request) -> list[EncodedPrompt]:
+        return [self._finish(plan) for plan in self._plans(request)]
 
     def encode_chat(self, request: ChatRequest) -> EncodedPrompt:
         """
         Raises:
             ApiError: 400, when the model has no chat template or it refuses the messages.
         """
-        return self._finish(self._plan(self.render(request)))
+        return self._encode_all(request)[0]
 
     def encode_completion(self, request: CompletionRequest) -> list[EncodedPrompt]:
         """
         Raises:
             ApiError: 400, when a prompt is empty and the model has no begin-of-text token.
         """
-        return [self._finish(self._plan_completion(prompt)) for prompt in request.prompts]
+        return self._encode_all(request)
 
     def hash_blocks(self, token_ids: bytes) -> bytes:
         """Chain hashes of a prompt's full blocks; empty without a hasher."""
@@ -408,6 +417,18 @@ class _SpecialTextGuard:
         ):
             text = _BREAK + text
         return text
+
+
+def _length(request: Request) -> int:
+    """Characters (or token ids) of a request's texts."""
+    if isinstance(request, ChatRequest):
+        return sum([len(message.content or "") for message in request.messages]) + sum(
+            len(part.text or "")
+            for message in request.messages
+            if isinstance(message.content, list)
+            for part in message.content
+        )
+    return sum(len(prompt) for prompt in request.prompts)
 
 
 def _text_of(message: ChatMessage) -> str:

@@ -16,6 +16,7 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from radixgrove.protocol import errors
@@ -55,6 +56,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     deadline = float("inf")
     intercepted_binops = frozenset({"*", "**"})
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`loop.first` and the like come once a message: spare them the full inspection."""
+        if type(obj) is LoopContext and attribute[:1] != "_":
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """No powers, and products within what a prompt may hold: no `"x" * 10**10`."""

@@ -18,6 +18,7 @@ from radixgrove.protocol.auth import ApiKeys
 from radixgrove.worker.frontend.app import Frontend
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.generation import Signal
+from radixgrove.worker.frontend.http import BoundedHttp
 from radixgrove.worker.frontend.model import ServedModel
 from radixgrove.worker.runtime import Runtime
 
@@ -57,7 +58,7 @@ def run(directory: Path, index: int) -> None:
     config = uvicorn.Config(
         frontend.app,
         loop="uvloop",
-        http="httptools",
+        http=BoundedHttp,
         ws="none",
         lifespan="off",
         log_config=None,
