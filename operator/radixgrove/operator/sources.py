@@ -1,0 +1,276 @@
+"""Where models come from: the Hugging Face hub's file API, and S3.
+
+The hub's API: `GET /api/models/REPO/revision/REV` (commit), `GET /api/models/REPO/tree/COMMIT`
+(files; `oid` is git's blob hash, `lfs.oid` the SHA-256 of large ones) and
+`GET /REPO/resolve/COMMIT/PATH`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import urllib3
+
+_CHUNK = 1 << 20
+_TIMEOUT = urllib3.Timeout(connect=15.0, read=60.0)
+_MAX_LISTING = 64 << 20  # bytes of one answer
+_MAX_PAGES = 1000
+
+
+class Failure(Exception):
+    """`reason` is a condition's reason; `message` tells a person what to do."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """`algorithm`: sha256, md5, git (SHA-1 over git's blob header and content), or none."""
+
+    path: str
+    size: int
+    algorithm: str = "none"
+    digest: str = ""
+    version: str = ""  # what the transfer must be of (ETag)
+
+    def matches(self, path: Path) -> bool:
+        """Whether a local file is this one."""
+        if path.stat().st_size != self.size:
+            return False
+        if self.algorithm == "none":
+            return True
+        header = f"blob {self.size}\0".encode() if self.algorithm == "git" else b""
+        digest = hashlib.new("sha1" if self.algorithm == "git" else self.algorithm, header)
+        with path.open("rb") as opened:
+            while chunk := opened.read(_CHUNK):
+                digest.update(chunk)
+        return digest.hexdigest() == self.digest
+
+
+class Source(Protocol):
+    """A model's files at one revision. Failures of the network are OSErrors."""
+
+    def resolve(self) -> str: ...
+
+    def files(self) -> list[RemoteFile]: ...
+
+    def read(self, remote: RemoteFile, offset: int) -> Iterator[bytes]: ...
+
+
+def open_source(source: str, revision: str) -> Source:
+    """Raises Failure for a scheme that is not fetched."""
+    scheme, _, rest = source.partition("://")
+    if scheme == "hf":
+        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        return HubSource(endpoint, rest, revision or "main", os.environ.get("HF_TOKEN", ""))
+    if scheme == "s3":
+        bucket, _, prefix = rest.partition("/")
+        return S3Source(bucket, prefix, revision)
+    raise Failure("ModelNotFound", f"{scheme}:// is not fetched")
+
+
+class HubSource:
+    """A repository of the hub, or of anything that speaks its file API."""
+
+    def __init__(self, endpoint: str, repository: str, revision: str, token: str) -> None:
+        self._endpoint = endpoint.rstrip("/")
+        self._repository = urllib.parse.quote(repository)
+        self._name = f"{repository} at {revision}"
+        self._revision = urllib.parse.quote(revision, safe="")
+        # urllib3 drops the authorization header when a redirect leads to another host.
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._pool = _pool(self._endpoint)
+
+    def resolve(self) -> str:
+        answer, _ = self._json(f"/api/models/{self._repository}/revision/{self._revision}")
+        commit = answer.get("sha") if isinstance(answer, dict) else None
+        if not isinstance(commit, str) or not commit:
+            raise Failure("ModelNotFound", f"the hub names no commit of {self._name}")
+        return commit
+
+    def files(self) -> list[RemoteFile]:
+        found: list[RemoteFile] = []
+        url = f"/api/models/{self._repository}/tree/{self._revision}?recursive=true"
+        for _ in range(_MAX_PAGES):
+            answer, following = self._json(url)
+            entries = answer if isinstance(answer, list) else []
+            found += [_hub_file(entry) for entry in entries if entry.get("type") == "file"]
+            if not following:
+                return found
+            url = following
+        raise Failure("ModelTooLarge", "the hub's listing does not end")
+
+    def read(self, remote: RemoteFile, offset: int) -> Iterator[bytes]:
+        path = urllib.parse.quote(remote.path)
+        headers = dict(self._headers)
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+        url = f"{self._endpoint}/{self._repository}/resolve/{self._revision}/{path}"
+        yield from _body(self._get(url, headers), offset)
+
+    def _json(self, path: str) -> tuple[Any, str]:
+        """An answer, and the path of its next page."""
+        url = path if "://" in path else self._endpoint + path
+        response = self._get(url, self._headers)
+        with response:
+            data = response.read(_MAX_LISTING + 1)
+        if len(data) > _MAX_LISTING:
+            raise Failure("ModelTooLarge", "the hub's answer does not end")
+        links = urllib.request.parse_http_list(response.headers.get("Link", ""))
+        pages = [link.partition(">")[0].lstrip("<") for link in links if 'rel="next"' in link]
+        following = pages[0] if pages else ""
+        if following and not following.startswith(self._endpoint + "/"):
+            raise Failure("ModelCorrupt", "the hub's listing leads to another host")
+        try:
+            return json.loads(data), following
+        except ValueError as error:
+            raise OSError("the hub's answer is no JSON") from error
+
+    def _get(self, url: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
+        try:
+            response = self._pool.request(
+                "GET", url, headers=headers, preload_content=False, timeout=_TIMEOUT,
+                retries=urllib3.Retry(connect=3, read=0, redirect=5, status=0, backoff_factor=0.5),
+            )  # fmt: skip
+        except urllib3.exceptions.HTTPError as error:
+            raise ConnectionError(type(error).__name__) from error
+        if response.status < 300:
+            return response
+        response.release_conn()
+        if response.status in (401, 403):
+            raise Failure(
+                "Unauthorized", f"the hub refuses {self._name}: set model.tokenSecret, and accept "
+                "the model's terms with that account",
+            )  # fmt: skip
+        if response.status == 404:
+            raise Failure("ModelNotFound", f"the hub has no {self._name}")
+        raise OSError(f"the hub answers {response.status}")
+
+
+def _hub_file(entry: dict[str, Any]) -> RemoteFile:
+    large = entry.get("lfs")
+    if isinstance(large, dict):
+        return RemoteFile(str(entry["path"]), int(large["size"]), "sha256", str(large["oid"]))
+    return RemoteFile(str(entry["path"]), int(entry["size"]), "git", str(entry["oid"]))
+
+
+def _body(response: urllib3.BaseHTTPResponse, offset: int) -> Iterator[bytes]:
+    """The bytes from `offset` on, also from a server that ignores ranges."""
+    skip = offset if response.status != 206 else 0
+    with response:
+        try:
+            for chunk in response.stream(_CHUNK):
+                if skip >= len(chunk):
+                    skip -= len(chunk)
+                    continue
+                yield chunk[skip:]
+                skip = 0
+        except urllib3.exceptions.HTTPError as error:
+            raise ConnectionError(type(error).__name__) from error
+
+
+def _pool(endpoint: str) -> urllib3.PoolManager:
+    """Honours the environment's proxies and CA bundle."""
+    parts = urllib.parse.urlsplit(endpoint)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    bundle = os.environ.get("SSL_CERT_FILE")
+    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+        return urllib3.ProxyManager(proxy, ca_certs=bundle)
+    return urllib3.PoolManager(ca_certs=bundle)
+
+
+class S3Source:
+    """All objects under a prefix. Its revision is the digest of their names, sizes and ETags."""
+
+    def __init__(self, bucket: str, prefix: str, revision: str) -> None:
+        import botocore.config
+        import botocore.exceptions
+        import botocore.session
+
+        self._errors = (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError)
+        config = botocore.config.Config(
+            connect_timeout=15, read_timeout=60, retries={"max_attempts": 3, "mode": "standard"}
+        )
+        region = os.environ.get("AWS_REGION", "us-east-1")
+        session = botocore.session.get_session()
+        self._client = session.create_client("s3", region_name=region, config=config)
+        self._bucket = bucket
+        self._prefix = prefix.rstrip("/") + "/" if prefix else ""
+        self._revision = revision
+
+    def resolve(self) -> str:
+        return self._digest(self._list())
+
+    def files(self) -> list[RemoteFile]:
+        files = self._list()
+        if self._revision and self._digest(files) != self._revision:
+            raise Failure("ModelChanged", "the bucket's objects changed since they were looked up")
+        return [self._checkable(remote) for remote in files]
+
+    def _checkable(self, remote: RemoteFile) -> RemoteFile:
+        """The tag of an object under a KMS key looks like an MD5 and is none."""
+        try:
+            head = self._client.head_object(Bucket=self._bucket, Key=self._prefix + remote.path)
+        except self._errors as error:
+            raise self._translated(error) from error
+        if str(head.get("ServerSideEncryption", "")).startswith("aws:kms"):
+            return replace(remote, algorithm="none")
+        return remote
+
+    def read(self, remote: RemoteFile, offset: int) -> Iterator[bytes]:
+        arguments = {"Bucket": self._bucket, "Key": self._prefix + remote.path}
+        if offset:
+            arguments["Range"] = f"bytes={offset}-"
+        try:
+            answer = self._client.get_object(**arguments, IfMatch=f'"{remote.version}"')
+            yield from answer["Body"].iter_chunks(_CHUNK)
+        except self._errors as error:
+            raise self._translated(error) from error
+        except urllib3.exceptions.HTTPError as error:
+            raise ConnectionError(type(error).__name__) from error
+
+    def _list(self) -> list[RemoteFile]:
+        found: list[RemoteFile] = []
+        try:
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._prefix
+            )
+            for page in pages:
+                for entry in page.get("Contents", []):
+                    path = str(entry["Key"])[len(self._prefix) :]
+                    tag = str(entry["ETag"]).strip('"')
+                    # A single part's tag is its MD5, that of many parts is not.
+                    plain = len(tag) == 32 and "-" not in tag
+                    found.append(
+                        RemoteFile(path, int(entry["Size"]), "md5" if plain else "none", tag, tag)
+                    )
+        except self._errors as error:
+            raise self._translated(error) from error
+        if not found:
+            raise Failure("ModelNotFound", f"s3://{self._bucket}/{self._prefix} holds nothing")
+        return [remote for remote in found if remote.path and not remote.path.endswith("/")]
+
+    def _digest(self, files: list[RemoteFile]) -> str:
+        lines = sorted(f"{remote.path}\0{remote.size}\0{remote.version}\n" for remote in files)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()[:40]
+
+    def _translated(self, error: Exception) -> Exception:
+        response: dict[str, Any] = getattr(error, "response", {})
+        code = str(response.get("Error", {}).get("Code", ""))
+        where = f"s3://{self._bucket}/{self._prefix}"
+        if code in ("NoSuchBucket", "NoSuchKey", "404"):
+            return Failure("ModelNotFound", f"{where} does not exist")
+        if code in ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403"):
+            return Failure("Unauthorized", f"{where} is refused: see model.credentialsSecret")
+        return OSError(code or type(error).__name__)
