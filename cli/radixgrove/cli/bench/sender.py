@@ -1,0 +1,180 @@
+"""One process of load: `python -m radixgrove.cli.bench.sender`.
+
+Several of them share the requests, so that the measuring side is not what is measured. Each reads
+its job from a line of standard input, makes its prompts, writes `ready`, reads the common start as
+Unix seconds from a second line, and at the end writes its samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator
+
+import aiohttp
+import msgspec
+
+from radixgrove.cli.bench.workload import PlannedRequest
+
+_LINE_BYTES = 1 << 20
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """What one sender does."""
+
+    url: str
+    model: str
+    key: str | None
+    chat: bool
+    ignore_eos: bool
+    concurrency: int | None  # closed loop of that many; None: open loop, at the planned times
+    timeout: float
+    requests: list[PlannedRequest]
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """What one request experienced; seconds since its sending unless said otherwise."""
+
+    sent: float  # since the common start
+    late: float  # how long after its planned time it was sent
+    first: float | None = None  # to the first token
+    total: float = 0.0
+    gaps: list[float] = []  # between chunks that carried tokens
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None  # "HTTP 429", "cut short", ...
+
+
+class Sender:
+    """Sends one job's requests. `samples` has one a request, in the order of their ends."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.samples: list[Sample] = []
+        self._bodies = [(request.at, _body(job, request)) for request in job.requests]
+
+    async def run(self, start_at: float) -> None:
+        """Send everything, from `start_at` (Unix seconds) on."""
+        job = self.job
+        headers = {"authorization": f"Bearer {job.key}"} if job.key else {}
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=job.timeout),
+            headers=headers,
+            read_bufsize=_LINE_BYTES,
+        ) as session:
+            await asyncio.sleep(max(0.0, start_at - time.time()))
+            if job.concurrency is None:
+                users = [self._once(session, start_at, *entry) for entry in self._bodies]
+            else:
+                waiting = iter(self._bodies)
+                users = [self._user(session, start_at, waiting) for _ in range(job.concurrency)]
+            await asyncio.gather(*users)
+
+    async def _once(
+        self, session: aiohttp.ClientSession, start_at: float, at: float, body: bytes
+    ) -> None:
+        await asyncio.sleep(max(0.0, start_at + at - time.time()))
+        await self._send(session, start_at, at, body)
+
+    async def _user(
+        self,
+        session: aiohttp.ClientSession,
+        start_at: float,
+        waiting: Iterator[tuple[float, bytes]],
+    ) -> None:
+        """One user of a closed loop: the next request follows the end of the last."""
+        for _, body in waiting:
+            await self._send(session, start_at, time.time() - start_at, body)
+
+    async def _send(
+        self, session: aiohttp.ClientSession, start_at: float, planned: float, body: bytes
+    ) -> None:
+        started = time.perf_counter()
+        sent = time.time() - start_at
+        sample = Sample(sent=sent, late=max(0.0, sent - planned))
+        path = "/v1/chat/completions" if self.job.chat else "/v1/completions"
+        try:
+            async with session.post(
+                self.job.url + path, data=body, headers={"content-type": "application/json"}
+            ) as response:
+                if response.status != 200:
+                    sample.error = f"HTTP {response.status}"
+                    await response.read()
+                else:
+                    await _read(response, sample, started)
+        except TimeoutError:
+            sample.error = "timeout"
+        except (aiohttp.ClientError, OSError) as error:
+            sample.error = type(error).__name__
+        sample.total = time.perf_counter() - started
+        self.samples.append(sample)
+
+
+def _body(job: Job, request: PlannedRequest) -> bytes:
+    prompt = request.prompt()
+    body = {
+        "model": job.model,
+        "max_tokens": request.output_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if job.ignore_eos:
+        body["ignore_eos"] = True
+    if job.chat:
+        body["messages"] = [{"role": "user", "content": prompt}]
+    else:
+        body["prompt"] = prompt
+    return json.dumps(body).encode()
+
+
+async def _read(response: aiohttp.ClientResponse, sample: Sample, started: float) -> None:
+    """Follow the stream; an end without `[DONE]` is an error, as is an error event."""
+    last = started
+    async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
+        now = time.perf_counter()
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        event = msgspec.json.decode(data)
+        if "error" in event:
+            sample.error = f"stream: {event['error'].get('type')}"
+            return
+        if usage := event.get("usage"):
+            sample.prompt_tokens = usage["prompt_tokens"]
+            sample.output_tokens = usage["completion_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            sample.cached_tokens = details.get("cached_tokens") or 0
+        if not any(_text(choice) for choice in event.get("choices", ())):
+            continue
+        if sample.first is None:
+            sample.first = now - started
+        else:
+            sample.gaps.append(now - last)
+        last = now
+    sample.error = "cut short"
+
+
+def _text(choice: dict[str, object]) -> object:
+    delta = choice.get("delta")
+    return delta.get("content") if isinstance(delta, dict) else choice.get("text")
+
+
+def main() -> None:
+    sender = Sender(msgspec.json.decode(sys.stdin.buffer.readline(), type=Job))
+    gc.collect()
+    gc.disable()  # a pause of ours must not look like one of the server
+    print("ready", flush=True)
+    asyncio.run(sender.run(float(sys.stdin.buffer.readline())))
+    sys.stdout.buffer.write(msgspec.json.encode(sender.samples))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The commands that talk to a running cluster, against an endpoint that says what it is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from radixgrove.cli.commands.ps import age
+from tests.cli.test_command import radixgrove
+
+REPLICA: dict[str, Any] = {
+    "replica": "replica-0",
+    "model": "m",
+    "state": "ready",
+    "running": 2,
+    "waiting": 1,
+    "in_flight": 0,
+    "kv_use": 0.123,
+    "hit_rate": 0.5,
+    "generation_age": 7500.0,
+    "device": "cpu",
+}
+
+
+class Cluster(BaseHTTPRequestHandler):
+    """Router and management in one; answers come from class attributes."""
+
+    seen: list[tuple[str, str, Any, str | None]] = []
+    replicas: list[dict[str, Any]] = []
+    stream: list[str] = []
+
+    def _take(self) -> None:
+        length = int(self.headers.get("content-length") or 0)
+        body = json.loads(self.rfile.read(length)) if length else None
+        self.seen.append((self.command, self.path, body, self.headers.get("authorization")))
+
+    def do_GET(self) -> None:
+        self._take()
+        if self.path == "/status":
+            answer = {"router": "r", "policy": "prefix", "redis": "up", "in_flight": 0}
+            self._answer({**answer, "replicas": self.replicas})
+        else:
+            self._answer({"data": [{"id": "m"}]})
+
+    def do_POST(self) -> None:
+        self._take()
+        if self.path.endswith("/drain"):
+            if "replica-0" not in self.path:
+                self._answer({"error": {"message": "There is no replica 'x'."}}, 404)
+                return
+            self.replicas[0].update(state="draining", running=0, waiting=0)
+            self._answer({"state": "draining"})
+            return
+        self._answer("".join(f"data: {event}\n\n" for event in self.stream))
+
+    def _answer(self, content: Any, status: int = 200) -> None:
+        data = (content if isinstance(content, str) else json.dumps(content)).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def piece(text: str) -> str:
+    return json.dumps({"choices": [{"delta": {"content": text}}]})
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Cluster.seen, Cluster.replicas = [], [dict(REPLICA)]
+    Cluster.stream = [piece("Par"), piece("is."), "[DONE]"]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Cluster)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_ps_is_one_line_a_replica(url: str) -> None:
+    result = radixgrove("ps", "--management-url", url, RADIXGROVE_MANAGEMENT_KEY="k")
+    assert result.returncode == 0
+    assert result.stdout.splitlines()[2].split() == [
+        *("replica-0", "m", "ready", "2", "1", "12%", "50%", "2h", "cpu")
+    ]
+    assert Cluster.seen[0][3] == "Bearer k"
+    as_json = radixgrove("ps", "--management-url", url, "--json")
+    assert json.loads(as_json.stdout)["replicas"] == [REPLICA]
+
+
+def test_ages_are_short() -> None:
+    assert [age(s) for s in (None, 5, 150, 7500, 200000)] == ["-", "5s", "2m", "2h", "2d"]
+
+
+def test_drain_waits_until_nothing_is_left(url: str) -> None:
+    result = radixgrove("drain", "replica-0", "--wait", "--management-url", url)
+    assert result.returncode == 0
+    assert "replica-0 is drained" in result.stdout
+    assert ("POST", "/replicas/replica-0/drain") in [entry[:2] for entry in Cluster.seen]
+
+
+def test_drain_gives_up_at_its_deadline(url: str) -> None:
+    Cluster.replicas = [dict(REPLICA), {**REPLICA, "replica": "replica-00"}]
+    arguments = ["drain", "replica-00", "--wait", "--timeout", "0.1", "--management-url", url]
+    result = radixgrove(*arguments)
+    assert result.returncode == 1
+    assert "still has 3 requests" in result.stderr
+
+
+def test_drain_of_an_unknown_replica_says_so(url: str) -> None:
+    result = radixgrove("drain", "x", "--management-url", url)
+    assert result.returncode == 1
+    assert "There is no replica 'x'." in result.stderr
+
+
+def test_chat_keeps_the_conversation(url: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "radixgrove.cli", "chat", "--url", url, "--system", "S"],
+        input="first\nsecond\n/reset\nthird\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "Paris.\n" * 3
+    sent = [entry[2]["messages"] for entry in Cluster.seen if entry[0] == "POST"]
+    roles = [[message["role"] for message in turn] for turn in sent]
+    assert roles == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert sent[1][2]["content"] == "Paris."
+
+
+def test_chat_does_not_take_a_broken_stream_for_an_answer(url: str) -> None:
+    Cluster.stream = [piece("Par")]
+    result = radixgrove("chat", "--url", url, "question")
+    assert result.returncode == 3
+    assert "the answer is incomplete" in result.stderr
+    Cluster.stream = [piece("Par"), json.dumps({"error": {"message": "The replica died."}})]
+    result = radixgrove("chat", "--url", url, "question")
+    assert result.returncode == 1
+    assert "The replica died." in result.stderr
