@@ -39,11 +39,14 @@ def jit(function: Callable[..., Any] | None = None, *, varying: tuple[str, ...] 
     `varying` names arguments whose value or alignment changes from step to step: nothing is
     compiled anew for them while requests wait.
     """
-    if function is None:
-        return lambda decorated: jit(decorated, varying=varying)
-    if triton is None:
-        return function
-    return triton.jit(do_not_specialize=varying, do_not_specialize_on_alignment=varying)(function)
+
+    def decorate(kernel: Callable[..., Any]) -> Any:
+        if triton is None:
+            return kernel
+        options = {"do_not_specialize": varying, "do_not_specialize_on_alignment": varying}
+        return triton.jit(**options)(kernel)
+
+    return decorate if function is None else decorate(function)
 
 
 def cdiv(a: int, b: int) -> int:
