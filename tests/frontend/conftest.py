@@ -61,6 +61,11 @@ class Frontend:
         with self.client() as client:
             return client.post("/v1/completions", json={"model": MODEL, "prompt": prompt, **fields})
 
+    def logged(self, text: str) -> str:
+        """The log, once it has this text: a request's line comes after its last byte."""
+        wait_until(lambda: text in self.log.read_text(), what=f"{text!r} in the log")
+        return self.log.read_text()
+
     def metrics(self) -> dict[str, float]:
         """Samples by name and labels."""
         with self.client() as client:

@@ -427,7 +427,8 @@ def test_json_logs_and_prompts_on_request(start_frontend: StartFrontend) -> None
     frontend = start_frontend(log_json=True, log_prompts=True)
     frontend.answer("the answer")
     assert frontend.chat("the question").status_code == 200
-    lines = [json.loads(line) for line in frontend.log.read_text().splitlines()]
+    log = frontend.logged("/v1/chat/completions")
+    lines = [json.loads(line) for line in log.splitlines()]
     assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
     (access,) = [line for line in lines if line.get("path") == "/v1/chat/completions"]
     assert access["status"] == 200
