@@ -19,6 +19,7 @@
 #   OUT       where logs, results and traces go (default benchmarks/results/gpu)
 #   WHEELS    folder of wheels to install beside what python3 has (default .whl)
 #   COMPILED  archive of compiled FlashInfer kernels from an earlier $OUT (default .whl/flashinfer.tar.gz)
+#   PACK      when set, logs, results and tuning end as one archive, $OUT/logs.tar.gz
 #   LIMIT     seconds for every stage, in place of the stage's own limit
 set -uo pipefail
 self=$(realpath "$0")
@@ -166,6 +167,12 @@ if [[ -n $background ]]; then
 fi
 
 for stage in "${stages[@]}"; do show_stage "$stage"; done
+if [[ -n ${PACK:-} ]]; then
+    (
+        shopt -s nullglob
+        cd "$OUT" && mkdir -p cache && packed=(*.log *.jsonl cache) && tar -czf logs.tar.gz "${packed[@]}" && rm -r "${packed[@]}"
+    )
+fi
 echo "==== stages"
 failed=0
 for stage in "${stages[@]}"; do
