@@ -20,6 +20,7 @@ from radixgrove.cli.configuration import (
     show,
 )
 from radixgrove.cli.options import setting_options
+from radixgrove.cli.reference import DOCUMENT, updated
 from radixgrove.cli.resolving import ConfigurationUsage, UpParts
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 from tests.cli.test_command import radixgrove
@@ -166,3 +167,8 @@ def test_a_wrong_setting_is_exit_code_2(write: Any) -> None:
 
 def test_show_is_what_a_file_would_hold() -> None:
     assert [show(value) for value in (None, True, 3, ["a", "b"])] == ["null", "true", "3", "[a, b]"]
+
+
+def test_the_documentation_lists_every_setting_as_it_is() -> None:
+    document = DOCUMENT.read_text()
+    assert updated(document) == document, "run python -m radixgrove.cli.reference"
