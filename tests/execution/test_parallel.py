@@ -19,7 +19,6 @@ from radixgrove.worker.execution.build import build_executor
 from radixgrove.worker.models.config import ModelError
 from radixgrove.worker.parallel.group import Shard
 from radixgrove.worker.parallel.rendezvous import RankMissing, join
-from radixgrove.worker.plan import Executor
 from radixgrove.worker.runtime import Runtime
 
 from . import tiny
@@ -152,10 +151,10 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
 def lead_then_kill(directory: Path, victim: int) -> None:
     """Rank 0's process: one healthy request, then one after the other rank was killed."""
     runtime = Runtime.load(directory)
-    executor: Executor
     executor, _ = build_executor(
         runtime.settings, runtime.model_dir, lambda phase: None, runtime_dir=directory
     )
-    Driver(executor).generate([[1, 2, 3]], greedy(4))
+    driver = Driver(executor)
+    driver.generate([[1, 2, 3]], greedy(4))
     os.kill(victim, signal.SIGKILL)
-    Driver(executor).generate([[1, 2, 3]], greedy(64))
+    driver.generate([[1, 2, 3]], greedy(64))

@@ -225,7 +225,7 @@ def test_penalties_equal_their_definition() -> None:
             value = value - sampling.frequency_penalty * output.count(token)
             value = value - sampling.presence_penalty * (token in output)
             expected[row, token] = value
-    needs = [Need.of(sampling) for sampling in kinds]
+    needs = [int(Need.of(sampling)) for sampling in kinds]
     edit_logits(logits, torch.arange(3), needs, bench.state, bench.table, longest=7)
     torch.testing.assert_close(logits, expected)
 

@@ -75,7 +75,7 @@ class _Loaded:
     def say(self, state: EngineState, message: str, fraction: float | None = None) -> None:
         self.report(PhaseReport(state, message, fraction))
 
-    def assemble(self, num_pages: int, max_model_len: int) -> tuple[Runner, str]:
+    def assemble(self, num_pages: int, max_model_len: int, report: Report) -> tuple[Runner, str]:
         """A runner on a pool of `num_pages`, and its attention backend's name."""
         settings, device = self.settings, self.model.device
         info = ExecutorInfo(
@@ -88,7 +88,7 @@ class _Loaded:
         )
         pool = self.shape.allocate(num_pages, device)
         attention, name = select_attention(
-            settings.attention_backend, pool, self.config, self.model.group.shard, self.report
+            settings.attention_backend, pool, self.config, self.model.group.shard, report
         )
         table = RequestTable(
             max_rows=info.max_rows,
@@ -185,7 +185,11 @@ def _build(
         EngineState.WARMING_UP,
         describe(weights, loaded.shape, kv_tokens, longest, group.size),
     )
-    runner, backend = loaded.assemble(kv_tokens // settings.page_size, longest)
+    # On CUDA the trial has said already which attention backend it is.
+    silent = device.type == "cuda"
+    runner, backend = loaded.assemble(
+        kv_tokens // settings.page_size, longest, _nothing if silent else report
+    )
     if sizes := loaded.graph_sizes(backend):
         runner.capture(sizes, lambda text, done: loaded.say(EngineState.CAPTURING, text, done))
     speed = measure_prefill(runner, loaded.limits.max_step_tokens, device)
@@ -203,6 +207,10 @@ def _build(
         attention_backend=backend,
         prefill_tokens_per_second=speed,
     )
+
+
+def _nothing(phase: PhaseReport) -> None:
+    """A report that nobody needs twice."""
 
 
 def _kv_tokens(loaded: _Loaded, longest: int) -> int:
@@ -227,7 +235,7 @@ def _measure_cuda(loaded: _Loaded, longest: int) -> CudaUse:
     )
     weights = torch.cuda.memory_allocated(device)
     pages = trial_pages(limits.max_step_tokens, limits.max_running, loaded.settings.page_size)
-    runner, backend = loaded.assemble(pages, longest)
+    runner, backend = loaded.assemble(pages, longest, loaded.report)
     pool = loaded.shape.allocated_bytes(pages)
     torch.cuda.reset_peak_memory_stats(device)
     exercise(runner, limits.max_step_tokens)

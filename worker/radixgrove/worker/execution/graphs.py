@@ -24,8 +24,9 @@ from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.execution.transfer import to_device
 from radixgrove.worker.models.decoder import Decoder
 
-# What sampling graphs exist for; a batch takes the first that covers its needs.
-_SAMPLING = (Need.NOTHING, Need.RANDOM, Need.RANDOM | Need.FILTER)
+# What sampling graphs exist for; a batch with other needs is sampled eagerly.
+_SAMPLING = tuple(map(int, (Need.NOTHING, Need.RANDOM, Need.RANDOM | Need.FILTER)))
+_EAGER = EDITS | int(Need.LOGPROBS)
 Replay = Callable[[], None]
 Report = Callable[[str, float], None]
 
@@ -111,7 +112,7 @@ class DecodeGraphs:
         self._recorder = Recorder(self._device)
         self._gather: dict[int, Replay] = {}
         self._forward: dict[int, Replay] = {}
-        self._sample: dict[tuple[int, Need], Replay] = {}
+        self._sample: dict[tuple[int, int], Replay] = {}
 
     def _full(self, length: int, value: int, dtype: torch.dtype) -> Tensor:
         return torch.full((length,), value, dtype=dtype, device=self._device)
@@ -147,7 +148,7 @@ class DecodeGraphs:
         hidden = self._model.hidden_states(self._token_ids[:size], batch, self._attention)
         self._model.logits(hidden, out=self._logits[:size])
 
-    def _draw(self, size: int, need: Need) -> None:
+    def _draw(self, size: int, need: int) -> None:
         tokens = self._sampler.draw_and_append(self._logits[:size], self._rows[:size], need)
         self._tokens[:size].copy_(tokens)
 
@@ -178,7 +179,7 @@ class DecodeGraphs:
         self._attention.plan_captured(self._batch(rows, size), size)
         self._forward[size]()
         need = self._sampler.need(rows)
-        if need & (EDITS | Need.LOGPROBS):
+        if need & _EAGER:
             return self._sampler.sample(self._logits[:count], self._rows[:count], rows)
         self._sample[size, need]()
         return Sampled(self._tokens[:count], [], None)

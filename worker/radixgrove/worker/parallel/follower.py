@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -64,7 +63,7 @@ def _follow(
     """Launch each plan as it comes; collect the oldest when no more may be in flight."""
     decoder = msgspec.msgpack.Decoder(StepPlan)
     parent = os.getppid()
-    flying: deque[int] = deque()
+    flying = 0
     while True:
         if not plans.poll(_ORPHAN_CHECK_MS):
             if os.getppid() != parent:
@@ -73,9 +72,10 @@ def _follow(
         frame = plans.recv()
         if not frame:
             return
-        if len(flying) == runner.info.depth:
+        if flying == runner.info.depth:
             runner.collect()
-            answers.send(msgspec.msgpack.encode(Progress(rank, flying.popleft())))
+            flying -= 1
         plan = decoder.decode(frame)
         runner.launch(plan)
-        flying.append(plan.step_id)
+        flying += 1
+        answers.send(msgspec.msgpack.encode(Progress(rank, plan.step_id)))

@@ -17,7 +17,7 @@ _ANSWER_SECONDS = 1.0  # for a rank to say why it failed
 
 
 class Progress(msgspec.Struct, array_like=True):
-    """A follower's answer to a step, or its last words."""
+    """A follower launched a step, or its last words."""
 
     rank: int
     step_id: int
@@ -46,7 +46,7 @@ class PlanLinks:
             socket.bind(plans_address(directory, rank))
         self._in = self._context.socket(zmq.PULL)
         self._in.bind(progress_address(directory))
-        self.done = dict.fromkeys(self._out, -1)  # last step each rank answered
+        self.done = dict.fromkeys(self._out, -1)  # last step that each rank launched
         self.errors: dict[int, str] = {}
 
     def send(self, plan: StepPlan | None) -> None:
@@ -64,12 +64,18 @@ class PlanLinks:
 
     def receive(self, seconds: float = 0.0) -> None:
         """Take what the ranks said; waits up to `seconds` for the first."""
-        while self._in.poll(int(seconds * 1000)):
+        while self._in.poll(max(0, int(seconds * 1000))):
             progress = self._decoder.decode(self._in.recv())
             self.done[progress.rank] = max(self.done[progress.rank], progress.step_id)
             if progress.error is not None:
                 self.errors[progress.rank] = progress.error
             seconds = 0.0
+
+    def silent(self, step_id: int) -> list[int]:
+        """Ranks that have not said anything about this step."""
+        return [
+            rank for rank, step in self.done.items() if step < step_id and rank not in self.errors
+        ]
 
     def close(self) -> None:
         for socket in (*self._out.values(), self._in):
@@ -83,7 +89,7 @@ class GroupExecutor:
     def __init__(self, runner: Runner, links: PlanLinks) -> None:
         self._runner = runner
         self._links = links
-        self._collected = -1
+        self._launched = -1
 
     @property
     def info(self) -> ExecutorInfo:
@@ -91,6 +97,7 @@ class GroupExecutor:
 
     def launch(self, plan: StepPlan) -> None:
         self._links.send(plan)
+        self._launched = plan.step_id
         try:
             self._runner.launch(plan)
         except RuntimeError as error:
@@ -101,21 +108,22 @@ class GroupExecutor:
             result = self._runner.collect()
         except RuntimeError as error:
             raise self._blame(error) from error
-        self._collected = result.step_id
         self._links.receive()
         return result
 
     def _blame(self, error: RuntimeError) -> RankMissing:
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while not self._links.errors and (left := deadline - time.monotonic()) > 0:
-            self._links.receive(left)
-        if self._links.errors:
-            told = "; ".join(f"rank {rank}: {text}" for rank, text in self._links.errors.items())
-            return RankMissing(f"a step failed on {told}")
-        behind = [rank for rank, step in self._links.done.items() if step < self._collected]
-        silent = behind or list(self._links.done)
-        names = ", ".join(map(str, silent))
-        return RankMissing(f"a step failed; rank {names} fell silent ({error})")
+        """Name the ranks that neither took the last plan nor said why not, else what was said.
+
+        When a rank dies, the others' collectives fail too: theirs are symptoms.
+        """
+        links, deadline = self._links, time.monotonic() + _ANSWER_SECONDS
+        while (silent := links.silent(self._launched)) and time.monotonic() < deadline:
+            links.receive(deadline - time.monotonic())
+        if silent:
+            names = ", ".join(map(str, silent))
+            return RankMissing(f"a step failed; rank {names} fell silent ({error})")
+        told = [f"rank {rank}: {text}" for rank, text in links.errors.items()]
+        return RankMissing(f"a step failed on {'; '.join(told) or f'rank 0: {error}'}")
 
     def close(self) -> None:
         """End the other ranks, then this one's part."""

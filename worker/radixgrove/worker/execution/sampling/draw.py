@@ -7,8 +7,6 @@ logits, seed and position alone. Filters apply in the order top-k, top-p (of wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -18,11 +16,9 @@ from radixgrove.worker.execution.sampling.state import Need, SamplingState
 # Candidates the CPU's filters look at before they fall back on sorting the whole vocabulary.
 _CANDIDATES = 512
 
-Draw = Callable[[Tensor, Tensor, Tensor, SamplingState, Need], Tensor]
-
 
 def draw(
-    logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, need: Need
+    logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, need: int
 ) -> Tensor:
     """One token a row.
 
@@ -35,11 +31,11 @@ def draw(
     Returns:
         [S] int64.
     """
-    if Need.RANDOM not in need:
+    if not need & Need.RANDOM:
         return logits.argmax(-1)
     floats, integers = state.floats(rows), state.integers(rows)
     temperature, seed = floats["temperature"], integers["seed"]
-    if Need.FILTER not in need:
+    if not need & Need.FILTER:
         sample = sampling.sample if logits.is_cuda else sampling.sample_reference
         return sample(logits, temperature, seed, positions)
     logits = logits.float()

@@ -6,17 +6,19 @@ steps, so a preempted request needs nothing restored.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from radixgrove.worker.execution.sampling.state import Need, SamplingState
 from radixgrove.worker.execution.table import RequestTable
+from radixgrove.worker.execution.transfer import to_device
 
 
 def edit_logits(
     logits: Tensor,
     rows: Tensor,
-    needs: list[Need],
+    needs: list[int],
     state: SamplingState,
     table: RequestTable,
     longest: int,
@@ -33,13 +35,13 @@ def edit_logits(
         (Need.BIAS, _bias),
         (Need.MIN_TOKENS, _mask_stops),
     ):
-        concerned = [i for i, row_need in enumerate(needs) if need in row_need]
+        concerned = [i for i, row_need in enumerate(needs) if row_need & need]
         if not concerned:
             continue
         if len(concerned) == len(needs):
             edit(logits, rows, state, table, longest)
         else:
-            index = torch.tensor(concerned).to(rows.device, non_blocking=True)
+            index = to_device(np.array(concerned), rows.device)
             part = logits.index_select(0, index)
             edit(part, rows.index_select(0, index), state, table, longest)
             logits.index_copy_(0, index, part)
@@ -53,7 +55,7 @@ def _penalize(
     floats = state.floats(rows)
     prompt_lens = state.integers(rows)["prompt_len"]
     lens = table.lens.index_select(0, rows)
-    tokens = table.tokens.index_select(0, rows)[:, :longest].long()
+    tokens = table.tokens[:, :longest].index_select(0, rows).long()
     positions = torch.arange(longest, device=rows.device)
     known = (positions < lens[:, None]).float()
     generated = known * (positions >= prompt_lens[:, None])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from radixgrove.worker.execution.sampling.edits import edit_logits
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
 from radixgrove.worker.execution.sampling.state import EDITS, Need, SamplingState
 from radixgrove.worker.execution.table import RequestTable
+from radixgrove.worker.execution.transfer import to_device
+
+_MIN_TOKENS, _LOGPROBS = int(Need.MIN_TOKENS), int(Need.LOGPROBS)
 
 
 @dataclass(slots=True)
@@ -32,44 +36,46 @@ class Sampler:
         self._state = state
         self._table = table
 
-    def need(self, rows: list[int]) -> Need:
-        """What the rows need between them; `MIN_TOKENS` only while it still applies."""
-        return reduce(or_, self._needs(rows), Need.NOTHING)
+    def need(self, rows: list[int]) -> int:
+        """What the rows need between them, a union of `Need`."""
+        return reduce(or_, self._needs(rows), 0)
 
-    def _needs(self, rows: list[int]) -> list[Need]:
-        return [self._need(row) for row in rows]
+    def _needs(self, rows: list[int]) -> list[int]:
+        """Of each row; `MIN_TOKENS` only while it still applies."""
+        needs = [self._state.needs[row] for row in rows]
+        if any(need & _MIN_TOKENS for need in needs):
+            needs = [self._current_need(row) for row in rows]
+        return needs
 
-    def _need(self, row: int) -> Need:
-        need = self._state.needs[row]
-        if Need.MIN_TOKENS in need:
-            params = self._state.params[row]
-            generated = self._table.host_lens[row] - self._state.prompt_lens[row]
-            if params is None or generated >= params.min_tokens:
-                need &= ~Need.MIN_TOKENS
+    def _current_need(self, row: int) -> int:
+        need, params = self._state.needs[row], self._state.params[row]
+        generated = self._table.host_lens[row] - self._state.prompt_lens[row]
+        if params is None or generated >= params.min_tokens:
+            need &= ~_MIN_TOKENS
         return need
 
     def sample(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Sampled:
         """One token for each of `rows` ([S] int64; `host_rows` are the same) from logits [S, V]."""
         needs = self._needs(host_rows)
-        need = reduce(or_, needs, Need.NOTHING)
+        need = reduce(or_, needs, 0)
         raw = logits
         if need & EDITS:
             logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
             longest = max(self._table.host_lens[row] for row in host_rows)
             edit_logits(logits, rows, needs, self._state, self._table, longest)
         tokens = self.draw_and_append(logits, rows, need)
-        asking = [i for i, row_need in enumerate(needs) if Need.LOGPROBS in row_need]
+        asking = [i for i, row_need in enumerate(needs) if row_need & _LOGPROBS]
         if not asking:
             return Sampled(tokens, [], None)
         chosen = tokens
         if len(asking) < len(host_rows):
-            index = torch.tensor(asking).to(logits.device, non_blocking=True)
+            index = to_device(np.array(asking), logits.device)
             raw, chosen = raw.index_select(0, index), tokens.index_select(0, index)
         asking_rows = [host_rows[i] for i in asking]
         width = max(self.logprob_width(row) for row in asking_rows)
         return Sampled(tokens, asking_rows, token_logprobs(raw, chosen, width))
 
-    def draw_and_append(self, logits: Tensor, rows: Tensor, need: Need) -> Tensor:
+    def draw_and_append(self, logits: Tensor, rows: Tensor, need: int) -> Tensor:
         """The part that is captured: device work only, shapes alone decide what runs."""
         positions = self._table.lens.index_select(0, rows).long()
         tokens = draw(logits, rows, positions, self._state, need)

@@ -46,7 +46,7 @@ class Need(IntFlag):
         return need
 
 
-EDITS = Need.PENALTY | Need.BIAS | Need.MIN_TOKENS  # change the logits before the draw
+EDITS = int(Need.PENALTY | Need.BIAS | Need.MIN_TOKENS)  # change the logits before the draw
 
 
 class SparseRows:
@@ -86,7 +86,7 @@ class SamplingState:
         self.bias = SparseRows(rows, device)
         self.stops = SparseRows(rows, device)
         self.params: list[SamplingParams | None] = [None] * rows
-        self.needs = [Need.NOTHING] * rows
+        self.needs = [0] * rows  # of `Need`, as plain integers: they are combined at every step
         self.prompt_lens = [0] * rows
 
     def enter(self, new_rows: list[NewRow]) -> None:
@@ -95,7 +95,8 @@ class SamplingState:
             sampling = new.sampling
             self.params[new.row] = sampling
             self.prompt_lens[new.row] = new.prompt_len
-            need = self.needs[new.row] = Need.of(sampling)
+            need = Need.of(sampling)
+            self.needs[new.row] = int(need)
             if Need.BIAS in need:
                 self.bias.set(new.row, sampling.logit_bias)
             if Need.MIN_TOKENS in need:
