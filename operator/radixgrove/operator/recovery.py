@@ -78,20 +78,24 @@ def _broken(group: Group, record: GroupStatus) -> Fault | None:
     for pod in group.pods:
         if pod.deleted_at is not None:
             return Fault(f"{pod.name} is leaving", drain=True)
-    if not record.all_ran:  # ranks still wait for each other: a slow image pull is no failure
-        return None
+    if not (record.all_ran or _all_run(group)):
+        return None  # ranks still wait for each other: a slow image pull is no failure
     if len(group.pods) < group.nodes:
         return Fault(f"{group.nodes - len(group.pods)} of {group.nodes} pods are gone")
     known = {pod.name: pod for pod in record.pods}
     for pod in group.pods:
         before = known.get(pod.name)
-        if before is not None and before.uid != pod.uid:
+        if record.all_ran and before is not None and before.uid != pod.uid:
             return Fault(f"{pod.name} was replaced")
         if pod.phase in ("Failed", "Succeeded"):
             return Fault(f"{pod.name} ended: {pod.exited or pod.phase}")
         if pod.restarts > (before.restarts if before else 0):
             return Fault(f"{pod.name} restarted: {pod.exited or 'no last words'}")
     return None
+
+
+def _all_run(group: Group) -> bool:
+    return len(group.pods) == group.nodes and all(pod.running for pod in group.pods)
 
 
 def remember(group: Group, record: GroupStatus, recovery: Recovery, now: float) -> GroupStatus:
@@ -120,9 +124,7 @@ def remember(group: Group, record: GroupStatus, recovery: Recovery, now: float) 
             "ready_since": ready_since,
             "partly_since": partly,
             "was_ready": record.was_ready or group.ready,
-            # Restart counts below are those of this state: what ran together, fails together.
-            "all_ran": record.all_ran
-            or (len(group.pods) == group.nodes and all(pod.running for pod in group.pods)),
+            "all_ran": record.all_ran or _all_run(group),
             "pods": _records(group, record),
         }
     )

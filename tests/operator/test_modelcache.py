@@ -1,0 +1,129 @@
+"""From a source to files: resolving, downloading once, sharing, failing in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from operator_builders import CONFIG, SERVICE, spec
+
+from radixgrove.operator import names
+from radixgrove.operator.modelcache import COMPLETE, RETRY_SECONDS, Cache, Step, decide
+from radixgrove.operator.observe import JobState
+from radixgrove.operator.render.models import resolve_job_name
+from radixgrove.operator.spec import InferenceServiceSpec
+from radixgrove.operator.statusmodel import ModelStatus
+
+NOW = 1_000_000.0
+COMMIT = "c" * 40
+HUB = "hf://org/model"
+
+
+def step(
+    resource: InferenceServiceSpec,
+    known: ModelStatus | None = None,
+    jobs: dict[str, JobState] | None = None,
+    claims: dict[str, dict[str, str]] | None = None,
+    now: float = NOW,
+) -> Step:
+    cache = Cache(jobs or {}, claims or {}, [SERVICE])
+    return decide(SERVICE, resource, known or ModelStatus(), cache, CONFIG, now)
+
+
+def kinds(found: Step) -> list[str]:
+    return [child["kind"] for child in found.apply]
+
+
+def hub(**model: Any) -> InferenceServiceSpec:
+    return spec(model={"source": HUB} | model)
+
+
+def test_a_claim_of_the_users_is_read_as_it_is() -> None:
+    found = step(spec(model={"source": "pvc://models/llama/8b"}))
+    assert found.ready
+    assert found.at is not None
+    assert (found.at.claim, found.at.sub_path) == ("models", "llama/8b")
+    assert found.apply == []
+
+
+def test_a_node_path_is_said_to_be_one() -> None:
+    found = step(spec(model={"source": "file:///srv/models/llama"}))
+    assert found.at is not None
+    assert found.at.host_path == "/srv/models/llama"
+    assert found.reason == "NodePath"
+    assert "hostPath" in found.message
+
+
+def test_a_branch_is_looked_up_before_anything_is_fetched() -> None:
+    found = step(hub())
+    assert (kinds(found), found.ready, found.reason) == (["Job"], False, "Resolving")
+
+
+def test_what_it_stood_for_is_kept_when_the_branch_moves() -> None:
+    known = ModelStatus(source=HUB, requested_revision="main", revision=COMMIT)
+    found = step(hub(revision="main"), known)
+    assert found.status.revision == COMMIT
+    assert found.reason == "Downloading"
+    assert step(hub(revision="v2"), known).reason == "Resolving", "another branch is another model"
+
+
+def test_a_commit_needs_no_lookup() -> None:
+    found = step(hub(revision=COMMIT))
+    assert kinds(found) == ["PersistentVolumeClaim", "Job"]
+    assert found.status.claim == names.cache_name(HUB, COMMIT)
+
+
+def test_a_resolved_revision_leads_to_the_download_and_its_job_goes() -> None:
+    name = resolve_job_name(SERVICE, hub().model)
+    job = JobState(name, "u", succeeded=True, message=json.dumps({"revision": COMMIT}))
+    found = step(hub(), jobs={name: job})
+    assert found.status.revision == COMMIT
+    assert found.delete_jobs == [job]
+
+
+def test_a_finished_download_is_remembered_on_the_claim() -> None:
+    claim = names.cache_name(HUB, COMMIT)
+    done = JobState(claim, "u", succeeded=True)
+    found = step(hub(revision=COMMIT), jobs={claim: done}, claims={claim: {}})
+    assert found.ready
+    assert found.apply[0]["metadata"]["annotations"][COMPLETE] == "true"
+    # Also when somebody deleted the Job.
+    again = step(hub(revision=COMMIT), claims={claim: {COMPLETE: "true"}})
+    assert again.ready
+    assert kinds(again) == ["PersistentVolumeClaim"]
+
+
+def test_a_failed_download_says_why_and_is_tried_again_later() -> None:
+    claim = names.cache_name(HUB, COMMIT)
+    said = json.dumps({"reason": "Unauthorized", "message": "set model.tokenSecret"})
+    job = JobState(claim, "u", failed=True, finished_at=NOW, message=said)
+    found = step(hub(revision=COMMIT), jobs={claim: job}, claims={claim: {}})
+    assert (found.reason, found.message) == ("Unauthorized", "set model.tokenSecret")
+    assert found.delete_jobs == []
+    assert found.requeue_at == NOW + RETRY_SECONDS
+    later = step(hub(revision=COMMIT), jobs={claim: job}, claims={claim: {}}, now=NOW + 61)
+    assert later.delete_jobs == [job]
+
+
+@pytest.mark.parametrize("message", ["", "no json", "[1]", '{"reason": 3}'])
+def test_a_job_without_clear_last_words_is_still_a_failure(message: str) -> None:
+    claim = names.cache_name(HUB, COMMIT)
+    job = JobState(claim, "u", failed=True, finished_at=NOW, message=message)
+    found = step(hub(revision=COMMIT), jobs={claim: job}, claims={claim: {}})
+    assert not found.ready
+    assert found.reason
+
+
+def test_the_claim_belongs_to_all_its_users_unless_it_is_to_stay() -> None:
+    owners = step(hub(revision=COMMIT)).apply[0]["metadata"]["ownerReferences"]
+    assert [(o["uid"], o["controller"]) for o in owners] == [(SERVICE.uid, False)]
+    kept = step(hub(revision=COMMIT, cache={"retain": True})).apply[0]
+    assert "ownerReferences" not in kept["metadata"]
+
+
+def test_a_claim_for_one_node_is_refused_for_several() -> None:
+    narrow = {"source": HUB, "cache": {"accessMode": "ReadWriteOnce"}}
+    assert step(spec(model=narrow)).reason == "Resolving"
+    assert step(spec(model=narrow, replicas=2)).reason == "AccessMode"
+    assert step(spec(model=narrow, hardware={"nodes": 2})).reason == "AccessMode"
