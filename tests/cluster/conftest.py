@@ -1,11 +1,27 @@
-"""Fixtures of the tests that need a real Kubernetes."""
+"""Fixtures of the tests that need a real Kubernetes.
+
+`RADIXGROVE_TEST_KUBECONFIG` names an existing cluster instead of the one that is made here; tests
+that need nodes of our own are then skipped. `KUBECONFIG` is deliberately not read: these tests
+break things.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from tests.cluster.harness import build, pods
+from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.control_plane import ControlPlane
+from tests.cluster.harness.faults import Faults
+from tests.cluster.harness.kubectl import Kubectl
+
+_EXISTING = "RADIXGROVE_TEST_KUBECONFIG"
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +29,45 @@ def control_plane() -> Iterator[ControlPlane]:
     """A control plane without nodes, shared by the session: work in a namespace of your own."""
     with ControlPlane() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Two real nodes with eight advertised GPUs each, shared by the session."""
+    if _EXISTING in os.environ:
+        pytest.skip(f"needs nodes of its own, and {_EXISTING} names an existing cluster")
+    with Cluster(nodes=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def kubectl(request: pytest.FixtureRequest) -> Kubectl:
+    """kubectl as administrator of the existing cluster, if one is named, or else of `cluster`."""
+    existing = os.environ.get(_EXISTING)
+    if existing is None:
+        running: Cluster = request.getfixturevalue("cluster")
+        return running.kubectl
+    program = shutil.which("kubectl") or build.ensure(build.CONTROL_PLANE) / "kubectl"
+    return Kubectl(Path(program), Path(existing))
+
+
+@pytest.fixture
+def namespace(kubectl: Kubectl) -> Iterator[str]:
+    """A fresh namespace in which only pods of the `restricted` standard are admitted."""
+    name = f"test-{secrets.token_hex(4)}"
+    kubectl.apply(pods.namespace(name))
+    yield name
+    kubectl.delete("namespace", name, wait=False)
+
+
+@pytest.fixture
+def faults(cluster: Cluster) -> Iterator[Faults]:
+    """Breaks nodes and pods of `cluster`; everything is repaired when the test ends."""
+    with Faults(cluster) as injector:
+        yield injector
+
+
+@pytest.fixture(scope="session")
+def environment_image(cluster: Cluster) -> str:
+    """An image that runs the checkout's code from a mounted environment."""
+    return cluster.environment_image()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.cluster.harness.build import KUBERNETES_VERSION
 from tests.cluster.harness.control_plane import ADMIN, ControlPlane
 from tests.cluster.harness.kubectl import Kubectl, KubectlError

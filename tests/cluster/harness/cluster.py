@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from tests.cluster.harness import addons, build, network, prepare, state
+from tests.cluster.harness import addons, build, images, network, prepare, state, volumes
 from tests.cluster.harness.control_plane import KUBE_PROXY, KUBE_ROUTER, ControlPlane, node_user
-from tests.cluster.harness.images import scratch_image
 from tests.cluster.harness.kubectl import Kubectl, condition
 from tests.cluster.harness.node import PAUSE_IMAGE, Node
 from tests.cluster.harness.waiting import wait_until
@@ -15,6 +15,8 @@ from tests.cluster.harness.waiting import wait_until
 SLOTS = 4  # clusters that one machine may run at once, each with its own addresses
 MAX_NODES = 6
 GPUS = 8
+ENVIRONMENT_IMAGE = "localhost/radixgrove/environment:1"
+_IMAGES = Path(__file__).resolve().parent.parent / "images"
 
 # Changed by every kubelet, machine-wide.
 _KUBELET_SYSCTLS = (
@@ -58,6 +60,7 @@ class Cluster:
         self._programs = build.ensure((*build.CONTROL_PLANE, *build.NODE))
         state.sweep()
         self._state, self.addresses = _claim_slot()
+        self.control_plane = self._new_control_plane(self._state)
         try:
             self._start_control_plane()
             self._archives = self._system_images()
@@ -122,6 +125,44 @@ class Cluster:
             timeout=timeout,
         )  # fmt: skip
 
+    def build_image(
+        self,
+        name: str,
+        dockerfile: Path,
+        context: Path,
+        *,
+        arguments: Mapping[str, str] | None = None,
+    ) -> None:
+        """Builds a Dockerfile on our own Debian base (`BASE`) and gives it to every node.
+
+        Pods name it with `imagePullPolicy: Never` or `IfNotPresent`. Raises `images.ImageError`.
+        """
+        archive = self._image_directory / f"{name.replace('/', '_').replace(':', '_')}.tar"
+        build_arguments = {"BASE": images.base_image(), **(arguments or {})}
+        images.build_image(name, dockerfile, context, archive, arguments=build_arguments)
+        self.import_image(archive)
+
+    def environment_image(self) -> str:
+        """An image that runs this checkout's code; see `volumes.claim_environment`."""
+        directory = _IMAGES / "environment"
+        site_packages = str(volumes.environment_site_packages())
+        self.build_image(
+            ENVIRONMENT_IMAGE, directory / "Dockerfile", directory,
+            arguments={"SITE_PACKAGES": site_packages},
+        )  # fmt: skip
+        return ENVIRONMENT_IMAGE
+
+    def import_image(self, archive: Path) -> None:
+        """Gives a docker-archive to every node, also to those added later."""
+        if archive not in self._archives:
+            self._archives.append(archive)
+        for node in self.nodes:
+            node.import_image(archive)
+
+    def offer_volumes(self, count: int) -> None:
+        """Makes empty volumes that any claim without a storage class may bind, each once."""
+        volumes.offer_volumes(self.kubectl, self.control_plane.path / "volumes", count)
+
     def advertise_gpus(self, node: Node) -> None:
         """Makes a node offer GPUs, as a device plugin would; a restarted kubelet forgets them."""
         operation = {
@@ -131,25 +172,30 @@ class Cluster:
         }
         self.kubectl.patch("node", node.name, "--subresource=status", body=[operation], kind="json")
 
+    def _new_control_plane(self, owner: state.StateDirectory) -> ControlPlane:
+        return ControlPlane(
+            address=self.addresses.bridge,
+            service_range=self.addresses.services,
+            nodes=[self._node_name(index) for index in range(1, MAX_NODES + 1)],
+            owner=owner,
+        )
+
     def _start_control_plane(self) -> None:
         for setting in _KUBELET_SYSCTLS:
             state.remember_sysctl(setting)
         network.create_bridge(self.name, self.addresses)
-        self.control_plane = ControlPlane(
-            address=self.addresses.bridge,
-            service_range=self.addresses.services,
-            nodes=[self._node_name(index) for index in range(1, MAX_NODES + 1)],
-            owner=self._state,
-        )
         self.control_plane.start()
         self.kubectl.apply(*addons.manifests(self.addresses.dns))
 
     def _system_images(self) -> list[Path]:
-        directory = self.control_plane.path / "images"
-        directory.mkdir()
+        self._image_directory = self.control_plane.path / "images"
+        self._image_directory.mkdir()
+        programs = {PAUSE_IMAGE: "pause", addons.DNS_IMAGE: "coredns"}
         return [
-            scratch_image(directory / "pause.tar", PAUSE_IMAGE, self._programs / "pause"),
-            scratch_image(directory / "dns.tar", addons.DNS_IMAGE, self._programs / "coredns"),
+            images.scratch_image(
+                self._image_directory / f"{program}.tar", name, self._programs / program
+            )
+            for name, program in programs.items()
         ]
 
     def _start_node(self) -> Node:

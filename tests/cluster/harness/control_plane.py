@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 import yaml
+
 from tests.cluster.harness import build, pki, state
 from tests.cluster.harness.audit import AuditLog
 from tests.cluster.harness.audit import policy as audit_policy
@@ -147,7 +148,7 @@ class ControlPlane:
         self._write_credentials()
         self.audit = AuditLog(self.path / "audit.log")
         self.audit.path.touch()
-        policy = audit_policy((CONTROLLER_MANAGER, SCHEDULER, KUBE_PROXY, KUBE_ROUTER))
+        policy = audit_policy(user for user in _GROUPS if user != ADMIN)
         (self.path / "audit-policy.yaml").write_text(yaml.safe_dump(policy))
 
     def _write_credentials(self) -> None:

@@ -6,9 +6,82 @@ import hashlib
 import io
 import json
 import os
+import subprocess
 import tarfile
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tests.cluster.harness.build import cache_directory
+
+_CERTIFICATES = Path("/etc/ssl/certs")
+_BASE_PACKAGES = ("ca-certificates", "python3", "python3-venv")
+_SUITE = "bookworm"
+
+
+class ImageError(RuntimeError):
+    """An image could not be built; the message carries the end of the builder's output."""
+
+
+def build_image(
+    name: str,
+    dockerfile: Path,
+    context: Path,
+    archive: Path,
+    *,
+    arguments: Mapping[str, str] | None = None,
+) -> Path:
+    """Builds a Dockerfile with buildah and writes it to `archive` under `name`.
+
+    `arguments` are build arguments. Layers are kept in the user's cache, so an unchanged image
+    costs seconds. Raises `ImageError`.
+    """
+    options = [f"--build-arg={key}={value}" for key, value in (arguments or {}).items()]
+    # The machine's own certificate authorities, for downloads through a proxy that has one.
+    _buildah(
+        "build", "--layers", "--isolation=chroot", f"--volume={_CERTIFICATES}:{_CERTIFICATES}:ro",
+        *options, f"--tag={name}", f"--file={dockerfile}", str(context),
+    )  # fmt: skip
+    archive.unlink(missing_ok=True)
+    _buildah("push", name, f"docker-archive:{archive}:{name}")
+    return archive
+
+
+def base_image() -> str:
+    """A Debian with Python, made from the distribution's packages: no image hub is asked.
+
+    For the `BASE` argument of the project's Dockerfiles. Raises `ImageError`.
+    """
+    packages = ",".join(_BASE_PACKAGES)
+    name = f"localhost/radixgrove/base:{_SUITE}-{hashlib.sha256(packages.encode()).hexdigest()[:8]}"
+    if _buildah("images", "--quiet", "--filter", f"reference={name}").strip():
+        return name
+    with tempfile.TemporaryDirectory(dir=cache_directory()) as directory:
+        context = Path(directory)
+        _run(
+            ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={packages}", _SUITE,
+             str(context / "base.tar")]
+        )  # fmt: skip
+        (context / "Dockerfile").write_text('FROM scratch\nADD base.tar /\nCMD ["python3"]\n')
+        _buildah("build", f"--tag={name}", str(context))
+    return name
+
+
+def _buildah(*arguments: str) -> str:
+    # Its own mount namespace, so that nothing stays mounted after a kill.
+    store = cache_directory() / "images"
+    return _run(
+        ["unshare", "--mount", "buildah", f"--root={store / 'root'}", f"--runroot={store / 'run'}",
+         "--storage-driver=overlay", *arguments]
+    )  # fmt: skip
+
+
+def _run(command: Sequence[str]) -> str:
+    outcome = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if outcome.returncode != 0:
+        output = f"{outcome.stdout}\n{outcome.stderr}"[-4000:]
+        raise ImageError(f"{' '.join(command)} failed:\n{output}")
+    return outcome.stdout
 
 
 def scratch_image(

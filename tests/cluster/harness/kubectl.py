@@ -57,11 +57,15 @@ class Kubectl:
         found: list[Any] = self.json("get", *arguments)["items"]
         return found
 
-    def apply(self, *manifests: Manifest | str) -> None:
-        """Server-side apply of dictionaries or YAML texts, in one call."""
+    def apply(self, *manifests: Manifest | str, namespace: str | None = None) -> None:
+        """Server-side apply of dictionaries or YAML texts, in one call.
+
+        `namespace` is for manifests that name none; all of a call must then belong there.
+        """
         documents = [m if isinstance(m, str) else json.dumps(m) for m in manifests]
+        scope = [] if namespace is None else [f"--namespace={namespace}"]
         self.run(
-            "apply", "--server-side", "--force-conflicts", "--filename=-",
+            "apply", "--server-side", "--force-conflicts", *scope, "--filename=-",
             text="\n---\n".join(documents),
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from tests.cluster.harness import cgroups, network
 from tests.cluster.harness.prepare import CNI_PLUGINS
 from tests.cluster.harness.processes import Process, children
@@ -81,6 +82,7 @@ class Node:
         self._kubeconfigs = kubeconfigs
         self._authority = authority
         self._var = state / name / "var"
+        self._processes: list[NodeProcess] = []
 
     def start(self, archives: Sequence[Path]) -> None:
         """Starts the node and imports images; it registers itself with the API server."""
@@ -110,12 +112,8 @@ class Node:
     def stop(self) -> None:
         """Ends every process of the node at once, as a power failure would."""
         cgroups.kill_all(self.name)
-        for process in (self._first, *self._own_programs):
+        for process in self._processes:
             process.kill()
-
-    @property
-    def _own_programs(self) -> tuple[NodeProcess, ...]:
-        return (self.containerd, self.kubelet, self.kube_proxy, self.kube_router)
 
     def run(self, *command: str, text: str | None = None) -> str:
         """Runs a command inside the node and returns its output."""
@@ -151,7 +149,7 @@ class Node:
 
     def check(self) -> None:
         """Raises `ProcessDied` when one of the node's own programs has ended."""
-        for process in self._own_programs:
+        for process in self._processes:
             process.check()
 
     def _write_files(self) -> None:
@@ -179,9 +177,7 @@ class Node:
             "unshare", "--fork", "--kill-child", "--pid", "--mount-proc", "--mount", "--net",
             "--uts", "--propagation=private", str(self._programs / "pause"),
         ]  # fmt: skip
-        self._first = NodeProcess(
-            f"{self.name}-pause", self._in_cgroups(command), state=self._state
-        )
+        self._first = self._process("pause", command)
         self._first.start()
         wait_until(self._first_process_runs, f"{self.name} has namespaces", timeout=10)
 
@@ -214,19 +210,18 @@ class Node:
         return True
 
     def _program(self, name: str, command: Sequence[str]) -> NodeProcess:
-        return NodeProcess(
-            f"{self.name}-{name}",
-            self._in_cgroups([*self._enter(), *command]),
-            state=self._state,
-        )
+        return self._process(name, [*self._enter(), *command])
+
+    def _process(self, name: str, command: Sequence[str]) -> NodeProcess:
+        files = [str(path) for path in self._cgroup_files]
+        joined = ["/bin/sh", "-c", _JOIN_CGROUPS, "sh", *files, "--", *command]
+        process = NodeProcess(f"{self.name}-{name}", joined, state=self._state)
+        self._processes.append(process)
+        return process
 
     def _enter(self) -> list[str]:
         target = f"--target={self._first.pid}"
         return ["nsenter", target, "--mount", "--net", "--pid", "--uts", "--"]
-
-    def _in_cgroups(self, command: Sequence[str]) -> list[str]:
-        files = [str(path) for path in self._cgroup_files]
-        return ["/bin/sh", "-c", _JOIN_CGROUPS, "sh", *files, "--", *command]
 
     def _cni_config(self) -> Mapping[str, Any]:
         # Point-to-point links make the node route between its own pods too, so that policies

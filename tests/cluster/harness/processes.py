@@ -63,7 +63,7 @@ class Process:
             )
 
     def check(self) -> None:
-        """Raises `ProcessDied` when the process has ended by itself."""
+        """Raises `ProcessDied` when the process has ended without being told to."""
         if self._child is not None and self._child.poll() is not None:
             tail = self.log.read_text(errors="replace")[-3000:]
             raise ProcessDied(f"{self.name} ended with {self._child.returncode}:\n{tail}")
@@ -77,27 +77,30 @@ class Process:
 
     def stop(self, *, grace: float = 10) -> None:
         """SIGTERM, and SIGKILL after `grace` seconds; returns when the process has ended."""
-        if self.running:
-            self.send(signal.SIGTERM)
-            try:
-                self._wait(grace)
-            except subprocess.TimeoutExpired:
-                self.kill()
+        self._end(signal.SIGTERM, grace)
+        self.kill()
 
     def kill(self) -> None:
         """SIGKILL; returns when the process has ended."""
+        self._end(signal.SIGKILL, grace=10)
         if self.running:
-            self.send(signal.SIGKILL)
-            self._wait(grace=10)
+            raise RuntimeError(f"{self.name} does not end")
 
     @property
     def running(self) -> bool:
         """Whether it was started and has not ended."""
         return self._child is not None and self._child.poll() is None
 
-    def _wait(self, grace: float) -> None:
-        if self._child is not None:
+    def _end(self, number: signal.Signals, grace: float) -> None:
+        if self._child is None:
+            return
+        if self.running:
+            self.send(number)
+        try:
             self._child.wait(grace)
+        except subprocess.TimeoutExpired:
+            return
+        self._child = None
 
 
 def marked(state: Path) -> Iterator[int]:
