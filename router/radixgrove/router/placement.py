@@ -32,7 +32,7 @@ HEARTBEAT_SECONDS = 1.0
 # As in lua/place.lua, which explains them:
 DECODE_TOKENS = 16
 HIT_CREDIT, MOST_CREDIT_MS = 7.0, 200.0
-REBUILD_SECONDS = 10.0  # after Redis returned: its leases may not have yet
+REBUILD_SECONDS = 10.0  # after Redis returned empty, until its leases have, too
 AFFINITY_BLOCKS = 16
 AFFINITY_TOKENS = 256  # of load that affinity outweighs
 MAX_TEMPLATES = 32  # candidate sets remembered per service
@@ -85,6 +85,10 @@ class _Ledger:
     templates: dict[tuple[str, ...], _Template] = field(default_factory=dict)
 
 
+class _Forgotten(Exception):
+    """Redis came back without the leases it had: it does not know yet who is alive."""
+
+
 class Placer:
     """Places requests and keeps the books."""
 
@@ -118,12 +122,11 @@ class Placer:
             return self._local(service, others, ask, "local")
         if link is not None and link.up:
             try:
-                decision = await self._shared(link, service, registered, others, ask)
+                return await self._shared(link, service, registered, others, ask)
             except (RedisUnavailable, RedisRefused) as error:
                 logger.warning("placing without Redis: %s", error)
-            else:
-                if decision is not None or time.monotonic() - link.since > REBUILD_SECONDS:
-                    return decision
+            except _Forgotten:
+                pass
         return self._local(service, candidates, ask, "degraded")
 
     def release(self, decision: Decision) -> None:
@@ -159,6 +162,7 @@ class Placer:
         others: list[Replica],
         ask: Ask,
     ) -> Decision | None:
+        """Raises RedisUnavailable, RedisRefused or _Forgotten: Redis cannot decide."""
         ledger = self._ledger(service.name)
         template = _template(ledger, service, registered)
         ceiling = NO_CEILING
@@ -182,6 +186,8 @@ class Placer:
             )
         finally:
             ledger.unanswered.discard(reservation)
+        if answer[0] == 0 and answer[1] == 0 and time.monotonic() - link.since < REBUILD_SECONDS:
+            raise _Forgotten
         if answer[0] <= 0:
             return self._local(service, others, ask, "local") if others else None
         chosen, matched, host, booked = (int(value) for value in answer[:4])

@@ -310,7 +310,7 @@ class Proxy:
     async def _relay(self, exchange: _Exchange, attempt: Attempt) -> bool:
         """Passes a stream on. False when it broke: the client got an error event and no end."""
         send = exchange.send
-        chunk, line = attempt.answer.body, b""
+        chunk, line, part = attempt.answer.body, b"", b""
         try:
             while chunk:
                 # Whole lines only: a stream that breaks must not leave half an event behind.
@@ -328,7 +328,9 @@ class Proxy:
             raise ClientDisconnected from None
         except StreamBroke:
             if not attempt.failed_inside:
-                event = b"\n" + _stream_error().event()
+                event = _stream_error().event()
+                if not part.endswith(b"\n\n"):
+                    event = b"\n" + event  # ends the event that was under way
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             return False
         exchange.over = True

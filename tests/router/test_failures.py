@@ -1,0 +1,447 @@
+"""What clients see when replicas fail, and what replicas see when clients go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import aiohttp
+import pytest
+import redis
+
+from tests.conftest import RedisServer, find_free_port
+from tests.router.conftest import MakeReplica, MakeRouter
+from tests.router.harness import (
+    INTERNAL_KEY,
+    MODEL,
+    ROOT,
+    Router,
+    SimulatedReplica,
+    completion,
+    eventually,
+    prompt,
+)
+
+
+@pytest.fixture
+async def pair(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> tuple[Router, list[SimulatedReplica]]:
+    replicas = [
+        await make_replica(redis_url=redis_server.url, replica_id=f"r{i}", keep_bodies=True)
+        for i in range(2)
+    ]
+    return await make_router(redis_server, retries=2), replicas
+
+
+def by_name(replicas: list[SimulatedReplica], name: str) -> SimulatedReplica:
+    return replicas[int(name.removeprefix("r"))]
+
+
+# ---- retries ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+async def test_refusal_is_retried_elsewhere_and_never_on_the_same_replica(
+    status: int, pair: tuple[Router, list[SimulatedReplica]]
+) -> None:
+    router, replicas = pair
+    warm = await router.complete(prompt(*range(30)))  # the cache pulls the next ones there too
+    bad = by_name(replicas, warm.replica)
+    bad.behaviour.status = status
+    before = bad.counters.requests
+    answer = await router.complete(prompt(*range(30)))
+    assert answer.status == 200
+    assert answer.replica != warm.replica
+    assert bad.counters.requests == before + 1
+
+
+async def test_when_all_refuse_the_last_answer_is_relayed(
+    pair: tuple[Router, list[SimulatedReplica]],
+) -> None:
+    router, replicas = pair
+    for replica in replicas:
+        replica.behaviour.status = 429
+    answer = await router.complete(prompt(1))
+    assert answer.status == 429
+    assert answer.error["message"] == "simulated"
+    assert [replica.counters.requests for replica in replicas] == [1, 1]
+
+
+async def test_death_before_the_first_byte_is_retried(
+    pair: tuple[Router, list[SimulatedReplica]],
+) -> None:
+    router, replicas = pair
+    warm = await router.complete(prompt(*range(30)))
+    bad = by_name(replicas, warm.replica)
+    bad.behaviour.break_after = 0
+    for stream in (False, True):
+        answer = await router.complete(prompt(*range(30)), stream=stream)
+        assert (answer.status, answer.cut) == (200, False)
+        assert answer.replica != warm.replica
+
+
+async def test_death_before_the_first_byte_without_another_replica_is_an_error(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server)
+    replica.behaviour.break_after = 0
+    answer = await router.complete(prompt(1))
+    assert (answer.status, answer.error["code"]) == (502, "bad_gateway")
+    assert answer.error["type"] == "server_error"
+    assert str(replica.port) not in answer.body.decode()
+
+
+async def test_death_in_mid_stream_is_an_error_event_and_no_clean_end(
+    pair: tuple[Router, list[SimulatedReplica]],
+) -> None:
+    router, replicas = pair
+    for replica in replicas:
+        replica.behaviour.tokens = 5
+        replica.behaviour.break_after = 3
+        replica.behaviour.token_seconds = 0.02
+    answer = await router.complete(prompt(1), stream=True)
+    events = [line for line in answer.body.decode().split("\n\n") if line]
+    assert answer.status == 200
+    assert all(json.loads(event.removeprefix("data: "))["choices"] for event in events[:3])
+    error = json.loads(events[3].removeprefix("data: "))["error"]
+    assert error["code"] == "stream_interrupted"
+    assert len(events) == 4
+    assert b"[DONE]" not in answer.body
+    assert answer.cut
+    assert sum(replica.counters.requests for replica in replicas) == 1  # and no retry
+
+
+# ---- breaker ---------------------------------------------------------------------------------
+
+
+async def test_client_errors_touch_no_breaker(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, breaker_failures=3)
+    for status in (400, 404, 413, 422):
+        replica.behaviour.status = status
+        for _ in range(5):
+            assert (await router.complete(prompt(1))).status == status
+    replica.behaviour.status = 200
+    assert (await router.complete(prompt(1))).status == 200
+
+
+async def test_breaker_opens_and_closes_again(
+    pair: tuple[Router, list[SimulatedReplica]], make_router: MakeRouter, redis_server: RedisServer
+) -> None:
+    _, replicas = pair
+    router = await make_router(redis_server, breaker_failures=3, breaker_seconds=1.0, retries=0)
+    warm = await router.complete(prompt(*range(30)))
+    bad = by_name(replicas, warm.replica)
+    bad.behaviour.status = 500
+    statuses = [(await router.complete(prompt(*range(30)))).status for _ in range(3)]
+    assert statuses == [500, 500, 500]
+    reached = bad.counters.requests
+    for _ in range(5):  # open: the other one serves
+        assert (await router.complete(prompt(*range(30)))).replica != warm.replica
+    assert bad.counters.requests == reached
+    bad.behaviour.status = 200
+
+    async def back() -> bool:
+        return (await router.complete(prompt(*range(30), 7))).replica == warm.replica
+
+    await eventually(back, what="the replica's return")
+
+
+# ---- deadlines -------------------------------------------------------------------------------
+
+
+async def test_first_byte_deadline(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, first_byte_timeout=0.4)
+    replica.behaviour.hang = True
+    answer = await router.complete(prompt(1))
+    assert (answer.status, answer.error["code"]) == (504, "timeout")
+    await eventually(lambda: replica.counters.aborted == 1, what="the abort upstream")
+
+
+async def test_silence_in_mid_stream_is_an_error_event(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, idle_timeout=0.4)
+    replica.behaviour.token_seconds = 30.0
+    answer = await router.complete(prompt(1), stream=True)
+    assert b'"stream_interrupted"' in answer.body
+    assert answer.cut
+    await eventually(lambda: replica.counters.aborted == 1, what="the abort upstream")
+
+
+async def test_request_is_held_until_a_replica_comes(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, queue_timeout=20.0)
+    assert replica.publisher is not None
+    await replica.publisher.drain()
+    held = asyncio.create_task(router.complete(prompt(1)))
+    sample = f'radixgrove_router_requests_held{{model="{MODEL}"}}'
+    await eventually(lambda: _is(router.metric(sample), 1.0), what="the request to be held")
+    await make_replica(redis_url=redis_server.url, replica_id="new")
+    answer = await held
+    assert (answer.status, answer.replica) == (200, "new")
+
+
+async def _is(value: object, expected: float) -> bool:
+    return await value == expected  # type: ignore[misc]
+
+
+async def test_held_too_long_is_503_with_retry_after(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, queue_timeout=0.5)
+    assert replica.publisher is not None
+    await replica.publisher.drain()
+    answer = await router.complete(prompt(1))
+    assert answer.status == 503
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_queue_is_bounded(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, max_queued=3)
+    replica.behaviour.token_seconds = 0.5
+    answers = await asyncio.gather(*(router.complete(prompt(i)) for i in range(6)))
+    statuses = sorted(answer.status for answer in answers)
+    assert statuses == [200, 200, 200, 429, 429, 429]
+    assert all("retry-after" in a.headers for a in answers if a.status == 429)
+
+
+# ---- disconnects -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["non-streaming", "before the first byte", "mid-stream"])
+async def test_disconnect_reaches_the_replica(
+    case: str, redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url, block_ms=1.0)
+    router = await make_router(redis_server)
+    replica.behaviour.tokens = 1000
+    replica.behaviour.token_seconds = 0.05 if case == "mid-stream" else 0.0
+    text = prompt(1)
+    if case != "mid-stream":
+        replica.behaviour.hang = True
+    body = completion(text, stream=case != "non-streaming")
+    session = aiohttp.ClientSession()
+    request = asyncio.create_task(session.post(router.url + "/v1/completions", json=body))
+    await eventually(lambda: replica.counters.requests == 1, what="the request to arrive")
+    if case == "mid-stream":
+        response = await request
+        await response.content.readany()
+        response.close()
+    else:
+        request.cancel()
+    await session.close()
+    await eventually(lambda: replica.counters.aborted == 1, deadline=5, what="the abort")
+    sample = f'radixgrove_router_requests_total{{model="{MODEL}",status="499"}}'
+    await eventually(lambda: _is(router.metric(sample), 1.0))
+
+
+# ---- bytes and headers -----------------------------------------------------------------------
+
+
+async def test_bytes_ids_and_traces_pass_through(
+    pair: tuple[Router, list[SimulatedReplica]],
+) -> None:
+    router, replicas = pair
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    body = json.dumps(completion("tök " * 40, stream=True), ensure_ascii=False, indent=3).encode()
+    answer = await router.post(
+        "/v1/completions",
+        body,
+        headers={
+            "x-request-id": "mine-1",
+            "traceparent": trace,
+            "x-custom": "kept",
+            "x-radixgrove-key": "forged",
+            "authorization": "Bearer client",
+        },
+    )
+    assert answer.headers["x-request-id"] == "mine-1"
+    assert "tök ".encode() in answer.body
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+    seen = by_name(replicas, answer.replica).counters
+    assert seen.bodies == [body]
+    headers = seen.headers[0]
+    assert headers["x-request-id"] == "mine-1"
+    assert headers["traceparent"].split("-")[1] == trace.split("-")[1]
+    assert headers["traceparent"] != trace  # a span of the router's own
+    assert headers["x-custom"] == "kept"
+    assert headers["x-radixgrove-key"] == INTERNAL_KEY
+    assert "authorization" not in headers
+
+
+async def test_headers_that_reveal_are_for_those_who_may_ask(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, reveal_replica=False)
+    answer = await router.complete(prompt(1))  # asks
+    assert "x-radixgrove-replica" not in answer.headers
+
+
+async def test_errors_have_openais_shape(pair: tuple[Router, list[SimulatedReplica]]) -> None:
+    router, replicas = pair
+    cases = [
+        (await router.get("/v1/nothing"), 404, "unknown_url"),
+        (await router.get("/v1/completions"), 405, "method_not_supported"),
+        (await router.post("/v1/embeddings", {}), 404, "unknown_url"),
+        (await router.post("/v1/completions", b"\xff"), 400, None),
+        (await router.post("/v1/completions", completion("x", model="no")), 404, "model_not_found"),
+        (await router.complete("x", temperature=9), 400, None),
+        (
+            await router.complete(prompt(1), max_tokens=1 << 21),
+            400,
+            "context_length_exceeded",
+        ),
+        (await router.get("/v1/models/none"), 404, "model_not_found"),
+        (await router.post("/v1/completions", b"{}", headers={"content-type": "a/b"}), 415, ...),
+        (await router.post("/v1/completions", b"[" * (9 << 20)), 413, ...),
+    ]
+    for answer, status, code in cases:
+        assert answer.status == status
+        assert set(answer.error) == {"message", "type", "param", "code"}
+        assert code is ... or answer.error["code"] == code
+    assert sum(replica.counters.requests for replica in replicas) == 0
+
+
+# ---- processes that die ----------------------------------------------------------------------
+
+
+class ReplicaProcess:
+    """A simulated replica as a process of its own, to be killed."""
+
+    def __init__(self, redis_url: str, name: str, port: int) -> None:
+        self.command = [sys.executable, str(ROOT / "benchmarks/simulated.py")]
+        self.command += ["--port", str(port), "--redis", redis_url, "--replica-id", name]
+        self.process = subprocess.Popen(self.command)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+    def restart(self) -> None:
+        self.process = subprocess.Popen(self.command)
+
+
+@pytest.fixture
+def processes(redis_server: RedisServer) -> Iterator[list[ReplicaProcess]]:
+    replicas = [ReplicaProcess(redis_server.url, f"p{i}", find_free_port()) for i in range(2)]
+    yield replicas
+    for replica in replicas:
+        replica.kill()
+
+
+async def _ready(router: Router, count: int) -> bool:
+    replicas = (await router.status())["replicas"]
+    return [replica["state"] for replica in replicas].count("ready") == count
+
+
+async def test_replica_killed_under_load(
+    redis_server: RedisServer, processes: list[ReplicaProcess], make_router: MakeRouter
+) -> None:
+    """Every request ends as a whole answer or as an error that says so; a restart starts cold."""
+    router = await make_router(redis_server)
+    await eventually(lambda: _ready(router, 2))
+    warm = await router.complete(prompt(*range(40)))
+    generations = {r["replica"]: r["generation"] for r in (await router.status())["replicas"]}
+    victim = processes[int(warm.replica.removeprefix("p"))]
+    load = [
+        asyncio.create_task(
+            router.complete(prompt(*range(40), *range(1000 * i, 1000 * i + 20)), stream=bool(i % 2))
+        )
+        for i in range(1, 41)
+    ]
+    await eventually(lambda: _some_done(load))
+    victim.kill()
+    for answer in await asyncio.gather(*load):
+        whole = (
+            answer.body.endswith(b"data: [DONE]\n\n") or b'"finish_reason":"stop"' in answer.body
+        )
+        assert (whole and not answer.cut) or b'"error"' in answer.body
+    victim.restart()
+    await eventually(lambda: _ready(router, 2), what="the restarted replica")
+    status = {r["replica"]: r["generation"] for r in (await router.status())["replicas"]}
+    assert status[warm.replica] != generations[warm.replica]
+    # Nothing of the old generation is believed any more.
+    answer = await router.complete(prompt(*range(40), 99_999))
+    cached = answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert answer.matched_tokens == cached
+
+
+def _some_done(tasks: list[asyncio.Task[object]]) -> bool:
+    return sum(task.done() for task in tasks) >= 3
+
+
+async def test_stopped_replica_loses_its_lease_and_gets_nothing(
+    redis_server: RedisServer, processes: list[ReplicaProcess], make_router: MakeRouter
+) -> None:
+    router = await make_router(redis_server, first_byte_timeout=2.0)
+    await eventually(lambda: _ready(router, 2))
+    processes[0].kill(signal.SIGSTOP)
+    await eventually(lambda: _ready(router, 1), what="the lease to run out")
+    answers = [await router.complete(prompt(i)) for i in range(8)]
+    assert {answer.replica for answer in answers} == {"p1"}
+    processes[0].kill(signal.SIGCONT)
+    await eventually(lambda: _ready(router, 2), what="its return")
+
+
+async def test_router_killed_under_load_leaves_no_load_behind(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replicas = [await make_replica(redis_url=redis_server.url, replica_id=f"r{i}") for i in (0, 1)]
+    doomed, other = await make_router(redis_server), await make_router(redis_server)
+    replicas[0].behaviour.hang = replicas[1].behaviour.hang = True
+    lost = [asyncio.create_task(doomed.complete(prompt(i))) for i in range(10)]
+    await eventually(lambda: sum(r.counters.requests for r in replicas) == 10)
+    for replica in replicas:
+        replica.behaviour.hang = False
+    doomed.kill()
+    assert all(
+        isinstance(e, Exception) for e in await asyncio.gather(*lost, return_exceptions=True)
+    )
+    assert (await other.complete(prompt(99))).status == 200  # and serves on
+
+    client = redis.Redis.from_url(redis_server.url)
+
+    def dropped() -> bool:
+        loads = [client.hgetall(key) for key in client.keys("radixgrove:{default}:load:*")]
+        return not any(b"%d-" % doomed.port in router for load in loads for router in load)
+
+    started = time.monotonic()
+    await eventually(dropped, what="the dead router's load to be dropped")
+    assert time.monotonic() - started < 8.0
+
+
+async def test_router_drains_on_sigterm(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server)
+    replica.behaviour.token_seconds = 0.3
+    running = asyncio.create_task(router.complete(prompt(1), stream=True))
+    await eventually(lambda: replica.counters.requests == 1)
+    assert router.process is not None
+    router.process.terminate()
+    answer = await running
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+    assert await asyncio.to_thread(router.process.wait, 20) == 0

@@ -1,0 +1,283 @@
+"""Redis goes, returns empty, or is never there; foreign and static replicas; several processes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter
+from pathlib import Path
+
+import redis
+
+from tests.conftest import RedisServer, find_free_port
+from tests.router.conftest import MakeReplica, MakeRouter
+from tests.router.harness import MODEL, Router, completion, eventually, prompt
+
+LONG = tuple(range(500, 560))
+
+
+async def _redis_up(router: Router, up: bool) -> bool:
+    return await router.metric("radixgrove_router_redis_up") == float(up)
+
+
+async def test_serves_without_redis_and_recovers_when_it_returns_empty(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    for i in range(2):
+        await make_replica(redis_url=redis_server.url, replica_id=f"r{i}")
+    router = await make_router(redis_server)
+    warm = await router.complete(prompt(*LONG, 1))
+    await router.complete(prompt(*LONG, 2))
+    redis_server.kill()
+    await eventually(lambda: _redis_up(router, False), what="the router to notice")
+    # Prefix affinity holds among the routers' own guesses, and everything is answered.
+    answers = [await router.complete(prompt(*LONG, 10 + i)) for i in range(6)]
+    assert {answer.status for answer in answers} == {200}
+    assert len({answer.replica for answer in answers}) == 1
+    assert (await router.get("/readyz")).status == 200
+    spread = await asyncio.gather(
+        *(router.complete(prompt(*range(1000 * i, 1000 * i + 30))) for i in range(1, 17))
+    )
+    assert {answer.replica for answer in spread} == {"r0", "r1"}
+    assert "Redis is away" in router.log.read_text()
+
+    redis_server.start()  # empty
+    during = [await router.complete(prompt(*LONG, 30 + i)) for i in range(5)]
+    assert {answer.status for answer in during} == {200}
+
+    async def shared_again() -> bool:
+        before = await router.metric(_placements(warm.replica))
+        answer = await router.complete(prompt(*LONG, 99))
+        after = await router.metric(_placements(answer.replica))
+        return after > before - 1 and answer.matched_tokens == len(LONG) * 16 and after > 0
+
+    await eventually(lambda: _redis_up(router, True), what="the connection")
+    await eventually(shared_again, what="the index to be rebuilt from snapshots")
+    placed = await router.metric(_placements("r0")) + await router.metric(_placements("r1"))
+    await router.complete(prompt(*LONG, 100))
+    again = await router.metric(_placements("r0")) + await router.metric(_placements("r1"))
+    assert again == placed + 1
+
+
+def _placements(replica: str) -> str:
+    return f'radixgrove_router_placements_total{{decided="redis",replica="{replica}"}}'
+
+
+async def test_redis_that_hangs_costs_a_moment_and_no_request(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server)
+    assert redis_server.process is not None
+    redis_server.process.send_signal(signal.SIGSTOP)
+    try:
+        answer = await asyncio.wait_for(router.complete(prompt(1)), 10)
+        assert answer.status == 200
+        await eventually(lambda: _redis_up(router, False))
+        assert (await asyncio.wait_for(router.complete(prompt(2)), 5)).status == 200
+    finally:
+        redis_server.process.send_signal(signal.SIGCONT)
+    await eventually(lambda: _redis_up(router, True))
+
+
+async def test_flushed_scripts_are_loaded_again(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server)
+    redis.Redis.from_url(redis_server.url).script_flush()
+    answer = await router.complete(prompt(1))
+    assert answer.status == 200
+    assert await router.metric(_placements(answer.replica)) == 1
+
+
+async def test_dead_generations_are_cleaned_up(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    first = await make_replica(redis_url=redis_server.url, replica_id="same")
+    router = await make_router(redis_server)
+    await router.complete(prompt(*LONG))
+    assert first.publisher is not None
+    client = redis.Redis.from_url(redis_server.url)
+    old = first.publisher.status().generation.encode()
+    await eventually(lambda: any(old in key for key in client.keys("*:gpu:*")))
+    await make_replica(redis_url=redis_server.url, replica_id="same")  # takes its place
+    await eventually(lambda: not any(old in key for key in client.keys()), what="the janitor")
+    assert not client.hexists("radixgrove:{default}:leases", old)
+
+
+async def test_static_foreign_replicas_are_tracked_by_what_was_sent(
+    make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    """No Redis, no events, no envelope: as vLLM or SGLang would be."""
+    replicas = [await make_replica(keep_bodies=True) for _ in range(2)]
+    router = await make_router(replicas=[replica.url for replica in replicas])
+    await eventually(lambda: _ready_replicas(router, 2))
+    text = prompt(*LONG)
+    first = await router.complete(text + prompt(1))
+    for tail in range(2, 8):
+        answer = await router.complete(text + prompt(tail))
+        assert answer.replica == first.replica
+        assert answer.matched_tokens > 0
+    seen = Counter([(await router.complete(prompt(9000 + i))).replica for i in range(20)])
+    assert len(seen) == 2
+    served = next(replica for replica in replicas if replica.url.endswith(first.replica))
+    assert served.counters.headers[0]["content-type"] == "application/json"
+    assert "x-radixgrove-key" not in served.counters.headers[0]
+
+
+async def _ready_replicas(router: Router, count: int) -> bool:
+    states = [replica["state"] for replica in (await router.status())["replicas"]]
+    return states.count("ready") == count
+
+
+async def test_static_replica_that_is_not_ready_gets_nothing(
+    make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replicas = [await make_replica() for _ in range(2)]
+    replicas[0].behaviour.ready = False
+    router = await make_router(replicas=[f"{MODEL}={replica.url}" for replica in replicas])
+    answers = [await router.complete(prompt(i)) for i in range(6)]
+    assert {answer.status for answer in answers} == {200}
+    assert replicas[0].counters.requests == 0
+    replicas[0].behaviour.ready = True
+    await eventually(lambda: _ready_replicas(router, 2))
+
+
+async def test_static_and_registered_replicas_serve_one_model_together(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    registered = await make_replica(redis_url=redis_server.url, replica_id="mine")
+    static = await make_replica()
+    router = await make_router(redis_server, replicas=[f"{MODEL}={static.url}"])
+    await eventually(lambda: _ready_replicas(router, 2))
+    await asyncio.gather(
+        *(router.complete(prompt(*range(1000 * i, 1000 * i + 40))) for i in range(1, 17))
+    )
+    assert registered.counters.requests >= 4
+    assert static.counters.requests >= 4
+
+
+async def test_several_models_behind_one_router(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    for name in ("alpha", "beta"):
+        await make_replica(
+            redis_url=redis_server.url,
+            service=name,
+            replica_id=f"{name}-0",
+            models=[name, f"{name}-alias"],
+        )
+    router = await make_router(redis_server)
+    await eventually(lambda: _ready_replicas(router, 2))
+    for model in ("alpha", "alpha-alias", "beta", "beta-alias"):
+        answer = await router.post("/v1/completions", completion(prompt(1), model=model))
+        assert answer.replica == f"{model.partition('-')[0]}-0"
+        assert (await router.get(f"/v1/models/{model}")).json["id"] == model
+    listed = [entry["id"] for entry in (await router.get("/v1/models")).json["data"]]
+    assert listed == ["alpha", "alpha-alias", "beta", "beta-alias"]
+
+
+async def test_replica_with_another_secret_is_refused_loudly(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    await make_replica(redis_url=redis_server.url, replica_id="good")
+    await make_replica(redis_url=redis_server.url, replica_id="bad", secret=b"another")
+    router = await make_router(redis_server)
+    answers = [await router.complete(prompt(i)) for i in range(8)]
+    assert {answer.replica for answer in answers} == {"good"}
+    assert await router.metric("radixgrove_router_refused_replicas") == 1
+    assert "replica bad is refused: it has another cluster secret" in router.log.read_text()
+
+
+async def test_drain_through_the_management_port(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    for i in range(2):
+        await make_replica(redis_url=redis_server.url, replica_id=f"r{i}")
+    router = await make_router(redis_server, management_key="secret")
+    other = await make_router(redis_server)
+    assert (await router.get("/status", management=True)).status == 401
+    key = {"authorization": "Bearer secret"}
+    path = "/replicas/r0/drain"
+    assert (await router.post(path, b"", management=True)).status == 401
+    assert (
+        await router.post("/replicas/no/drain", b"", management=True, headers=key)
+    ).status == 404
+    assert (await router.post(path, b"", management=True, headers=key)).status == 200
+    answers = [await router.complete(prompt(i)) for i in range(6)]
+    answers += [await other.complete(prompt(i)) for i in range(6)]  # the lease says so
+    assert {answer.replica for answer in answers} == {"r1"}
+    assert (await router.get("/replicas/r1/drain")).status == 404  # not on the public port
+
+
+async def test_log_level_can_be_changed(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, log_level="warning", processes=2)
+    await router.complete(prompt(1))
+    assert "radixgrove.access" not in router.log.read_text()
+    assert (await router.post("/log-level", b'{"level":"loud"}', management=True)).status == 400
+    await router.post("/log-level", b'{"level":"info"}', management=True)
+
+    async def logged() -> bool:
+        await router.complete(prompt(1))
+        return "radixgrove.access" in router.log.read_text()
+
+    await eventually(logged)
+
+
+async def test_keys_make_principals_and_principals_do_not_share(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: key-a\nbob: key-b\n")
+    await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, api_keys_file=str(keys))
+    assert (await router.complete(prompt(1))).status == 401
+    assert (await router.get("/v1/models")).status == 401
+    assert (await router.get("/readyz")).status == 200
+    body = completion(prompt(*LONG, 1))
+
+    async def ask(key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        return (await router.post("/v1/completions", body, headers=headers)).matched_tokens
+
+    # The simulated replica publishes all it has under `local`: neither principal may see that.
+    assert [await ask("key-a"), await ask("key-b")] == [0, 0]
+
+
+async def test_processes_share_one_port_and_a_dead_one_is_replaced(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    import psutil
+
+    replica = await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, processes=2)
+    assert router.process is not None
+    parent = psutil.Process(router.process.pid)
+    await eventually(lambda: len(parent.children()) == 2)
+    victim = parent.children()[0]
+    victim.kill()
+    await eventually(lambda: victim.pid not in [child.pid for child in parent.children()])
+    await eventually(lambda: len(parent.children()) == 2, what="the replacement")
+    await eventually(lambda: router.answers("/readyz"))
+    for i in range(8):
+        assert (await router.complete(prompt(i))).status == 200
+    assert replica.counters.requests >= 8
+    children = parent.children()
+    assert await router.stop() == 0
+    assert not any(child.is_running() for child in children)
+
+
+async def test_router_starts_before_redis_and_replicas(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    redis_server.kill()
+    router = await make_router(redis_server, ready=False)
+    assert (await router.get("/readyz")).status == 503
+    redis_server.start()
+    await make_replica(redis_url=redis_server.url, port=find_free_port())
+    await eventually(lambda: router.answers("/readyz"))
+    assert (await router.complete(prompt(1))).status == 200
