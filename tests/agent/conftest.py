@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from tests.conftest import wait_until
 
 HERE = Path(__file__).parent

@@ -8,6 +8,7 @@ import socket
 import time
 
 import psutil
+
 from radixgrove.worker.runtime import remove_abandoned
 from tests.agent.conftest import StartAgent
 from tests.conftest import wait_until
