@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,14 @@ def register(registry: kopf.OperatorRegistry, app: App) -> None:
         )(child_changed)
 
 
+class _Backoffs:
+    """Endless: a verb that is missing may be given back any time, and no watch may end for it."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from (0.5, 1.0, 2.0)
+        yield from itertools.repeat(5.0)
+
+
 def kopf_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
@@ -74,6 +84,7 @@ def kopf_settings() -> kopf.OperatorSettings:
     settings.watching.client_timeout = 330
     settings.watching.connect_timeout = 10
     settings.networking.request_timeout = 30
+    settings.networking.error_backoffs = _Backoffs()
     for kind in WATCHED:
         where = KINDS[kind]
         selector = f"{names.MANAGED_BY}={names.MANAGER}"
