@@ -27,6 +27,7 @@ def settings(**changes: object) -> WorkerSettings:
         "max_model_len": 512,
         "max_running": 64,
         "kv_tokens": 64 * 256,
+        "queue_timeout": 3600,  # a slow machine is no reason to refuse
     }
     return WorkerSettings.model_validate(values | changes)
 

@@ -153,7 +153,7 @@ class Tier(StrEnum):
 class CacheEvent(msgspec.Struct, array_like=True):
     """Index blocks that became matchable or stopped being so, in the order it happened.
 
-    Closure: a block's parent is stored before it and removed after it (within one tier, one domain).
+    Closure: a block's parent is stored before it and removed after it (in one tier and domain).
     `hashes` is the concatenation of 16-byte chain hashes (`radixgrove.protocol.blocks`).
     """
 

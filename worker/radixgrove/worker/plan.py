@@ -46,10 +46,10 @@ class PrefillChunk(msgspec.Struct, array_like=True):
 class StepPlan(msgspec.Struct, kw_only=True):
     """One forward pass over prefill chunks and decodes together.
 
-    Applied in this order: `freed_rows`, `new_rows`, `appended_pages`, then the forward. A decode row
-    computes exactly one token, the last one its table holds (the previous step's sample, which may
-    not have reached the host yet), and samples the next. `decodes` keeps its order from step to step
-    where it can, so that the device reuses its inputs.
+    Applied in this order: `freed_rows`, `new_rows`, `appended_pages`, then the forward. A decode
+    row computes exactly one token, the last one its table holds (the previous step's sample, which
+    may not have reached the host yet), and samples the next. `decodes` keeps its order from step to
+    step where it can, so that the device reuses its inputs.
     """
 
     step_id: int
