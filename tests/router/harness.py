@@ -115,7 +115,7 @@ class Router:
         if self.session is None:
             self.session = aiohttp.ClientSession(headers={"x-radixgrove-debug": "1"})
         path = "/readyz" if ready else "/livez"
-        await eventually(lambda: self.answers(path), what=f"{path} of the router")
+        await eventually(lambda: self.answers(path), deadline=60, what=f"{path} of the router")
 
     def _spawn(self, command: list[str]) -> None:
         with self.log.open("ab") as log:

@@ -102,7 +102,7 @@ async def test_dead_generations_are_cleaned_up(
     old = first.publisher.status().generation.encode()
     await eventually(lambda: any(old in key for key in client.keys("*:gpu:*")))
     await make_replica(redis_url=redis_server.url, replica_id="same")  # takes its place
-    await eventually(lambda: not any(old in key for key in client.keys()), what="the janitor")
+    await eventually(lambda: not any(old in key for key in client.scan_iter()), what="the janitor")
     assert not client.hexists("radixgrove:{default}:leases", old)
 
 
@@ -147,15 +147,15 @@ async def test_static_replica_that_is_not_ready_gets_nothing(
 async def test_static_and_registered_replicas_serve_one_model_together(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:
-    registered = await make_replica(redis_url=redis_server.url, replica_id="mine")
-    static = await make_replica()
+    registered = await make_replica(redis_url=redis_server.url, replica_id="mine", block_ms=4)
+    static = await make_replica(block_ms=4)
     router = await make_router(redis_server, replicas=[f"{MODEL}={static.url}"])
     await eventually(lambda: _ready_replicas(router, 2))
     await asyncio.gather(
         *(router.complete(prompt(*range(1000 * i, 1000 * i + 40))) for i in range(1, 17))
     )
-    assert registered.counters.requests >= 4
-    assert static.counters.requests >= 4
+    assert registered.counters.requests >= 3
+    assert static.counters.requests >= 3
 
 
 async def test_several_models_behind_one_router(

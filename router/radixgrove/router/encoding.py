@@ -57,8 +57,8 @@ class ForeignBody(msgspec.Struct):
 
     model: str | None = None
     stream: bool | None = None
-    messages: msgspec.Raw | None = None
-    prompt: msgspec.Raw | None = None
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
     n: int | None = None
 
 
@@ -235,7 +235,7 @@ def encode_foreign(body: bytes) -> Encoded:
         request = _foreign_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise errors.invalid("The request body is not valid JSON.") from None
-    text = bytes(request.messages or request.prompt or b"")
+    text = bytes(request.messages) or bytes(request.prompt)
     names, parent = [], b""
     for end in range(TEXT_BLOCK, len(text), TEXT_BLOCK):
         block = text[end - TEXT_BLOCK : end]

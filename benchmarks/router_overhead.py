@@ -1,0 +1,253 @@
+"""What a router adds: latency at 2 KB and 64 KB, requests a second at 32 connections.
+
+The prompt is a conversation known up to a new last turn of 256 characters, different in every
+request; tokenizing and hashing are included for routers that do them. Tokenizing and hashing alone
+are measured too, cold and as the next turn of a known conversation.
+
+    python benchmarks/router_overhead.py [--peers-venv VENV] [--processes 1,2] [--seconds 5]
+    python benchmarks/router_overhead.py --worker URL --router URL --model NAME   # whole path
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import results
+import uvloop
+from http_load import Connection, percentile
+from simulated import MODEL
+from subjects import available_peers, free_port, process, redis_server, router, table, wait_for_http
+
+from radixgrove.protocol.blocks import BlockHasher
+from radixgrove.protocol.openai import ChatMessage
+from radixgrove.protocol.prompts import PromptEncoder
+from radixgrove.protocol.requests import ModelLimits, parse_chat
+from radixgrove.protocol.tokenizer import TokenizerFiles
+from radixgrove.worker import demo_model
+
+SIZES = {"2 KB": 2 << 10, "64 KB": 64 << 10}
+LAST_TURN = 256
+TURN = 1500  # characters of an earlier turn
+PATH = "/v1/chat/completions"
+CONNECTIONS = 32
+WORDS = (
+    "the of and a to in is that it was for on are as with his they at be this from have or by one "
+    "had not but what all were when we there can an your which their said if do will each about "
+    "how up out them then she many some so these would other into has more her two like him see "
+    "time could no make than first been its who now people my made over did down only way find"
+).split()
+
+
+def text(size: int, generator: random.Random) -> str:
+    words, length = [], 0
+    while length < size:
+        word = generator.choice(WORDS)
+        words.append(word)
+        length += len(word) + 1
+    return " ".join(words)[:size]
+
+
+class Conversation:
+    """Bodies of one conversation, each with a last turn of its own."""
+
+    def __init__(self, size: int, model: str, seed: int = 1, max_tokens: int = 1) -> None:
+        self._random = random.Random(seed)
+        history = text(size - LAST_TURN, self._random)
+        messages = [
+            {"role": "user" if i % 2 == 0 else "assistant", "content": history[at : at + TURN]}
+            for i, at in enumerate(range(0, len(history), TURN))
+        ]
+        if len(messages) % 2:
+            messages.append({"role": "assistant", "content": "Go on."})
+        body = {"model": model, "max_tokens": max_tokens, "messages": messages}
+        self._head = msgspec.json.encode(body)[:-2] + b',{"role":"user","content":"'
+
+    def body(self) -> bytes:
+        return self._head + text(LAST_TURN, self._random).encode() + b'"}]}'
+
+
+async def latency(port: int, conversation: Conversation, count: int) -> list[float]:
+    """Seconds of each request, one after the other, after a few unmeasured ones."""
+    connection = Connection(port)
+    times = []
+    for number in range(count + 20):
+        reply = await connection.post(PATH, conversation.body())
+        if reply.status != 200:
+            raise SystemExit(f"status {reply.status}: {reply.body[:200]!r}")
+        if number >= 20:
+            times.append(reply.total)
+    connection.close()
+    return times
+
+
+async def throughput(port: int, conversation: Conversation, seconds: float) -> float:
+    """Requests a second over `CONNECTIONS` connections that are always busy."""
+    end = time.perf_counter() + seconds
+    done = 0
+
+    async def busy() -> None:
+        nonlocal done
+        connection = Connection(port)
+        while time.perf_counter() < end:
+            if (await connection.post(PATH, conversation.body())).status == 200:
+                done += 1
+        connection.close()
+
+    started = time.perf_counter()
+    await asyncio.gather(*(busy() for _ in range(CONNECTIONS)))
+    return done / (time.perf_counter() - started)
+
+
+class Report:
+    """Figures as they come: into the results file and, at the end, a table."""
+
+    def __init__(self, benchmark: str, model: str) -> None:
+        self._benchmark = benchmark
+        self._model = model
+        self.rows: list[list[object]] = []
+
+    def add(self, subject: str, workload: str, metric: str, value: float, unit: str) -> None:
+        results.record(
+            {
+                "benchmark": self._benchmark,
+                "workload": workload,
+                "model": self._model,
+                "subject": subject,
+                "metric": metric,
+                "value": round(value, 4),
+                "unit": unit,
+                "device": "cpu",
+            }
+        )
+        self.rows.append([subject, workload, metric, f"{value:.3f}", unit])
+        print(*self.rows[-1], flush=True)
+
+
+def measure(
+    report: Report, subject: str, port: int, direct: dict[str, float], options: argparse.Namespace
+) -> None:
+    """One subject before the echo workers; `direct` gets or gives the times without a router."""
+    for name, size in SIZES.items():
+        times = uvloop.run(latency(port, Conversation(size, MODEL), options.requests))
+        p50 = 1000 * percentile(times, 0.5)
+        report.add(subject, name, "p50", p50, "ms")
+        if subject == "direct":
+            direct[name] = p50
+        else:
+            report.add(subject, name, "added p50", p50 - direct[name], "ms")
+    rate = uvloop.run(throughput(port, Conversation(SIZES["2 KB"], MODEL), options.seconds))
+    report.add(subject, f"2 KB, {CONNECTIONS} connections", "throughput", rate, "requests/s")
+
+
+def timed(work: Callable[[], object], repeat: int) -> float:
+    """Median milliseconds."""
+    times = []
+    for _ in range(repeat):
+        started = time.perf_counter()
+        work()
+        times.append(1000 * (time.perf_counter() - started))
+    return percentile(times, 0.5)
+
+
+def encoding(report: Report, files: TokenizerFiles) -> None:
+    """Tokenizing and hashing alone, in this process."""
+    limits = ModelLimits(max_model_len=1 << 20, vocab_size=1 << 17)
+    hasher = BlockHasher(b"", "echo", 16)
+    tokenizer = files.tokenizer()
+    for name, size in SIZES.items():
+        conversation = Conversation(size, MODEL)
+        plain = text(size, random.Random(7))
+        report.add(
+            "tokenizers", name, "plain text, cold", timed(lambda: tokenizer.encode(plain), 5), "ms"
+        )  # noqa: B023
+        requests = iter([parse_chat(conversation.body(), limits) for _ in range(60)])
+        cold = [PromptEncoder(files, hasher) for _ in range(3)]
+        encoders = iter(cold)
+        first = timed(lambda: next(encoders).encode_chat(next(requests)), 3)  # noqa: B023
+        report.add("radixgrove", name, "render, tokenize, hash: cold", first, "ms")
+        warm = cold[0]
+        turn = timed(lambda: warm.encode_chat(next(requests)), 50)  # noqa: B023
+        report.add("radixgrove", name, "render, tokenize, hash: next turn", turn, "ms")
+        body = conversation.body()
+        report.add("radixgrove", name, "parse", timed(lambda: parse_chat(body, limits), 50), "ms")  # noqa: B023
+        ids = warm.encode_chat(parse_chat(body, limits)).token_ids
+        report.add("radixgrove", name, "hash alone", timed(lambda: hasher.chain(ids), 20), "ms")  # noqa: B023
+
+
+def whole_path(report: Report, options: argparse.Namespace) -> None:
+    """Router and worker against the worker alone: tokenizing moves from one to the other."""
+    for name, size in SIZES.items():
+        p50 = {}
+        for subject, url in (("worker", options.worker), ("router + worker", options.router)):
+            port = urlsplit(url).port
+            conversation = Conversation(size, options.model)
+            times = uvloop.run(latency(port, conversation, options.requests))
+            p50[subject] = 1000 * percentile(times, 0.5)
+            report.add(subject, name, "p50", p50[subject], "ms")
+        added = p50["router + worker"] - p50["worker"]
+        report.add("router + worker", name, "added p50", added, "ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers-venv", type=Path)
+    parser.add_argument("--processes", default="1", help="of radixgrove's router, comma-separated")
+    parser.add_argument("--subjects", default="", help="comma-separated; default: all there are")
+    parser.add_argument("--requests", type=int, default=300, help="per latency figure")
+    parser.add_argument("--seconds", type=float, default=5.0, help="per throughput figure")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--worker", help="a worker's URL, for the whole path")
+    parser.add_argument("--router", help="its router's URL")
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--log", type=Path)
+    options = parser.parse_args()
+    if options.worker and options.router:
+        report = Report("router_whole_path", options.model)
+        whole_path(report, options)
+        print(table(report.rows, ["subject", "workload", "metric", "value", "unit"]))
+        return
+    report = Report("router_overhead", MODEL)
+    model_dir = demo_model.ensure()
+    files = TokenizerFiles.load(model_dir)
+    peers = available_peers(options.peers_venv)
+    subjects = options.subjects.split(",") if options.subjects else ["radixgrove", *peers]
+    encoding(report, files)
+    direct: dict[str, float] = {}
+    with contextlib.ExitStack() as stack:
+        redis_url = stack.enter_context(redis_server())
+        ports = [free_port() for _ in range(options.replicas)]
+        for port in ports:
+            command = [sys.executable, str(Path(__file__).with_name("echo_worker.py"))]
+            command += ["--port", str(port), "--redis", redis_url, "--model-dir", str(model_dir)]
+            stack.enter_context(process(command, options.log))
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        for url in urls:
+            wait_for_http(url + "/health")
+        measure(report, "direct", ports[0], direct, options)
+        for subject in subjects:
+            counts = options.processes.split(",") if subject == "radixgrove" else ["1"]
+            for count in counts:
+                name = subject if count == "1" else f"{subject}, {count} processes"
+                with router(
+                    subject,
+                    urls,
+                    redis_url=redis_url,
+                    venv=options.peers_venv,
+                    processes=int(count),
+                    log=options.log,
+                ) as port:
+                    measure(report, name, port, direct, options)
+    print(table(report.rows, ["subject", "workload", "metric", "value", "unit"]))
+
+
+if __name__ == "__main__":
+    main()
