@@ -3,10 +3,19 @@
 CLUSTER_PYTHON ?= python
 CLUSTER := $(CLUSTER_PYTHON) -m tests.cluster.harness
 
-.PHONY: cluster-build test-cluster
+.PHONY: cluster-build cluster-prepare cluster-up cluster-down test-cluster
 
 cluster-build: ## build the programs of Kubernetes into the user's cache (cold: about 13 minutes)
 	$(CLUSTER) build
 
-test-cluster: cluster-build ## run the tests that need a real Kubernetes
+cluster-prepare: ## install the Debian packages that nodes need (as root)
+	$(CLUSTER) prepare
+
+cluster-up: cluster-prepare ## start a two-node cluster that goes on until cluster-down
+	$(CLUSTER) up
+
+cluster-down: ## end clusters, and remove whatever killed ones have left
+	$(CLUSTER) down
+
+test-cluster: cluster-build cluster-prepare ## run the tests that need a real Kubernetes
 	$(CLUSTER_PYTHON) -m pytest -m cluster

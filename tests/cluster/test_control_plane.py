@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.cluster.harness.build import KUBERNETES_VERSION
 from tests.cluster.harness.control_plane import ADMIN, ControlPlane
 from tests.cluster.harness.kubectl import Kubectl, KubectlError
-from tests.cluster.harness.processes import marked
-from tests.cluster.harness.state import names, state_root, sweep
 
 pytestmark = pytest.mark.cluster
 
@@ -64,28 +58,3 @@ def test_a_paused_server_goes_on(control_plane: ControlPlane) -> None:
     control_plane.api_server.send(signal.SIGCONT)
     control_plane.wait_until_serving()
     assert control_plane.kubectl.items("nodes") == []
-
-
-def test_a_killed_owner_leaves_nothing_after_the_next_start(tmp_path: Path) -> None:
-    script = tmp_path / "owner.py"
-    script.write_text(
-        "import time\n"
-        "from tests.cluster.harness.control_plane import ControlPlane\n"
-        "with ControlPlane() as running:\n"
-        "    print(running.path, flush=True)\n"
-        "    time.sleep(600)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    owner = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert owner.stdout is not None
-    with owner, owner.stdout:
-        path = Path(owner.stdout.readline().strip())
-        owner.kill()
-    assert list(marked(path)), "etcd and the servers outlive their owner"
-    sweep()
-    assert list(marked(path)) == []
-    assert path.parent == state_root()
-    assert path.name not in names()
-    assert not path.exists()

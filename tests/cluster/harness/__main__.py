@@ -1,25 +1,49 @@
-"""`python -m tests.cluster.harness build`: the harness on the command line."""
+"""The harness on the command line: `python -m tests.cluster.harness --help`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from tests.cluster.harness import build
+from tests.cluster.harness import build, prepare, state
+from tests.cluster.harness.cluster import Cluster
 
 
 def main() -> int:
+    arguments = _parser().parse_args()
+    try:
+        _run(arguments)
+    except (build.BuildError, prepare.PrepareError, state.StateError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.harness")
     commands = parser.add_subparsers(dest="command", required=True)
     builder = commands.add_parser("build", help="build the programs of Kubernetes into the cache")
     builder.add_argument("--jobs", type=int, help="how many packages to compile at a time")
-    arguments = parser.parse_args()
-    try:
-        print(build.ensure(jobs=arguments.jobs))
-    except build.BuildError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    commands.add_parser("prepare", help="install the Debian packages that nodes need (as root)")
+    up = commands.add_parser("up", help="start a cluster that goes on until `down`")
+    up.add_argument("--nodes", type=int, default=2)
+    commands.add_parser("down", help="end all clusters that have no living owner")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    match arguments.command:
+        case "build":
+            print(build.ensure(jobs=arguments.jobs))
+        case "prepare":
+            prepare.install()
+        case "up":
+            cluster = Cluster(nodes=arguments.nodes)
+            cluster.start()
+            cluster.detach()
+            print(f"export KUBECONFIG={cluster.kubeconfig}")
+        case "down":
+            state.remove_ownerless()
 
 
 if __name__ == "__main__":

@@ -68,16 +68,23 @@ def base_image() -> str:
 
 
 def _buildah(*arguments: str) -> str:
-    # Its own mount namespace, so that nothing stays mounted after a kill.
     store = cache_directory() / "images"
+    settings = store / "containers.conf"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    # Networks are not used here, but buildah would make their directory below /etc.
+    settings.write_text(f'[network]\nnetwork_config_dir = "{store / "networks"}"\n')
+    # A mount namespace of its own, so that nothing stays mounted after a kill.
     return _run(
         ["unshare", "--mount", "buildah", f"--root={store / 'root'}", f"--runroot={store / 'run'}",
-         "--storage-driver=overlay", *arguments]
+         "--storage-driver=overlay", *arguments],
+        {**os.environ, "CONTAINERS_CONF": str(settings)},
     )  # fmt: skip
 
 
-def _run(command: Sequence[str]) -> str:
-    outcome = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    outcome = subprocess.run(
+        command, stdin=subprocess.DEVNULL, env=environment, capture_output=True, text=True
+    )
     if outcome.returncode != 0:
         output = f"{outcome.stdout}\n{outcome.stderr}"[-4000:]
         raise ImageError(f"{' '.join(command)} failed:\n{output}")

@@ -106,14 +106,24 @@ def names() -> list[str]:
 
 def sweep() -> None:
     """Removes what owners that no longer live have left behind; detached clusters stay."""
-    for name in names():
-        state = StateDirectory.reopen(name)
-        if state is None:
-            continue
-        if state.detached:
-            state.release()
+    for found in _ownerless():
+        if found.detached:
+            found.release()
         else:
-            state.remove()
+            found.remove()
+
+
+def remove_ownerless() -> None:
+    """Ends detached clusters too; only what a living process owns stays."""
+    for found in _ownerless():
+        found.remove()
+
+
+def _ownerless() -> Iterator[StateDirectory]:
+    for name in names():
+        found = StateDirectory.reopen(name)
+        if found is not None:
+            yield found
 
 
 def remember_sysctl(path: str) -> None:
