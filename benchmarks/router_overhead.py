@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import random
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -26,9 +27,9 @@ import uvloop
 from http_load import Connection, percentile
 from simulated import MODEL
 from subjects import available_peers, free_port, process, redis_server, router, table, wait_for_http
+from tokenizers import Tokenizer
 
 from radixgrove.protocol.blocks import BlockHasher
-from radixgrove.protocol.openai import ChatMessage
 from radixgrove.protocol.prompts import PromptEncoder
 from radixgrove.protocol.requests import ModelLimits, parse_chat
 from radixgrove.protocol.tokenizer import TokenizerFiles
@@ -39,12 +40,14 @@ LAST_TURN = 256
 TURN = 1500  # characters of an earlier turn
 PATH = "/v1/chat/completions"
 CONNECTIONS = 32
-WORDS = (
-    "the of and a to in is that it was for on are as with his they at be this from have or by one "
-    "had not but what all were when we there can an your which their said if do will each about "
-    "how up out them then she many some so these would other into has more her two like him see "
-    "time could no make than first been its who now people my made over did down only way find"
-).split()
+_TEXT = (
+    "the of and a to in is that it was for on are as with his they at be this from have or by "
+    "one had not but what all were when we there can an your which their said if do will each "
+    "about how up out them then she many some so these would other into has more her two like "
+    "him see time could no make than first been its who now people my made over did down only "
+    "way find "
+)
+WORDS = re.findall(r"\w+", _TEXT)
 
 
 def text(size: int, generator: random.Random) -> str:
@@ -164,23 +167,35 @@ def encoding(report: Report, files: TokenizerFiles) -> None:
     hasher = BlockHasher(b"", "echo", 16)
     tokenizer = files.tokenizer()
     for name, size in SIZES.items():
-        conversation = Conversation(size, MODEL)
-        plain = text(size, random.Random(7))
-        report.add(
-            "tokenizers", name, "plain text, cold", timed(lambda: tokenizer.encode(plain), 5), "ms"
-        )  # noqa: B023
-        requests = iter([parse_chat(conversation.body(), limits) for _ in range(60)])
-        cold = [PromptEncoder(files, hasher) for _ in range(3)]
-        encoders = iter(cold)
-        first = timed(lambda: next(encoders).encode_chat(next(requests)), 3)  # noqa: B023
-        report.add("radixgrove", name, "render, tokenize, hash: cold", first, "ms")
-        warm = cold[0]
-        turn = timed(lambda: warm.encode_chat(next(requests)), 50)  # noqa: B023
-        report.add("radixgrove", name, "render, tokenize, hash: next turn", turn, "ms")
-        body = conversation.body()
-        report.add("radixgrove", name, "parse", timed(lambda: parse_chat(body, limits), 50), "ms")  # noqa: B023
-        ids = warm.encode_chat(parse_chat(body, limits)).token_ids
-        report.add("radixgrove", name, "hash alone", timed(lambda: hasher.chain(ids), 20), "ms")  # noqa: B023
+        for metric, value in encoding_times(files, tokenizer, hasher, limits, size).items():
+            subject = "tokenizers" if metric.startswith("plain") else "radixgrove"
+            report.add(subject, name, metric, value, "ms")
+
+
+def encoding_times(
+    files: TokenizerFiles,
+    tokenizer: Tokenizer,
+    hasher: BlockHasher,
+    limits: ModelLimits,
+    size: int,
+) -> dict[str, float]:
+    """Median milliseconds of each part."""
+    conversation = Conversation(size, MODEL)
+    plain = text(size, random.Random(7))
+    requests = iter([parse_chat(conversation.body(), limits) for _ in range(60)])
+    encoders = [PromptEncoder(files, hasher) for _ in range(3)]
+    body = conversation.body()
+    ids = PromptEncoder(files, hasher).encode_chat(next(requests)).token_ids
+    fresh = iter(encoders)
+    return {
+        "plain text, cold": timed(lambda: tokenizer.encode(plain), 5),
+        "render, tokenize, hash: cold": timed(lambda: next(fresh).encode_chat(next(requests)), 3),
+        "render, tokenize, hash: next turn": timed(
+            lambda: encoders[0].encode_chat(next(requests)), 50
+        ),
+        "parse": timed(lambda: parse_chat(body, limits), 50),
+        "hash alone": timed(lambda: hasher.chain(ids), 20),
+    }
 
 
 def whole_path(report: Report, options: argparse.Namespace) -> None:

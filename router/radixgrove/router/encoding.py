@@ -56,7 +56,6 @@ class ForeignBody(msgspec.Struct):
     """What the router reads of a request for a foreign engine, which checks the rest itself."""
 
     model: str | None = None
-    stream: bool | None = None
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     n: int | None = None
@@ -69,8 +68,8 @@ _foreign_decoder = msgspec.json.Decoder(ForeignBody)
 class Encoded:
     """A request ready to be placed."""
 
+    model: str  # as the client named it
     ask: Ask
-    stream: bool
     prompts: list[bytes] | None  # token ids; None: the worker tokenizes
     digest: str  # of the tokenizer that made them
 
@@ -146,7 +145,7 @@ class Encoders:
         )
         metrics.ENCODE_SECONDS.observe(time.perf_counter() - started)
         ids = [prompt.token_ids for prompt in prompts]
-        return Encoded(ask, generation.stream, ids, model.encoder.digest)
+        return Encoded(request.model, ask, ids, model.encoder.digest)
 
     async def prepare(self) -> None:
         """Fetches tokenizers of services as they appear, until cancelled."""
@@ -249,4 +248,4 @@ def encode_foreign(body: bytes) -> Encoded:
         sequences=min(max(1, request.n or 1), MAX_SEQUENCES),
         longest=0,  # unknown: the replica itself refuses what is too long
     )
-    return Encoded(ask, bool(request.stream), None, "")
+    return Encoded(request.model or "", ask, None, "")

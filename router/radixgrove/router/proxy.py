@@ -123,9 +123,12 @@ class Proxy:
         try:
             require_content_type(scope, "application/json")
             body = await read_body(receive)
-            service = self._fleet.resolve(peek_model(body))
+            # With one service its limits are known before the model's name is: one look less.
+            service = self._fleet.only_service() or self._fleet.resolve(peek_model(body))
             model = service.model
             encoded = await self._encode(service, body, principal, chat=chat)
+            if encoded.model not in service.models:
+                raise errors.model_not_found(peek_model(body))
             path = "/v1/chat/completions" if chat else "/v1/completions"
             exchange = _Exchange(scope, send, path, body, principal, service, encoded, arrived)
             status = await self._until_disconnect(receive, exchange)

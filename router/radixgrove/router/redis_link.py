@@ -27,6 +27,7 @@ CONNECT_TIMEOUT = 2.0
 CALL_TIMEOUT = 1.0
 MAX_OUTSTANDING = 1 << 14
 MAX_BACKOFF = 1.0
+LINGER_SECONDS = 0.005  # a command nobody waits for goes with the next one, or after this long
 
 Argument = bytes | str | int | float
 
@@ -45,6 +46,8 @@ class _Wire(asyncio.Protocol):
     def __init__(self, on_lost: Callable[[], None]) -> None:
         self._reader = hiredis.Reader(replyError=RedisRefused)
         self._waiting: deque[asyncio.Future[Any] | None] = deque()
+        self._lingering: list[bytes] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
@@ -75,13 +78,32 @@ class _Wire(asyncio.Protocol):
         self._waiting.clear()
         self._on_lost()
 
-    def send(self, arguments: tuple[Argument, ...], *, answer: bool) -> asyncio.Future[Any] | None:
+    def ask(self, arguments: tuple[Argument, ...]) -> asyncio.Future[Any]:
+        """Sends a command, and whatever lingers before it; the future has its answer."""
+        future = self._loop.create_future()
+        self._queue(arguments, future)
+        self._flush()
+        return future
+
+    def post(self, arguments: tuple[Argument, ...]) -> None:
+        """Sends a command soon; its answer is dropped."""
+        self._queue(arguments, None)
+        if self._timer is None:
+            self._timer = self._loop.call_later(LINGER_SECONDS, self._flush)
+
+    def _queue(self, arguments: tuple[Argument, ...], future: asyncio.Future[Any] | None) -> None:
         if self._transport is None or len(self._waiting) >= MAX_OUTSTANDING:
             raise RedisUnavailable("not connected")
-        future = self._loop.create_future() if answer else None
         self._waiting.append(future)
-        self._transport.write(hiredis.pack_command(arguments))  # type: ignore[arg-type]
-        return future
+        self._lingering.append(hiredis.pack_command(arguments))  # type: ignore[arg-type]
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        commands, self._lingering = self._lingering, []
+        if self._transport is not None:
+            self._transport.write(commands[0] if len(commands) == 1 else b"".join(commands))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -149,7 +171,7 @@ class RedisLink:
         if self._wire is not None:
             with contextlib.suppress(RedisUnavailable):
                 command = ("EVALSHA", index.script(name).sha, len(keys), *keys, *arguments)
-                self._wire.send(command, answer=False)
+                self._wire.post(command)
 
     # ---- connection ------------------------------------------------------------------------
 
@@ -209,8 +231,7 @@ class RedisLink:
 
 
 async def _ask(wire: _Wire, *arguments: Argument) -> Any:
-    future = wire.send(arguments, answer=True)
-    assert future is not None
+    future = wire.ask(arguments)
     try:
         async with asyncio.timeout(CALL_TIMEOUT):
             return await future
