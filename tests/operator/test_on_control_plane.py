@@ -11,7 +11,14 @@ import yaml
 from operator_process import OperatorProcess, RedisServer
 
 from radixgrove.operator import names
-from radixgrove.protocol.modeltable import ModelEntry, ModelTable, table_key
+from radixgrove.protocol.modeltable import (
+    Demand,
+    ModelEntry,
+    ModelTable,
+    demand_field,
+    demand_key,
+    table_key,
+)
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kubectl import KubectlError, condition
 from tests.cluster.harness.waiting import wait_until
@@ -359,3 +366,147 @@ def test_a_leader_stopped_past_its_lease_writes_nothing_when_it_continues(
         assert len(sets(plane, namespace)) == 2
     finally:
         second.stop()
+
+
+# ---- neighbours and modes ------------------------------------------------------------------------
+
+
+def test_kserves_resource_of_the_same_name_lives_beside_ours(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    version = {
+        "name": "v1beta1",
+        "served": True,
+        "storage": True,
+        "schema": {
+            "openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+        },
+    }
+    plane.kubectl.apply(
+        {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {"name": "inferenceservices.serving.kserve.io"},
+            "spec": {
+                "group": "serving.kserve.io",
+                "scope": "Namespaced",
+                "names": {
+                    "kind": "InferenceService",
+                    "plural": "inferenceservices",
+                    "singular": "inferenceservice",
+                    "shortNames": ["isvc"],
+                },
+                "versions": [version],
+            },
+        }
+    )
+    crd_name = "crd/inferenceservices.serving.kserve.io"
+    try:
+        plane.kubectl.run("wait", "--for=condition=Established", crd_name, "--timeout=30s")
+        theirs = service("theirs", namespace) | {"apiVersion": "serving.kserve.io/v1beta1"}
+        wait_until(lambda: _applies(plane, theirs), "theirs is admitted", timeout=30)
+        plane.kubectl.apply(service("ours", namespace))
+        plane.kubectl.wait_for("rgsvc", "ours", "-n", namespace, that=ready, what="is ready")
+        assert "theirs" not in plane.kubectl.run("get", "rgsvc", "-n", namespace)
+        assert sets(plane, namespace) == ["ours-0-a1"]
+    finally:
+        plane.kubectl.delete("crd", "inferenceservices.serving.kserve.io")
+
+
+def _applies(plane: ControlPlane, manifest: dict[str, Any]) -> bool:
+    try:
+        plane.kubectl.apply(manifest)
+    except KubectlError:
+        return False
+    return True
+
+
+def test_namespaced_mode_sees_only_its_namespace(
+    plane: ControlPlane, redis_server: RedisServer, namespace: str, tmp_path: Path
+) -> None:
+    election = {"duration": 6.0, "renew_every": 1.0, "lease": "radixgrove-operator"}
+    operator = OperatorProcess(
+        plane, tmp_path, redis_server.port, [namespace], {"election": election}
+    )
+    plane.kubectl.run("create", "namespace", f"{namespace}-other")
+    operator.start()
+    try:
+        plane.kubectl.apply(service("seen", namespace), service("unseen", f"{namespace}-other"))
+        plane.kubectl.wait_for(RGSVC, "seen", "-n", namespace, that=ready, what="is ready")
+        assert sets(plane, f"{namespace}-other") == []
+        unseen = plane.kubectl.json("get", RGSVC, "unseen", "-n", f"{namespace}-other")
+        assert "status" not in unseen
+    finally:
+        operator.kill()
+        plane.kubectl.run("delete", "namespace", f"{namespace}-other", "--wait=false")
+
+
+def test_an_idle_service_sleeps_and_a_held_request_wakes_it(
+    plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str
+) -> None:
+    scaling = {"min": 0, "max": 2, "cooldown": "1s", "targets": {"queue": 4}}
+    plane.kubectl.apply(service("llama", namespace, replicas=0, autoscaling=scaling))
+    plane.kubectl.wait_for(
+        RGSVC, "llama", "-n", namespace, that=lambda r: reason(r) == "Asleep", what="sleeps"
+    )
+    entry = table(redis_server)[f"{namespace}.llama"]
+    assert (entry.wakes, entry.desired) == (True, 0)
+
+    def hold(requests: int) -> None:
+        now, _ = redis_server.client.time()  # type: ignore[misc]
+        field = demand_field("router-1", f"{namespace}.llama")
+        value = Demand(held=requests, at_ms=int(now) * 1000).encode()
+        redis_server.client.hset(demand_key("radixgrove"), field, value)
+
+    hold(1)
+    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=lambda r: ready(r) and (
+        r["spec"]["replicas"] == 1), what="wakes")  # fmt: skip
+
+
+def test_a_refused_pod_is_told_in_the_api_servers_words(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    plane.kubectl.run(
+        "label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted"
+    )
+    plane.kubectl.apply(
+        service("plain", namespace), service("rdma", namespace, hardware={"network": "roce"})
+    )
+    plane.kubectl.wait_for(RGSVC, "plain", "-n", namespace, that=ready, what="is restricted")
+    seen = plane.kubectl.wait_for(
+        RGSVC, "rdma", "-n", namespace, that=lambda r: reason(r) == "PodRefused", what="is refused"
+    )
+    assert "IPC_LOCK" in str(seen["status"]["conditions"])
+
+
+def test_a_bad_update_keeps_the_old_groups_and_a_rollback_heals(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    plane.kubectl.run(
+        "label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted"
+    )
+    rollout = {"maxUnavailable": 0, "maxSurge": 1}
+    plane.kubectl.apply(service("llama", namespace, replicas=2, rollout=rollout))
+    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    before = sets(plane, namespace)
+    plane.kubectl.patch(
+        RGSVC,
+        "llama",
+        "-n",
+        namespace,
+        body={"spec": {"podOverrides": {"spec": {"hostPID": True}}}},
+    )
+    seen = plane.kubectl.wait_for(
+        RGSVC, "llama", "-n", namespace, what="is blocked",
+        that=lambda r: reason(r, "Progressing") == "RolloutBlocked",
+    )  # fmt: skip
+    assert condition(seen, "Ready") == "True"
+    assert set(before) < set(sets(plane, namespace))
+    plane.kubectl.patch(
+        RGSVC, "llama", "-n", namespace, body={"spec": {"podOverrides": {"spec": None}}}
+    )
+    plane.kubectl.wait_for(
+        RGSVC, "llama", "-n", namespace, what="is as before",
+        that=lambda r: reason(r, "Progressing") == "Settled",
+    )  # fmt: skip
+    wait_until(lambda: sets(plane, namespace) == before, "old groups alone", timeout=30)
