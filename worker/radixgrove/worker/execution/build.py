@@ -30,7 +30,7 @@ from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
 from radixgrove.worker.models.config import ModelConfig, ModelError, load_config
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.models.layers import Placement
-from radixgrove.worker.models.ops import KernelOps, TorchOps
+from radixgrove.worker.models.ops import choose_ops
 from radixgrove.worker.models.weights import fill_random, load_safetensors
 from radixgrove.worker.parallel.group import Shard, TensorParallel
 from radixgrove.worker.parallel.rendezvous import check_divides, join, limit_collectives
@@ -177,10 +177,12 @@ def _build(
         KvShape.of(config, settings.page_size, dtype, group.shard),
         report,
     )
+    if rows := group.use_peer_memory(config.hidden_size, dtype):
+        loaded.say(EngineState.WARMING_UP, f"all-reduce over peer memory up to {rows} tokens")
     longest = choose_length(settings.max_model_len, config)
     kv_tokens = _kv_tokens(loaded, longest)
     longest = fit_length(settings.max_model_len, longest, kv_tokens)
-    weights = loaded.model.weights_bytes()
+    weights = loaded.model.weights_bytes
     loaded.say(
         EngineState.WARMING_UP,
         describe(weights, loaded.shape, kv_tokens, longest, group.size),
@@ -314,7 +316,7 @@ def load_model(
     report: Report,
 ) -> Decoder:
     """The decoder with its weights, on the device."""
-    model = Decoder(config, place, KernelOps() if place.device.type == "cuda" else TorchOps())
+    model = Decoder(config, place, choose_ops(place.device))
     if settings.load_format == LoadFormat.DUMMY:
         report(PhaseReport(EngineState.LOADING, "filling random weights"))
         fill_random(model.parts(), seed=place.group.rank)
@@ -324,4 +326,5 @@ def load_model(
             model_dir,
             lambda done: report(PhaseReport(EngineState.LOADING, "loading weights", done)),
         )
+    model.prepare()
     return model

@@ -69,6 +69,12 @@ class DecoderLayer:
             if vector is not None:
                 yield WeightPart(name, vector, tuple(vector.shape))
 
+    def prepare(self, ops: Ops) -> int:
+        """See `Decoder.prepare`; bytes of the parameters."""
+        linears = (self._qkv, self._output, self._gate_up, self._down)
+        vectors = (vector.nbytes for vector in self._vectors.values() if vector is not None)
+        return sum(linear.prepare(ops) for linear in linears) + sum(vectors)
+
     def projections(self) -> list[tuple[Tensor, bool]]:
         """Weights, and whether SiLU-and-multiply follows the product."""
         return [
@@ -78,8 +84,8 @@ class DecoderLayer:
             (self._down.weight, False),
         ]
 
-    def __call__(self, residual: Tensor, context: StepContext) -> None:
-        """Add this layer's part to the residual stream [T, hidden], in place."""
+    def __call__(self, residual: Tensor, context: StepContext) -> Tensor:
+        """Add this layer's part to the residual stream [T, hidden]."""
         attention = context.attention
         q = context.ops.rope_store(
             self._qkv(residual, context, norm=self._input_norm),
@@ -91,9 +97,9 @@ class DecoderLayer:
             context.eps,
         )
         attended = attention.attend(self._index, q).flatten(1)
-        self._output(attended, context, residual=residual)
+        residual = self._output(attended, context, residual=residual)
         gated = self._gate_up(residual, context, norm=self._mlp_norm, silu=True)
-        self._down(gated, context, residual=residual)
+        return self._down(gated, context, residual=residual)
 
 
 class Decoder:
@@ -113,6 +119,7 @@ class Decoder:
             self._head = VocabTable(place, "lm_head.weight", config.vocab_size, config.hidden_size)
         self._layers = [DecoderLayer(config, i, place) for i in range(config.num_layers)]
         self._norm = place.empty(config.hidden_size)
+        self.weights_bytes = 0  # of this rank's parameters; known after `prepare`
         self._cos_sin = rotary_table(
             config.rope, config.head_dim, config.max_position_embeddings, place.device
         )
@@ -132,9 +139,14 @@ class Decoder:
         kinds = zip(*(layer.projections() for layer in layers), strict=True)
         return [([weight for weight, _ in kind], kind[0][1]) for kind in kinds]
 
-    def weights_bytes(self) -> int:
-        """Memory of this rank's parameters."""
-        return sum(part.target.numel() * part.target.itemsize for part in self.parts())
+    def prepare(self) -> None:
+        """After loading: bring every weight into the form that the arithmetic wants."""
+        layers = sum(layer.prepare(self._ops) for layer in self._layers)
+        tied = self._head is self._embedding
+        head = self._head.prepare_head(self._ops, embeds=tied)
+        if not tied:
+            head = head or self._head.weight.nbytes
+        self.weights_bytes = layers + self._norm.nbytes + self._embedding.weight.nbytes + head
 
     def hidden_states(
         self, token_ids: Tensor, batch: AttentionBatch, attention: AttentionBackend
@@ -154,7 +166,7 @@ class Decoder:
         )
         residual = self._embedding.embed(token_ids, context)
         for layer in self._layers:
-            layer(residual, context)
+            residual = layer(residual, context)
         return residual
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -163,5 +175,6 @@ class Decoder:
         Args:
             out: where to leave them; they are in the model's dtype.
         """
-        normed = self._ops.rms_norm(hidden, self._norm, self.config.norm_eps)
-        return self._head.logits(normed, self.group, out)
+        return self._head.logits(
+            hidden, self._norm, self.config.norm_eps, self._ops, self.group, out
+        )

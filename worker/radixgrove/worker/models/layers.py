@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from radixgrove.worker.execution.attention.base import AttentionBackend
 from radixgrove.worker.models.ops import Ops, Rotation
@@ -100,6 +99,13 @@ class Linear:
     def parts(self) -> Iterator[WeightPart]:
         yield from self._parts
 
+    def prepare(self, ops: Ops) -> int:
+        """Bring the loaded weight into the form that `ops` wants; bytes of the parameters."""
+        size = sum(part.target.numel() * part.target.itemsize for part in self._parts)
+        self._parts = []  # they hold the weight as it was loaded
+        self.weight = ops.prepare(self.weight)
+        return size
+
     def __call__(
         self,
         x: Tensor,
@@ -114,7 +120,7 @@ class Linear:
         Args:
             norm: weight of an RMSNorm of `x`, applied first.
             silu: multiply the second half of the product by the SiLU of the first.
-            residual: [T, out], added to in place, and returned.
+            residual: [T, out], to which the product is added; its memory may be used for that.
         """
         reduce = self._row_parallel and context.group.size > 1
         y = context.ops.linear(
@@ -128,7 +134,7 @@ class Linear:
         )
         if not reduce:
             return y
-        context.group.all_reduce(y)
+        y = context.group.all_reduce(y)
         if self.bias is not None:
             y.add_(self.bias)
         return y if residual is None else residual.add_(y)
@@ -154,6 +160,21 @@ class VocabTable:
     def parts(self) -> Iterator[WeightPart]:
         yield self._part
 
+    def prepare_head(self, ops: Ops, *, embeds: bool) -> int:
+        """Bring it into the form for `logits`; bytes of that, when it is memory of its own.
+
+        Args:
+            embeds: the table is the embedding too, which needs the plain form.
+        """
+        self._head = ops.prepare(self.weight)
+        if self._head is self.weight:
+            return 0
+        size = self.weight.nbytes
+        if not embeds:
+            self.weight = self.weight.new_empty(0)
+            self._part = replace(self._part, target=self.weight)
+        return size
+
     def embed(self, token_ids: Tensor, context: StepContext) -> Tensor:
         """[T] int -> [T, hidden]."""
         if context.group.size == 1:
@@ -161,9 +182,18 @@ class VocabTable:
         rows = context.ops.embed(self.weight, token_ids, self._first)
         return context.group.all_reduce(rows)
 
-    def logits(self, hidden: Tensor, group: TensorParallel, out: Tensor | None = None) -> Tensor:
-        """[N, hidden] -> [N, vocab_size], whole on every rank; into `out` when given."""
-        if group.size == 1 and out is not None:
-            return torch.mm(hidden, self.weight.t(), out=out)
-        logits = group.all_gather(F.linear(hidden, self.weight))[:, : self.vocab_size]
+    def logits(
+        self,
+        hidden: Tensor,
+        norm: Tensor,
+        eps: float,
+        ops: Ops,
+        group: TensorParallel,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[N, hidden] before `norm` -> [N, vocab_size], whole on every rank; in `out` if given."""
+        if out is not None and group.size == 1 and self._head.layout == torch.strided:
+            return torch.mm(ops.rms_norm(hidden, norm, eps), self._head.t(), out=out)
+        part = ops.linear(hidden, self._head, None, norm=norm, eps=eps, silu=False, residual=None)
+        logits = group.all_gather(part)[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from radixgrove.worker.parallel.peer import PeerAllReduce, is_possible
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -41,6 +43,7 @@ class TensorParallel:
         self.shard = shard
         self._group = group
         self._device = device
+        self._peer: PeerAllReduce | None = None
 
     @property
     def rank(self) -> int:
@@ -50,11 +53,31 @@ class TensorParallel:
     def size(self) -> int:
         return self.shard.size
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place; the same bits on every rank."""
-        if self._group is not None:
-            torch.distributed.all_reduce(x, group=self._group)
+    def use_peer_memory(self, hidden: int, dtype: torch.dtype) -> int:
+        """Take the way of `peer` for activations small enough; rows of `hidden` up to which it is.
+
+        Every rank calls it at the same point, since it measures collectives.
+        """
+        if self._group is None or self._device.type != "cuda":
+            return 0
+        if not is_possible(self.size, dtype):
+            return 0
+        peer = PeerAllReduce(self._group, self._device, dtype)
+        peer.limit = self.minimum(peer.tune(hidden, self._all_reduce))
+        self._peer = peer
+        return peer.limit // hidden
+
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        torch.distributed.all_reduce(x, group=self._group)
         return x
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, the same bits on every rank; `x` may be overwritten."""
+        if self._group is None:
+            return x
+        if self._peer is not None and self._peer.takes(x):
+            return self._peer(x)
+        return self._all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[N, part] of each rank -> [N, size * part], in the order of the ranks."""

@@ -32,7 +32,7 @@ def draw(
         [S] int64.
     """
     if not need & Need.RANDOM:
-        return logits.argmax(-1)
+        return logits.max(-1).indices  # `argmax` is several times slower in bfloat16 on a CPU
     floats, integers = state.floats(rows), state.integers(rows)
     temperature, seed = floats["temperature"], integers["seed"]
     if not need & Need.FILTER:

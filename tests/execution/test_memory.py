@@ -1,0 +1,123 @@
+"""Pool sizing: what fits, what is refused, and what the message says to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from radixgrove.protocol.settings import Device, DType, WorkerSettings
+from radixgrove.worker.execution.build import build_executor, fit_length
+from radixgrove.worker.execution.memory import (
+    GIB,
+    CudaUse,
+    KvShape,
+    MemoryShortage,
+    cpu_kv_tokens,
+    cuda_kv_tokens,
+    describe,
+    host_limit,
+)
+from radixgrove.worker.messages import EngineState, PhaseReport
+from radixgrove.worker.models.config import ModelError
+
+from . import tiny
+
+# Llama-3.1-8B in bfloat16: 128 KiB a token.
+SHAPE = KvShape(layers=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16)
+USE = CudaUse(total=80 * GIB, weights=15 * GIB, activations=2 * GIB, graphs=GIB, other=GIB)
+
+
+def settings(**changes: Any) -> WorkerSettings:
+    return WorkerSettings.model_validate({"device": Device.CPU, **changes})
+
+
+def test_bytes_of_a_token_and_of_the_pool() -> None:
+    assert SHAPE.bytes_per_token == 2 * 32 * 8 * 128 * 2
+    small = KvShape(layers=2, kv_heads=1, head_dim=8, page_size=4, dtype=torch.float32)
+    pool = small.allocate(5, torch.device("cpu"))
+    assert pool.shape == (2, 2, 6, 4, 1, 8)
+    assert pool.nbytes == small.allocated_bytes(5)
+
+
+def test_cuda_pool_takes_what_the_fraction_leaves() -> None:
+    tokens = cuda_kv_tokens(settings(memory_fraction=0.9), SHAPE, USE, wanted=1 << 30)
+    left = int(80 * GIB * 0.9) - 19 * GIB
+    assert left - GIB // 2 <= tokens * SHAPE.bytes_per_token <= left
+    assert tokens % SHAPE.page_size == 0
+
+
+def test_a_pool_is_no_larger_than_all_rows_at_full_length_need() -> None:
+    assert cuda_kv_tokens(settings(), SHAPE, USE, wanted=1000) == 1008
+    assert cpu_kv_tokens(settings(), SHAPE, 100, ranks=1) == 112
+
+
+def test_too_large_a_model_names_numbers_and_settings() -> None:
+    use = CudaUse(total=16 * GIB, weights=15 * GIB, activations=GIB, graphs=0, other=0)
+    with pytest.raises(MemoryShortage, match=r"weights 15\.00 GiB.*memory_fraction.*tp"):
+        cuda_kv_tokens(settings(), SHAPE, use, wanted=1 << 30)
+
+
+def test_kv_tokens_wins_and_is_refused_when_it_does_not_fit() -> None:
+    assert cuda_kv_tokens(settings(kv_tokens=1000), SHAPE, USE, wanted=1 << 30) == 992
+    with pytest.raises(MemoryShortage, match=r"kv_tokens 10000000 needs .* lower kv_tokens to \d+"):
+        cuda_kv_tokens(settings(kv_tokens=10_000_000), SHAPE, USE, wanted=1 << 30)
+    wide = KvShape(layers=1, kv_heads=1, head_dim=8, page_size=64, dtype=torch.float32)
+    with pytest.raises(MemoryShortage, match="less than one page of 64"):
+        cpu_kv_tokens(settings(kv_tokens=32), wide, 1000, ranks=1)
+
+
+def test_cpu_pool_respects_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_limit() > 0
+    tokens = cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1)
+    assert tokens * SHAPE.bytes_per_token <= 2 * GIB
+    monkeypatch.setattr("radixgrove.worker.execution.memory.host_limit", lambda: 1 << 20)
+    with pytest.raises(MemoryShortage, match="less than one page"):
+        cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1)
+
+
+def test_default_length_shrinks_to_the_pool_but_an_explicit_one_is_refused() -> None:
+    assert fit_length(None, 4096, 1000) == 1000
+    assert fit_length(512, 512, 1000) == 512
+    with pytest.raises(ModelError, match=r"max_model_len 2048 does not fit the KV pool of 1000"):
+        fit_length(2048, 2048, 1000)
+
+
+def test_arithmetic_in_words() -> None:
+    text = describe(15 * GIB, SHAPE, 40_960, 8192, ranks=1)
+    assert "weights 15.00 GiB" in text
+    assert "KV 5.00 GiB = 40,960 tokens of 128.0 KiB in pages of 16" in text
+    assert "5.0 requests of 8,192 tokens at once" in text
+
+
+def test_a_built_engine_reports_what_it_has(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    phases: list[PhaseReport] = []
+    executor, info = build_executor(
+        settings(dtype=DType.BFLOAT16, kv_tokens=1000, max_running=3, max_model_len=200),
+        tmp_path,
+        phases.append,
+    )
+    assert (info.num_pages, info.page_size, info.max_running) == (62, 16, 3)
+    assert (info.max_model_len, info.vocab_size, info.dtype) == (200, tiny.VOCAB, "bfloat16")
+    assert info.attention_backend == "torch"
+    assert info.kv_bytes_per_token == 2 * 3 * 2 * 16 * 2
+    assert info.prefill_tokens_per_second > 0
+    assert (executor.info.max_rows, executor.info.depth) == (3, 1)
+    assert phases[0].state == EngineState.LOADING
+    assert any("requests of 200 tokens at once" in phase.message for phase in phases)
+    assert any("attention backend torch" in phase.message for phase in phases)
+
+
+def test_a_length_beyond_the_models_is_refused(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    with pytest.raises(ModelError, match="max_model_len 300 exceeds the model's 256"):
+        build_executor(settings(max_model_len=300), tmp_path, lambda phase: None)
+
+
+def test_backends_for_cuda_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    with pytest.raises(ModelError, match="attention backend triton needs CUDA"):
+        build_executor(settings(attention_backend="triton"), tmp_path, lambda phase: None)

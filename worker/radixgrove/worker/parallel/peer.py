@@ -1,0 +1,93 @@
+"""All-reduce of small tensors over NVLink peer memory: one kernel instead of a NCCL ring.
+
+Each rank writes its part into a buffer that its peers map, waits for them, and sums all parts in
+the order of the ranks ("one-shot"): every rank gets the same bits. What crosses the links grows
+with the number of ranks, so it wins for decode batches and loses for prefill; `tune` measures
+where. NVLink multicast is not used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+DTYPES = (torch.bfloat16, torch.float32)
+_MAX_BYTES = 4 << 20
+_CALLS = 20  # in one measurement
+
+
+def is_possible(size: int, dtype: torch.dtype) -> bool:
+    """Whether the node's first `size` devices reach each other; `RADIXGROVE_PEER_ALL_REDUCE=0`
+    turns it off."""
+    if dtype not in DTYPES or os.environ.get("RADIXGROVE_PEER_ALL_REDUCE", "1") == "0":
+        return False
+    pairs = ((a, b) for a in range(size) for b in range(size) if a != b)
+    return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+
+
+class PeerAllReduce:
+    """The buffer of one rank, mapped by the others; used by one stream at a time.
+
+    Attributes:
+        limit: elements of the largest tensor for which it is the faster way; 0 before `tune`.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self._name = group.group_name
+        self._dtype = dtype
+        self._buffer = symmetric.empty(_MAX_BYTES // dtype.itemsize, dtype=dtype, device=device)
+        symmetric.rendezvous(self._buffer, self._name)
+        self.limit = 0
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `x` is small enough, of the buffer's dtype, and aligned to 16 bytes."""
+        aligned = x.nbytes % 16 == 0 and x.data_ptr() % 16 == 0 and x.is_contiguous()
+        return x.numel() <= self.limit and x.dtype == self._dtype and aligned
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in a tensor of its own."""
+        window = self._buffer[: x.numel()].view(x.shape)
+        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(window, x, "sum", self._name)
+        return total
+
+    def tune(self, hidden: int, other: Callable[[Tensor], object]) -> int:
+        """Measure against `other` for batches of 1, 2, 4 … rows of `hidden`; every rank does so.
+
+        Returns:
+            Elements up to which this one wins on this rank. The ranks must agree before `limit` is
+            set: a collective that only some of them take this way would hang.
+        """
+        best = 0
+        elements = hidden
+        while elements <= self._buffer.numel():
+            x = torch.zeros(elements, dtype=self._dtype, device=self._buffer.device)
+            if _milliseconds(lambda x=x: self(x)) < _milliseconds(lambda x=x: other(x)):  # type: ignore[misc]
+                best = elements
+            elements *= 2
+        return best
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    """Of `_CALLS` calls in a graph, the best of three replays."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(_CALLS):
+            call()
+    times = []
+    for _ in range(3):
+        begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)))
+    return min(times)
