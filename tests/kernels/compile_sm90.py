@@ -29,7 +29,7 @@ from radixgrove.kernels import (
     sampling,
 )
 from radixgrove.kernels.linear import SkinnyWorkspace
-from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
+from radixgrove.kernels.tuning import DECODE_CANDIDATES, GEMV_CANDIDATES, SKINNY_CANDIDATES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MODULES = (activation, attention, gather, linear, norm, pages, rope, sampling)
@@ -115,7 +115,8 @@ def launch_all(dtype: torch.dtype) -> None:
         rope.rope_store(qkv, angles, where, where, layer, weight[:dim], weight[:dim])
     workspace = attention.DecodeWorkspace(4, heads, kv_heads, dim, torch.device("cpu"))
     q = zeros(4, heads, dim)
-    attention.decode_attention(q, layer, index32, index32, table, 1.0, workspace)
+    for config in DECODE_CANDIDATES:
+        attention.decode_attention(q, layer, index32, index32, table, 1.0, workspace, config=config)
     for longest in (16, 64, 4096):
         attention.extend_attention(
             q, layer, index32[:1], indptr[:2], index32[:1], table, 1.0, longest

@@ -8,6 +8,8 @@ arrive merges the parts, so that a layer is one launch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,18 @@ from radixgrove.kernels._triton import (
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """KV tokens that a program of decode attention takes at a time, pipeline stages and warps."""
+
+    block_n: int = 64
+    stages: int = 3
+    warps: int = 4
+
+
+_WIDE_CONFIG = DecodeConfig(block_n=32, stages=2)  # float32 takes twice the shared memory
 
 
 def extend_attention_reference(
@@ -83,7 +97,7 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -91,6 +105,7 @@ def _decode_kernel(
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    splits = tl.num_programs(2)
     group = tl.arange(0, BLOCK_G)
     dim = tl.arange(0, BLOCK_D)
     if PDL:
@@ -98,7 +113,7 @@ def _decode_kernel(
         gdc_launch_dependents()
     kv_len = tl.load(kv_lens_ptr + item)
     # A split is whole blocks and not tiny, so that a short row does not pay for the merge.
-    length = tl.maximum(tl.cdiv(tl.cdiv(kv_len, SPLITS), BLOCK_N) * BLOCK_N, min_split)
+    length = tl.maximum(tl.cdiv(tl.cdiv(kv_len, splits), BLOCK_N) * BLOCK_N, min_split)
     used = tl.cdiv(kv_len, length)
     if split < used:
         heads = (item * KV_HEADS + kv_head) * GROUP + group
@@ -142,29 +157,42 @@ def _decode_kernel(
             pair = item * KV_HEADS + kv_head
             area: tl.constexpr = BLOCK_G * BLOCK_D
             inner = group[:, None] * BLOCK_D + dim[None, :]
-            slot = pair * SPLITS + split
-            tl.store(partial_ptr + slot * area + inner, acc)
+            slot = pair * splits + split
+            tl.store(partial_ptr + slot * area + inner, acc, mask=in_group)
             tl.store(stats_ptr + slot * (2 * BLOCK_G) + group, best)
             tl.store(stats_ptr + slot * (2 * BLOCK_G) + BLOCK_G + group, norm)
             tl.debug_barrier()
             arrived = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
             if arrived == used - 1:
                 tl.store(counter_ptr + pair, 0)
-                best = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
-                norm = tl.zeros((BLOCK_G,), dtype=tl.float32)
+                other = tl.arange(0, MAX_SPLITS)
+                stats = stats_ptr + (pair * splits + other)[:, None] * (2 * BLOCK_G)
+                stats += group[None, :]
+                there = (other < used)[:, None]
+                bests = tl.load(stats, mask=there, other=float("-inf"), cache_modifier=".cg")
+                norms = tl.load(stats + BLOCK_G, mask=there, other=0.0, cache_modifier=".cg")
+                best = tl.max(bests, axis=0)
+                norm = tl.sum(norms * tl.exp2(bests - best[None, :]), axis=0)
                 acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
-                for other in range(0, used):
-                    slot = pair * SPLITS + other
-                    stats = stats_ptr + slot * (2 * BLOCK_G) + group
-                    part_best = tl.load(stats, cache_modifier=".cg")
-                    part_norm = tl.load(stats + BLOCK_G, cache_modifier=".cg")
-                    part = tl.load(partial_ptr + slot * area + inner, cache_modifier=".cg")
-                    new_best = tl.maximum(best, part_best)
-                    shrink = tl.exp2(best - new_best)
-                    part_shrink = tl.exp2(part_best - new_best)
-                    norm = norm * shrink + part_norm * part_shrink
-                    acc = acc * shrink[:, None] + part * part_shrink[:, None]
-                    best = new_best
+                # Four parts at a time: their loads do not wait for one another.
+                for first in range(0, used, 4):
+                    slots = first + tl.arange(0, 4)
+                    alive = slots < used
+                    slots += pair * splits
+                    part_best = tl.load(
+                        stats_ptr + slots[:, None] * (2 * BLOCK_G) + group[None, :],
+                        mask=alive[:, None],
+                        other=float("-inf"),
+                        cache_modifier=".cg",
+                    )
+                    part = tl.load(
+                        partial_ptr + slots[:, None, None] * area + inner[None, :, :],
+                        mask=alive[:, None, None] & in_group[None, :, :],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    weights = tl.exp2(part_best - best[None, :])
+                    acc += tl.sum(part * weights[:, :, None], axis=0)
                 out = acc / norm[:, None]
                 tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=in_group)
 
@@ -178,7 +206,7 @@ class DecodeWorkspace:
     def __init__(
         self, max_batch: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
     ) -> None:
-        self.programs = 4 * _multiprocessors(device)
+        self.programs = 3 * _multiprocessors(device)
         self.num_kv_heads = num_kv_heads
         group = max(16, next_power_of_2(num_heads // num_kv_heads))
         pairs = max_batch * num_kv_heads
@@ -211,7 +239,8 @@ def decode_attention(
     scale: float,
     workspace: DecodeWorkspace,
     *,
-    min_split: int = 256,
+    min_split: int | None = None,
+    config: DecodeConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend from one query a row to all of the row's KV, the query's own included.
@@ -221,7 +250,9 @@ def decode_attention(
             KV divides H.
         rows: [B] int32, rows of page_table. kv_lens: [B] int32, at least 1.
         page_table: [max_rows, max_pages] int32.
-        min_split: tokens below which a row is not split further.
+        min_split: tokens below which a row is not split further; by default the fewer programs
+            there are anyway, the smaller.
+        config: tile and pipeline; any gives the same result up to rounding.
         out: where to write, as the returned tensor; allocated when None.
 
     Returns:
@@ -238,9 +269,11 @@ def decode_attention(
         return out
     if batch > workspace.max_batch:
         raise ValueError(f"batch {batch} exceeds the workspace's {workspace.max_batch}")
-    splits = workspace.splits(batch)
+    if min_split is None:
+        min_split = min(512, max(128, 2 * next_power_of_2(batch * kv_heads)))
     wide = q.dtype == torch.float32
-    _decode_kernel[(batch, kv_heads, splits)](
+    config = _WIDE_CONFIG if wide else config or DecodeConfig()
+    _decode_kernel[(batch, kv_heads, workspace.splits(batch))](
         q,
         pages[0],
         pages[1],
@@ -260,11 +293,11 @@ def decode_attention(
         PAGE=page_size,
         BLOCK_G=max(16, next_power_of_2(heads // kv_heads)),
         BLOCK_D=max(16, next_power_of_2(head_dim)),
-        BLOCK_N=32 if wide else 64,
-        SPLITS=splits,
+        BLOCK_N=config.block_n,
+        MAX_SPLITS=MAX_SPLITS,
         PRECISION="ieee" if wide else "tf32",
-        num_warps=4,
-        num_stages=2 if wide else 3,
+        num_warps=config.warps,
+        num_stages=config.stages,
         **pdl(q),
     )
     return out

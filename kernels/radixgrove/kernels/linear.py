@@ -96,7 +96,7 @@ def _gemv_kernel(
     lane = tl.arange(0, BLOCK_K)
     alive = row < n
     weights = weight_ptr + row.to(tl.int64)[:, None] * k + lane[None, :]
-    upper = weights + n.to(tl.int64) * k  # the `up` half of a fused gate/up weight
+    upper = weights + tl.cast(n, tl.int64) * k  # the `up` half of a fused gate/up weight
     first = alive[:, None] & (lane < k)[None, :]
     # Weights do not depend on the kernel before: their first tile is under way while it ends.
     tile = tl.load(weights, mask=first, other=0.0)
@@ -232,7 +232,9 @@ def _skinny_kernel(
         x = tl.load(inputs + offset, mask=inside[:, None], other=0.0)
         total = tl.dot(w, x, total, input_precision=PRECISION)
         if SILU:
-            upper = tl.load(weights + n.to(tl.int64) * k + offset, mask=inside[None, :], other=0.0)
+            upper = tl.load(
+                weights + tl.cast(n, tl.int64) * k + offset, mask=inside[None, :], other=0.0
+            )
             upper_total = tl.dot(upper, x, upper_total, input_precision=PRECISION)
     last = True
     if SPLITS > 1:

@@ -1,4 +1,5 @@
-"""Which kernel multiplies: measured on the device while the engine warms up, kept on disk."""
+"""Which kernel multiplies and how decode attention is tiled: measured on the device while the
+engine warms up; the products' choices are kept on disk."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixgrove.kernels._triton import next_power_of_2
+from radixgrove.kernels._triton import cdiv, next_power_of_2
+from radixgrove.kernels.attention import DecodeConfig, DecodeWorkspace, decode_attention
 from radixgrove.kernels.linear import (
     MAX_SKINNY_TOKENS,
     GemvConfig,
@@ -52,6 +55,15 @@ SKINNY_CANDIDATES = tuple(
 # A kernel has to win by this much, so that noise does not choose.
 MARGIN = 0.97
 _Key = tuple[int, int, int, bool]  # token bucket, N, K, silu
+_Shape = tuple[torch.dtype, _Key]
+DECODE_CANDIDATES = (
+    DecodeConfig(block_n=64, stages=3, warps=4),
+    DecodeConfig(block_n=64, stages=4, warps=4),
+    DecodeConfig(block_n=32, stages=4, warps=4),
+    DecodeConfig(block_n=32, stages=3, warps=2),
+    DecodeConfig(block_n=128, stages=3, warps=8),
+)
+_DECODE_CONTEXT = 640  # KV tokens a row while decode attention is measured
 
 
 def cache_directory() -> Path:
@@ -68,16 +80,17 @@ class LinearTuner:
     """
 
     def __init__(self) -> None:
-        self._choices: dict[_Key, Choice] = {}
+        self._choices: dict[_Shape, Choice] = {}
         self._workspaces: dict[torch.device, SkinnyWorkspace] = {}
 
     def choose(self, tokens: int, weight: Tensor, *, silu: bool) -> Choice:
         """The kernel for `tokens` rows; float32 always takes cuBLAS past one token."""
-        if tokens == 1:
-            return self._choices.get((1, *weight.shape, silu), GEMV_CANDIDATES[2])
         if tokens > MAX_SKINNY_TOKENS:
             return CUBLAS
-        return self._choices.get((_bucket(tokens), *weight.shape, silu), CUBLAS)
+        rows, columns = weight.shape
+        default = GEMV_CANDIDATES[2] if tokens == 1 else CUBLAS
+        key = (_bucket(tokens), rows, columns, silu)
+        return self._choices.get((weight.dtype, key), default)
 
     def workspace(self, device: torch.device) -> SkinnyWorkspace:
         """Scratch of split products; made on first use, which must be outside graph capture."""
@@ -112,7 +125,7 @@ class LinearTuner:
             if key not in known:
                 report(f"tuning {key[1]}x{key[2]} for {bucket} tokens", done / len(todo))
                 known[key] = self._fastest(bucket, weights, silu)
-            self._choices[key] = known[key]
+            self._choices[dtype, key] = known[key]
         _write(path, known)
 
     def _fastest(self, tokens: int, weights: Sequence[Tensor], silu: bool) -> Choice:
@@ -122,6 +135,10 @@ class LinearTuner:
         if tokens == 1:
             best_time /= MARGIN * MARGIN  # the norm and the endings that gemv saves are not timed
         for candidate in candidates:
+            if candidate.skinny is not None and not self.workspace(x.device).fits(
+                candidate.skinny, tokens, weights[0].shape[0] // (2 if silu else 1), silu
+            ):
+                continue
             try:
                 elapsed = self._time(candidate, x, weights, silu)
             except Exception:  # a config that this device or Triton cannot build is just not chosen
@@ -132,7 +149,7 @@ class LinearTuner:
         return best
 
     def _time(self, choice: Choice, x: Tensor, weights: Sequence[Tensor], silu: bool) -> float:
-        """Milliseconds of one pass over all weights in a graph, the best of five."""
+        """Milliseconds of one pass over all weights."""
 
         def run() -> None:
             for weight in weights:
@@ -146,21 +163,77 @@ class LinearTuner:
                     if silu:
                         torch.nn.functional.silu(y)  # about what the separate kernel costs
 
+        return _milliseconds(run, x.device)
+
+
+def tune_decode(
+    pool: Tensor, num_heads: int, workspace: DecodeWorkspace
+) -> dict[int, DecodeConfig]:
+    """The fastest tiling of decode attention by batch size, measured on the engine's own pool.
+
+    Args:
+        pool: [layers, 2, num_pages, page_size, KV, D]; its content does not matter and stays.
+
+    Returns:
+        For some batch sizes up to the workspace's, the best configuration; a batch takes the next
+        larger one's. Nothing off CUDA, in float32, or of sizes for which the pool is too small.
+    """
+    if not pool.is_cuda or pool.dtype == torch.float32:
+        return {}
+    num_pages, page_size = pool.shape[2:4]
+    pages = cdiv(_DECODE_CONTEXT, page_size)
+    sizes = {1, 4, 16, 32, 64, 128, 256, workspace.max_batch}
+    return {
+        batch: _fastest_decode(pool, num_heads, workspace, batch, pages)
+        for batch in sorted(sizes)
+        if batch <= workspace.max_batch and batch * pages <= num_pages
+    }
+
+
+def _fastest_decode(
+    pool: Tensor, num_heads: int, workspace: DecodeWorkspace, batch: int, pages: int
+) -> DecodeConfig:
+    num_pages, page_size = pool.shape[2:4]
+    device = pool.device
+    q = torch.randn(batch, num_heads, pool.shape[-1], device=device).to(pool.dtype)
+    rows = torch.arange(batch, dtype=torch.int32, device=device)
+    lens = torch.full_like(rows, pages * page_size)
+    order = torch.randperm(num_pages, device=device)[: batch * pages].int().view(batch, pages)
+    layers = pool[: max(1, 256 // batch)]  # more than the L2 cache holds
+
+    def run(config: DecodeConfig) -> None:
+        for layer in layers:
+            decode_attention(q, layer, rows, lens, order, 1.0, workspace, config=config)
+
+    best, best_time = DecodeConfig(), float("inf")
+    for candidate in DECODE_CANDIDATES:
+        try:
+            elapsed = _milliseconds(partial(run, candidate), device)
+        except Exception:  # as above: not for this device
+            log.debug("decode candidate %s failed", candidate, exc_info=True)
+            continue
+        if elapsed < best_time:
+            best, best_time = candidate, elapsed
+    return best
+
+
+def _milliseconds(run: Callable[[], None], device: torch.device) -> float:
+    """Of `run` as a CUDA graph, the best of five."""
+    run()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         run()
-        torch.cuda.synchronize(x.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
+    graph.replay()
+    times = []
+    for _ in range(5):
+        begin, end = _timing_event(), _timing_event()
+        begin.record()
         graph.replay()
-        times = []
-        for _ in range(5):
-            begin, end = _timing_event(), _timing_event()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(float(begin.elapsed_time(end)))
-        return min(times)
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)))
+    return min(times)
 
 
 def _timing_event() -> torch.cuda.Event:

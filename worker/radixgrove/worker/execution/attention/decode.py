@@ -1,0 +1,67 @@
+"""Decode attention of the CUDA backends: our split-KV kernel, which needs no plan."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from torch import Tensor
+
+from radixgrove.kernels.attention import DecodeConfig, DecodeWorkspace, decode_attention
+from radixgrove.kernels.tuning import tune_decode
+from radixgrove.worker.execution.attention.base import AttentionBatch
+
+
+class PagedDecode:
+    """The decode rows of a step, eager or captured, over one pool.
+
+    The kernel reads lengths and pages on the device, so a captured step needs no plan.
+    """
+
+    def __init__(self, pool: Tensor, num_heads: int, scale: float) -> None:
+        self._pool = pool
+        self._num_heads = num_heads
+        self._scale = scale
+        self._eager = self._captured = self._make_workspace(1)
+        self._workspace = self._eager
+        self._sizes: list[int] = []
+        self._configs: list[DecodeConfig] = []
+
+    def _make_workspace(self, max_batch: int) -> DecodeWorkspace:
+        kv_heads, head_dim = self._pool.shape[4:]
+        return DecodeWorkspace(max_batch, self._num_heads, kv_heads, head_dim, self._pool.device)
+
+    def prepare_capture(self, max_batch: int) -> None:
+        """Captured kernels keep addresses: this workspace is not replaced afterwards."""
+        self._captured = self._make_workspace(max_batch)
+        tuned = tune_decode(self._pool, self._num_heads, self._captured)
+        self._sizes, self._configs = list(tuned), list(tuned.values())
+
+    def plan(self, decodes: int) -> None:
+        """Before an eager step of so many decode rows."""
+        if decodes > self._eager.max_batch:
+            self._eager = self._make_workspace(2 * decodes)
+        self._workspace = self._eager
+
+    def plan_captured(self) -> None:
+        """Before a step is captured or replayed."""
+        self._workspace = self._captured
+
+    def run(self, layer: int, q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
+        """Attend with q [D, H, head_dim], the step's decode rows; written to `out`, as q."""
+        first, count = batch.num_prefills, q.shape[0]
+        decode_attention(
+            q,
+            self._pool[layer],
+            batch.rows[first : first + count],
+            batch.kv_lens[first : first + count],
+            batch.page_table,
+            self._scale,
+            self._workspace,
+            config=self._config(count),
+            out=out,
+        )
+
+    def _config(self, count: int) -> DecodeConfig | None:
+        if not self._configs:
+            return None
+        return self._configs[min(bisect_left(self._sizes, count), len(self._sizes) - 1)]
