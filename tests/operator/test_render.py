@@ -23,7 +23,8 @@ from radixgrove.operator.merge import strategic_merge
 from radixgrove.operator.render import group, models, policies, router
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.revision import revision_of
-from radixgrove.operator.spec import InferenceServiceSpec
+from radixgrove.operator.spec import InferenceServiceSpec, Router
+from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 GOLDEN = Path(__file__).parent / "golden"
@@ -256,3 +257,21 @@ def test_names_fit_their_kinds(name: str, index: int, attempt: int) -> None:
 @given(st.text("abc-", min_size=1, max_size=63), st.text("abc-", min_size=1, max_size=40))
 def test_service_keys_fit_the_settings_pattern(namespace: str, name: str) -> None:
     assert len(names.service_key(namespace, name)) <= 63
+
+
+def test_the_workers_environment_holds_only_settings_the_worker_knows() -> None:
+    """The command line refuses a `RADIXGROVE_…` variable that is no setting."""
+    for fields in ({}, {"hardware": {"nodes": 2, "network": "tcp"}}):
+        for name in environment(worker(**fields)):
+            if name.startswith("RADIXGROVE_"):
+                assert name.removeprefix("RADIXGROVE_").lower() in WorkerSettings.model_fields
+
+
+def test_a_dedicated_routers_environment_holds_only_settings_the_router_knows() -> None:
+    wanted = Router.model_validate(
+        {"dedicated": True, "policy": "random", "auth": {"keysSecret": "keys"}}
+    )
+    deployment = router.router_objects(SERVICE, wanted, CONFIG)[0]
+    for name in environment(deployment["spec"]["template"]["spec"]):
+        if name.startswith("RADIXGROVE_"):
+            assert name.removeprefix("RADIXGROVE_").lower() in RouterSettings.model_fields

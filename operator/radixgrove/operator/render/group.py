@@ -222,7 +222,7 @@ def _environment(
         "NCCL_SOCKET_IFNAME": hardware.interface,
         # In a directory that outlives a container but not its pod: a rank that finds it was
         # restarted in place, and waits to be replaced with its group.
-        "RADIXGROVE_GROUP_MARKER": "/run/radixgrove/joined",
+        "GROUP_MARKER": "/run/radixgrove/joined",
         "HOME": "/cache",
         "XDG_CACHE_HOME": "/cache",
         "XDG_RUNTIME_DIR": "/run/radixgrove",
