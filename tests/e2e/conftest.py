@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,11 +138,3 @@ def wait_idle(cluster: UpProcess, *, deadline: float = 20.0) -> None:
         )
 
     wait_until(idle, deadline=deadline, what="idle replicas")
-
-
-def unix_now() -> float:
-    return time.time()
-
-
-def environment_without_keys() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith(("OPENAI_", "RADIXGROVE_"))}

@@ -60,7 +60,7 @@ class InProcessEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         *,
-        deadline: float = 240.0,
+        deadline: float = 1200.0,
     ) -> list[Answer]:
         answers: dict[str, Answer] = {}
         for prompt in prompts:

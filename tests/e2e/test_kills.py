@@ -128,7 +128,7 @@ def test_stopped_engine_is_found_and_replaced(up: UpProcess) -> None:
     stopped = time.monotonic()
     wait_until(lambda: not engine.is_running(), deadline=40, what="the end of the stuck engine")
     assert time.monotonic() - stopped < 25
-    assert "rank 0" in up.log.read_text()
+    wait_until(lambda: "rank 0" in up.log.read_text(), what="a message that names the rank")
     answer = stream(up.url, "What is the capital of France?")
     assert answer.text == "The capital of France is Paris."
     wait_until(
