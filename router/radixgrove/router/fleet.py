@@ -183,7 +183,10 @@ class Fleet:
                     logger.warning("cannot read the fleet from Redis: %s", error)
             self._forget_lost()
             self._count_states()
-            await asyncio.sleep(POLL_SECONDS)
+            if self._link is not None and not self._link.up:
+                await self._link.wait_until_up(POLL_SECONDS)
+            else:
+                await asyncio.sleep(POLL_SECONDS)
 
     async def _poll(self, link: RedisLink) -> None:
         if self._settings.model_table is not None:

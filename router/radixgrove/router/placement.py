@@ -63,6 +63,8 @@ class Decision:
     decided: str  # "redis", "local" or "degraded"
     sequences: int
     generation: str = ""  # set when the booking is in Redis
+    cost: float = 0.0  # of a booking made here, as lua/place.lua defines it
+    work_ms: float = 0.0  # of prefill, that the booking added to the replica's queue
 
 
 @dataclass(slots=True)
@@ -115,6 +117,14 @@ class Placer:
             return None
         if self._policy is not RoutingPolicy.PREFIX:
             ask = replace(ask, members=b"")
+        decision = await self._choose(service, candidates, ask)
+        if decision is not None and not decision.generation:
+            decision.replica.sent.add(ask.members)
+        return decision
+
+    async def _choose(
+        self, service: Service, candidates: list[Replica], ask: Ask
+    ) -> Decision | None:
         registered = [replica for replica in candidates if replica.registration is not None]
         others = [replica for replica in candidates if replica.registration is None]
         link = self._link
@@ -165,9 +175,9 @@ class Placer:
         """Raises RedisUnavailable, RedisRefused or _Forgotten: Redis cannot decide."""
         ledger = self._ledger(service.name)
         template = _template(ledger, service, registered)
-        ceiling = NO_CEILING
-        if others:
-            ceiling = min(_cost(replica, ask, time.monotonic())[0] for replica in others)
+        # Booked at once, taken back if Redis knows better: others are deciding meanwhile.
+        fallback = self._local(service, others, ask, "local")
+        ceiling = fallback.cost if fallback is not None else NO_CEILING
         reservation = f"{self._router_id}-{next(self._serial)}"
         ledger.unanswered.add(reservation)
         try:
@@ -184,12 +194,19 @@ class Placer:
                 self._random.getrandbits(31),
                 ceiling,
             )
+            forgotten = answer[:2] == [0, 0] and time.monotonic() - link.since < REBUILD_SECONDS
+            if answer[0] <= 0 and not forgotten:
+                return fallback
+        except BaseException:
+            if fallback is not None:
+                self._take_back(fallback)
+            raise
         finally:
             ledger.unanswered.discard(reservation)
-        if answer[0] == 0 and answer[1] == 0 and time.monotonic() - link.since < REBUILD_SECONDS:
+        if fallback is not None:
+            self._take_back(fallback)
+        if forgotten:
             raise _Forgotten
-        if answer[0] <= 0:
-            return self._local(service, others, ask, "local") if others else None
         chosen, matched, host, booked = (int(value) for value in answer[:4])
         replica = template.replicas[chosen - 1]
         generation = replica.generation
@@ -280,16 +297,15 @@ class Placer:
             depth = min(AFFINITY_BLOCKS, len(ask.members) // MEMBER_BYTES)
             key = ask.members[(depth - 1) * MEMBER_BYTES : depth * MEMBER_BYTES]
             near = [entry for entry in costs if entry[0] <= window]
-            _, matched, replica = max(near, key=lambda entry: _affinity(key, entry[2].id))
+            cost, matched, replica = max(near, key=lambda entry: _affinity(key, entry[2].id))
         else:
             near = [entry for entry in costs if entry[0] <= lowest]
-            _, matched, replica = self._random.choice(near)
+            cost, matched, replica = self._random.choice(near)
         uncached = ask.prompt_tokens - matched * ask.block_tokens
         work_ms = uncached * replica.token_ms
         wait_ms = max(0.0, replica.busy_until - now) * 1000
         replica.in_flight += ask.sequences
         replica.busy_until = max(now, replica.busy_until) + work_ms / 1000
-        replica.sent.add(ask.members)
         return Decision(
             service=service,
             replica=replica,
@@ -299,7 +315,16 @@ class Placer:
             time_ms=wait_ms + work_ms,
             decided=decided,
             sequences=ask.sequences,
+            cost=cost,
+            work_ms=work_ms,
         )
+
+    @staticmethod
+    def _take_back(decision: Decision) -> None:
+        """Undoes a booking made here that came to nothing."""
+        replica = decision.replica
+        replica.in_flight = max(0, replica.in_flight - decision.sequences)
+        replica.busy_until -= decision.work_ms / 1000
 
 
 def count(decision: Decision, ask: Ask) -> None:

@@ -123,6 +123,7 @@ class RedisLink:
         self._wire: _Wire | None = None
         self._lost = asyncio.Event()
         self.up = False
+        self._usable = asyncio.Event()
         self.since = 0.0  # monotonic time of the last change
         self.problem = "not connected yet"
 
@@ -142,6 +143,11 @@ class RedisLink:
                 backoff = min(2 * backoff, MAX_BACKOFF)
         finally:
             self._drop()
+
+    async def wait_until_up(self, seconds: float) -> None:
+        """Returns when Redis is usable, or after `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._usable.wait(), seconds)
 
     async def call(self, *arguments: Argument) -> Any:
         """One command.
@@ -227,6 +233,10 @@ class RedisLink:
     def _turn(self, up: bool) -> None:
         if up != self.up or not self.since:
             self.up, self.since = up, time.monotonic()
+            if up:
+                self._usable.set()
+            else:
+                self._usable.clear()
             self._on_change(up)
 
 
