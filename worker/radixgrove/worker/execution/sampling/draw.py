@@ -68,24 +68,22 @@ def _draw_few(
     ranks = torch.arange(values.shape[1])
     mass = torch.where(limited, (weights * (ranks < k[:, None])).sum(-1), mass)
     cumulative = weights.cumsum(-1)
-    complete = (
-        greedy
-        | limited
-        | ((top_p < 1.0) & (cumulative[:, -1] >= top_p * mass))
-        | ((min_p > 0.0) & (weights[:, -1] < min_p))
-        | (values.shape[1] == vocab)
-    )
+    reaches = cumulative[:, -1] >= top_p * mass
+    # Past the candidates `mass` is that of the whole vocabulary: right only when top-k is off.
+    by_mass = (k >= vocab) & (((top_p < 1.0) & reaches) | (weights[:, -1] < min_p))
+    complete = greedy | limited | by_mass | (values.shape[1] == vocab)
     if not bool(complete.all()):
         thresholds = sampling.sampling_thresholds_reference(
             logits, temperature, top_k, top_p, min_p
         )
         return sampling.sample_reference(logits, temperature, seed, positions, thresholds)
     threshold = values.gather(1, k.clamp(max=values.shape[1]).long()[:, None] - 1)
-    reached = (cumulative >= (top_p * mass)[:, None]).int().argmax(-1, keepdim=True)
-    nucleus = values.gather(1, reached)
-    threshold = torch.where((top_p < 1.0)[:, None], torch.maximum(threshold, nucleus), threshold)
+    nucleus_end = (cumulative >= (top_p * mass)[:, None]).int().argmax(-1, keepdim=True)
+    nucleus = torch.maximum(threshold, values.gather(1, nucleus_end))
+    threshold = torch.where(((top_p < 1.0) & reaches)[:, None], nucleus, threshold)
     dropped = (values < threshold) | (weights < min_p[:, None])
-    scores = values * scale[:, None] - random.exponential(seed, positions, ids).log_()
+    scores = values / torch.where(greedy, 1.0, temperature)[:, None]
+    scores -= random.exponential(seed, positions, ids).log_()
     scores.masked_fill_(dropped, float("-inf"))
     winner = torch.where(greedy, 0, scores.argmax(-1))
     return ids.gather(1, winner[:, None]).squeeze(1)
