@@ -145,6 +145,7 @@ def gemv(
     silu: bool = False,
     residual: Tensor | None = None,
     config: GemvConfig | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`ending(norm(x) @ weight.T + bias)` for one token, summed in float32.
 
@@ -155,13 +156,17 @@ def gemv(
         norm: [K], weight of an RMSNorm of x with `eps`, applied first.
         silu: SiLU-and-multiply the halves of the product.
         residual: [1, N], added to, in place, and returned.
+        out: where to write without `residual`; allocated when None.
 
     Returns:
         [1, N], x's dtype.
     """
     k = x.shape[1]
     n = weight.shape[0] // 2 if silu else weight.shape[0]
-    out = residual if residual is not None else torch.empty((1, n), dtype=x.dtype, device=x.device)
+    if residual is not None:
+        out = residual
+    elif out is None:
+        out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     config = config or GemvConfig()
     _gemv_kernel[(cdiv(n, config.rows),)](
         x,
@@ -299,6 +304,7 @@ def skinny(
     residual: Tensor | None = None,
     config: SkinnyConfig | None = None,
     workspace: SkinnyWorkspace | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As `gemv` without its norm, for 1 to `MAX_SKINNY_TOKENS` tokens: x is [T, K] contiguous.
 
@@ -314,7 +320,7 @@ def skinny(
         raise ValueError("splitting K needs a workspace of sufficient size")
     if residual is not None:
         out = residual
-    else:
+    elif out is None:
         out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     k_split = cdiv(cdiv(k, config.splits), config.block_k) * config.block_k
     _skinny_kernel[(cdiv(n, config.block_n), config.splits)](

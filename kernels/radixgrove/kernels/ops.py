@@ -90,6 +90,7 @@ def linear(
     eps: float = 1e-6,
     silu: bool = False,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`residual += silu_and_mul(rms_norm(x) @ weight.T + bias)`, each part optional.
 
@@ -98,14 +99,16 @@ def linear(
         norm, eps: weight [K] and epsilon of an RMSNorm applied to x first.
         silu: SiLU-and-multiply the two halves of the product; excludes `bias`.
         residual: [T, N] contiguous, updated in place and returned.
+        out: [T, N] contiguous, where to write a product without any ending.
 
     Returns:
         [T, N], x's dtype.
     """
     if not x.is_cuda:
-        return _linear.linear_reference(
+        y = _linear.linear_reference(
             x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual
         )
+        return y if out is None else out.copy_(y)
     tokens = x.shape[0]
     choice = tuner.choose(tokens, weight, silu=silu)
     if choice.gemv is not None:
@@ -118,6 +121,7 @@ def linear(
             silu=silu,
             residual=residual,
             config=choice.gemv,
+            out=out,
         )
     if norm is not None:
         x = rms_norm(x, norm, eps)
@@ -130,7 +134,10 @@ def linear(
             residual=residual,
             config=choice.skinny,
             workspace=tuner.workspace(x.device),
+            out=out,
         )
+    if out is not None and bias is None:
+        return torch.mm(x, weight.t(), out=out)
     if residual is not None and bias is None and not silu:
         return torch.addmm(residual, x, weight.t(), out=residual)
     y = torch.nn.functional.linear(x, weight, bias)

@@ -107,15 +107,25 @@ class Runner:
             return self._finish(plan.step_id, sampled, [])
         inputs = step_inputs(plan, self._table, self._device)
         self._attention.plan(inputs.batch)
-        hidden = self._model.hidden_states(inputs.token_ids, inputs.batch, self._attention)
-        prompts = self._prompt_logprobs(plan.prefills, hidden)
+        sampled_tokens = inputs.sampled_tokens
+        whole = self._want_prompt_logprobs(plan.prefills)
+        hidden = self._model.hidden_states(
+            inputs.token_ids, inputs.batch, self._attention, None if whole else sampled_tokens
+        )
+        prompts = self._prompt_logprobs(plan.prefills, hidden) if whole else []
+        if whole:
+            hidden = hidden.index_select(0, sampled_tokens)
         sampled = self._sample(plan.sampled_rows(), inputs, hidden)
         return self._finish(plan.step_id, sampled, prompts)
+
+    def _want_prompt_logprobs(self, prefills: list[PrefillChunk]) -> bool:
+        params = (self._state.params[chunk.row] for chunk in prefills)
+        return any(p is not None and p.prompt_logprobs is not None for p in params)
 
     def _sample(self, rows: list[int], inputs: StepInputs, hidden: Tensor) -> Sampled:
         if not rows:
             return Sampled(inputs.sampled_rows, [], None)
-        logits = self._model.logits(hidden.index_select(0, inputs.sampled_tokens))
+        logits = self._model.logits(hidden)
         sampled = self._sampler.sample(logits, inputs.sampled_rows, rows)
         self._table.advance(rows)
         return sampled

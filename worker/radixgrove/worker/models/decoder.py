@@ -84,8 +84,15 @@ class DecoderLayer:
             (self._down.weight, False),
         ]
 
-    def __call__(self, residual: Tensor, context: StepContext) -> Tensor:
-        """Add this layer's part to the residual stream [T, hidden]."""
+    def __call__(
+        self, residual: Tensor, context: StepContext, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Add this layer's part to the residual stream [T, hidden].
+
+        Args:
+            wanted: [S] int64; the last layer goes on with these positions only, once the KV of all
+                is stored.
+        """
         attention = context.attention
         q = context.ops.rope_store(
             self._qkv(residual, context, norm=self._input_norm),
@@ -96,7 +103,12 @@ class DecoderLayer:
             self._k_norm,
             context.eps,
         )
+        if wanted is not None and not wanted.shape[0]:
+            return residual.new_empty((0, residual.shape[1]))
         attended = attention.attend(self._index, q).flatten(1)
+        if wanted is not None:
+            attended = attended.index_select(0, wanted)
+            residual = residual.index_select(0, wanted)
         residual = self._output(attended, context, residual=residual)
         gated = self._gate_up(residual, context, norm=self._mlp_norm, silu=True)
         return self._down(gated, context, residual=residual)
@@ -134,10 +146,12 @@ class Decoder:
             yield from self._head.parts()
 
     def projections(self) -> list[tuple[list[Tensor], bool]]:
-        """For the tuner: each kind's weights over some layers, and whether SiLU follows it."""
+        """For the tuner: each kind's weights over some layers (and the head, too large for any
+        cache), and whether SiLU follows it."""
         layers = self._layers[:8]
         kinds = zip(*(layer.projections() for layer in layers), strict=True)
-        return [([weight for weight, _ in kind], kind[0][1]) for kind in kinds]
+        linears = [([weight for weight, _ in kind], kind[0][1]) for kind in kinds]
+        return [*linears, ([self._head.weight], False)]
 
     def prepare(self) -> None:
         """After loading: bring every weight into the form that the arithmetic wants."""
@@ -149,25 +163,30 @@ class Decoder:
         self.weights_bytes = layers + self._norm.nbytes + self._embedding.weight.nbytes + head
 
     def hidden_states(
-        self, token_ids: Tensor, batch: AttentionBatch, attention: AttentionBackend
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        attention: AttentionBackend,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """One forward pass over a planned batch.
 
         Args:
             token_ids: [T] int32 or int64.
             batch: geometry for which `attention.plan` has been called.
+            wanted: [S] int64, the positions in the step whose states are wanted; all when None.
 
         Returns:
-            [T, hidden], before the final norm, which `logits` applies.
+            [S, hidden] or [T, hidden], before the final norm, which `logits` applies.
         """
         rotation = self._ops.rotation(self._cos_sin, batch.positions, self.dtype)
         context = StepContext(
             self.group, self._ops, self.config.norm_eps, attention, rotation, batch.slots
         )
         residual = self._embedding.embed(token_ids, context)
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             residual = layer(residual, context)
-        return residual
+        return self._layers[-1](residual, context, wanted)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Final norm and head: [N, hidden] -> [N, vocab_size], whole on every rank.

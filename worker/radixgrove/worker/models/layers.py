@@ -193,7 +193,7 @@ class VocabTable:
     ) -> Tensor:
         """[N, hidden] before `norm` -> [N, vocab_size], whole on every rank; in `out` if given."""
         if out is not None and group.size == 1 and self._head.layout == torch.strided:
-            return torch.mm(ops.rms_norm(hidden, norm, eps), self._head.t(), out=out)
+            return ops.head(hidden, self._head, norm, eps, out)
         part = ops.linear(hidden, self._head, None, norm=norm, eps=eps, silu=False, residual=None)
         logits = group.all_gather(part)[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)

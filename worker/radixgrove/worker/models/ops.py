@@ -51,6 +51,10 @@ class Ops(Protocol):
         """
         ...
 
+    def head(self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
+        """`rms_norm(x) @ weight.T` into `out` [T, N], for a weight in its plain form."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / rms(x) * weight` over the last dimension."""
         ...
@@ -114,6 +118,9 @@ class TorchOps:
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
+
+    def head(self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
+        return torch.mm(self.rms_norm(x, norm, eps), weight.t(), out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # Fewer and cheaper calls than `F.rms_norm`; the sum is in float32 for every dtype.
@@ -199,6 +206,9 @@ class KernelOps:
             y = kernels.silu_and_mul(y)
             return y if residual is None else residual.add_(y)
         return kernels.linear(x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual)
+
+    def head(self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
+        return kernels.linear(x, weight, norm=norm, eps=eps, out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return kernels.rms_norm(x, weight, eps)
