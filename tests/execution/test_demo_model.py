@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from radixgrove.protocol.sampling import SamplingParams
 from radixgrove.worker.plan import Executor
 
 from . import reference
@@ -87,3 +88,19 @@ def test_logprobs(demo_executor: Executor, hf: Any, demo_prompts: list[list[int]
             )
             for token_id, value in entry.top:
                 assert value == pytest.approx(rows[position, token_id].item(), abs=1e-3)
+
+
+def test_a_seed_gives_the_same_text_in_any_batch(
+    demo_executor: Executor, demo_prompts: list[list[int]]
+) -> None:
+    prompts = demo_prompts[:12]
+
+    def sampling(i: int) -> SamplingParams:
+        return SamplingParams(max_tokens=16, seed=i, temperature=0.8, top_p=0.95 if i % 2 else 1.0)
+
+    together = Driver(demo_executor).generate(prompts, sampling)
+    for i in range(4):
+        alone = Driver(demo_executor).generate([prompts[i]], lambda _, i=i: sampling(i))  # type: ignore[misc]
+        assert alone[0].tokens == together[i].tokens
+    other = Driver(demo_executor).generate(prompts[:4], lambda i: sampling(i + 100))
+    assert [result.tokens for result in other] != [result.tokens for result in together[:4]]
