@@ -20,7 +20,7 @@ from radixgrove.protocol.registry import LeaseState, LoadReport
 from tests.conftest import RedisServer, find_free_port, redis_binary
 
 BLOCK = 16
-DECODE_TOKENS, CREDIT, MOST_CREDIT_MS = 16, 7, 200
+DECODE_TOKENS, CREDIT, MOST_CREDIT_MS = 16, 9, 250
 ME, OTHER, DEAD = "me", "other", "dead"
 PATHS = [[struct.pack("<Q", 1000 * path + i + 1) for i in range(40)] for path in range(3)]
 

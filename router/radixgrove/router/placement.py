@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
 # As in lua/place.lua, which explains them:
 DECODE_TOKENS = 16
-HIT_CREDIT, MOST_CREDIT_MS = 7.0, 200.0
+HIT_CREDIT, MOST_CREDIT_MS = 9.0, 250.0
 REBUILD_SECONDS = 10.0  # after Redis returned empty, until its leases have, too
 AFFINITY_BLOCKS = 16
 AFFINITY_TOKENS = 256  # of load that affinity outweighs
