@@ -66,7 +66,7 @@ PERMISSIONS = [
     Permission(
         Scope.OWN, "coordination.k8s.io", "leases", ("get", "update"), (LEASE,), "leader election"
     ),
-    Permission(Scope.CLUSTER, "", "nodes", ("get", "list", "watch"), why="lost nodes"),
+    Permission(Scope.CLUSTER, "", "nodes", ("list", "watch"), why="lost nodes"),
 ]
 
 

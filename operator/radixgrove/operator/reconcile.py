@@ -229,8 +229,7 @@ class Reconciler:
         """The watch may lag behind a scheduler: a node it does not know is looked up."""
         known = self._store.nodes()
         for name in {pod.node for group in groups for pod in group.pods if pod.node} - set(known):
-            node = self._kube.get("Node", None, name)
-            if node is not None:
+            for node in self._kube.list("Node", None, fields=f"metadata.name={name}"):
                 known[name] = node_of(node)
         return known
 
