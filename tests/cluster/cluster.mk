@@ -3,7 +3,7 @@
 CLUSTER_PYTHON ?= python
 CLUSTER := $(CLUSTER_PYTHON) -m tests.cluster.harness
 
-.PHONY: cluster-build cluster-prepare cluster-up cluster-down test-cluster
+.PHONY: cluster-build cluster-prepare cluster-up cluster-down test-cluster demo-cluster
 
 cluster-build: ## build the programs of Kubernetes into the user's cache (cold: about 13 minutes)
 	$(CLUSTER) build
@@ -19,3 +19,6 @@ cluster-down: ## end clusters, and remove whatever killed ones have left
 
 test-cluster: cluster-build cluster-prepare ## run the tests that need a real Kubernetes
 	$(CLUSTER_PYTHON) -m pytest -m cluster
+
+demo-cluster: cluster-prepare ## a cluster, the chart, the demo model and one question; until Ctrl-C
+	@exec $(CLUSTER) demo

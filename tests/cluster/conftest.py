@@ -70,4 +70,6 @@ def faults(cluster: Cluster) -> Iterator[Faults]:
 @pytest.fixture(scope="session")
 def environment_image(cluster: Cluster) -> str:
     """An image that runs the checkout's code from a mounted environment."""
-    return cluster.environment_image()
+    name = "localhost/radixgrove/environment:test"
+    cluster.build_environment_image(name)
+    return name

@@ -210,7 +210,7 @@ def test_pods_run_the_code_of_the_checkout(
     mounts = claim_environment(kubectl, namespace)
     pod = pods.pod(
         "worker", environment_image,
-        ["python", "-c", "import torch, radixgrove.worker as w; print(torch.ones(2).sum(), w)"],
+        ["python", "-c", "import redis, torch, radixgrove.worker as w; print(torch.ones(2), w)"],
         volumes=mounts.volumes, volume_mounts=mounts.volume_mounts,
     )  # fmt: skip
     pod["spec"]["restartPolicy"] = "Never"

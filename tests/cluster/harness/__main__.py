@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 
-from tests.cluster.harness import build, prepare, state
+from tests.cluster.harness import build, demo, prepare, state
 from tests.cluster.harness.cluster import Cluster
 
 
@@ -28,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="start a cluster that goes on until `down`")
     up.add_argument("--nodes", type=int, default=2)
     commands.add_parser("down", help="end all clusters that have no living owner")
+    commands.add_parser("demo", help="install the chart, serve the demo model, ask it, stay up")
     return parser
 
 
@@ -44,6 +47,10 @@ def _run(arguments: argparse.Namespace) -> None:
             print(f"export KUBECONFIG={cluster.kubeconfig}")
         case "down":
             state.remove_ownerless()
+        case "demo":
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            with contextlib.suppress(KeyboardInterrupt):
+                demo.run()
 
 
 if __name__ == "__main__":

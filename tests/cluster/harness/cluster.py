@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,6 @@ from tests.cluster.harness.waiting import wait_until
 SLOTS = 4  # clusters that one machine may run at once, each with its own addresses
 MAX_NODES = 6
 GPUS = 8
-ENVIRONMENT_IMAGE = "localhost/radixgrove/environment:1"
 _IMAGES = Path(__file__).resolve().parent.parent / "images"
 
 # Changed by every kubelet, machine-wide.
@@ -142,15 +142,12 @@ class Cluster:
         images.build_image(name, dockerfile, context, archive, arguments=build_arguments)
         self.import_image(archive)
 
-    def environment_image(self) -> str:
-        """An image that runs this checkout's code; see `volumes.claim_environment`."""
+    def build_environment_image(self, name: str) -> None:
+        """Builds an image that runs this checkout's code; see `volumes.claim_environment`."""
         directory = _IMAGES / "environment"
-        site_packages = str(volumes.environment_site_packages())
-        self.build_image(
-            ENVIRONMENT_IMAGE, directory / "Dockerfile", directory,
-            arguments={"SITE_PACKAGES": site_packages},
-        )  # fmt: skip
-        return ENVIRONMENT_IMAGE
+        mounted = " ".join(str(path) for path in volumes.environment_directories().values())
+        arguments = {"DIRECTORIES": mounted, "ENVIRONMENT": sys.prefix}
+        self.build_image(name, directory / "Dockerfile", directory, arguments=arguments)
 
     def import_image(self, archive: Path) -> None:
         """Gives a docker-archive to every node, also to those added later."""

@@ -7,7 +7,6 @@ nodes see the same file system, so such a volume can be read and written from ev
 from __future__ import annotations
 
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,7 @@ from typing import Any
 from tests.cluster.harness.kubectl import Kubectl
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
-# Where the image of `images/environment` keeps its interpreter.
-_ENVIRONMENT_PYTHON = (3, 11)
+IMAGE_PYTHON = (3, 11)  # of the base image
 
 
 def claim_directory(
@@ -71,14 +69,10 @@ class Mounts:
 def claim_environment(kubectl: Kubectl, namespace: str) -> Mounts:
     """Lets a namespace's pods use this Python environment and checkout, at their own paths.
 
-    For containers of the environment image, which finds installed packages there. The environment
-    must be of the image's Python version: compiled packages fit no other.
+    For containers of `Cluster.build_environment_image`.
     """
-    if sys.version_info[:2] != _ENVIRONMENT_PYTHON:
-        needed = ".".join(map(str, _ENVIRONMENT_PYTHON))
-        raise RuntimeError(f"only an environment of Python {needed} can be mounted into pods")
     mounts = Mounts([], [])
-    for claim, path in _environment_directories().items():
+    for claim, path in environment_directories().items():
         claim_directory(kubectl, namespace, claim, path)
         source = {"claimName": claim, "readOnly": True}
         mounts.volumes.append({"name": claim, "persistentVolumeClaim": source})
@@ -86,17 +80,26 @@ def claim_environment(kubectl: Kubectl, namespace: str) -> Mounts:
     return mounts
 
 
-def environment_site_packages() -> Path:
-    """Where the running interpreter's packages are installed."""
-    return Path(sysconfig.get_path("purelib"))
+def environment_directories() -> dict[str, Path]:
+    """What this interpreter runs from, by claim name; none lies within another.
 
-
-def _environment_directories() -> dict[str, Path]:
-    directories = {"checkout": _CHECKOUT}
-    prefix = Path(sys.prefix)
-    if not prefix.is_relative_to(_CHECKOUT):
-        directories["environment"] = prefix
-    return directories
+    An interpreter of the system itself cannot be mounted: the image's must then be its equal.
+    """
+    directories = {
+        "checkout": _CHECKOUT,
+        "environment": Path(sys.prefix),
+        "interpreter": Path(sys.base_prefix),
+    }
+    outer = {
+        claim: path
+        for claim, path in directories.items()
+        if path != Path("/usr")
+        and not any(path != other and path.is_relative_to(other) for other in directories.values())
+    }
+    if "interpreter" not in outer and sys.version_info[:2] != IMAGE_PYTHON:
+        needed = ".".join(map(str, IMAGE_PYTHON))
+        raise RuntimeError(f"pods can use the system's Python only if it is {needed}")
+    return outer
 
 
 def _volume(name: str, path: Path, modes: list[str], capacity: str = "1Gi") -> dict[str, Any]:

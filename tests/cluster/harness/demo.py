@@ -1,0 +1,134 @@
+"""`make demo-cluster`: from nothing to an answer of the demo model, then a cluster to look at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from radixgrove.worker import demo_model
+from tests.cluster.harness import pods, release
+from tests.cluster.harness.cluster import Cluster
+from tests.cluster.harness.volumes import claim_directory
+
+NAMESPACE = "demo"
+SERVICE = "smollm2"
+_QUESTION = "What is the capital of France? Answer with one word."
+
+
+def run() -> None:
+    """Shows the whole way on a real cluster and returns when interrupted."""
+    with Cluster(nodes=2) as cluster:
+        _say(f"two nodes are ready: {', '.join(node.name for node in cluster.nodes)}")
+        release.build_images(cluster)
+        _say("images are built from the project's Dockerfiles")
+        release.install(cluster)
+        _say("helm has installed operator, router and Redis")
+        started = time.monotonic()
+        serve(cluster)
+        _say(
+            f"{SERVICE} is Ready with two replicas, {time.monotonic() - started:.0f} s after apply"
+        )
+        with forwarded_router(cluster) as url:
+            _say(f"asking {url}: {_QUESTION}")
+            _say(f"answer: {ask(url, _QUESTION)}")
+        _explain(cluster)
+        # Nothing is left to do: a signal ends the wait, and the cluster with it.
+        while True:
+            time.sleep(3600)
+
+
+def serve(cluster: Cluster, *, replicas: int = 2, timeout: float = 300) -> None:
+    """Applies an InferenceService of the demo model on CPU and waits for all its replicas."""
+    kubectl = cluster.kubectl
+    kubectl.apply(pods.namespace(NAMESPACE))
+    directory = demo_model.ensure()
+    claim_directory(kubectl, NAMESPACE, "models", directory.parent)
+    overrides = release.worker_overrides(kubectl, NAMESPACE)
+    kubectl.apply(_service(directory.name, replicas, overrides), namespace=NAMESPACE)
+    kubectl.wait_for(
+        "inferenceservice", SERVICE, "-n", NAMESPACE,
+        that=lambda found: found.get("status", {}).get("readyReplicas") == replicas,
+        what=f"has {replicas} ready replicas", timeout=timeout,
+    )  # fmt: skip
+
+
+@contextmanager
+def forwarded_router(cluster: Cluster) -> Iterator[str]:
+    """A port of this machine that leads to the router's Service; yields the API's base URL."""
+    kubectl = cluster.kubectl
+    forward = subprocess.Popen(
+        [
+            str(kubectl.program), f"--kubeconfig={kubectl.kubeconfig}", "port-forward",
+            "-n", release.NAMESPACE, "service/radixgrove-router", ":80",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    with forward:
+        assert forward.stdout is not None
+        # "Forwarding from 127.0.0.1:40551 -> 8000"
+        address = forward.stdout.readline().split()[2]
+        try:
+            yield f"http://{address}/v1"
+        finally:
+            forward.terminate()
+
+
+def ask(url: str, question: str, *, timeout: float = 120) -> str:
+    """One chat completion, greedy, by plain HTTP."""
+    body = {
+        "model": SERVICE,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    request = urllib.request.Request(
+        f"{url}/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=timeout) as response:
+        return str(json.load(response)["choices"][0]["message"]["content"])
+
+
+def _service(model: str, replicas: int, overrides: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": "serving.radixgrove.io/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": SERVICE},
+        "spec": {
+            "model": {"source": f"pvc://models/{model}"},
+            "hardware": {"device": "cpu", "cpu": "500m", "memory": "3Gi"},
+            "replicas": replicas,
+            "podOverrides": overrides,
+        },
+    }
+
+
+def _explain(cluster: Cluster) -> None:
+    print(
+        f"""
+Look around from another terminal:
+
+  export KUBECONFIG={cluster.kubeconfig}
+  export PATH={cluster.kubectl.program.parent}:$PATH
+  kubectl get nodes,rgsvc,pods --all-namespaces
+  kubectl -n {NAMESPACE} describe rgsvc {SERVICE}
+  kubectl -n {NAMESPACE} scale rgsvc {SERVICE} --replicas=1
+  kubectl -n {release.NAMESPACE} logs deployment/radixgrove-operator
+  kubectl -n {release.NAMESPACE} port-forward service/radixgrove-router 8000:80
+  curl http://127.0.0.1:8000/v1/models
+
+Ctrl-C ends the cluster and removes it.
+""",
+        flush=True,
+    )
+
+
+def _say(line: str) -> None:
+    print(f"demo: {line}", flush=True)

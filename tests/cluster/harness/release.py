@@ -1,0 +1,115 @@
+"""The project on a cluster: images from its own Dockerfiles, and its chart by the Helm CLI."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.harness import build, pods
+from tests.cluster.harness.cluster import Cluster
+from tests.cluster.harness.kubectl import Kubectl
+from tests.cluster.harness.volumes import claim_environment
+
+_ROOT = Path(__file__).resolve().parents[3]
+_IMAGES = Path(__file__).resolve().parent.parent / "images"
+CHART = _ROOT / "helm" / "radixgrove"
+NAMESPACE = "radixgrove"
+REGISTRY = "localhost"
+TAG = "test"
+
+
+class HelmError(RuntimeError):
+    """Helm ended with an error; the message is what it said."""
+
+
+def image(part: str) -> str:
+    """The name of a part's image on the cluster: operator, router, worker or redis."""
+    return f"{REGISTRY}/radixgrove/{part}:{TAG}"
+
+
+def build_images(cluster: Cluster) -> None:
+    """Operator and router from the project's Dockerfiles, Redis from the distribution.
+
+    The worker's image is the mounted environment (`worker_overrides`): its own is five gigabytes
+    because of CUDA.
+    """
+    for part in ("operator", "router"):
+        cluster.build_image(image(part), _ROOT / part / "Dockerfile", _ROOT)
+    cluster.build_image(image("redis"), _IMAGES / "redis" / "Dockerfile", _IMAGES / "redis")
+    cluster.build_environment_image(image("worker"))
+
+
+def build_worker_image(cluster: Cluster) -> None:
+    """The worker from its own Dockerfile: minutes, and five gigabytes on every node."""
+    cluster.build_image(image("worker"), _ROOT / "worker" / "Dockerfile", _ROOT)
+
+
+def values() -> dict[str, Any]:
+    """Chart values that name the images built here."""
+    return {
+        "image": {
+            "registry": REGISTRY,
+            "tag": TAG,
+            "pullPolicy": "Never",
+            "redis": {"repository": "radixgrove/redis", "tag": TAG},
+        },
+        # Two nodes share the cores of one machine.
+        "router": {"resources": {"requests": {"cpu": "100m", "memory": "128Mi"}}},
+    }
+
+
+def install(
+    cluster: Cluster,
+    more_values: Mapping[str, Any] | None = None,
+    *,
+    name: str = "radixgrove",
+    namespace: str = NAMESPACE,
+    chart: Path = CHART,
+    timeout: int = 180,
+) -> None:
+    """`helm upgrade --install` into a `restricted` namespace; waits until all of it is ready.
+
+    `more_values` are merged over `values` by Helm. Raises `HelmError`.
+    """
+    cluster.kubectl.apply(pods.namespace(namespace))
+    files = []
+    for index, content in enumerate((values(), more_values or {})):
+        file = cluster.control_plane.path / f"{namespace}-{name}-values-{index}.json"
+        file.write_text(json.dumps(content))
+        files.append(f"--values={file}")
+    try:
+        helm(
+            cluster, "upgrade", "--install", name, str(chart), f"--namespace={namespace}", *files,
+            "--wait", f"--timeout={timeout}s",
+        )  # fmt: skip
+    except HelmError as error:
+        found = cluster.kubectl.run("get", "pods", "-n", namespace)
+        raise HelmError(f"{error}\n{found}") from error
+
+
+def helm(cluster: Cluster, *arguments: str) -> str:
+    """Runs the Helm CLI as the cluster's administrator. Raises `HelmError`."""
+    home = cluster.control_plane.path / "helm"
+    kinds = ("CACHE", "CONFIG", "DATA")
+    environment = {**os.environ, **{f"HELM_{k}_HOME": str(home / k.lower()) for k in kinds}}
+    program = build.ensure(build.TOOLS) / "helm"
+    outcome = subprocess.run(
+        [str(program), f"--kubeconfig={cluster.kubeconfig}", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if outcome.returncode != 0:
+        raise HelmError(f"helm {' '.join(arguments)}: {outcome.stderr.strip()}")
+    return outcome.stdout
+
+
+def worker_overrides(kubectl: Kubectl, namespace: str) -> dict[str, Any]:
+    """`podOverrides` that let the workers of a namespace run this checkout's code."""
+    mounts = claim_environment(kubectl, namespace)
+    container = {"name": "worker", "volumeMounts": mounts.volume_mounts}
+    return {"spec": {"containers": [container], "volumes": mounts.volumes}}
