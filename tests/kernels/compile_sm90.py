@@ -67,6 +67,7 @@ def compile_only() -> None:
         if hasattr(module, "pdl"):
             setattr(module, "pdl", always_pdl)  # noqa: B010
     setattr(attention, "_multiprocessors", multiprocessors)  # noqa: B010
+    setattr(sampling, "_has_fast_logarithm", lambda x: True)  # noqa: B010
 
 
 def always_pdl(x: torch.Tensor) -> dict[str, bool]:
@@ -138,10 +139,28 @@ def launch_linear(dtype: torch.dtype, hidden: int) -> None:
 def launch_sampling() -> None:
     logits, one = torch.zeros(4, 151936), torch.zeros(4)
     index32, index64 = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
-    sampling.sample(logits.bfloat16(), one, index64, index64, one)
-    sampling.sampling_thresholds(logits, one, index32, one, one)
+    for kind in (torch.bfloat16, torch.float32):
+        sampling.argmax(logits.to(kind))
+        sampling.sample(logits.to(kind), one, index64, index64)
+        sampling.sample(logits.to(kind), one, index64, index64, one)
+        sampling.sampling_thresholds(logits.to(kind), one, index32, one, one)
     counts = torch.zeros(4, 151936, dtype=torch.int32)
     sampling.penalize(logits, index32, counts, one, one, one)
+
+
+def launch_smallest() -> None:
+    """Sizes of one, which the compiler takes for constants."""
+    one, index = torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64)
+    for silu in (False, True):
+        weight = torch.zeros(2 if silu else 1, 8)
+        linear.gemv(torch.zeros(1, 8), weight, silu=silu)
+        linear.skinny(torch.zeros(1, 8), weight, silu=silu)
+    norm.rms_norm(one, one[0], 1.0)
+    activation.silu_and_mul(torch.zeros(1, 2))
+    gather.embed(one, index)
+    sampling.sample(one, one[0], index, index)
+    sampling.sampling_thresholds(one, one[0], index.int(), one[0], one[0])
+    sampling.penalize(one, index.int(), one.int(), one[0], one[0], one[0])
 
 
 if __name__ == "__main__":
@@ -150,3 +169,4 @@ if __name__ == "__main__":
     launch_all(torch.bfloat16)
     launch_all(torch.float32)
     launch_sampling()
+    launch_smallest()

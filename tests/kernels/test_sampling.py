@@ -40,6 +40,7 @@ def test_greedy_takes_the_first_of_equal_logits(device: torch.device) -> None:
     zeros = torch.zeros(2, dtype=torch.int64, device=device)
     tokens = sampling.sample(logits, torch.zeros(2, device=device), zeros, zeros)
     assert tokens.tolist() == [17, 0]
+    assert sampling.argmax(logits).tolist() == [17, 0]
 
 
 def test_sample_never_leaves_the_vocabulary(device: torch.device) -> None:
@@ -97,8 +98,11 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_thresholds_keep_the_same_tokens(name: str, device: torch.device) -> None:
-    logits = make_logits(4, 5003, device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_thresholds_keep_the_same_tokens(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    logits = make_logits(4, 5003, device).to(dtype)
     top_k, top_p, min_p = FILTERS[name]
     temperature = torch.tensor([0.5, 1.0, 1.7, 0.0], device=device)
     arguments = (
@@ -111,11 +115,11 @@ def test_thresholds_keep_the_same_tokens(name: str, device: torch.device) -> Non
     threshold = sampling.sampling_thresholds(*arguments)
     kept = logits >= threshold[:, None]
     expected = logits >= sampling.sampling_thresholds_reference(*arguments)[:, None]
-    # Sums in another order may put a token exactly at the edge of the nucleus on the other side.
-    assert (kept != expected).sum().item() <= 1
+    # Sums in another order may put the value at the edge of the nucleus on the other side.
+    assert all(len(logits[i][kept[i] != expected[i]].unique()) <= 1 for i in range(4))
     assert kept[3].all(), "greedy rows are not filtered"
     assert kept[:3].any(dim=1).all()
-    if name == "top-k":
+    if name == "top-k" and dtype == torch.float32:  # the others have ties
         assert kept[:3].sum(1).tolist() == [3, 3, 3]
 
 
@@ -181,9 +185,9 @@ def test_random_bits_are_a_fixed_function() -> None:
 
 
 GOLDEN_BITS = [
-    [3210455839, 3070135493, 2299964502],
-    [136735694, 3578608012, 3507273839],
-    [2853167073, 15061226, 1761584592],
+    [1817238626, 3391126679, 339019486],
+    [1929932817, 3247113019, 3868462941],
+    [3350684382, 1327246001, 1728667973],
 ]
 
 

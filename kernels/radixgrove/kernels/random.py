@@ -4,8 +4,10 @@ The random number that decides token `index` at `position` of a sequence depends
 so a request draws the same tokens whatever batch, step, rank or device computes them. The Triton
 sampler (`sampling.py`) computes the same bits.
 
-A 64-bit key is mixed from (seed, position); each index is then mixed with the key. `mix` is the
-32-bit finalizer "lowbias32" of Chris Wellons' hash prospector (multiplications and xor-shifts).
+A 64-bit key is mixed from (seed, position) by `mix`, the 32-bit finalizer "lowbias32" of Chris
+Wellons' hash prospector (multiplications and xor-shifts). Each index then goes through one such
+finalizer, with a word of the key before each of its multiplications: streams whose first words are
+close do not share numbers, since their second words differ.
 """
 
 from __future__ import annotations
@@ -53,7 +55,12 @@ def bits(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
         index: int64 [V] (shared) or [B, V], in [0, 2^32): token ids.
     """
     first, second = keys(seed, position)
-    return mix(mix(index ^ first[:, None]) ^ second[:, None])
+    x = index ^ first[:, None]
+    x = x ^ (x >> 16)
+    x = (x * MIX_1 + second[:, None]) & MASK
+    x = x ^ (x >> 15)
+    x = (x * MIX_2) & MASK
+    return x ^ (x >> 16)
 
 
 def uniform(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from radixgrove.kernels._triton import (
 # prompt has it, which only the repetition penalty regards.
 PROMPT_BIT = 1 << 30
 _MAX_PARTS = 64  # pieces of a row that are searched side by side
+# Low bits of a float32 that are zero when its value came from a smaller type (normal numbers).
+_UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
 def penalize_reference(
@@ -47,6 +49,7 @@ def sampling_thresholds_reference(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
     """See `sampling_thresholds`."""
+    logits = logits.float()
     best = logits.amax(-1)
     scale = 1.0 / temperature.clamp(min=1e-6)
     threshold = best + torch.log(min_p) / scale
@@ -158,37 +161,74 @@ def _unordered(key):
 
 
 @jit
+def _weight(x, best, scale, COUNT: tl.constexpr):
+    return tl.full(x.shape, 1.0, dtype=tl.float32) if COUNT else tl.exp((x - best) * scale)
+
+
+@jit
 def _mass_at_least(logits_ptr, vocab, pivot, best, scale, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Over logits whose ordered key is >= pivot: how many (COUNT), or their summed weight."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, vocab, BLOCK):
         column = first + lane
-        x = tl.load(logits_ptr + column, mask=column < vocab, other=float("-inf"))
+        x = tl.load(logits_ptr + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
         keep = (_ordered(x) >= pivot) & (column < vocab)
-        if COUNT:
-            total += tl.where(keep, 1.0, 0.0)
-        else:
-            total += tl.where(keep, tl.exp((x - best) * scale), 0.0)
+        total += tl.where(keep, _weight(x, best, scale, COUNT), 0.0)
     return tl.sum(total, axis=0)
 
 
 @jit
 def _largest_pivot(
-    logits_ptr, vocab, best, scale, low, target, COUNT: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr,
+    vocab,
+    best,
+    scale,
+    low,
+    target,
+    COUNT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Largest key in [low, key(best)] whose `_mass_at_least` reaches `target`, by bisection."""
-    high = _ordered(best).to(tl.int64)
-    low = low.to(tl.int64)
+    """Largest key in [low, key(best)] whose `_mass_at_least` reaches `target`.
+
+    A pass over the row tries three pivots, which leaves a quarter of the range. Keys of a type with
+    fewer bits than float32 are multiples of `1 << SHIFT`, and only those are tried.
+    """
+    high = (_ordered(best) >> SHIFT).to(tl.int64)
+    low = (low >> SHIFT).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
     while low < high:
-        middle = low + (high - low + 1) // 2
-        mass = _mass_at_least(
-            logits_ptr, vocab, middle.to(tl.int32), best, scale, COUNT=COUNT, BLOCK=BLOCK
-        )
-        enough = mass >= target
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    return low.to(tl.int32)
+        step = (high - low + 3) // 4
+        one = low + step
+        two = tl.minimum(one + step, high)
+        three = tl.minimum(two + step, high)
+        pivot_one = (one << SHIFT).to(tl.int32)
+        pivot_two = (two << SHIFT).to(tl.int32)
+        pivot_three = (three << SHIFT).to(tl.int32)
+        above_one = tl.zeros((BLOCK,), dtype=tl.float32)
+        above_two = tl.zeros((BLOCK,), dtype=tl.float32)
+        above_three = tl.zeros((BLOCK,), dtype=tl.float32)
+        for first in range(0, vocab, BLOCK):
+            column = first + lane
+            inside = column < vocab
+            x = tl.load(logits_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
+            key = _ordered(x)
+            weight = tl.where(inside, _weight(x, best, scale, COUNT), 0.0)
+            above_one += tl.where(key >= pivot_one, weight, 0.0)
+            above_two += tl.where(key >= pivot_two, weight, 0.0)
+            above_three += tl.where(key >= pivot_three, weight, 0.0)
+        if tl.sum(above_three, axis=0) >= target:
+            low = three
+        elif tl.sum(above_two, axis=0) >= target:
+            low = two
+            high = three - 1
+        elif tl.sum(above_one, axis=0) >= target:
+            low = one
+            high = two - 1
+        else:
+            high = one - 1
+    return (low << SHIFT).to(tl.int32)
 
 
 @jit
@@ -201,6 +241,7 @@ def _thresholds_kernel(
     out_ptr,
     vocab,
     logits_stride,
+    SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     item = tl.program_id(0).to(tl.int64)
@@ -219,18 +260,35 @@ def _thresholds_kernel(
         for first in range(0, vocab, BLOCK):
             column = first + lane
             x = tl.load(logits_ptr + column, mask=column < vocab, other=float("-inf"))
+            x = x.to(tl.float32)
             running = tl.maximum(running, x)
             lowest = tl.minimum(lowest, tl.where(column < vocab, x, float("inf")))
         best = tl.max(running, axis=0)
         key = _ordered(tl.min(lowest, axis=0))
         if (top_k > 0) & (top_k < vocab):
             key = _largest_pivot(
-                logits_ptr, vocab, best, scale, key, top_k.to(tl.float32), COUNT=True, BLOCK=BLOCK
+                logits_ptr,
+                vocab,
+                best,
+                scale,
+                key,
+                top_k.to(tl.float32),
+                COUNT=True,
+                SHIFT=SHIFT,
+                BLOCK=BLOCK,
             )
         if top_p < 1.0:
             kept = _mass_at_least(logits_ptr, vocab, key, best, scale, COUNT=False, BLOCK=BLOCK)
             key = _largest_pivot(
-                logits_ptr, vocab, best, scale, key, top_p * kept, COUNT=False, BLOCK=BLOCK
+                logits_ptr,
+                vocab,
+                best,
+                scale,
+                key,
+                top_p * kept,
+                COUNT=False,
+                SHIFT=SHIFT,
+                BLOCK=BLOCK,
             )
         threshold = _unordered(key)
         if min_p > 0.0:
@@ -244,7 +302,8 @@ def sampling_thresholds(
     """The smallest logit that survives top-k, then top-p (Holtzman et al. 2020), and min-p.
 
     Args:
-        logits: [B, V] float32, finite or -inf; rows may be strided, a row contiguous.
+        logits: [B, V] float32, bfloat16 or float16, finite or -inf; rows may be strided, a row
+            contiguous. Fewer bits take fewer passes.
         temperature: [B] float32; a row at 0 (greedy) is not filtered.
         top_k: [B] int32, 0 is off. top_p, min_p: [B] float32, 1 and 0 are off.
 
@@ -263,8 +322,9 @@ def sampling_thresholds(
             out,
             vocab,
             logits.stride(0),
+            SHIFT=_UNUSED_BITS[logits.dtype],
             BLOCK=4096,
-            num_warps=16,
+            num_warps=32,
         )
     return out
 
@@ -280,18 +340,41 @@ def _mix(x):
 
 
 @jit
-def _log_exponential(seed, position, index):
-    """log of `random.exponential`: seed, position int64 scalars; index int32 block."""
+def _keys(seed, position):
+    """`random.keys` of int64 scalars: two uint32."""
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
     step = position.to(tl.uint32) * 0x9E3779B9
     first = _mix(_mix(low ^ step) ^ high)
     second = _mix(first ^ _mix((high ^ 0x85EBCA6B) + step) ^ low)
-    drawn = _mix(_mix(index.to(tl.uint32) ^ first) ^ second)
-    u = tl.minimum((drawn.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    return first, second
+
+
+@jit
+def _log2(x, FAST: tl.constexpr):
+    """Base-2 logarithm; FAST is the hardware's, 2^-22 off, and not in the interpreter."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@jit
+def _log2_exponential(first, second, index, FAST: tl.constexpr):
+    """Base-2 logarithm of `random.exponential` by the words of `_keys`; index int32 block."""
+    x = index.to(tl.uint32) ^ first
+    x ^= x >> 16
+    x = x * 0x7FEB352D + second
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x ^= x >> 16
+    u = tl.minimum((x.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     # log1p by its series where 1 - u would lose the small values, which win the race.
     small = u * (1.0 + u * (0.5 + u * (0.3333333432674408 + u * 0.25)))
-    return tl.log(tl.where(u < 0.01, small, -tl.log(1.0 - u)))
+    exponential = tl.where(u < 0.01, small, _log2(1.0 - u, FAST) * -0.6931471805599453)
+    return _log2(exponential, FAST)
 
 
 @jit(varying=("temperature_ptr", "seed_ptr", "position_ptr", "thresholds_ptr", "index_ptr"))
@@ -306,37 +389,41 @@ def _race_kernel(
     vocab,
     logits_stride,
     chunk,
+    GREEDY: tl.constexpr,
     FILTER: tl.constexpr,
+    FAST: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the best score of one chunk of a row's vocabulary."""
+    """One program: the best score of one chunk of a row's vocabulary.
+
+    Scores are `(logit / temperature - log(exponential)) / log(2)`, plain logits when greedy.
+    """
     item = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    temperature = tl.load(temperature_ptr + item)
-    seed = tl.load(seed_ptr + item)
-    position = tl.load(position_ptr + item)
-    threshold = tl.load(thresholds_ptr + item) if FILTER else float("-inf")
     start = part * chunk
     stop = tl.minimum(start + chunk, vocab)
     best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     best_index = start + lane
+    logits_ptr += item * logits_stride
+    if not GREEDY:
+        temperature = tl.load(temperature_ptr + item)
+        scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
+        first_key, second_key = _keys(tl.load(seed_ptr + item), tl.load(position_ptr + item))
+        threshold = tl.load(thresholds_ptr + item) if FILTER else float("-inf")
     for first in range(start, stop, BLOCK):
         column = first + lane
-        x = tl.load(
-            logits_ptr + item * logits_stride + column, mask=column < stop, other=float("-inf")
-        )
-        x = x.to(tl.float32)
+        x = tl.load(logits_ptr + column, mask=column < stop, other=float("-inf")).to(tl.float32)
         score = x
-        if temperature > 0:
-            score = x / temperature - _log_exponential(seed, position, column)
-        if FILTER:
-            score = tl.where(x < threshold, float("-inf"), score)
-        score = tl.where(column < stop, score, float("-inf"))
+        if not GREEDY:
+            if temperature > 0:
+                score = x * scale - _log2_exponential(first_key, second_key, column, FAST)
+            if FILTER:
+                score = tl.where(x < threshold, float("-inf"), score)
         better = score > best
         best = tl.where(better, score, best)
         best_index = tl.where(better, column, best_index)
@@ -363,6 +450,11 @@ def _race_winner_kernel(
     tl.store(out_ptr + item, tl.min(tl.where(best == winner, index, vocab - 1), axis=0))
 
 
+def argmax(logits: Tensor) -> Tensor:
+    """The most probable token of each row [B, V], [B] int64: `sample` at temperature 0."""
+    return _race(logits, None, None, None, None)
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -381,12 +473,27 @@ def sample(
     Returns:
         [B] int64.
     """
+    return _race(logits, temperature, seed, position, thresholds)
+
+
+def _has_fast_logarithm(x: Tensor) -> bool:
+    return x.is_cuda  # the interpreter has no inline assembly
+
+
+def _race(
+    logits: Tensor,
+    temperature: Tensor | None,
+    seed: Tensor | None,
+    position: Tensor | None,
+    thresholds: Tensor | None,
+) -> Tensor:
     batch, vocab = logits.shape
     out = torch.empty(batch, dtype=torch.int64, device=logits.device)
     if not batch:
         return out
     block = 1024
-    parts = max(1, min(_MAX_PARTS, cdiv(512, batch), cdiv(vocab, block)))
+    # Enough programs to fill the device twice, so that none of its parts waits for a last one.
+    parts = max(1, min(_MAX_PARTS, cdiv(2048, batch), cdiv(vocab, block)))
     chunk = cdiv(cdiv(vocab, parts), block) * block
     parts = cdiv(vocab, chunk)
     best = torch.empty((batch, parts), dtype=torch.float32, device=logits.device)
@@ -396,13 +503,15 @@ def sample(
         temperature,
         seed,
         position,
-        thresholds if thresholds is not None else temperature,
+        thresholds,
         best,
         index,
         vocab,
         logits.stride(0),
         chunk,
+        GREEDY=temperature is None,
         FILTER=thresholds is not None,
+        FAST=_has_fast_logarithm(logits),
         BLOCK=block,
         num_warps=4,
         **pdl(logits),

@@ -32,18 +32,19 @@ def draw(
         [S] int64.
     """
     if not need & Need.RANDOM:
+        if logits.is_cuda:
+            return sampling.argmax(logits)
         return logits.max(-1).indices  # `argmax` is several times slower in bfloat16 on a CPU
     floats, integers = state.floats(rows), state.integers(rows)
     temperature, seed = floats["temperature"], integers["seed"]
     if not need & Need.FILTER:
         sample = sampling.sample if logits.is_cuda else sampling.sample_reference
         return sample(logits, temperature, seed, positions)
-    logits = logits.float()
     filters = (integers["top_k"].int(), floats["top_p"], floats["min_p"])
     if logits.is_cuda:
         thresholds = sampling.sampling_thresholds(logits, temperature, *filters)
         return sampling.sample(logits, temperature, seed, positions, thresholds)
-    return _draw_few(logits, temperature, seed, positions, *filters)
+    return _draw_few(logits.float(), temperature, seed, positions, *filters)
 
 
 def _draw_few(
