@@ -26,13 +26,14 @@ from radixgrove.kernels import (
     norm,
     pages,
     rope,
+    rows,
     sampling,
 )
 from radixgrove.kernels.linear import SkinnyWorkspace
 from radixgrove.kernels.tuning import DECODE_CANDIDATES, GEMV_CANDIDATES, SKINNY_CANDIDATES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-MODULES = (activation, attention, gather, linear, norm, pages, rope, sampling)
+MODULES = (activation, attention, gather, linear, norm, pages, rope, rows, sampling)
 
 
 class _Hopper:
@@ -109,7 +110,12 @@ def launch_all(dtype: torch.dtype) -> None:
     table = zeros(9, 64, kind=torch.int32)
     indptr, flat = zeros(5, kind=torch.int32), zeros(64, kind=torch.int32)
     pages.kv_indices(index32, index32, table, 16, indptr, flat, index32.clone())
-    for tokens in (4, 80):
+    lens, tokens_known = zeros(9, kind=torch.int32), zeros(9, 64, kind=torch.int32)
+    rows.gather_rows(
+        index64, lens, tokens_known, table, 16, index32, index32, index64, index32, index64
+    )
+    rows.append_samples(index64, index64, lens, tokens_known, 8)
+    for tokens in (4, 80, 800):
         qkv = zeros(tokens, (heads + 2 * kv_heads) * dim)
         where = zeros(tokens, kind=torch.int64)
         angles = zeros(64, dim, kind=torch.float32)

@@ -12,10 +12,12 @@ import pytest
 pytest.importorskip("triton")
 
 KERNELS = {
+    "_append_samples_kernel",
     "_copy_pages_kernel",
     "_decode_kernel",
     "_extend_kernel",
     "_gather_kernel",
+    "_gather_rows_kernel",
     "_gemv_kernel",
     "_kv_indices_kernel",
     "_penalize_kernel",

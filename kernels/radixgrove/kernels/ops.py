@@ -21,14 +21,17 @@ from torch import Tensor
 
 from radixgrove.kernels import activation, gather, norm, pages, rope, sampling
 from radixgrove.kernels import linear as _linear
+from radixgrove.kernels import rows as _rows
 from radixgrove.kernels.sampling import PROMPT_BIT
 from radixgrove.kernels.tuning import LinearTuner
 
 __all__ = [
     "PROMPT_BIT",
     "add_rms_norm",
+    "append_samples",
     "embed",
     "gather_pages",
+    "gather_rows",
     "kv_indices",
     "linear",
     "penalize",
@@ -163,6 +166,31 @@ def scatter_pages(pool: Tensor, page_ids: Tensor, source: Tensor) -> None:
     """Page-first pages into the device pool; see `pages.scatter_pages`."""
     function = pages.scatter_pages if pool.is_cuda else pages.scatter_pages_reference
     function(pool, page_ids, source)
+
+
+def gather_rows(
+    rows: Tensor,
+    lens: Tensor,
+    tokens: Tensor,
+    pages: Tensor,
+    page_size: int,
+    rows32: Tensor,
+    kv_lens: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    slots: Tensor,
+) -> None:
+    """A decode step's inputs from the request table; see `rows.gather_rows`."""
+    function = _rows.gather_rows if rows.is_cuda else _rows.gather_rows_reference
+    function(rows, lens, tokens, pages, page_size, rows32, kv_lens, positions, token_ids, slots)
+
+
+def append_samples(
+    rows: Tensor, sampled: Tensor, lens: Tensor, tokens: Tensor, dummy_row: int
+) -> None:
+    """A step's samples into the request table; see `rows.append_samples`."""
+    function = _rows.append_samples if rows.is_cuda else _rows.append_samples_reference
+    function(rows, sampled, lens, tokens, dummy_row)
 
 
 def kv_indices(

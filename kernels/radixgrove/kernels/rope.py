@@ -144,7 +144,7 @@ def rope_store(
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if tokens:
-        block_t = 1 if tokens <= 64 else 16
+        block_t = 1 if tokens <= 4 else 4 if tokens <= 128 else 16
         _rope_store_kernel[(cdiv(tokens, block_t), heads + 2 * kv_heads)](
             qkv,
             cos_sin,
@@ -164,7 +164,7 @@ def rope_store(
             NORM=q_norm is not None,
             BLOCK_T=block_t,
             BLOCK_HALF=next_power_of_2(head_dim // 2),
-            num_warps=1 if block_t == 1 else 4,
+            num_warps=4 if block_t == 16 else 1,
             **pdl(qkv),
         )
     return q

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixgrove.kernels import ops
 from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import EDITS, Need
@@ -135,14 +136,19 @@ class DecodeGraphs:
             self._sample[size, need] = record(lambda need=need: self._draw(size, need))  # type: ignore[misc]
 
     def _gather_inputs(self, size: int) -> None:
-        table, rows = self._table, self._rows[:size]
-        lens = table.lens.index_select(0, rows)
-        positions = lens.long() - 1
-        self._rows32[:size].copy_(rows)
-        self._kv_lens[:size].copy_(lens)
-        self._positions[:size].copy_(positions)
-        self._token_ids[:size].copy_(table.tokens[rows, positions])
-        self._slots[:size].copy_(table.slots(rows, positions))
+        table = self._table
+        ops.gather_rows(
+            self._rows[:size],
+            table.lens,
+            table.tokens,
+            table.pages,
+            table.page_size,
+            rows32=self._rows32[:size],
+            kv_lens=self._kv_lens[:size],
+            positions=self._positions[:size],
+            token_ids=self._token_ids[:size],
+            slots=self._slots[:size],
+        )
 
     def _compute(self, batch: AttentionBatch, size: int) -> None:
         hidden = self._model.hidden_states(self._token_ids[:size], batch, self._attention)

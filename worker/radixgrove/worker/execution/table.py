@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixgrove.kernels import ops
 from radixgrove.worker.execution.transfer import to_device
 from radixgrove.worker.plan import NewRow, StepPlan
 
@@ -86,11 +87,7 @@ class RequestTable:
 
         Device work only, so that it can be captured; `advance` does the host's part.
         """
-        lens = self.lens.index_select(0, rows)
-        flat = rows * self.tokens.shape[1] + lens
-        self.tokens.view(-1).index_copy_(0, flat, sampled.int())
-        self.lens.index_copy_(0, rows, lens + 1)
-        self.lens[self.dummy_row].fill_(1)
+        ops.append_samples(rows, sampled, self.lens, self.tokens, self.dummy_row)
 
     def advance(self, rows: list[int]) -> None:
         """The host's mirror of `append`."""

@@ -1,0 +1,46 @@
+"""A decode step's inputs and outputs in the request table, against the references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from radixgrove.kernels import rows
+
+DUMMY, PAGE = 9, 4
+
+
+def make_table(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Lengths 1 .. 19 (the dummy row's is 1), tokens and pages of ten rows."""
+    lens = torch.arange(1, 2 * DUMMY + 3, 2, dtype=torch.int32, device=device)
+    lens[DUMMY] = 1
+    tokens = torch.randint(0, 1000, (10, 24), dtype=torch.int32, device=device)
+    pages = torch.randperm(60, device=device).int().view(10, 6)
+    return lens, tokens, pages
+
+
+@pytest.mark.parametrize("chosen", [[], [0], [8, 3, DUMMY, DUMMY], [0, 1, 2] + [DUMMY] * 97])
+def test_gather_rows(chosen: list[int], device: torch.device) -> None:
+    lens, tokens, pages = make_table(device)
+    index = torch.tensor(chosen, dtype=torch.int64, device=device)
+    kinds = (torch.int32, torch.int32, torch.int64, torch.int32, torch.int64)
+    out = [torch.full((len(chosen),), -1, dtype=kind, device=device) for kind in kinds]
+    expected = [tensor.clone() for tensor in out]
+    rows.gather_rows(index, lens, tokens, pages, PAGE, *out)
+    rows.gather_rows_reference(index, lens, tokens, pages, PAGE, *expected)
+    for ours, reference in zip(out, expected, strict=True):
+        assert ours.tolist() == reference.tolist()
+
+
+@pytest.mark.parametrize("chosen", [[], [0], [8, 3, DUMMY, DUMMY], [2] + [DUMMY] * 80])
+def test_append_samples(chosen: list[int], device: torch.device) -> None:
+    lens, tokens, _ = make_table(device)
+    index = torch.tensor(chosen, dtype=torch.int64, device=device)
+    sampled = torch.arange(5000, 5000 + len(chosen), device=device)
+    ours, reference = (lens.clone(), tokens.clone()), (lens.clone(), tokens.clone())
+    rows.append_samples(index, sampled, *ours, DUMMY)
+    rows.append_samples_reference(index, sampled, *reference, DUMMY)
+    assert ours[0].tolist() == reference[0].tolist()
+    assert ours[0][DUMMY] == 1
+    assert torch.equal(ours[1][:DUMMY], reference[1][:DUMMY])
