@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 RGSVC = f"{names.PLURAL}.{names.GROUP}"
 COMMIT = "c" * 40
 
-# The owner's Deployment is the chart's, leases have their own test below, and in cluster mode rights
-# in served namespaces include those to the operator's own Secret.
+# The owner's Deployment is the chart's; leases have their own test below; in cluster mode the
+# rights in served namespaces include those to the operator's own Secret.
 CASES = [
     (permission, verb)
     for permission, verb in rbac.single_verbs()
