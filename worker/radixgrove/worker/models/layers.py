@@ -123,21 +123,18 @@ class Linear:
             residual: [T, out], to which the product is added; its memory may be used for that.
         """
         reduce = self._row_parallel and context.group.size > 1
+        # The sum over the ranks takes in bias and residual once, from rank 0.
+        whole = not reduce or context.group.rank == 0
         y = context.ops.linear(
             x,
             self.weight,
-            None if reduce else self.bias,
+            self.bias if whole else None,
             norm=norm,
             eps=context.eps,
             silu=silu,
-            residual=None if reduce else residual,
+            residual=residual if whole else None,
         )
-        if not reduce:
-            return y
-        y = context.group.all_reduce(y)
-        if self.bias is not None:
-            y.add_(self.bias)
-        return y if residual is None else residual.add_(y)
+        return context.group.all_reduce(y) if reduce else y
 
 
 class VocabTable:
