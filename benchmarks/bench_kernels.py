@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import activation, attention, linear, norm, rope, sampling
-from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES, Choice
+from radixgrove.kernels.tuning import (
+    DECODE_CANDIDATES,
+    GEMV_CANDIDATES,
+    SKINNY_CANDIDATES,
+    Choice,
+)
 
 DTYPE = torch.bfloat16
 PAGE = 16
@@ -188,25 +193,15 @@ def bench_attention() -> None:
             workspace = attention.DecodeWorkspace(
                 batch, shape.heads, shape.kv_heads, shape.head_dim, q.device
             )
-            for min_split in (128, 256, 512):
-                us = microseconds(
-                    [
-                        partial(
-                            attention.decode_attention,
-                            q,
-                            pages,
-                            rows,
-                            lens,
-                            order,
-                            0.1,
-                            workspace,
-                            min_split=min_split,
-                        )
-                    ]
-                    * 4
+            moved = batch * context * shape.kv_heads * shape.head_dim * 4
+            for config in DECODE_CANDIDATES:
+                call = partial(
+                    attention.decode_attention,
+                    *(q, pages, rows, lens, order, 0.1, workspace),
+                    config=config,
                 )
-                moved = batch * context * shape.kv_heads * shape.head_dim * 4
-                show(f"decode min_split={min_split}", f"{shape.name} {batch}x{context}", us, moved)
+                name = f"decode {config.block_n}/{config.stages}/{config.warps}"
+                show(name, f"{shape.name} {batch}x{context}", microseconds([call] * 4), moved)
         bench_extend(shape)
 
 
@@ -228,7 +223,6 @@ def bench_sampling() -> None:
     for shape in SHAPES:
         for batch in (1, 64, 256):
             logits = random(batch, shape.vocab)
-            wide = logits.float()
             temperature = torch.full((batch,), 0.6, device="cuda")
             index = torch.arange(batch, device="cuda")
             top_k = torch.full((batch,), 50, dtype=torch.int32, device="cuda")
@@ -236,13 +230,16 @@ def bench_sampling() -> None:
             label = f"{shape.name} B={batch}"
             us = microseconds([partial(sampling.sample, logits, temperature, index, index)] * 4)
             show("sample", label, us, batch * shape.vocab * 2)
+            us = microseconds([partial(sampling.argmax, logits)] * 4)
+            show("argmax", label, us, batch * shape.vocab * 2)
             us = microseconds([partial(torch.argmax, logits, -1)] * 4)
             show("torch argmax", label, us, batch * shape.vocab * 2)
-            call = partial(
-                sampling.sampling_thresholds, wide, temperature, top_k, top_p, top_p * 0.0
-            )
-            us = microseconds([call] * 4)
-            show("sampling_thresholds", label, us)
+            for values in (logits, logits.float()):
+                call = partial(
+                    sampling.sampling_thresholds, values, temperature, top_k, top_p, top_p * 0.0
+                )
+                kind = str(values.dtype).removeprefix("torch.")
+                show(f"thresholds {kind}", label, microseconds([call] * 4))
 
 
 BENCHES = {

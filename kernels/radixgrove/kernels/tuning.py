@@ -3,6 +3,7 @@ engine warms up; the products' choices are kept on disk."""
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -48,9 +49,14 @@ GEMV_CANDIDATES = (
 )
 SKINNY_CANDIDATES = tuple(
     Choice(skinny=SkinnyConfig(block_n=block_n, block_k=block_k, splits=splits, stages=stages))
-    for block_n, block_k, stages in ((64, 128, 4), (128, 64, 4), (64, 64, 6))
-    for splits in (1, 2, 4)
-    if (block_n, splits) != (128, 2)
+    for block_n, block_k, stages, ways in (
+        (64, 128, 4, (1, 2, 4)),
+        (128, 64, 4, (1, 4)),
+        (64, 64, 6, (1, 2, 4)),
+        (128, 128, 3, (2, 4)),  # reads the tokens half as often as 64 rows do
+        (32, 128, 4, (1,)),  # enough tiles without splitting
+    )
+    for splits in ways
 )
 # A kernel has to win by this much, so that noise does not choose.
 MARGIN = 0.97
@@ -182,7 +188,7 @@ def tune_decode(
         return {}
     num_pages, page_size = pool.shape[2:4]
     pages = cdiv(_DECODE_CONTEXT, page_size)
-    sizes = {1, 4, 16, 32, 64, 128, 256, workspace.max_batch}
+    sizes = {1, 8, 32, 64, 128, workspace.max_batch}
     return {
         batch: _fastest_decode(pool, num_heads, workspace, batch, pages)
         for batch in sorted(sizes)
@@ -222,8 +228,20 @@ def _milliseconds(run: Callable[[], None], device: torch.device) -> float:
     run()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    # A collection meanwhile might free CUDA memory; `torch.cuda.graph` would make one each time.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            # Other threads (NCCL's watchdog) may call into CUDA.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
     graph.replay()
     times = []
     for _ in range(5):
