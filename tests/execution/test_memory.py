@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -40,6 +41,17 @@ def test_bytes_of_a_token_and_of_the_pool() -> None:
     pool = small.allocate(5, torch.device("cpu"))
     assert pool.shape == (2, 2, 6, 4, 1, 8)
     assert pool.nbytes == small.allocated_bytes(5)
+
+
+def test_a_pool_on_the_host_is_zero_and_takes_memory_only_as_it_is_used() -> None:
+    before = psutil.Process().memory_info().rss
+    pool = SHAPE.allocate(256, torch.device("cpu"))
+    assert pool.nbytes > GIB // 2
+    assert psutil.Process().memory_info().rss - before < pool.nbytes // 8
+    assert pool.data_ptr() % 64 == 0
+    assert not pool[-1, -1, -1].any()
+    pool[3, 1, 5] = 1.0
+    assert pool[3, 1, 4:7].sum().item() == 16 * 8 * 128
 
 
 def test_cuda_pool_takes_what_the_fraction_leaves() -> None:

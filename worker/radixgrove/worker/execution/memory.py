@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,11 +53,12 @@ class KvShape:
 
     def allocate(self, num_pages: int, device: torch.device) -> torch.Tensor:
         """The pool, one scratch page longer; zeroed, so that masked garbage is never NaN."""
-        return torch.zeros(
-            (self.layers, 2, num_pages + 1, self.page_size, self.kv_heads, self.head_dim),
-            dtype=self.dtype,
-            device=device,
-        )
+        shape = (self.layers, 2, num_pages + 1, self.page_size, self.kv_heads, self.head_dim)
+        if device.type == "cuda":
+            return torch.zeros(shape, dtype=self.dtype, device=device)
+        # The kernel hands out zeroed memory as it is touched; filling gigabytes delays the start.
+        memory = mmap.mmap(-1, self.allocated_bytes(num_pages))
+        return torch.frombuffer(memory, dtype=self.dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
