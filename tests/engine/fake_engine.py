@@ -15,7 +15,7 @@ from pathlib import Path
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.worker import engine
 from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
-from radixgrove.worker.plan import ExecutorInfo, StepResult
+from radixgrove.worker.plan import ExecutorInfo, StepPlan, StepResult
 from tests.scheduler.fake_executor import FakeExecutor
 
 OPTIONS = {
@@ -26,6 +26,7 @@ OPTIONS = {
     "depth": 2,
     "fail_at": 0,  # step whose collection raises; 0: none
     "stall_at": 0,  # step whose collection never returns
+    "stall_from_tokens": 0,  # so does that of the first step with this many tokens; 0: none
     "step_seconds": 0.0,  # each step takes at least this long
     "send_queue": engine.SEND_QUEUE,
     "fail_to_build": False,
@@ -37,12 +38,18 @@ class UnreliableExecutor(FakeExecutor):
         super().__init__(info)
         self._options = options
         self._never = threading.Event()
+        self._long: set[int] = set()  # steps that reach `stall_from_tokens`
+
+    def launch(self, plan: StepPlan) -> None:
+        super().launch(plan)
+        if 0 < self._options["stall_from_tokens"] <= plan.num_tokens:
+            self._long.add(plan.step_id)
 
     def collect(self) -> StepResult:
         result = super().collect()
         if result.step_id == self._options["fail_at"]:
             raise RuntimeError("rank 1 is gone")
-        if result.step_id == self._options["stall_at"]:
+        if result.step_id == self._options["stall_at"] or result.step_id in self._long:
             self._never.wait()
         self._never.wait(self._options["step_seconds"])
         return result

@@ -84,6 +84,26 @@ def test_a_step_that_begins_is_announced_with_its_deadline(start_engine: StartEn
     assert engine.stats.steps == 0
 
 
+def test_a_long_step_after_short_ones_is_announced_with_its_own_deadline(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine({"step_timeout": 5.0}, depth=1, stall_from_tokens=50)
+    engine.next_stats()
+    engine.send(request("short", PROMPT, 400))
+    engine.until(lambda: len(engine.tokens.get("short", [])) > 3)
+    before = time.time()
+    engine.send(request("long", [7] * 60))
+    # 60 tokens at a tenth of 1000 a second; a watcher that only knew of a decode step's 5 s
+    # would take the engine for stuck.
+    engine.until(
+        lambda: (
+            engine.stats is not None
+            and engine.stats.step_deadline is not None
+            and engine.stats.step_deadline > before + 5.0 + 0.5
+        )
+    )
+
+
 def test_an_abort_ends_a_request_and_frees_its_pages(start_engine: StartEngine) -> None:
     engine = start_engine({"prefix_cache": False}, step_seconds=0.02)
     engine.send(request("r", PROMPT, 400))

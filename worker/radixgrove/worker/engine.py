@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import math
 import signal
 import sys
 import time
@@ -181,7 +182,7 @@ class Engine:
         self._flights: deque[_Launched] = deque()
         self._oldest_since = 0.0
         self._pulse_at = 0.0
-        self._pulse_was_idle = True
+        self._told_deadline = -math.inf  # of the last pulse; without one when it was idle
 
         on_cpu = info.device == "cpu"
         namespace = cache_namespace(settings, info.dtype)
@@ -342,16 +343,18 @@ class Engine:
         self._agent.send(CacheSnapshot(self._sequence, [], last=True))
 
     def _pulse_if_due(self, now: float) -> None:
-        """About five times a second, and at once when a step begins after a pause: whoever waits
-        for the next pulse must know that a long step is under way."""
-        starts = self._pulse_was_idle and bool(self._flights)
-        if starts or now - self._pulse_at >= PULSE_SECONDS:
+        """About five times a second, and at once when a step begins that may end much later than
+        was said last: whoever waits for the next pulse must know that it is under way."""
+        deadline = self._step_deadline
+        begins = deadline is not None and deadline > self._told_deadline + PULSE_SECONDS
+        if begins or now - self._pulse_at >= PULSE_SECONDS:
             self._pulse(now)
 
     def _pulse(self, now: float) -> None:
         self._pulse_at = now
-        self._pulse_was_idle = not self._flights
-        stats = self._scheduler.stats(EngineState.READY, self._ticks, self._step_deadline)
+        deadline = self._step_deadline
+        self._told_deadline = deadline if deadline is not None else -math.inf
+        stats = self._scheduler.stats(EngineState.READY, self._ticks, deadline)
         self._agent.send(stats)
         for frontend in self._frontends:
             frontend.send(stats)
