@@ -113,6 +113,26 @@ async def test_children_die_with_a_killed_parent() -> None:
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
+async def test_a_death_is_seen_although_a_grandchild_holds_the_output() -> None:
+    scene = Scene(
+        "import subprocess, sys\n"
+        f"holder = subprocess.Popen([sys.executable, '-c', {SLEEP!r}])\n"
+        f"print(holder.pid, flush=True)\n{SLEEP}"
+    )
+    await scene.service.start()
+    scene.service.mark_ready()
+    await until(lambda: bool(scene.output))
+    holder = psutil.Process(int(scene.output[0]))
+    assert scene.service.child is not None
+    os.kill(scene.service.child.pid, 9)
+    try:
+        await until(lambda: bool(scene.said))
+        assert holder.is_running()
+    finally:
+        holder.kill()
+        await scene.service.stop(1)
+
+
 def test_gpus_are_shared_out_without_overlap() -> None:
     assert plan_gpus(2, 2, ["0", "1", "2", "3"]) == [["0", "1"], ["2", "3"]]
     with pytest.raises(ClusterError, match="3 replicas of 2 GPUs need 6; this machine offers 4"):

@@ -267,6 +267,26 @@ async def test_processes_share_one_port_and_a_dead_one_is_replaced(
     assert not any(child.is_running() for child in children)
 
 
+async def test_no_process_outlives_a_killed_parent(
+    redis_server: RedisServer, make_router: MakeRouter
+) -> None:
+    import psutil
+
+    router = await make_router(redis_server, ready=False, processes=2)
+    assert router.process is not None
+    parent = psutil.Process(router.process.pid)
+    await eventually(lambda: len(parent.children()) == 2)
+    children = parent.children()
+    parent.kill()
+    await eventually(
+        lambda: (
+            not any(
+                child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
+            )
+        )
+    )
+
+
 async def test_router_starts_before_redis_and_replicas(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:

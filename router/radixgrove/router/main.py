@@ -14,6 +14,7 @@ from pathlib import Path
 import uvloop
 from pydantic import SecretStr
 
+from radixgrove.protocol.processes import die_with
 from radixgrove.protocol.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,9 @@ async def _keep_alive(
         began = loop.time()
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(directory / "metrics")}
         command = (sys.executable, "-m", "radixgrove.router", str(directory), str(index))
-        child = await asyncio.create_subprocess_exec(*command, env=environment)
+        child = await asyncio.create_subprocess_exec(
+            *command, env=environment, preexec_fn=die_with(os.getpid())
+        )
         exited, stopped = asyncio.create_task(child.wait()), asyncio.create_task(stop.wait())
         await asyncio.wait([exited, stopped], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-_PR_SET_PDEATHSIG = 1
+from radixgrove.protocol.processes import die_with
+
 _KEPT_LINES = 40
 _CHUNK = 1 << 16
 # A traceback's last line, a command's complaint, a log record.
 _ERROR_SIGNS = ("Error", "error:", " ERROR ", '"level":"error"')
 
-# Loaded before any fork: between fork and exec a child must not take the import lock.
-_libc = ctypes.CDLL(None, use_errno=True)
-
 Sink = Callable[[bytes], None]
 
 
-def die_with(parent: int) -> Callable[[], None]:
-    """A `preexec_fn` after which the kernel kills the child as soon as `parent` is gone."""
-
-    def set_up() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-
-    return set_up
+class _Output(NamedTuple):
+    reader: asyncio.StreamReader
+    transport: asyncio.ReadTransport
 
 
 class Child:
@@ -40,11 +32,18 @@ class Child:
     The child has a process group of its own, so that Ctrl-C reaches only the parent, which drains.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, sink: Sink) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        output: _Output,
+        sink: Sink,
+    ) -> None:
         self.name = name
         self.process = process
         self.tail: deque[str] = deque(maxlen=_KEPT_LINES)
         self._sink = sink
+        self._output = output
         self._pump = asyncio.create_task(self._pump_output(), name=f"output of {name}")
         self.exited = asyncio.create_task(self._wait(), name=f"end of {name}")
 
@@ -53,16 +52,30 @@ class Child:
         cls, name: str, command: Sequence[str], environ: Mapping[str, str], sink: Sink
     ) -> Child:
         """Must run on the main thread: the kernel ties the child to the thread that forks it."""
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            env=dict(environ),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            process_group=0,
-            preexec_fn=die_with(os.getpid()),
+        # A pipe of our own: asyncio tells the end of a process only when all who inherited the pipe
+        # that it made have ended too.
+        reading, writing = os.pipe()
+        pipe = os.fdopen(reading, "rb", buffering=0)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env=dict(environ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=writing,
+                stderr=asyncio.subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=die_with(os.getpid()),
+            )
+        except BaseException:
+            pipe.close()
+            raise
+        finally:
+            os.close(writing)
+        output = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), pipe
         )
-        return cls(name, process, sink)
+        return cls(name, process, _Output(output, transport), sink)
 
     @property
     def pid(self) -> int:
@@ -102,12 +115,12 @@ class Child:
         # Output of a grandchild that still holds the pipe must not keep us waiting.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._pump, 1.0)
+        self._output.transport.close()
         return code
 
     async def _pump_output(self) -> None:
-        assert self.process.stdout is not None
         rest = b""
-        while chunk := await self.process.stdout.read(_CHUNK):
+        while chunk := await self._output.reader.read(_CHUNK):
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > _CHUNK:  # a line without end must not fill the memory
                 lines.append(rest)
