@@ -11,7 +11,7 @@ import pytest
 
 from radixgrove.worker.messages import RefusalReason, Refused
 from tests.conftest import wait_until
-from tests.frontend.conftest import MODEL, Frontend
+from tests.frontend.conftest import MODEL, Frontend, StartFrontend
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -350,4 +350,18 @@ def test_headers_are_bounded(frontend: Frontend) -> None:
         head, _, body = raw(frontend, data).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 431 ")
         assert json.loads(body)["error"]["code"] == "headers_too_large"
+    assert frontend.chat("x").status_code == 200
+
+
+def test_requests_must_arrive_whole_in_time(start_frontend: StartFrontend) -> None:
+    frontend = start_frontend(request_timeout=0.3)
+    start = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    for partial in (start, start + b"content-length: 100\r\n\r\n{"):
+        head, _, body = raw(frontend, partial).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert json.loads(body)["error"]["code"] == "request_timeout"
+    assert raw(frontend, b"") == b""
+    assert raw(frontend, b"\r\n") == b""
+    frontend.engine.step_seconds = 0.1
+    frontend.answer("an answer that takes longer than a request may")
     assert frontend.chat("x").status_code == 200

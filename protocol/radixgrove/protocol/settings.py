@@ -109,6 +109,9 @@ class Settings(BaseModel):
         "radixgrove", "Prefix of every Redis key.", pattern=r"^[A-Za-z0-9_.-]{1,64}$"
     )
     max_body_bytes: int = _field(8 << 20, "Largest request body, in bytes.", ge=1024, le=1 << 30)
+    request_timeout: float = _field(
+        60.0, "Seconds in which a request must arrive whole.", gt=0, le=86400
+    )
     drain_timeout: float = _field(
         30.0, "Seconds that running requests get on SIGTERM.", gt=0, le=86400
     )

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from radixgrove.protocol import logs
 from radixgrove.protocol.asgi import App
 from radixgrove.protocol.auth import ApiKeys
+from radixgrove.protocol.http import BoundedHttp
 from radixgrove.protocol.settings import LogLevel, RouterSettings
 from radixgrove.router import metrics
 from radixgrove.router.app import make_app, make_management_app
@@ -41,6 +43,10 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Http(BoundedHttp, HttpToolsProtocol):
+    """uvicorn's HTTP with bounds on requests under way."""
+
+
 class RouterProcess:
     """Everything one process owns. `run` returns after a drained shutdown."""
 
@@ -62,6 +68,7 @@ class RouterProcess:
         )
         self._stop = asyncio.Event()
         self._log_level = settings.log_level
+        _Http.request_seconds = settings.request_timeout
 
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains within `drain_timeout`."""
@@ -118,7 +125,8 @@ class RouterProcess:
         return _Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=_Http,
+                ws="none",
                 loop="none",
                 lifespan="off",
                 log_config=None,

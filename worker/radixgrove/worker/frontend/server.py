@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from radixgrove.protocol import logs
 from radixgrove.protocol.auth import ApiKeys
+from radixgrove.protocol.http import BoundedHttp
 from radixgrove.worker.frontend.app import Frontend
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.generation import Signal
-from radixgrove.worker.frontend.http import BoundedHttp
 from radixgrove.worker.frontend.model import ServedModel
 from radixgrove.worker.runtime import Runtime
 
@@ -39,6 +40,10 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Http(BoundedHttp, HttpToolsProtocol):
+    """uvicorn's HTTP with bounds on requests under way."""
+
+
 def run(directory: Path, index: int) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain at once."""
     runtime = Runtime.load(directory)
@@ -46,6 +51,7 @@ def run(directory: Path, index: int) -> None:
     logs.configure(settings.log_level, json=settings.log_json)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its notes on starting and stopping
     runtime.follow_log_level()
+    _Http.request_seconds = settings.request_timeout
     frontend = Frontend(
         settings,
         ServedModel.load(runtime.model_dir, settings),
@@ -58,7 +64,7 @@ def run(directory: Path, index: int) -> None:
     config = uvicorn.Config(
         frontend.app,
         loop="uvloop",
-        http=BoundedHttp,
+        http=_Http,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,0 +1,131 @@
+"""Bounds on a connection whose request is not complete, for uvicorn's httptools protocol.
+
+uvicorn bounds neither the size of a request's headers nor the time that headers and body may take,
+and answers malformed requests in plain text. Router and worker put this before its class:
+
+    class Http(BoundedHttp, HttpToolsProtocol):
+        request_seconds = 60.0
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from radixgrove.protocol.errors import ApiError, invalid
+
+MAX_HEADER_BYTES = 64 << 10  # request line and headers
+
+if TYPE_CHECKING:
+
+    class _HttpTools(asyncio.Protocol):
+        """What we use of uvicorn's class, which this package must not import."""
+
+        loop: asyncio.AbstractEventLoop
+        transport: asyncio.Transport
+        cycle: Any  # the latest request and its response; None before the first
+        pipeline: Any  # requests that wait for the response before theirs
+
+        def on_message_begin(self) -> None: ...
+        def on_headers_complete(self) -> None: ...
+        def on_message_complete(self) -> None: ...
+
+else:
+    _HttpTools = asyncio.Protocol
+
+
+class BoundedHttp(_HttpTools):
+    """One connection.
+
+    A timer runs from the connection's start, or a request's first byte, until that request is
+    complete. Between requests uvicorn's keep-alive timer takes over.
+    """
+
+    request_seconds: ClassVar[float] = 60.0
+
+    _header_bytes: int | None = None  # since the request began; None outside of headers
+    _begun = False  # a request is under way
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        # Empty lines between requests are no request, but end uvicorn's keep-alive timer.
+        self._start_timer()
+        super().data_received(data)
+        # Counted after parsing: what is still in the headers now has been nothing else.
+        if self._header_bytes is not None:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self._header_bytes = None
+                self._refuse(
+                    ApiError(
+                        431,
+                        f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.",
+                        code="headers_too_large",
+                    )
+                )
+
+    def on_message_begin(self) -> None:
+        self._begun = True
+        self._header_bytes = 0
+        self._start_timer()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._header_bytes = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._begun = False
+        self._stop_timer()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what is no HTTP."""
+        self._header_bytes = None
+        self._refuse(invalid("The request is not valid HTTP."))
+
+    def _start_timer(self) -> None:
+        if self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(self.request_seconds, self._expire)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._is_answering():
+            self._start_timer()  # the response before has the connection: look again later
+        elif self._begun and not self._has_begun_answer():
+            self._refuse(
+                ApiError(408, "The request did not arrive in time.", code="request_timeout")
+            )
+        else:
+            self.transport.close()
+
+    def _is_answering(self) -> bool:
+        """Whether a response to an earlier, complete request is still under way."""
+        reading_body = self._begun and self._header_bytes is None
+        unfinished = self.cycle is not None and not self.cycle.response_complete
+        return bool(self.pipeline) or (unfinished and not reading_body)
+
+    def _has_begun_answer(self) -> bool:
+        """Whether the request whose body we are waiting for has been answered already."""
+        return self._header_bytes is None and self.cycle is not None and self.cycle.response_started
+
+    def _refuse(self, error: ApiError) -> None:
+        body = error.body()
+        self.transport.write(
+            b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%s" % (error.status, len(body), body)
+        )
+        self.transport.close()
