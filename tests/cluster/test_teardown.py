@@ -53,7 +53,10 @@ def remains(name: str) -> list[str]:
     links = (f"link {path.name}" for path in Path("/sys/class/net").iterdir())
     groups = (f"cgroup {g}" for root in cgroups.hierarchies() for g in root.iterdir())
     names = (f"state {found}" for found in state.names())
-    found = [what for what in (*links, *groups, *names) if re.search(rf"[ /]{name}(-|$)", what)]
+    disks = (f"disk {name} on {disk}" for disk in state.loop_devices(state.state_root() / name))
+    found = [
+        what for what in (*links, *groups, *names, *disks) if re.search(rf"[ /]{name}( |-|$)", what)
+    ]
     return found + [f"process {pid}" for pid in _processes(name)]
 
 
@@ -131,7 +134,7 @@ def test_a_cluster_ends_without_a_trace(machine: Machine) -> None:
     with Cluster(nodes=1) as cluster:
         name = cluster.name
         found = {what.split()[0] for what in remains(name)}
-        assert found == {"link", "cgroup", "state", "process"}
+        assert found == {"link", "cgroup", "state", "disk", "process"}
     assert remains(name) == []
     assert Machine.look() == machine
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -137,10 +138,8 @@ class Cluster:
 
         Pods name it with `imagePullPolicy: Never` or `IfNotPresent`. Raises `images.ImageError`.
         """
-        archive = self._image_directory / f"{name.replace('/', '_').replace(':', '_')}.tar"
         build_arguments = {"BASE": images.base_image(), **(arguments or {})}
-        images.build_image(name, dockerfile, context, archive, arguments=build_arguments)
-        self.import_image(archive)
+        self.import_image(images.build_image(name, dockerfile, context, arguments=build_arguments))
 
     def build_environment_image(self, name: str) -> None:
         """Builds an image that runs this checkout's code; see `volumes.claim_environment`."""
@@ -153,8 +152,8 @@ class Cluster:
         """Gives a docker-archive to every node, also to those added later."""
         if archive not in self._archives:
             self._archives.append(archive)
-        for node in self.nodes:
-            node.import_image(archive)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda node: node.import_image(archive), self.nodes))
 
     def offer_volumes(self, count: int) -> None:
         """Makes empty volumes that any claim without a storage class may bind, each once."""
@@ -162,12 +161,16 @@ class Cluster:
 
     def advertise_gpus(self, node: Node) -> None:
         """Makes a node offer GPUs, as a device plugin would; a restarted kubelet forgets them."""
-        operation = {
-            "op": "add",
-            "path": "/status/capacity/nvidia.com~1gpu",
-            "value": str(self._gpus),
-        }
-        self.kubectl.patch("node", node.name, "--subresource=status", body=[operation], kind="json")
+        # A kubelet makes allocatable from capacity, but only with its next report.
+        operations = [
+            {
+                "op": "add",
+                "path": f"/status/{field}/nvidia.com~1gpu",
+                "value": str(self._gpus),
+            }
+            for field in ("capacity", "allocatable")
+        ]
+        self.kubectl.patch("node", node.name, "--subresource=status", body=operations, kind="json")
 
     def _new_control_plane(self, owner: state.StateDirectory) -> ControlPlane:
         return ControlPlane(
@@ -185,13 +188,11 @@ class Cluster:
         self.kubectl.apply(*addons.manifests(self.addresses.dns))
 
     def _system_images(self) -> list[Path]:
-        self._image_directory = self.control_plane.path / "images"
-        self._image_directory.mkdir()
+        directory = self.control_plane.path / "images"
+        directory.mkdir()
         programs = {PAUSE_IMAGE: "pause", addons.DNS_IMAGE: "coredns"}
         return [
-            images.scratch_image(
-                self._image_directory / f"{program}.tar", name, self._programs / program
-            )
+            images.scratch_image(directory / f"{program}.tar", name, self._programs / program)
             for name, program in programs.items()
         ]
 

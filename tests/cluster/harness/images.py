@@ -24,17 +24,12 @@ class ImageError(RuntimeError):
 
 
 def build_image(
-    name: str,
-    dockerfile: Path,
-    context: Path,
-    archive: Path,
-    *,
-    arguments: Mapping[str, str] | None = None,
+    name: str, dockerfile: Path, context: Path, *, arguments: Mapping[str, str] | None = None
 ) -> Path:
-    """Builds a Dockerfile with buildah and writes it to `archive` under `name`.
+    """Builds a Dockerfile with buildah and returns a docker-archive of it under `name`.
 
-    `arguments` are build arguments. Layers are kept in the user's cache, so an unchanged image
-    costs seconds. Raises `ImageError`.
+    `arguments` are build arguments. Layers and archives are kept in the user's cache, so an
+    unchanged image costs seconds. Raises `ImageError`.
     """
     options = [f"--build-arg={key}={value}" for key, value in (arguments or {}).items()]
     # The machine's own certificate authorities, for downloads through a proxy that has one.
@@ -42,8 +37,16 @@ def build_image(
         "build", "--layers", "--isolation=chroot", f"--volume={_CERTIFICATES}:{_CERTIFICATES}:ro",
         *options, f"--tag={name}", f"--file={dockerfile}", str(context),
     )  # fmt: skip
-    archive.unlink(missing_ok=True)
-    _buildah("push", name, f"docker-archive:{archive}:{name}")
+    stem = name.replace("/", "_").replace(":", "_")
+    identity = _buildah("images", "--quiet", "--no-trunc", name).strip().removeprefix("sha256:")
+    archive = _store() / "archives" / f"{stem}.{identity[:16]}.tar"
+    if not archive.exists():
+        archive.parent.mkdir(exist_ok=True)
+        for old in archive.parent.glob(f"{stem}.*"):
+            old.unlink()
+        partial = archive.with_suffix(".partial")
+        _buildah("push", name, f"docker-archive:{partial}:{name}")
+        partial.rename(archive)
     return archive
 
 
@@ -67,8 +70,12 @@ def base_image() -> str:
     return name
 
 
+def _store() -> Path:
+    return cache_directory() / "images"
+
+
 def _buildah(*arguments: str) -> str:
-    store = cache_directory() / "images"
+    store = _store()
     settings = store / "containers.conf"
     settings.parent.mkdir(parents=True, exist_ok=True)
     # Networks are not used here, but buildah would make their directory below /etc.

@@ -26,6 +26,10 @@ from tests.cluster.harness.waiting import wait_until
 PAUSE_IMAGE = "localhost/radixgrove/pause:1"
 _CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
 
+# Images lie on a disk of the node's own, a sparse file without a journal: their tens of thousands
+# of files go at once with the disk, where one by one they would take minutes on some machines.
+_DISK_SIZE = 64 << 30
+
 # Joins the cgroups (their files come before "--") and becomes the command: a process that were
 # moved after its start could have children already.
 _JOIN_CGROUPS = 'while [ "$1" != -- ]; do echo $$ > "$1"; shift; done; shift; exec "$@"'
@@ -154,13 +158,8 @@ class Node:
 
     def _write_files(self) -> None:
         etc = self._var / "etc"
-        for path in (
-            etc / "cni",
-            self._var / "tmp",
-            self._var / "lib" / "kubelet",
-            self._var / "log",
-        ):
-            path.mkdir(parents=True)
+        for path in ("etc/cni", "tmp", "log", "lib/kubelet", "lib/containerd"):
+            (self._var / path).mkdir(parents=True)
         (self._var / "run").symlink_to("/run")
         (etc / "containerd.toml").write_text(
             _CONTAINERD_CONFIG.format(sandbox_image=PAUSE_IMAGE, cni_plugins=CNI_PLUGINS)
@@ -197,7 +196,12 @@ class Node:
         self.run("tee", "/proc/sys/net/ipv4/ip_forward", text="1")
 
     def _mount(self) -> None:
+        disk = self._state / self.name / "disk"
+        with disk.open("wb") as file:
+            file.truncate(_DISK_SIZE)
+        network.run("mkfs.ext4", "-q", "-m0", "-O^has_journal", "-Enodiscard", str(disk))
         self.run("mount", "--bind", str(self._var), "/var")
+        self.run("mount", "-o", "loop,noatime", str(disk), "/var/lib/containerd")
         self.run("mount", "-t", "tmpfs", "tmpfs", "/run")
         self.run("mkdir", "/run/lock")
 

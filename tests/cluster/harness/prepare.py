@@ -20,6 +20,7 @@ _NEEDED = {
     "conntrack": "conntrack",
     "ip": "iproute2",
     "nsenter": "util-linux",
+    "mkfs.ext4": "e2fsprogs",
     "buildah": "buildah",
     "mmdebstrap": "mmdebstrap",
 }

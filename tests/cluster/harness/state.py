@@ -8,6 +8,7 @@ same after an orderly end and after a SIGKILL, and may itself be interrupted and
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -21,6 +22,7 @@ from typing import IO
 from tests.cluster.harness import cgroups
 from tests.cluster.harness.build import cache_directory
 from tests.cluster.harness.processes import kill_marked
+from tests.cluster.harness.waiting import wait_until
 
 _DETACHED = "detached"
 
@@ -93,8 +95,19 @@ class StateDirectory:
         kill_marked(self.path)
         _delete_links(self.name)
         cgroups.remove(f"{self.name}-")
+        wait_until(lambda: not loop_devices(self.path), "the nodes' disks are free", timeout=120)
         _remove_tree(self.path)
         _restore_sysctls()
+
+
+def loop_devices(path: Path) -> list[str]:
+    """Loop devices whose file lies below `path`; they go with a node's last process."""
+    found = []
+    for file in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):  # detached meanwhile
+            if file.read_text().startswith(f"{path}/"):
+                found.append(file.parts[3])
+    return found
 
 
 def names() -> list[str]:
