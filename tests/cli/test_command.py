@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -105,3 +106,21 @@ def test_completion_completes_commands_and_flags() -> None:
         _RADIXGROVE_COMPLETE="bash_complete", COMP_WORDS="radixgrove wor", COMP_CWORD="1"
     )
     assert "worker" in words.stdout
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_router_that_cannot_start_says_why_in_one_line(processes: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for flags, reason in [
+            (["--port", port], f"cannot listen on 127.0.0.1 port {port}"),
+            (["--api-keys-file", "/does/not/exist"], "the API key file cannot be read"),
+            (["--redis-url", "http://:pa55@host"], "redis_url is not like redis://"),
+        ]:
+            result = radixgrove(
+                "router", "--port", "0", "--management-port", "0", "--processes", processes, *flags
+            )
+            assert result.returncode == 1
+            assert reason in result.stderr
+            assert "Traceback" not in result.stderr
+            assert "pa55" not in result.stderr

@@ -14,10 +14,10 @@ from radixgrove.router.main import SETTINGS_FILE, load_settings, run, run_proces
 def main(arguments: list[str]) -> None:
     match arguments:
         case [settings]:
-            run(load_settings(Path(settings)))
+            sys.exit(run(load_settings(Path(settings))))
         case [directory, index]:
             settings_ = load_settings(Path(directory) / SETTINGS_FILE)
-            run_process(settings_, int(index), Path(directory))
+            sys.exit(run_process(settings_, int(index), Path(directory)))
         case _:
             sys.exit("usage: python -m radixgrove.router SETTINGS.json | DIRECTORY INDEX")
 

@@ -13,36 +13,39 @@ from pathlib import Path
 
 import uvloop
 from pydantic import SecretStr
+from redis.asyncio.connection import parse_url
 
+from radixgrove.protocol import logs
+from radixgrove.protocol.auth import ApiKeys, KeyFileError
 from radixgrove.protocol.processes import die_with
 from radixgrove.protocol.settings import RouterSettings
+from radixgrove.router.listening import StartError, listen
 
 logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "router.json"
+EXIT_FAILED = 1
 MAX_RESTART_SECONDS = 10.0
 STEADY_SECONDS = 30.0  # a child that ran this long is restarted without a pause
 KILL_SECONDS = 5.0  # beyond `drain_timeout`
 
 
-def run(settings: RouterSettings) -> None:
-    """Runs the router until SIGTERM or SIGINT.
-
-    Raises:
-        ValueError: a setting makes no sense.
-        OSError: the port cannot be had.
-    """
+def run(settings: RouterSettings) -> int:
+    """Runs the router until SIGTERM or SIGINT; returns the exit code."""
     if settings.processes == 1:
-        run_process(settings, 0, None)
-        return
-    from radixgrove.router.server import configure_logging
+        return run_process(settings, 0, None)
+    logs.configure(settings.log_level.value, json=settings.log_json)
+    try:
+        check(settings)
+        with tempfile.TemporaryDirectory(prefix="radixgrove-router-") as name:
+            uvloop.run(_supervise(settings, Path(name)))
+    except StartError as error:
+        logger.error("%s", error)
+        return EXIT_FAILED
+    return 0
 
-    configure_logging(settings)
-    with tempfile.TemporaryDirectory(prefix="radixgrove-router-") as name:
-        uvloop.run(_supervise(settings, Path(name)))
 
-
-def run_process(settings: RouterSettings, index: int, shared: Path | None) -> None:
+def run_process(settings: RouterSettings, index: int, shared: Path | None) -> int:
     """Runs one router process; `shared` is the directory of those that share the port."""
     # Here, not above: prometheus_client decides at import whether it is in multiprocess mode.
     from radixgrove.router.server import RouterProcess, configure_logging
@@ -52,7 +55,30 @@ def run_process(settings: RouterSettings, index: int, shared: Path | None) -> No
     async def serve() -> None:
         await RouterProcess(settings, index, shared).run()
 
-    uvloop.run(serve())
+    try:
+        check(settings)
+        uvloop.run(serve())
+    except StartError as error:
+        logger.error("%s", error)
+        return EXIT_FAILED
+    return 0
+
+
+def check(settings: RouterSettings) -> None:
+    """What can be known to be wrong before any process starts.
+
+    Raises:
+        StartError: the text says what to change.
+    """
+    try:
+        ApiKeys.load(settings.api_keys_file)
+    except KeyFileError as error:
+        raise StartError(str(error)) from error
+    try:
+        parse_url(settings.redis_url or "redis://")
+    except ValueError as error:
+        # Its own text may hold the URL, and that a password.
+        raise StartError("redis_url is not like redis://[:password@]host:port/db") from error
 
 
 def load_settings(path: Path) -> RouterSettings:
@@ -72,8 +98,6 @@ def _write_settings(settings: RouterSettings, path: Path) -> None:
 
 async def _supervise(settings: RouterSettings, directory: Path) -> None:
     """Keeps `processes` children alive; a dead one is reported and replaced with back-off."""
-    from radixgrove.router.server import listen
-
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

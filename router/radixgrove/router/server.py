@@ -24,6 +24,7 @@ from radixgrove.router import metrics
 from radixgrove.router.app import make_app, make_management_app
 from radixgrove.router.encoding import Encoders
 from radixgrove.router.fleet import Fleet
+from radixgrove.router.listening import listen
 from radixgrove.router.placement import HEARTBEAT_SECONDS, Placer
 from radixgrove.router.proxy import Proxy
 from radixgrove.router.redis_link import RedisLink, RedisRefused, RedisUnavailable
@@ -190,21 +191,6 @@ class RouterProcess:
         if level is not self._log_level:
             self._log_level = level
             logging.getLogger().setLevel(level.value.upper())
-
-
-def listen(host: str, port: int, *, shared: bool) -> socket.socket:
-    """A listening socket; `shared` lets other processes listen on the same port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        sock.bind((host, port))
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def _address(sock: socket.socket) -> str:
