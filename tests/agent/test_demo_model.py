@@ -72,6 +72,13 @@ def test_a_full_disk_is_said_before_the_download(
         demo_model.ensure(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["file/below", "/proc/radixgrove", "/proc"])
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DemoModelError, match=r"cannot be kept in .*XDG_CACHE_HOME.*--model"):
+        demo_model.ensure(tmp_path / place)
+
+
 def test_an_altered_download_is_refused_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
