@@ -77,27 +77,22 @@ def ensure(cache_dir: Path | None = None, progress: Progress = print_progress) -
     target = root / NAME
     if is_ready(target):
         return target
+    lock = root / f".{NAME}.lock"
     try:
         root.mkdir(parents=True, exist_ok=True)
+        lock.touch()
     except OSError as error:
-        raise _not_writable(root, error) from error
-    if not os.access(root, os.W_OK | os.X_OK):
-        raise _not_writable(root, None)
-    with _locked(root / f".{NAME}.lock", progress):
+        raise DemoModelError(
+            f"the demo model cannot be kept in {root} ({error.strerror}): set XDG_CACHE_HOME to a "
+            "directory that can be written, or pass --model with a Hugging Face directory"
+        ) from error
+    with _locked(lock, progress):
         if is_ready(target):  # another process made it while we waited
             return target
         _check_requirements(root)
         with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=root) as scratch:
             _make(Path(scratch), target, progress)
     return target
-
-
-def _not_writable(root: Path, error: OSError | None) -> DemoModelError:
-    why = error.strerror if error is not None else "permission denied"
-    return DemoModelError(
-        f"the demo model cannot be kept in {root} ({why}): set XDG_CACHE_HOME to a directory that "
-        "can be written, or pass --model with a Hugging Face directory"
-    )
 
 
 def _make(scratch: Path, target: Path, progress: Progress) -> None:
