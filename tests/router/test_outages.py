@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import redis
 
 from tests.conftest import RedisServer, find_free_port
@@ -268,10 +269,14 @@ async def test_processes_share_one_port_and_a_dead_one_is_replaced(
 
 
 async def test_no_process_outlives_a_killed_parent(
-    redis_server: RedisServer, make_router: MakeRouter
+    redis_server: RedisServer,
+    make_router: MakeRouter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import psutil
 
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # what it cannot clean up any more goes there
     router = await make_router(redis_server, ready=False, processes=2)
     assert router.process is not None
     parent = psutil.Process(router.process.pid)
