@@ -22,10 +22,16 @@ def directory() -> Path:
 
 
 def record(entry: dict[str, Any]) -> None:
-    """Append one measurement to the file named by its `benchmark` key."""
+    """Append one measurement to the file named by its `benchmark` key.
+
+    An entry has `benchmark, workload, model, subject, metric, value, unit` and what else it likes;
+    `device`, `commit` and `date` are added.
+    """
     path = directory() / f"{entry['benchmark']}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({**entry, **environment(), "time": time.strftime("%FT%TZ", time.gmtime())})
+    now = time.gmtime()
+    stamp = {"date": time.strftime("%F", now), "time": time.strftime("%FT%TZ", now)}
+    line = json.dumps({"device": _card() or "cpu", **entry, **environment(), **stamp})
     with path.open("a") as file:
         file.write(line + "\n")
 

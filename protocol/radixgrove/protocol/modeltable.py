@@ -5,7 +5,7 @@ whose id is not among the listed attempts of its service belongs to a group that
 draining: a router sends it nothing new. The attempt is thus the fencing token of a group.
 
     {prefix}:models:<table>    STRING  JSON of `ModelTable`; table "shared" is the shared router's
-    {prefix}:demand            HASH    "<router id> <service>" → JSON of `Demand`, written by routers
+    {prefix}:demand            HASH    "<router id> <service>" → JSON of `Demand`, from routers
 
 A router without a table name (no operator) serves whatever is registered. A table that vanishes
 with Redis is written again by the operator; until then routers keep the last one they read.
