@@ -25,6 +25,9 @@ from radixgrove.kernels._triton import (
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
+# Large batches fill the device with one program a row, but a row much longer than the others would
+# then run on alone at the end. Programs beyond what a row's length needs return at once.
+_LEAST_SPLITS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +223,9 @@ class DecodeWorkspace:
         self.counters = torch.zeros(pairs, dtype=torch.int32, device=device)
 
     def splits(self, batch: int) -> int:
-        """Programs a row and KV head: enough to fill the device, 1 for large batches."""
-        return min(MAX_SPLITS, next_power_of_2(cdiv(self.programs, batch * self.num_kv_heads)))
+        """Programs a row and KV head: enough to fill the device, and `_LEAST_SPLITS`."""
+        filling = next_power_of_2(cdiv(self.programs, batch * self.num_kv_heads))
+        return min(MAX_SPLITS, max(_LEAST_SPLITS, filling))
 
 
 def _multiprocessors(device: torch.device) -> int:
