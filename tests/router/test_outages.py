@@ -298,6 +298,7 @@ async def test_router_starts_before_redis_and_replicas(
     redis_server.kill()
     router = await make_router(redis_server, ready=False)
     assert (await router.get("/readyz")).status == 503
+    assert (await router.get("/readyz?without-replicas=true")).status == 200
     redis_server.start()
     await make_replica(redis_url=redis_server.url, port=find_free_port())
     await eventually(lambda: router.answers("/readyz"))

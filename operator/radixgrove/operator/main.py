@@ -112,6 +112,8 @@ async def watch(app: App, config: OperatorConfig, stop: threading.Event) -> None
             standalone=True,
             clusterwide=not config.namespaces,
             namespaces=config.namespaces,
+            # Left to itself kopf asks for the user's name, which a container's numeric user lacks.
+            identity=socket.gethostname(),  # type: ignore[arg-type]
             stop_flag=ending,
         )
     finally:

@@ -77,10 +77,12 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
         return Response("ok", media_type="text/plain")
 
     @app.get("/readyz")
-    async def readyz() -> Response:
+    async def readyz(request: Request) -> Response:
         if proxy.draining:
             raise errors.overloaded("The server is shutting down.")
-        if not fleet.ready():
+        # A router holds requests until a replica comes: to whoever asks for the router alone (the
+        # probes of Kubernetes, scale from zero) it is ready then.
+        if request.query_params.get("without-replicas") != "true" and not fleet.ready():
             raise errors.overloaded("No replica is ready.")
         return Response("ok", media_type="text/plain")
 

@@ -123,7 +123,7 @@ def _container(service: Service, router: Router, config: OperatorConfig) -> Obje
             {"name": "http", "containerPort": names.ROUTER_PORT},
             {"name": "management", "containerPort": names.ROUTER_MANAGEMENT_PORT},
         ],
-        "readinessProbe": http_probe("/readyz", "http", period=2, failures=2),
+        "readinessProbe": http_probe("/readyz?without-replicas=true", "http", period=2, failures=2),
         "livenessProbe": http_probe("/livez", "http", period=10, failures=6),
         "lifecycle": {"preStop": {"sleep": {"seconds": 3}}},
         "resources": {"requests": {"cpu": "250m", "memory": "256Mi"}},
