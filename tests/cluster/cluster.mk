@@ -3,7 +3,7 @@
 CLUSTER_PYTHON ?= python
 CLUSTER := $(CLUSTER_PYTHON) -m tests.cluster.harness
 
-.PHONY: cluster-build cluster-prepare cluster-up cluster-down test-cluster demo-cluster
+.PHONY: cluster-build cluster-prepare cluster-up cluster-down test-cluster test-cluster-slow demo-cluster
 
 cluster-build: ## build the programs of Kubernetes into the user's cache (cold: about 13 minutes)
 	$(CLUSTER) build
@@ -17,8 +17,11 @@ cluster-up: cluster-prepare ## start a two-node cluster that goes on until clust
 cluster-down: ## end clusters, and remove whatever killed ones have left
 	$(CLUSTER) down
 
-test-cluster: cluster-build cluster-prepare ## run the tests that need a real Kubernetes
-	$(CLUSTER_PYTHON) -m pytest -m cluster
+test-cluster: cluster-build cluster-prepare ## run the tests that need a real Kubernetes (all but the slow ones)
+	$(CLUSTER_PYTHON) -m pytest -m "cluster and not slow"
+
+test-cluster-slow: cluster-build cluster-prepare ## the slow ones: each RBAC verb removed in turn
+	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" -o timeout=1800
 
 demo-cluster: cluster-prepare ## a cluster, the chart, the demo model and one question; until Ctrl-C
 	@exec $(CLUSTER) demo

@@ -156,7 +156,7 @@ def test_redis_killed_and_back_empty(up: UpProcess, redis_server: RedisServer) -
             return False
         return len(replicas) == 2 and all(e["state"] == "ready" for e in replicas.values())
 
-    wait_until(both_back, deadline=30, what="both replicas in the empty Redis")
+    wait_until(both_back, deadline=60, what="both replicas in the empty Redis")
 
     def found_again() -> bool:
         """The index is rebuilt from the replicas' own trees: the prefix is found again."""
@@ -166,7 +166,7 @@ def test_redis_killed_and_back_empty(up: UpProcess, redis_server: RedisServer) -
         details = answer.raise_for_status().json()["usage"]["prompt_tokens_details"]
         return bool(details["cached_tokens"] > 0)
 
-    wait_until(found_again, deadline=30, what="the rebuilt index")
+    wait_until(found_again, deadline=60, what="the rebuilt index")
 
 
 @pytest.mark.slow
