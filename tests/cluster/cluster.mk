@@ -1,6 +1,8 @@
 # A real Kubernetes on this machine, for tests and demonstrations; included by the Makefile.
 
 CLUSTER_PYTHON ?= python
+# Folders or files to take `cluster` tests from; all by default.
+CLUSTER_TESTS ?=
 CLUSTER := $(CLUSTER_PYTHON) -m tests.cluster.harness
 
 .PHONY: cluster-build cluster-prepare cluster-up cluster-down test-cluster test-cluster-slow demo-cluster
@@ -18,7 +20,7 @@ cluster-down: ## end clusters, and remove whatever killed ones have left
 	$(CLUSTER) down
 
 test-cluster: cluster-build cluster-prepare ## run the tests that need a real Kubernetes (all but the slow ones)
-	$(CLUSTER_PYTHON) -m pytest -m "cluster and not slow"
+	$(CLUSTER_PYTHON) -m pytest -m "cluster and not slow" $(CLUSTER_TESTS)
 
 test-cluster-slow: cluster-build cluster-prepare ## the slow ones: each RBAC verb removed in turn
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" -o timeout=1800
