@@ -115,10 +115,6 @@ class Cluster:
             host = "127.0.0.1"
         return f"http://{f'[{host}]' if ':' in host else host}:{self.router.port}/v1"
 
-    @property
-    def pids(self) -> dict[str, int]:
-        return {service.name: service.child.pid for service in self._services if service.child}
-
     async def start(self) -> None:
         """Start all parts and wait until the whole answers.
 

@@ -102,9 +102,6 @@ class OperatorConfig(ConfigModel):
             "redis_url": "redis-url",
         }
 
-    def serves(self, namespace: str) -> bool:
-        return not self.namespaces or namespace in self.namespaces
-
 
 def load(path: Path) -> OperatorConfig:
     """Raises ValueError naming the field that is wrong, OSError when the file cannot be read."""

@@ -31,10 +31,6 @@ class Kind:
     plural: str
     namespaced: bool = True
 
-    @property
-    def api_version(self) -> str:
-        return f"{self.group}/{self.version}" if self.group else self.version
-
     def path(self, namespace: str | None, name: str | None = None, sub: str | None = None) -> str:
         parts = ["apis", self.group, self.version] if self.group else ["api", self.version]
         if self.namespaced and namespace:
@@ -71,10 +67,6 @@ class KubeError(Exception):
         self.what = what
         self.status = status
         self.message = message
-
-    @property
-    def retriable(self) -> bool:
-        return self.status in (0, 409, 429) or self.status >= 500
 
 
 class NotLeading(Exception):

@@ -43,11 +43,6 @@ def build_images(cluster: Cluster) -> None:
     cluster.build_environment_image(image("worker"))
 
 
-def build_worker_image(cluster: Cluster) -> None:
-    """The worker from its own Dockerfile: minutes, and five gigabytes on every node."""
-    cluster.build_image(image("worker"), _ROOT / "worker" / "Dockerfile", _ROOT)
-
-
 def values() -> dict[str, Any]:
     """Chart values that name the images built here."""
     return {

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 
@@ -63,27 +62,20 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare for one forward pass; every layer's `forward` then uses this plan."""
-
-    @abstractmethod
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store this step's K and V into the layer's pages, then attend.
-
-        Query i of a chunk at [start, start + length) sees KV positions 0 .. start + i.
-
-        Args:
-            q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; RoPE already applied.
-
-        Returns:
-            [T, num_heads, head_dim], q's dtype.
-        """
+        """Prepare for one forward pass; every layer's `attend` then uses this plan."""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        """The second half of `forward`: the layer's pages already hold this step's K and V.
+        """Attend to the layer's pages, which already hold this step's K and V.
 
-        The decoder calls this one, after a kernel that fuses RoPE with the store (`slots` of the
-        batch say where).
+        The decoder stores them first, in the kernel that applies RoPE (the batch's `slots` say
+        where). Query i of a chunk at [start, start + length) sees KV positions 0 .. start + i.
+
+        Args:
+            q: [T, num_heads, head_dim], RoPE already applied.
+
+        Returns:
+            [T, num_heads, head_dim], q's dtype.
         """
 
     def prepare_capture(self, max_batch: int, max_pages: int) -> None:  # noqa: B027
@@ -95,17 +87,3 @@ class AttentionBackend(ABC):
         Whatever the graph reads must live in the buffers of `prepare_capture`.
         """
         self.plan(batch)
-
-
-def store_kv(pool: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Reference KV store: `pool[layer, :, page, offset] = k, v` at `slots`."""
-    flat = pool[layer].view(2, -1, pool.shape[4], pool.shape[5])
-    flat[0].index_copy_(0, slots, k)
-    flat[1].index_copy_(0, slots, v)
-
-
-def gather_positions(page_table: Tensor, row: int, length: int, page_size: int) -> Tensor:
-    """Slots of positions 0 .. length-1 of a row, [length] int64."""
-    positions = torch.arange(length, device=page_table.device)
-    pages = page_table[row, positions // page_size].long()
-    return pages * page_size + positions % page_size

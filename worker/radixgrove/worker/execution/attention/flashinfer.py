@@ -2,7 +2,8 @@
 
 Prefill chunks take its paged prefill kernel (FA3 on Hopper), planned once a step from the host's
 mirrors, with page lists flattened on the device. Decode rows take our own kernel, which has every
-GQA group size, needs no plan, and read KV faster than FlashInfer's where both were measured.
+GQA group size and needs no plan. On an H100 that was faster at 64 rows and slower at 256 rows of
+unequal length (`docs/performance.md`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import ops
-from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch, store_kv
+from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.execution.attention.decode import PagedDecode
 
 log = logging.getLogger(__name__)
@@ -227,10 +228,6 @@ class FlashInferAttention(AttentionBackend):
         return indices
 
     # ---- running -----------------------------------------------------------------------------
-
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        store_kv(self.pool, layer, self._batch.slots, k, v)
-        return self.attend(layer, q)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         tokens = self._batch.num_prefill_tokens

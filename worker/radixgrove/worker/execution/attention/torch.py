@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch, store_kv
+from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
 
 # Queries of a chunk attended at once: bounds the mask at `_QUERY_BLOCK x context`.
 _QUERY_BLOCK = 512
@@ -47,7 +47,6 @@ class TorchAttention(AttentionBackend):
     """
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._slots = batch.slots
         table = batch.page_table
         self._chunks = self._plan_chunks(batch, table)
         self._groups = self._plan_groups(batch, table)
@@ -120,10 +119,6 @@ class TorchAttention(AttentionBackend):
 
     def _num_pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
-
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        store_kv(self.pool, layer, self._slots, k, v)
-        return self.attend(layer, q)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         kv = self.pool[layer]

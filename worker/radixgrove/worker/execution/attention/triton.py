@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels.attention import extend_attention
-from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch, store_kv
+from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.execution.attention.decode import PagedDecode
 
 
@@ -31,10 +31,6 @@ class TritonAttention(AttentionBackend):
     def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
         self._batch = batch
         self._decode.plan_captured()
-
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        store_kv(self.pool, layer, self._batch.slots, k, v)
-        return self.attend(layer, q)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         batch = self._batch
