@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import activation, attention, linear, norm, rope, sampling
+from radixgrove.kernels.decode_tuning import DECODE_CANDIDATES
 from radixgrove.kernels.tuning import (
-    DECODE_CANDIDATES,
     GEMV_CANDIDATES,
     SKINNY_CANDIDATES,
     Choice,
@@ -200,7 +200,8 @@ def bench_attention() -> None:
                     *(q, pages, rows, lens, order, 0.1, workspace),
                     config=config,
                 )
-                name = f"decode {config.block_n}/{config.stages}/{config.warps}"
+                tile = f"{config.block_n}/{config.stages}/{config.warps}"
+                name = f"decode {tile} {config.programs}/{config.least}"
                 show(name, f"{shape.name} {batch}x{context}", microseconds([call] * 4), moved)
         bench_extend(shape)
 

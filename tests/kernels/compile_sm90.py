@@ -29,8 +29,9 @@ from radixgrove.kernels import (
     rows,
     sampling,
 )
+from radixgrove.kernels.decode_tuning import DECODE_CANDIDATES
 from radixgrove.kernels.linear import SkinnyWorkspace
-from radixgrove.kernels.tuning import DECODE_CANDIDATES, GEMV_CANDIDATES, SKINNY_CANDIDATES
+from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MODULES = (activation, attention, gather, linear, norm, pages, rope, rows, sampling)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from radixgrove.kernels import attention
-from radixgrove.kernels.attention import DecodeWorkspace
+from radixgrove.kernels.attention import MAX_PROGRAMS, DecodeConfig, DecodeWorkspace
 from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
 
 from .helpers import DTYPES, PagedKv, assert_close
@@ -50,13 +52,44 @@ def test_decode(
     indptr = torch.arange(len(lengths) + 1)
     for _ in range(2):  # the second run finds the counters as the first left them
         out = attention.decode_attention(
-            q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace, min_split=64
+            q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace
         )
         assert_close(out, exact(q, kv, indptr, 0.3))
         assert not workspace.counters.any(), "counters must be zero between launches"
 
 
-def test_decode_splits_rows_and_merges_them(
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    kv_heads=st.integers(1, 3),
+    config=st.builds(
+        DecodeConfig,
+        block_n=st.just(16),
+        stages=st.just(2),
+        warps=st.just(1),
+        programs=st.integers(1, MAX_PROGRAMS),
+        least=st.integers(1, 5),
+    ),
+)
+def test_decode_deals_any_lengths_to_any_number_of_programs(
+    lengths: list[int], kv_heads: int, config: DecodeConfig
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kv = PagedKv.random(
+        lengths, page_size=16, kv_heads=kv_heads, head_dim=16, dtype=torch.float16, device=device
+    )
+    q = torch.randn(len(lengths), 2 * kv_heads, 16, device=device).half()
+    workspace = DecodeWorkspace(len(lengths), 2 * kv_heads, kv_heads, 16, device)
+    workspace.partials.fill_(float("nan"))
+    workspace.stats.fill_(float("nan"))
+    out = attention.decode_attention(
+        q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace, config=config
+    )
+    assert_close(out, exact(q, kv, torch.arange(len(lengths) + 1), 0.3))
+    assert not workspace.counters.any(), "counters must be zero between launches"
+
+
+def test_decode_merges_a_row_that_many_programs_share(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setattr(attention, "_multiprocessors", lambda _device: 16)
@@ -65,12 +98,13 @@ def test_decode_splits_rows_and_merges_them(
     )
     q = torch.randn(3, 4, 32, device=device)
     workspace = DecodeWorkspace(3, 4, 2, 32, device)
-    assert workspace.splits(3) > 1
+    workspace.stats.fill_(float("nan"))
     out = attention.decode_attention(
-        q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace, min_split=64
+        q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace
     )
     assert_close(out, exact(q, kv, torch.arange(4), 0.3))
-    assert not torch.isnan(workspace.partials).all(), "no row was split"
+    parts = workspace.stats.view(-1, 2 * 16)[:, 0].isfinite().sum()
+    assert parts > 2 * 8, "each KV head of the long row should reach into many shares"
 
 
 def test_decode_of_nothing_and_of_too_much(device: torch.device) -> None:

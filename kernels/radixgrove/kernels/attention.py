@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Attention over paged KV: decode (one query a row) and extend (cached prefix + new tokens).
 
-Both use the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) in base 2. Decode splits
-a row's KV over programs as flash-decoding does (Dao et al. 2023); the last program of a row to
-arrive merges the parts, so that a layer is one launch.
+Both use the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) in base 2. Decode deals
+the KV of all rows out to its programs in equal shares, as stream-K does with a product's tiles
+(Osama et al. 2023; for attention, Sanovar et al. 2024): whatever the lengths, all programs end
+together. A layer is one launch.
 """
 
 from __future__ import annotations
@@ -24,19 +25,24 @@ from radixgrove.kernels._triton import (
 )
 
 LOG2_E = 1.4426950408889634
-MAX_SPLITS = 64
-# Large batches fill the device with one program a row, but a row much longer than the others would
-# then run on alone at the end. Programs beyond what a row's length needs return at once.
-_LEAST_SPLITS = 4
+MAX_PROGRAMS = 16  # of a decode, on each multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """KV tokens that a program of decode attention takes at a time, pipeline stages and warps."""
+    """How decode attention is cut up.
+
+    Attributes:
+        block_n: KV tokens that a program takes at a time, with `stages` of them in flight.
+        programs: on each multiprocessor, up to `MAX_PROGRAMS`.
+        least: blocks that a program takes at least; the programs beyond have nothing to do.
+    """
 
     block_n: int = 64
     stages: int = 3
     warps: int = 4
+    programs: int = 2
+    least: int = 1
 
 
 _WIDE_CONFIG = DecodeConfig(block_n=32, stages=2)  # float32 takes twice the shared memory
@@ -78,7 +84,7 @@ def decode_attention_reference(
     return extend_attention_reference(q, pages, rows, indptr, kv_lens, page_table, scale)
 
 
-@jit(varying=("rows_ptr", "kv_lens_ptr", "min_split"))
+@jit(varying=("rows_ptr", "kv_lens_ptr", "batch", "least"))
 def _decode_kernel(
     q_ptr,
     k_pages_ptr,
@@ -92,43 +98,65 @@ def _decode_kernel(
     counter_ptr,
     table_stride,
     scale_log2,
-    min_split,
+    batch,
+    least,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the query heads of one KV head of one row, over one split of its KV."""
-    item = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    splits = tl.num_programs(2)
+    """One program: its share of all blocks of KV, a run of them across rows and KV heads.
+
+    Blocks are numbered row by row, and KV head by KV head within a row; a pair's blocks (row, KV
+    head) are a run too. Where a pair reaches into several shares, each leaves its part, and the
+    last program of the pair to arrive merges them.
+    """
+    program = tl.program_id(0)
+    item = tl.arange(0, BLOCK_B)
     group = tl.arange(0, BLOCK_G)
     dim = tl.arange(0, BLOCK_D)
+    in_group = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    inner = group[:, None] * BLOCK_D + dim[None, :]
+    area: tl.constexpr = GROUP * BLOCK_D
+    # Lengths do not come from the kernel before, so they are read while it ends.
+    lens = tl.load(kv_lens_ptr + item, mask=item < batch, other=0)
+    blocks = (lens + BLOCK_N - 1) // BLOCK_N
+    ends = tl.cumsum(blocks, axis=0) * KV_HEADS
+    total = tl.sum(blocks, axis=0) * KV_HEADS
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), least)
+    unit = program * share
+    stop_unit = tl.minimum(unit + share, total)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    kv_len = tl.load(kv_lens_ptr + item)
-    # A split is whole blocks and not tiny, so that a short row does not pay for the merge.
-    length = tl.maximum(tl.cdiv(tl.cdiv(kv_len, splits), BLOCK_N) * BLOCK_N, min_split)
-    used = tl.cdiv(kv_len, length)
-    if split < used:
-        heads = (item * KV_HEADS + kv_head) * GROUP + group
-        in_group = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-        target = heads[:, None] * HEAD_DIM + dim[None, :]
+    while unit < stop_unit:
+        row = tl.sum((ends <= unit).to(tl.int32), axis=0)
+        is_row = item == row
+        row_end = tl.sum(tl.where(is_row, ends, 0), axis=0)
+        kv_len = tl.sum(tl.where(is_row, lens, 0), axis=0)
+        row_blocks = tl.cdiv(kv_len, BLOCK_N)
+        place_in_row = unit - (row_end - row_blocks * KV_HEADS)
+        kv_head = place_in_row // row_blocks
+        first_block = place_in_row % row_blocks
+        pair_start = unit - first_block
+        pair_end = pair_start + row_blocks
+        count = tl.minimum(pair_end, stop_unit) - unit
+
+        pair = (row * KV_HEADS + kv_head).to(tl.int64)
+        target = (pair * GROUP + group)[:, None] * HEAD_DIM + dim[None, :]
         q = tl.load(q_ptr + target, mask=in_group, other=0.0)
-        table = page_table_ptr + tl.load(rows_ptr + item).to(tl.int64) * table_stride
+        table = page_table_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride
         best = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
         norm = tl.zeros((BLOCK_G,), dtype=tl.float32)
         acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
-        start = split * length
-        stop = tl.minimum(start + length, kv_len)
+        start = first_block * BLOCK_N
+        stop = tl.minimum(start + count * BLOCK_N, kv_len)
         for first in range(start, stop, BLOCK_N):
             token = first + tl.arange(0, BLOCK_N)
             inside = token < stop
@@ -153,55 +181,57 @@ def _decode_kernel(
             acc = acc * shrink[:, None]
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
             best = new_best
-        if used == 1:
+
+        first_program = pair_start // share
+        last_program = (pair_end - 1) // share
+        if first_program == last_program:
             out = acc / norm[:, None]
             tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=in_group)
         else:
-            pair = item * KV_HEADS + kv_head
-            area: tl.constexpr = BLOCK_G * BLOCK_D
-            inner = group[:, None] * BLOCK_D + dim[None, :]
-            slot = pair * splits + split
+            # A share holds at most two parts of pairs that it does not hold whole: slot 0 is for
+            # the pair that began before it, slot 1 for the one that goes on after it.
+            slot = (2 * program + (pair_start >= program * share).to(tl.int32)).to(tl.int64)
             tl.store(partial_ptr + slot * area + inner, acc, mask=in_group)
             tl.store(stats_ptr + slot * (2 * BLOCK_G) + group, best)
             tl.store(stats_ptr + slot * (2 * BLOCK_G) + BLOCK_G + group, norm)
             tl.debug_barrier()
             arrived = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
-            if arrived == used - 1:
+            if arrived == last_program - first_program:
                 tl.store(counter_ptr + pair, 0)
-                other = tl.arange(0, MAX_SPLITS)
-                stats = stats_ptr + (pair * splits + other)[:, None] * (2 * BLOCK_G)
-                stats += group[None, :]
-                there = (other < used)[:, None]
-                bests = tl.load(stats, mask=there, other=float("-inf"), cache_modifier=".cg")
-                norms = tl.load(stats + BLOCK_G, mask=there, other=0.0, cache_modifier=".cg")
-                best = tl.max(bests, axis=0)
-                norm = tl.sum(norms * tl.exp2(bests - best[None, :]), axis=0)
+                best = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
+                norm = tl.zeros((BLOCK_G,), dtype=tl.float32)
                 acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
                 # Four parts at a time: their loads do not wait for one another.
-                for first in range(0, used, 4):
-                    slots = first + tl.arange(0, 4)
-                    alive = slots < used
-                    slots += pair * splits
-                    part_best = tl.load(
-                        stats_ptr + slots[:, None] * (2 * BLOCK_G) + group[None, :],
-                        mask=alive[:, None],
-                        other=float("-inf"),
-                        cache_modifier=".cg",
+                for first_part in range(first_program, last_program + 1, 4):
+                    owner = first_part + tl.arange(0, 4)
+                    there = owner <= last_program
+                    slots = (2 * owner + (pair_start >= owner * share).to(tl.int32)).to(tl.int64)
+                    stats = stats_ptr + slots[:, None] * (2 * BLOCK_G) + group[None, :]
+                    bests = tl.load(
+                        stats, mask=there[:, None], other=float("-inf"), cache_modifier=".cg"
                     )
-                    part = tl.load(
+                    norms = tl.load(
+                        stats + BLOCK_G, mask=there[:, None], other=0.0, cache_modifier=".cg"
+                    )
+                    parts = tl.load(
                         partial_ptr + slots[:, None, None] * area + inner[None, :, :],
-                        mask=alive[:, None, None] & in_group[None, :, :],
+                        mask=there[:, None, None] & in_group[None, :, :],
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                    weights = tl.exp2(part_best - best[None, :])
-                    acc += tl.sum(part * weights[:, :, None], axis=0)
+                    new_best = tl.maximum(best, tl.max(bests, axis=0))
+                    shrink = tl.exp2(best - new_best)
+                    weights = tl.exp2(bests - new_best[None, :])
+                    norm = norm * shrink + tl.sum(norms * weights, axis=0)
+                    acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
+                    best = new_best
                 out = acc / norm[:, None]
                 tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=in_group)
+        unit += count
 
 
 class DecodeWorkspace:
-    """Parts of split rows and their counters, for up to `max_batch` rows of one backend.
+    """Parts of pairs (row, KV head) that several programs share, and how many have arrived.
 
     Counters are zero between launches: the program that sees the last arrival puts them back.
     """
@@ -209,28 +239,24 @@ class DecodeWorkspace:
     def __init__(
         self, max_batch: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
     ) -> None:
-        self.programs = 3 * _multiprocessors(device)
-        self.num_kv_heads = num_kv_heads
-        group = max(16, next_power_of_2(num_heads // num_kv_heads))
-        pairs = max_batch * num_kv_heads
-        # As many parts as any batch up to max_batch may have (see `splits`).
-        parts = max(b * num_kv_heads * self.splits(b) for b in range(1, max_batch + 1))
         self.max_batch = max_batch
+        # The same for the usual batch sizes, so that the kernel is compiled once for all.
+        self.block_b = max(256, next_power_of_2(max_batch))
+        self.multiprocessors = _multiprocessors(device)
+        group = num_heads // num_kv_heads
+        slots = 2 * self.multiprocessors * MAX_PROGRAMS
         self.partials = torch.empty(
-            parts * group * next_power_of_2(head_dim), dtype=torch.float32, device=device
+            slots * group * max(16, next_power_of_2(head_dim)), dtype=torch.float32, device=device
         )
-        self.stats = torch.empty(parts * group * 2, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(pairs, dtype=torch.int32, device=device)
-
-    def splits(self, batch: int) -> int:
-        """Programs a row and KV head: enough to fill the device, and `_LEAST_SPLITS`."""
-        filling = next_power_of_2(cdiv(self.programs, batch * self.num_kv_heads))
-        return min(MAX_SPLITS, max(_LEAST_SPLITS, filling))
+        self.stats = torch.empty(
+            slots * 2 * max(16, next_power_of_2(group)), dtype=torch.float32, device=device
+        )
+        self.counters = torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device)
 
 
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 2  # the interpreter: a few splits, so that tests see the merge
+        return 2  # the interpreter: a few programs, so that tests see the merge
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -243,7 +269,6 @@ def decode_attention(
     scale: float,
     workspace: DecodeWorkspace,
     *,
-    min_split: int | None = None,
     config: DecodeConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -254,13 +279,12 @@ def decode_attention(
             KV divides H.
         rows: [B] int32, rows of page_table. kv_lens: [B] int32, at least 1.
         page_table: [max_rows, max_pages] int32.
-        min_split: tokens below which a row is not split further; by default the fewer programs
-            there are anyway, the smaller.
-        config: tile and pipeline; any gives the same result up to rounding.
+        config: tile, pipeline and programs; any gives the same result up to rounding.
         out: where to write, as the returned tensor; allocated when None.
 
     Returns:
-        [B, H, D], q's dtype. The grid depends on B alone, so a captured graph serves any lengths.
+        [B, H, D], q's dtype. The grid depends on the config alone, so a captured graph serves any
+        lengths.
 
     Raises:
         ValueError: B exceeds the workspace.
@@ -273,11 +297,9 @@ def decode_attention(
         return out
     if batch > workspace.max_batch:
         raise ValueError(f"batch {batch} exceeds the workspace's {workspace.max_batch}")
-    if min_split is None:
-        min_split = min(512, max(128, 2 * next_power_of_2(batch * kv_heads)))
     wide = q.dtype == torch.float32
     config = _WIDE_CONFIG if wide else config or DecodeConfig()
-    _decode_kernel[(batch, kv_heads, workspace.splits(batch))](
+    _decode_kernel[(workspace.multiprocessors * config.programs,)](
         q,
         pages[0],
         pages[1],
@@ -290,15 +312,16 @@ def decode_attention(
         workspace.counters,
         page_table.stride(0),
         scale * LOG2_E,
-        min_split,
+        batch,
+        config.least,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
         PAGE=page_size,
+        BLOCK_B=workspace.block_b,
         BLOCK_G=max(16, next_power_of_2(heads // kv_heads)),
         BLOCK_D=max(16, next_power_of_2(head_dim)),
         BLOCK_N=config.block_n,
-        MAX_SPLITS=MAX_SPLITS,
         PRECISION="ieee" if wide else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,

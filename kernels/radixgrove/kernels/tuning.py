@@ -1,5 +1,4 @@
-"""Which kernel multiplies and how decode attention is tiled: measured on the device while the
-engine warms up; the products' choices are kept on disk."""
+"""Which kernel multiplies: measured on the device while the engine warms up, and kept on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixgrove.kernels._triton import cdiv, next_power_of_2
-from radixgrove.kernels.attention import DecodeConfig, DecodeWorkspace, decode_attention
+from radixgrove.kernels._triton import next_power_of_2
 from radixgrove.kernels.linear import (
     MAX_SKINNY_TOKENS,
     GemvConfig,
@@ -62,14 +59,6 @@ SKINNY_CANDIDATES = tuple(
 MARGIN = 0.97
 _Key = tuple[int, int, int, bool]  # token bucket, N, K, silu
 _Shape = tuple[torch.dtype, _Key]
-DECODE_CANDIDATES = (
-    DecodeConfig(block_n=64, stages=3, warps=4),
-    DecodeConfig(block_n=64, stages=4, warps=4),
-    DecodeConfig(block_n=32, stages=4, warps=4),
-    DecodeConfig(block_n=32, stages=3, warps=2),
-    DecodeConfig(block_n=128, stages=3, warps=8),
-)
-_DECODE_CONTEXT = 640  # KV tokens a row while decode attention is measured
 
 
 def cache_directory() -> Path:
@@ -169,61 +158,10 @@ class LinearTuner:
                     if silu:
                         torch.nn.functional.silu(y)  # about what the separate kernel costs
 
-        return _milliseconds(run, x.device)
+        return milliseconds(run, x.device)
 
 
-def tune_decode(
-    pool: Tensor, num_heads: int, workspace: DecodeWorkspace
-) -> dict[int, DecodeConfig]:
-    """The fastest tiling of decode attention by batch size, measured on the engine's own pool.
-
-    Args:
-        pool: [layers, 2, num_pages, page_size, KV, D]; its content does not matter and stays.
-
-    Returns:
-        For some batch sizes up to the workspace's, the best configuration; a batch takes the next
-        larger one's. Nothing off CUDA, in float32, or of sizes for which the pool is too small.
-    """
-    if not pool.is_cuda or pool.dtype == torch.float32:
-        return {}
-    num_pages, page_size = pool.shape[2:4]
-    pages = cdiv(_DECODE_CONTEXT, page_size)
-    sizes = {1, 8, 32, 64, 128, workspace.max_batch}
-    return {
-        batch: _fastest_decode(pool, num_heads, workspace, batch, pages)
-        for batch in sorted(sizes)
-        if batch <= workspace.max_batch and batch * pages <= num_pages
-    }
-
-
-def _fastest_decode(
-    pool: Tensor, num_heads: int, workspace: DecodeWorkspace, batch: int, pages: int
-) -> DecodeConfig:
-    num_pages, page_size = pool.shape[2:4]
-    device = pool.device
-    q = torch.randn(batch, num_heads, pool.shape[-1], device=device).to(pool.dtype)
-    rows = torch.arange(batch, dtype=torch.int32, device=device)
-    lens = torch.full_like(rows, pages * page_size)
-    order = torch.randperm(num_pages, device=device)[: batch * pages].int().view(batch, pages)
-    layers = pool[: max(1, 256 // batch)]  # more than the L2 cache holds
-
-    def run(config: DecodeConfig) -> None:
-        for layer in layers:
-            decode_attention(q, layer, rows, lens, order, 1.0, workspace, config=config)
-
-    best, best_time = DecodeConfig(), float("inf")
-    for candidate in DECODE_CANDIDATES:
-        try:
-            elapsed = _milliseconds(partial(run, candidate), device)
-        except Exception:  # as above: not for this device
-            log.debug("decode candidate %s failed", candidate, exc_info=True)
-            continue
-        if elapsed < best_time:
-            best, best_time = candidate, elapsed
-    return best
-
-
-def _milliseconds(run: Callable[[], None], device: torch.device) -> float:
+def milliseconds(run: Callable[[], None], device: torch.device) -> float:
     """Of `run` as a CUDA graph, the best of five."""
     run()
     torch.cuda.synchronize(device)

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from torch import Tensor
 
 from radixgrove.kernels.attention import DecodeConfig, DecodeWorkspace, decode_attention
-from radixgrove.kernels.tuning import tune_decode
+from radixgrove.kernels.decode_tuning import tune_decode
 from radixgrove.worker.execution.attention.base import AttentionBatch
 
 
