@@ -36,13 +36,16 @@ class DecodeConfig:
         block_n: KV tokens that a program takes at a time, with `stages` of them in flight.
         programs: on each multiprocessor, up to `MAX_PROGRAMS`.
         least: blocks that a program takes at least; the programs beyond have nothing to do.
+        merge: parts of a pair that are loaded at once when they are merged. A small batch has many,
+            and waits for each round; a large one has few, and needs the registers.
     """
 
     block_n: int = 64
     stages: int = 3
     warps: int = 4
-    programs: int = 2
+    programs: int = 3
     least: int = 1
+    merge: int = 1
 
 
 _WIDE_CONFIG = DecodeConfig(block_n=32, stages=2)  # float32 takes twice the shared memory
@@ -108,6 +111,7 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MERGE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -201,9 +205,8 @@ def _decode_kernel(
                 best = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
                 norm = tl.zeros((BLOCK_G,), dtype=tl.float32)
                 acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
-                # Four parts at a time: their loads do not wait for one another.
-                for first_part in range(first_program, last_program + 1, 4):
-                    owner = first_part + tl.arange(0, 4)
+                for first_part in range(first_program, last_program + 1, MERGE):
+                    owner = first_part + tl.arange(0, MERGE)
                     there = owner <= last_program
                     slots = (2 * owner + (pair_start >= owner * share).to(tl.int32)).to(tl.int64)
                     stats = stats_ptr + slots[:, None] * (2 * BLOCK_G) + group[None, :]
@@ -322,6 +325,7 @@ def decode_attention(
         BLOCK_G=max(16, next_power_of_2(heads // kv_heads)),
         BLOCK_D=max(16, next_power_of_2(head_dim)),
         BLOCK_N=config.block_n,
+        MERGE=config.merge,
         PRECISION="ieee" if wide else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,

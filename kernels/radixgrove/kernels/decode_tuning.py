@@ -16,14 +16,12 @@ from radixgrove.kernels.tuning import milliseconds
 log = logging.getLogger(__name__)
 
 DECODE_CANDIDATES = (
-    DecodeConfig(block_n=64, stages=3, warps=4, programs=2),
-    DecodeConfig(block_n=64, stages=3, warps=4, programs=8),
-    DecodeConfig(block_n=64, stages=2, warps=2, programs=3),
-    DecodeConfig(block_n=64, stages=2, warps=2, programs=12),
+    DecodeConfig(block_n=64, stages=3, warps=4, programs=3),
+    DecodeConfig(block_n=64, stages=2, warps=2, programs=4),
     DecodeConfig(block_n=32, stages=4, warps=4, programs=3),
     DecodeConfig(block_n=32, stages=3, warps=2, programs=4),
-    DecodeConfig(block_n=16, stages=4, warps=1, programs=6),
-    DecodeConfig(block_n=16, stages=4, warps=1, programs=6, least=2),
+    DecodeConfig(block_n=16, stages=4, warps=1, programs=10),
+    DecodeConfig(block_n=16, stages=4, warps=1, programs=6, least=2, merge=4),
 )
 _CONTEXT = 640  # mean KV tokens of a row
 
