@@ -212,7 +212,8 @@ class Step:
         else:
             backend.plan(self.batch)
         flat[:, self.batch.slots] = torch.stack([self.k, self.v])
-        assert_close(backend.attend(1, self.q), expected, self.bound())
+        kv = torch.cat((self.k, self.v), dim=1)
+        assert_close(backend.attend(1, self.q, kv), expected, self.bound())
 
     def bound(self) -> float | None:
         # torch's attention on a CPU rounds its weights to bfloat16
@@ -231,8 +232,14 @@ BACKENDS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("chunks", "prefixes", "decodes"),
-    [([20], [0], []), ([], [], [1, 16, 33]), ([9, 40], [16, 3], [47, 2])],
-    ids=["prefill", "decode", "mixed"],
+    [
+        ([20, 31], [0, 0], []),
+        ([], [], [1, 16, 33]),
+        ([9, 40], [16, 3], [47, 2]),
+        ([9, 40, 17], [16, 0, 0], [2]),
+        ([5, 40, 17], [0, 16, 0], []),
+    ],
+    ids=["prefill", "decode", "mixed", "prefix-first", "prefix-between"],
 )
 def test_backends_agree(
     backend_name: str,
@@ -273,3 +280,26 @@ def test_backends_replan_captured_decodes(backend_name: str, device: torch.devic
     for chosen in ([0, 1], [3, 2]):
         part = PagedKv(kv.pages, kv.rows[chosen], kv.kv_lens[chosen], kv.page_table)
         Step(part, [], 2, 4).check(backend, pool, captured=True)
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "count"), [([], 0), ([0, 0], 0), ([3, 0], 1), ([0, 3, 0], 2), ([0, 3], 2)]
+)
+def test_chunks_behind_the_last_prefix_need_no_pages(prefixes: list[int], count: int) -> None:
+    from radixgrove.worker.execution.attention.flashinfer import count_prefixed
+
+    nothing = torch.empty(0)
+    batch = AttentionBatch(
+        num_prefills=len(prefixes),
+        num_decodes=1,
+        num_prefill_tokens=4 * len(prefixes),
+        rows=nothing,
+        qo_indptr=nothing,
+        kv_lens=nothing,
+        page_table=nothing,
+        slots=nothing,
+        positions=nothing,
+        q_lens_host=[4] * len(prefixes),
+        kv_lens_host=[prefix + 4 for prefix in prefixes] + [9],
+    )
+    assert count_prefixed(batch) == count

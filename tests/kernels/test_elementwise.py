@@ -74,10 +74,13 @@ def test_rope_store(
     if with_norm:
         q_norm, k_norm = torch.randn(2, head_dim, device=device).to(dtype)
         wide_q_norm, wide_k_norm = q_norm.double(), k_norm.double()
-    q = rope.rope_store(qkv, cos_sin, positions, slots, pages, q_norm, k_norm)
     exact = rope.rope_store_reference(
         qkv.double(), cos_sin, positions, slots, exact_pages, wide_q_norm, wide_k_norm
     )
+    q = rope.rope_store(qkv, cos_sin, positions, slots, pages, q_norm, k_norm)
+    kept = qkv.unflatten(-1, (-1, head_dim))[:, heads:]
+    stored = pages.view(2, -1, kv_heads, head_dim)[:, slots].transpose(0, 1).flatten(1, 2)
+    assert torch.equal(kept, stored), "what attention may read instead of the pages"
     assert_close(q, exact)
     assert_close(pages, exact_pages)
     others = torch.ones(num_pages * page_size, dtype=torch.bool, device=device)

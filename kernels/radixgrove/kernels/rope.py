@@ -43,8 +43,10 @@ def rope_store_reference(
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
+    keys = qkv.unflatten(-1, (-1, head_dim))[:, heads : heads + kv_heads]
+    keys.copy_(rotate_reference(k, cos_sin, positions))
     flat = pages.view(2, -1, kv_heads, head_dim)
-    flat[0].index_copy_(0, slots, rotate_reference(k, cos_sin, positions))
+    flat[0].index_copy_(0, slots, keys.contiguous())
     flat[1].index_copy_(0, slots, v.contiguous())
     return rotate_reference(q, cos_sin, positions)
 
@@ -110,6 +112,9 @@ def _rope_store_kernel(
         slot = tl.load(slots_ptr + token, mask=alive, other=0)
         is_key = head < HEADS + KV_HEADS
         base = k_pages_ptr if is_key else v_pages_ptr
+        if is_key:
+            tl.store(source, low, mask=mask)
+            tl.store(source + HALF, high, mask=mask)
         kv_head = (head - HEADS) % KV_HEADS
         target = base + (slot[:, None] * KV_HEADS + kv_head) * (2 * HALF) + lane[None, :]
     tl.store(target, low, mask=mask)
@@ -129,7 +134,8 @@ def rope_store(
     """Normalise (optionally) and rotate q and k, store k and v into the layer's pages, return q.
 
     Args:
-        qkv: [T, (H + 2 KV) * D], heads of q, then k, then v; rows may be strided.
+        qkv: [T, (H + 2 KV) * D], heads of q, then k, then v; rows may be strided. Afterwards its
+            keys are as stored, for attention that need not go through the pages.
         cos_sin: [max_position, D] float32: D/2 cosines, then D/2 sines.
         positions: [T] int64. slots: [T] int64, `page * page_size + offset`, distinct except for
             the scratch page, whose content is undefined.

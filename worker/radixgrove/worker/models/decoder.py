@@ -94,8 +94,9 @@ class DecoderLayer:
                 is stored.
         """
         attention = context.attention
+        qkv = self._qkv(residual, context, norm=self._input_norm)
         q = context.ops.rope_store(
-            self._qkv(residual, context, norm=self._input_norm),
+            qkv,
             context.rotation,
             context.slots,
             attention.pool[self._index],
@@ -105,7 +106,8 @@ class DecoderLayer:
         )
         if wanted is not None and not wanted.shape[0]:
             return residual.new_empty((0, residual.shape[1]))
-        attended = attention.attend(self._index, q).flatten(1)
+        kv = qkv.unflatten(-1, (-1, q.shape[2]))[:, q.shape[1] :]
+        attended = attention.attend(self._index, q, kv).flatten(1)
         if wanted is not None:
             attended = attended.index_select(0, wanted)
             residual = residual.index_select(0, wanted)

@@ -84,7 +84,8 @@ class Ops(Protocol):
         """Normalise q and k (Qwen3), rotate them, store k and v at `slots`; q as [T, H, D].
 
         Args:
-            qkv: [T, (H + 2 KV) * D], query heads first, then keys, then values; overwritten.
+            qkv: [T, (H + 2 KV) * D], query heads first, then keys, then values; overwritten, keys
+                and values by what is stored.
             slots: [T] int64, `page * page_size + offset`.
             pages: [2, num_pages, page_size, KV, D], one layer of the pool.
         """

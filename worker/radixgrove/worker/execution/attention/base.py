@@ -65,7 +65,7 @@ class AttentionBackend(ABC):
         """Prepare for one forward pass; every layer's `attend` then uses this plan."""
 
     @abstractmethod
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """Attend to the layer's pages, which already hold this step's K and V.
 
         The decoder stores them first, in the kernel that applies RoPE (the batch's `slots` say
@@ -73,6 +73,8 @@ class AttentionBackend(ABC):
 
         Args:
             q: [T, num_heads, head_dim], RoPE already applied.
+            kv: [T, 2 * num_kv_heads, head_dim], this step's K and V as stored, for a backend that
+                can do without the pages where nothing else is attended to; rows may be strided.
 
         Returns:
             [T, num_heads, head_dim], q's dtype.

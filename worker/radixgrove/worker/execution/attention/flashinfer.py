@@ -1,9 +1,9 @@
 """Attention with FlashInfer's kernels (Ye et al. 2025): bfloat16, float16; compiled on first use.
 
-Prefill chunks take its paged prefill kernel (FA3 on Hopper), planned once a step from the host's
-mirrors, with page lists flattened on the device. Decode rows take our own kernel, which has every
-GQA group size and needs no plan. On an H100 that was faster at 64 rows and slower at 256 rows of
-unequal length (`docs/performance.md`).
+Prefill chunks take its prefill kernels (FA3 on Hopper), planned once a step from the host's
+mirrors: the paged one behind a cached prefix, with page lists flattened on the device, and the
+ragged one from a prompt's beginning, over the step's own K and V, which takes a sixth less time.
+Decode rows take our own kernel, which has every GQA group size and needs no plan.
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ class FlashInferAttention(AttentionBackend):
         self._prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, "NHD", backend=self._prefill_kernel
         )
+        self._fresh_plans = _PlanSpace(device)
+        self._fresh = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            self._workspace, "NHD", backend=self._prefill_kernel
+        )
+        self._prefixed_tokens = 0  # of the planned step's prefill tokens, those of the paged kernel
         self._decode = PagedDecode(pool, num_heads, scale)
         self._pages = [(layer[0], layer[1]) for layer in pool]
 
@@ -148,35 +153,39 @@ class FlashInferAttention(AttentionBackend):
             build.result()
 
     def _try_out(self) -> None:
-        """A step of one 2-token prefill and one decode, on the scratch page."""
+        """A step with each kind of row, on the scratch page."""
         device, scratch = self.pool.device, self.pool.shape[2] - 1
-        q = torch.zeros(3, self.num_heads, self.head_dim, dtype=self.pool.dtype, device=device)
-        indptr = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
-        lens = torch.tensor([2, 1], dtype=torch.int32)
-        slots = torch.full((3,), scratch * self.page_size, dtype=torch.int64, device=device)
+        q = torch.zeros(5, self.num_heads, self.head_dim, dtype=self.pool.dtype, device=device)
+        indptr = torch.tensor([0, 2, 4, 5], dtype=torch.int32, device=device)
+        lens = [3, 2, 1]
         batch = AttentionBatch(
-            num_prefills=1,
+            num_prefills=2,
             num_decodes=1,
-            num_prefill_tokens=2,
-            rows=torch.zeros(2, dtype=torch.int32, device=device),
+            num_prefill_tokens=4,
+            rows=torch.zeros(3, dtype=torch.int32, device=device),
             qo_indptr=indptr,
-            kv_lens=lens.to(device),
+            kv_lens=torch.tensor(lens, dtype=torch.int32, device=device),
             page_table=torch.full((1, 2), scratch, dtype=torch.int32, device=device),
-            slots=slots,
-            positions=torch.zeros(3, dtype=torch.int64, device=device),
-            q_lens_host=[2],
-            kv_lens_host=[2, 1],
+            slots=torch.full((5,), scratch * self.page_size, dtype=torch.int64, device=device),
+            positions=torch.zeros(5, dtype=torch.int64, device=device),
+            q_lens_host=[2, 2],
+            kv_lens_host=lens,
         )
+        kv = q.new_zeros(5, 2 * self.num_kv_heads, self.head_dim)
         self.plan(batch)
-        self.attend(0, q)
+        self.attend(0, q, kv)
         torch.cuda.synchronize(device)
 
     # ---- planning ----------------------------------------------------------------------------
 
     def plan(self, batch: AttentionBatch) -> None:
         self._batch = batch
-        if batch.num_prefills:
-            self._plan_prefill(batch)
+        prefixed = count_prefixed(batch)
+        self._prefixed_tokens = sum(batch.q_lens_host[:prefixed])
+        if prefixed:
+            self._plan_prefixed(batch, prefixed)
+        if prefixed < batch.num_prefills:
+            self._plan_fresh(batch.q_lens_host[prefixed:])
         self._decode.plan(batch.num_decodes)
 
     def prepare_capture(self, max_batch: int, max_pages: int) -> None:
@@ -186,16 +195,15 @@ class FlashInferAttention(AttentionBackend):
         self._batch = batch
         self._decode.plan_captured()
 
-    def _plan_prefill(self, batch: AttentionBatch) -> None:
-        prefills = batch.num_prefills
-        lens = np.asarray(batch.kv_lens_host[:prefills], dtype=np.int32)
+    def _plan_prefixed(self, batch: AttentionBatch, chunks: int) -> None:
+        """The first `chunks` prefill chunks, over pages."""
+        lens = np.asarray(batch.kv_lens_host[:chunks], dtype=np.int32)
         indptr, last = self._page_bounds(lens)
-        indices = self._flatten(batch, int(indptr[-1]))
-        starts = np.zeros(prefills + 1, dtype=np.int32)
-        np.cumsum(batch.q_lens_host, out=starts[1:])
+        indices = self._flatten(batch, chunks, int(indptr[-1]))
+        q_lens = batch.q_lens_host[:chunks]
         self._plans.lend(self._prefill)
         self._prefill.plan(
-            torch.from_numpy(starts),
+            _starts(q_lens),
             indptr,
             indices,
             last,
@@ -207,7 +215,23 @@ class FlashInferAttention(AttentionBackend):
             sm_scale=self.scale,
             q_data_type=self.pool.dtype,
             kv_data_type=self.pool.dtype,
-            max_token_per_sequence=max(batch.q_lens_host),
+            max_token_per_sequence=max(q_lens),
+        )
+
+    def _plan_fresh(self, lengths: list[int]) -> None:
+        """Chunks that begin their prompts, over the step's own K and V."""
+        starts = _starts(lengths)
+        self._fresh_plans.lend(self._fresh)
+        self._fresh.plan(
+            starts,
+            starts,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            causal=True,
+            sm_scale=self.scale,
+            q_data_type=self.pool.dtype,
+            kv_data_type=self.pool.dtype,
         )
 
     def _page_bounds(self, lens: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
@@ -217,9 +241,9 @@ class FlashInferAttention(AttentionBackend):
         last = (lens - 1) % self.page_size + 1
         return torch.from_numpy(indptr), torch.from_numpy(last)
 
-    def _flatten(self, batch: AttentionBatch, total: int) -> Tensor:
-        """The pages of the prefill chunks' rows, one after the other: [total] int32."""
-        rows, lens = batch.rows[: batch.num_prefills], batch.kv_lens[: batch.num_prefills]
+    def _flatten(self, batch: AttentionBatch, chunks: int, total: int) -> Tensor:
+        """The pages of the first `chunks` rows, one after the other: [total] int32."""
+        rows, lens = batch.rows[:chunks], batch.kv_lens[:chunks]
         indices = torch.empty(total, dtype=torch.int32, device=rows.device)
         indptr = torch.empty(len(rows) + 1, dtype=torch.int32, device=rows.device)
         ops.kv_indices(
@@ -229,11 +253,28 @@ class FlashInferAttention(AttentionBackend):
 
     # ---- running -----------------------------------------------------------------------------
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
-        tokens = self._batch.num_prefill_tokens
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        prefixed, tokens = self._prefixed_tokens, self._batch.num_prefill_tokens
         out = torch.empty_like(q)
-        if tokens:
-            self._prefill.run(q[:tokens], self._pages[layer], out=out[:tokens])
+        if prefixed:
+            self._prefill.run(q[:prefixed], self._pages[layer], out=out[:prefixed])
+        if prefixed < tokens:
+            k, v = kv[prefixed:tokens].chunk(2, dim=1)
+            self._fresh.run(q[prefixed:tokens], k, v, out=out[prefixed:tokens])
         if q.shape[0] > tokens:
             self._decode.run(layer, q[tokens:], self._batch, out[tokens:])
         return out
+
+
+def count_prefixed(batch: AttentionBatch) -> int:
+    """Prefill chunks up to the last one with a prefix; all behind it begin their prompts."""
+    chunks = zip(batch.q_lens_host, batch.kv_lens_host, strict=False)  # decodes have KV lengths too
+    with_prefix = [index for index, (new, known) in enumerate(chunks) if known > new]
+    return with_prefix[-1] + 1 if with_prefix else 0
+
+
+def _starts(lengths: list[int]) -> Tensor:
+    """[B + 1] int32 on the host: where each of B runs begins, and the end."""
+    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    return torch.from_numpy(starts)

@@ -120,15 +120,15 @@ class TorchAttention(AttentionBackend):
     def _num_pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
-        kv = self.pool[layer]
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        pages = self.pool[layer]
         if not self._chunks and len(self._groups) == 1:
-            return self._decode(kv, q, self._groups[0])
+            return self._decode(pages, q, self._groups[0])
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for chunk in self._chunks:
-            self._prefill(kv, q, chunk, out)
+            self._prefill(pages, q, chunk, out)
         for group in self._groups:
-            out[group.tokens] = self._decode(kv, q[group.tokens], group)
+            out[group.tokens] = self._decode(pages, q[group.tokens], group)
         return out
 
     def _decode(self, kv: Tensor, q: Tensor, group: _Group) -> Tensor:

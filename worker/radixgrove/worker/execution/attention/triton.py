@@ -32,7 +32,7 @@ class TritonAttention(AttentionBackend):
         self._batch = batch
         self._decode.plan_captured()
 
-    def attend(self, layer: int, q: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         batch = self._batch
         prefills, tokens = batch.num_prefills, batch.num_prefill_tokens
         out = torch.empty_like(q)
