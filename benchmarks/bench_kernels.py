@@ -20,11 +20,8 @@ from torch import Tensor
 
 from radixgrove.kernels import activation, attention, linear, norm, rope, sampling
 from radixgrove.kernels.decode_tuning import DECODE_CANDIDATES
-from radixgrove.kernels.tuning import (
-    GEMV_CANDIDATES,
-    SKINNY_CANDIDATES,
-    Choice,
-)
+from radixgrove.kernels.products import Choice
+from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
 
 DTYPE = torch.bfloat16
 PAGE = 16

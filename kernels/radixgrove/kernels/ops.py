@@ -16,12 +16,12 @@ all-reduce y, and `ops.add_rms_norm(y, h, w_post_norm, eps)` makes the next laye
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from radixgrove.kernels import activation, gather, norm, pages, rope, sampling
 from radixgrove.kernels import linear as _linear
 from radixgrove.kernels import rows as _rows
+from radixgrove.kernels.products import multiply
 from radixgrove.kernels.sampling import PROMPT_BIT
 from radixgrove.kernels.tuning import LinearTuner
 
@@ -29,6 +29,7 @@ __all__ = [
     "PROMPT_BIT",
     "add_rms_norm",
     "append_samples",
+    "defers_residual",
     "embed",
     "gather_pages",
     "gather_rows",
@@ -112,41 +113,24 @@ def linear(
             x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual
         )
         return y if out is None else out.copy_(y)
-    tokens = x.shape[0]
-    choice = tuner.choose(tokens, weight, silu=silu)
-    if choice.gemv is not None:
-        return _linear.gemv(
-            x,
-            weight,
-            bias,
-            norm=norm,
-            eps=eps,
-            silu=silu,
-            residual=residual,
-            config=choice.gemv,
-            out=out,
-        )
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
-    if choice.skinny is not None:
-        return _linear.skinny(
-            x,
-            weight,
-            bias,
-            silu=silu,
-            residual=residual,
-            config=choice.skinny,
-            workspace=tuner.workspace(x.device),
-            out=out,
-        )
-    if out is not None and bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    if residual is not None and bias is None and not silu:
-        return torch.addmm(residual, x, weight.t(), out=residual)
-    y = torch.nn.functional.linear(x, weight, bias)
-    if silu:
-        y = silu_and_mul(y)
-    return y if residual is None else residual.add_(y)
+    return multiply(
+        x,
+        weight,
+        bias,
+        choice=tuner.choose(x.shape[0], weight, silu=silu),
+        scratch=tuner.scratch(x.device),
+        norm=norm,
+        eps=eps,
+        silu=silu,
+        residual=residual,
+        out=out,
+    )
+
+
+def defers_residual(tokens: int, weight: Tensor) -> bool:
+    """Whether `linear` for so many tokens is better called without its residual, and the product
+    added to that by `add_rms_norm`."""
+    return weight.is_cuda and tuner.choose(tokens, weight, silu=False).deferred
 
 
 def embed(weight: Tensor, token_ids: Tensor, first: int = 0) -> Tensor:

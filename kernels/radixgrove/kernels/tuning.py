@@ -7,58 +7,81 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from radixgrove.kernels._triton import next_power_of_2
-from radixgrove.kernels.linear import (
-    MAX_SKINNY_TOKENS,
-    GemvConfig,
-    SkinnyConfig,
-    SkinnyWorkspace,
-    gemv,
-    skinny,
-)
+from radixgrove.kernels import cublaslt
+from radixgrove.kernels._triton import cdiv, next_power_of_2
+from radixgrove.kernels.cublaslt import CublasLtConfig
+from radixgrove.kernels.linear import MAX_SKINNY_TOKENS, GemvConfig, SkinnyConfig
+from radixgrove.kernels.norm import add_rms_norm, rms_norm
+from radixgrove.kernels.products import CUBLAS, Choice, Scratch, multiply
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The kernel of one shape; cuBLAS when neither is set."""
-
-    gemv: GemvConfig | None = None
-    skinny: SkinnyConfig | None = None
-
-
-CUBLAS = Choice()
+# Token counts that are measured; others take the next larger one's choice.
+BUCKETS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
+# Past this many tokens an addition to the residual costs enough to ask who should do it.
+_MANY_TOKENS = 256
 GEMV_CANDIDATES = (
     Choice(gemv=GemvConfig(rows=2, block_k=1024, warps=4)),
     Choice(gemv=GemvConfig(rows=4, block_k=512, warps=4)),
     Choice(gemv=GemvConfig(rows=4, block_k=1024, warps=4)),
     Choice(gemv=GemvConfig(rows=8, block_k=512, warps=4)),
 )
+# Every one is compiled for every ending and several token counts, so only what has won is here.
 SKINNY_CANDIDATES = tuple(
-    Choice(skinny=SkinnyConfig(block_n=block_n, block_k=block_k, splits=splits, stages=stages))
-    for block_n, block_k, stages, ways in (
-        (64, 128, 4, (1, 2, 4)),
-        (128, 64, 4, (1, 4)),
-        (64, 64, 6, (1, 2, 4)),
-        (128, 128, 3, (2, 4)),  # reads the tokens half as often as 64 rows do
-        (32, 128, 4, (1,)),  # enough tiles without splitting
-    )
-    for splits in ways
+    Choice(skinny=SkinnyConfig(block_n=64, block_k=block_k, splits=splits, stages=stages))
+    for block_k, stages in ((128, 4), (64, 6))
+    for splits in (1, 2, 4)
 )
+# Up to this many tokens `skinny` wins with any ending, past it by fusing SiLU-and-multiply only.
+_SKINNY_WITHOUT_SILU = 32
 # A kernel has to win by this much, so that noise does not choose.
-MARGIN = 0.97
+MARGIN = 0.985
+# One much slower than the best is timed once only.
+_HOPELESS = 1.3
+_REPEATS = 4
+_COLD_BYTES = 256 << 20  # of weights in a row, so that the L2 cache does not hold them
+_FORMAT = 2  # of the file
 _Key = tuple[int, int, int, bool]  # token bucket, N, K, silu
 _Shape = tuple[torch.dtype, _Key]
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A kind of product of the model, as `ops.linear` is asked for it.
+
+    `weights`: of several layers, the same shape. `every_token`: it multiplies all tokens of a
+    prefill step, not only those that are sampled from. Without `residual` a norm precedes it.
+    """
+
+    weights: Sequence[Tensor]
+    silu: bool = False
+    residual: bool = False
+    biased: bool = False
+    every_token: bool = True
+
+    @property
+    def outputs(self) -> int:
+        rows = self.weights[0].shape[0]
+        return rows // 2 if self.silu else rows
+
+    def key(self, bucket: int) -> _Key:
+        rows, columns = self.weights[0].shape
+        return bucket, rows, columns, self.silu
 
 
 def cache_directory() -> Path:
@@ -76,94 +99,253 @@ class LinearTuner:
 
     def __init__(self) -> None:
         self._choices: dict[_Shape, Choice] = {}
-        self._workspaces: dict[torch.device, SkinnyWorkspace] = {}
+        self._scratch: dict[torch.device, Scratch] = {}
+        self._compiling: list[Future[None]] = []
 
     def choose(self, tokens: int, weight: Tensor, *, silu: bool) -> Choice:
         """The kernel for `tokens` rows; float32 always takes cuBLAS past one token."""
-        if tokens > MAX_SKINNY_TOKENS:
-            return CUBLAS
         rows, columns = weight.shape
         default = GEMV_CANDIDATES[2] if tokens == 1 else CUBLAS
-        key = (_bucket(tokens), rows, columns, silu)
-        return self._choices.get((weight.dtype, key), default)
+        key = bucket_of(tokens), rows, columns, silu
+        return self._choices.get((weight.dtype, key), default) if tokens else CUBLAS
 
-    def workspace(self, device: torch.device) -> SkinnyWorkspace:
-        """Scratch of split products; made on first use, which must be outside graph capture."""
-        if device not in self._workspaces:
-            self._workspaces[device] = SkinnyWorkspace(device)
-        return self._workspaces[device]
+    def scratch(self, device: torch.device) -> Scratch:
+        """Made on first use, which must be outside graph capture."""
+        if device not in self._scratch:
+            self._scratch[device] = Scratch(device)
+        return self._scratch[device]
+
+    def prepare(self, projections: Sequence[Projection], max_batch: int, max_tokens: int) -> None:
+        """Start to compile, in threads, what `tune` with these arguments has to measure.
+
+        Weights may still be loading: they are read, and what comes out is dropped.
+        """
+        device, dtype = _place(projections)
+        if not _is_tunable(device, dtype):
+            return
+        known = _read(_cache_path(device, dtype))
+        scratch = self.scratch(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+
+        def compile_by_running(trial: _Trial, choice: Choice) -> None:
+            # One stream for all threads: they share the scratch.
+            torch.cuda.set_device(device)
+            with torch.cuda.stream(stream):
+                trial.run_once(choice)
+
+        jobs: dict[object, Callable[[], None]] = {}
+        for bucket, projection in _work(projections, max_batch, max_tokens):
+            if projection.key(bucket) in known:
+                continue
+            for choice in _own_candidates(bucket, projection, scratch):
+                trial = _Trial(projection, bucket, scratch)
+                endings = projection.silu, projection.residual, projection.biased
+                job = choice, next_power_of_2(bucket), endings
+                jobs.setdefault(job, partial(compile_by_running, trial, choice))
+        # A compilation leaves Python for most of its time.
+        executor = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile-kernels")
+        self._compiling = [executor.submit(job) for job in jobs.values()]
+        executor.shutdown(wait=False)
 
     def tune(
         self,
-        layers: Sequence[tuple[Sequence[Tensor], bool]],
-        batches: Iterable[int],
+        projections: Sequence[Projection],
+        max_batch: int,
+        max_tokens: int,
         report: Callable[[str, float], None] = lambda message, fraction: None,
     ) -> None:
         """Measure every candidate on the model's own weights, or read an earlier measurement.
 
+        Nothing off CUDA or in float32.
+
         Args:
-            layers: for each kind of projection its weights (several layers', so that the L2
-                cache does not hold them) and whether it ends in SiLU-and-multiply.
-            batches: token counts of the decode graphs.
+            max_batch: the most rows of a decode step.
+            max_tokens: the most tokens of a step.
             report: called with a message and the fraction done.
         """
-        buckets = sorted({_bucket(b) for b in batches if 1 <= b <= MAX_SKINNY_TOKENS})
-        todo = [(bucket, weights, silu) for bucket in buckets for weights, silu in layers]
-        if not todo or not todo[0][1][0].is_cuda or todo[0][1][0].dtype == torch.float32:
+        device, dtype = _place(projections)
+        if not _is_tunable(device, dtype):
             return
-        device, dtype = todo[0][1][0].device, todo[0][1][0].dtype
-        self.workspace(device)
+        if self._compiling:
+            report("compiling kernels of linear layers", 0.0)
+        for compilation in self._compiling:
+            compilation.exception()  # what fails to compile fails again below, and is not chosen
+        self._compiling = []
+        torch.cuda.synchronize(device)
         path = _cache_path(device, dtype)
         known = _read(path)
-        for done, (bucket, weights, silu) in enumerate(todo):
-            key: _Key = (bucket, weights[0].shape[0], weights[0].shape[1], silu)
+        before = len(known)
+        todo = list(_work(projections, max_batch, max_tokens))
+        for done, (bucket, projection) in enumerate(todo):
+            key = projection.key(bucket)
             if key not in known:
                 report(f"tuning {key[1]}x{key[2]} for {bucket} tokens", done / len(todo))
-                known[key] = self._fastest(bucket, weights, silu)
+                known[key] = _fastest(bucket, projection, self.scratch(device))
             self._choices[dtype, key] = known[key]
-        _write(path, known)
+        if len(known) > before:
+            _write(path, known)
 
-    def _fastest(self, tokens: int, weights: Sequence[Tensor], silu: bool) -> Choice:
-        x = torch.randn(tokens, weights[0].shape[1], device=weights[0].device).to(weights[0].dtype)
-        candidates = GEMV_CANDIDATES if tokens == 1 else SKINNY_CANDIDATES
-        best, best_time = CUBLAS, MARGIN * self._time(CUBLAS, x, weights, silu)
-        if tokens == 1:
-            best_time /= MARGIN * MARGIN  # the norm and the endings that gemv saves are not timed
-        for candidate in candidates:
-            if candidate.skinny is not None and not self.workspace(x.device).fits(
-                candidate.skinny, tokens, weights[0].shape[0] // (2 if silu else 1), silu
-            ):
-                continue
-            try:
-                elapsed = self._time(candidate, x, weights, silu)
-            except Exception:  # a config that this device or Triton cannot build is just not chosen
-                log.debug("linear candidate %s failed", candidate, exc_info=True)
-                continue
-            if elapsed < best_time:
-                best, best_time = candidate, elapsed
-        return best
 
-    def _time(self, choice: Choice, x: Tensor, weights: Sequence[Tensor], silu: bool) -> float:
-        """Milliseconds of one pass over all weights."""
+def bucket_of(tokens: int) -> int:
+    """The measured token count whose choice `tokens` take."""
+    return BUCKETS[min(bisect_left(BUCKETS, tokens), len(BUCKETS) - 1)]
 
-        def run() -> None:
-            for weight in weights:
-                if choice.gemv is not None:
-                    gemv(x, weight, silu=silu, config=choice.gemv)
-                elif choice.skinny is not None:
-                    workspace = self.workspace(x.device)
-                    skinny(x, weight, silu=silu, config=choice.skinny, workspace=workspace)
-                else:
-                    y = torch.nn.functional.linear(x, weight)
-                    if silu:
-                        torch.nn.functional.silu(y)  # about what the separate kernel costs
 
-        return milliseconds(run, x.device)
+def _place(projections: Sequence[Projection]) -> tuple[torch.device, torch.dtype]:
+    weight = projections[0].weights[0]
+    return weight.device, weight.dtype
+
+
+def _is_tunable(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype != torch.float32
+
+
+def _work(
+    projections: Sequence[Projection], max_batch: int, max_tokens: int
+) -> Iterator[tuple[int, Projection]]:
+    """Buckets and projections that steps of such sizes come to."""
+    for bucket in BUCKETS:
+        for projection in projections:
+            if bucket <= bucket_of(max_tokens if projection.every_token else max_batch):
+                yield bucket, projection
+
+
+def _own_candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
+    """Of our kernels, those worth timing for a shape."""
+    if bucket == 1:
+        return list(GEMV_CANDIDATES)
+    if bucket > (MAX_SKINNY_TOKENS if projection.silu else _SKINNY_WITHOUT_SILU):
+        return []
+    n = projection.outputs
+    device = projection.weights[0].device
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return [
+        choice
+        for choice in SKINNY_CANDIDATES
+        if (config := choice.skinny) is not None
+        and config.splits == _splits(cdiv(n, config.block_n), multiprocessors)
+        and (config.block_k == 128 or bucket > _SKINNY_WITHOUT_SILU)
+        and scratch.skinny.fits(config, bucket, n, projection.silu)
+    ]
+
+
+def _splits(tiles: int, multiprocessors: int) -> int:
+    """Of 1, 2 and 4 the largest with which every program has a multiprocessor of its own."""
+    return next((ways for ways in (4, 2) if tiles * ways <= multiprocessors), 1)
+
+
+def _candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
+    """cuBLAS first, then all that may beat it."""
+    library = [CUBLAS]
+    if bucket > 1 and not projection.biased and scratch.cublaslt is not None:
+        try:
+            found = scratch.cublaslt.candidates(bucket, projection.weights[0])
+            library += [Choice(cublaslt=config) for config in found]
+        except cublaslt.CublasLtError as error:
+            log.debug("no algorithms of cuBLASLt: %s", error)
+    deferred = []
+    if bucket > _MANY_TOKENS and projection.residual and not projection.biased:
+        deferred = [replace(choice, deferred=True) for choice in library]
+    return library + deferred + _own_candidates(bucket, projection, scratch)
+
+
+class _Trial:
+    """Operands of one projection for so many tokens, and what is timed with them."""
+
+    def __init__(self, projection: Projection, tokens: int, scratch: Scratch) -> None:
+        weight = projection.weights[0]
+        cold = 2 if tokens > _MANY_TOKENS else cdiv(_COLD_BYTES, weight.nbytes)
+        self.device = weight.device
+        self._projection = projection
+        self._tokens = tokens
+        self._scratch = scratch
+        self._weights = projection.weights[:cold]
+        self._operands: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def _make_operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        weight = self._projection.weights[0]
+        rows, columns = weight.shape
+        x = torch.randn(self._tokens, columns, device=self.device).to(weight.dtype)
+        vector = weight.new_ones(max(rows, columns))  # a norm's weight, or a bias
+        residual = weight.new_zeros(self._tokens, rows if self._projection.residual else 0)
+        return x, vector[:columns], vector[:rows], residual
+
+    def run(self, choice: Choice) -> None:
+        """All weights once, each with the norm that comes before or, for many tokens, after."""
+        for weight in self._weights:
+            self._run(choice, weight)
+
+    def run_once(self, choice: Choice) -> None:
+        """The first weight: enough to compile and to load."""
+        self._run(choice, self._weights[0])
+
+    def _run(self, choice: Choice, weight: Tensor) -> None:
+        self._operands = self._operands or self._make_operands()
+        x, of_inputs, of_outputs, residual = self._operands
+        projection = self._projection
+        product = partial(
+            multiply,
+            x,
+            weight,
+            of_outputs if projection.biased else None,
+            choice=choice,
+            scratch=self._scratch,
+        )
+        if not projection.residual:
+            product(norm=of_inputs, silu=projection.silu)
+        elif choice.deferred:
+            add_rms_norm(product(), residual, of_outputs, 1e-6)
+        else:
+            product(residual=residual)
+            if self._tokens > _MANY_TOKENS:
+                rms_norm(residual, of_outputs, 1e-6)
+
+
+@dataclass(slots=True)
+class _Timed:
+    choice: Choice
+    graph: torch.cuda.CUDAGraph
+    milliseconds: float
+
+
+def _fastest(bucket: int, projection: Projection, scratch: Scratch) -> Choice:
+    trial = _Trial(projection, bucket, scratch)
+    pool = torch.cuda.graph_pool_handle()
+    timed = []
+    for choice in _candidates(bucket, projection, scratch):
+        try:
+            trial.run_once(choice)
+            graph = _record(partial(trial.run, choice), trial.device, pool)
+        except Exception:  # a config that this device or Triton cannot build is just not chosen
+            if choice == CUBLAS:
+                raise
+            log.debug("linear candidate %s failed", choice, exc_info=True)
+            continue
+        graph.replay()
+        timed.append(_Timed(choice, graph, _replay(graph)))
+    cublas = timed[0]
+    limit = _HOPELESS * min(one.milliseconds for one in timed)
+    timed = [one for one in timed if one.milliseconds <= limit or one is cublas]
+    for _ in range(_REPEATS):  # in turn, so that all see the same clocks
+        for one in timed:
+            one.milliseconds = min(one.milliseconds, _replay(one.graph))
+    best = min(timed, key=lambda one: one.milliseconds)
+    return best.choice if best.milliseconds < MARGIN * cublas.milliseconds else CUBLAS
 
 
 def milliseconds(run: Callable[[], None], device: torch.device) -> float:
     """Of `run` as a CUDA graph, the best of five."""
     run()
+    graph = _record(run, device)
+    graph.replay()
+    return min(_replay(graph) for _ in range(5))
+
+
+def _record(
+    run: Callable[[], None], device: torch.device, pool: _POOL_HANDLE | None = None
+) -> torch.cuda.CUDAGraph:
+    """`run`, which has run before, as a graph; graphs that share a `pool` share their memory."""
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     # A collection meanwhile might free CUDA memory; `torch.cuda.graph` would make one each time.
@@ -172,7 +354,7 @@ def milliseconds(run: Callable[[], None], device: torch.device) -> float:
     try:
         with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             # Other threads (NCCL's watchdog) may call into CUDA.
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 run()
             finally:
@@ -180,24 +362,21 @@ def milliseconds(run: Callable[[], None], device: torch.device) -> float:
     finally:
         if collects:
             gc.enable()
+    return graph
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
+    """Milliseconds of one replay."""
+    begin, end = _timing_event(), _timing_event()
+    begin.record()
     graph.replay()
-    times = []
-    for _ in range(5):
-        begin, end = _timing_event(), _timing_event()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)))
-    return min(times)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
 
 
 def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _bucket(tokens: int) -> int:
-    return 1 if tokens == 1 else max(16, next_power_of_2(tokens))
 
 
 def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
@@ -208,8 +387,9 @@ def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
             torch.cuda.get_device_name(device),
             torch.__version__,
             triton.__version__,
+            str(cublaslt.version()),  # algorithms are one version's
             str(dtype),
-            repr(GEMV_CANDIDATES + SKINNY_CANDIDATES),
+            repr((_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES)),
         )
     )
     name = blake2b(identity.encode(), digest_size=8).hexdigest()
@@ -217,12 +397,15 @@ def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
 
 
 def _read(path: Path) -> dict[_Key, Choice]:
+    """Nothing of a file that is not as `_write` leaves it."""
     try:
         entries: list[dict[str, Any]] = json.loads(path.read_text())
         return {
             (int(e["tokens"]), int(e["n"]), int(e["k"]), bool(e["silu"])): Choice(
                 gemv=GemvConfig(**e["gemv"]) if e["gemv"] else None,
                 skinny=SkinnyConfig(**e["skinny"]) if e["skinny"] else None,
+                cublaslt=CublasLtConfig(bytes.fromhex(e["cublaslt"])) if e["cublaslt"] else None,
+                deferred=bool(e["deferred"]),
             )
             for e in entries
         }
@@ -239,6 +422,8 @@ def _write(path: Path, known: dict[_Key, Choice]) -> None:
             "silu": silu,
             "gemv": asdict(choice.gemv) if choice.gemv else None,
             "skinny": asdict(choice.skinny) if choice.skinny else None,
+            "cublaslt": choice.cublaslt.algorithm.hex() if choice.cublaslt else None,
+            "deferred": choice.deferred,
         }
         for (tokens, n, k, silu), choice in sorted(known.items())
     ]

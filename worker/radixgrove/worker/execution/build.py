@@ -169,11 +169,12 @@ def _build(
 ) -> tuple[Runner, EngineInfo]:
     dtype = choose_dtype(settings.dtype, config, device)
     place = Placement(group, dtype, device)
+    limits = Limits.of(settings, device)
     loaded = _Loaded(
         settings,
         config,
-        Limits.of(settings, device),
-        load_model(settings, config, model_dir, place, report),
+        limits,
+        load_model(settings, config, limits, model_dir, place, report),
         KvShape.of(config, settings.page_size, dtype, group.shard),
         report,
     )
@@ -232,7 +233,8 @@ def _measure_cuda(loaded: _Loaded, longest: int) -> CudaUse:
     loaded.say(EngineState.WARMING_UP, "measuring memory with a trial step")
     kernels.tuner.tune(
         loaded.model.projections(),
-        ladder(limits.max_running),
+        limits.max_running,
+        limits.max_step_tokens,
         lambda text, done: loaded.say(EngineState.WARMING_UP, text, done),
     )
     weights = torch.cuda.memory_allocated(device)
@@ -311,12 +313,14 @@ def fit_length(setting: int | None, max_model_len: int, kv_tokens: int) -> int:
 def load_model(
     settings: WorkerSettings,
     config: ModelConfig,
+    limits: Limits,
     model_dir: Path,
     place: Placement,
     report: Report,
 ) -> Decoder:
-    """The decoder with its weights, on the device."""
+    """The decoder with its weights, on the device; meanwhile its kernels begin to compile."""
     model = Decoder(config, place, choose_ops(place.device))
+    kernels.tuner.prepare(model.projections(), limits.max_running, limits.max_step_tokens)
     if settings.load_format == LoadFormat.DUMMY:
         report(PhaseReport(EngineState.LOADING, "filling random weights"))
         fill_random(model.parts(), seed=place.group.rank)

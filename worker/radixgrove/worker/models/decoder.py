@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from radixgrove.kernels.tuning import Projection
 from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.models.config import ModelConfig
 from radixgrove.worker.models.layers import (
     Linear,
     Placement,
+    ResidualStream,
     StepContext,
     VocabTable,
     WeightPart,
@@ -75,26 +77,26 @@ class DecoderLayer:
         vectors = (vector.nbytes for vector in self._vectors.values() if vector is not None)
         return sum(linear.prepare(ops) for linear in linears) + sum(vectors)
 
-    def projections(self) -> list[tuple[Tensor, bool]]:
-        """Weights, and whether SiLU-and-multiply follows the product."""
+    def projections(self, others: Sequence[DecoderLayer]) -> list[Projection]:
+        """For the tuner: this layer's products, with the weights of `others` too."""
         return [
-            (self._qkv.weight, False),
-            (self._output.weight, False),
-            (self._gate_up.weight, True),
-            (self._down.weight, False),
+            self._qkv.projection([other._qkv for other in others]),
+            self._output.projection([other._output for other in others]),
+            self._gate_up.projection([other._gate_up for other in others], silu=True),
+            self._down.projection([other._down for other in others]),
         ]
 
     def __call__(
-        self, residual: Tensor, context: StepContext, wanted: Tensor | None = None
-    ) -> Tensor:
-        """Add this layer's part to the residual stream [T, hidden].
+        self, stream: ResidualStream, context: StepContext, wanted: Tensor | None = None
+    ) -> None:
+        """Add this layer's part to the stream.
 
         Args:
             wanted: [S] int64; the last layer goes on with these positions only, once the KV of all
                 is stored.
         """
         attention = context.attention
-        qkv = self._qkv(residual, context, norm=self._input_norm)
+        qkv = stream.into(self._qkv, context, self._input_norm)
         q = context.ops.rope_store(
             qkv,
             context.rotation,
@@ -104,16 +106,17 @@ class DecoderLayer:
             self._k_norm,
             context.eps,
         )
-        if wanted is not None and not wanted.shape[0]:
-            return residual.new_empty((0, residual.shape[1]))
-        kv = qkv.unflatten(-1, (-1, q.shape[2]))[:, q.shape[1] :]
+        if wanted is not None:
+            stream.select(wanted)
+            if not wanted.shape[0]:
+                return
+        kv = qkv.view(qkv.shape[0], -1, q.shape[2])[:, q.shape[1] :]
         attended = attention.attend(self._index, q, kv).flatten(1)
         if wanted is not None:
             attended = attended.index_select(0, wanted)
-            residual = residual.index_select(0, wanted)
-        residual = self._output(attended, context, residual=residual)
-        gated = self._gate_up(residual, context, norm=self._mlp_norm, silu=True)
-        return self._down(gated, context, residual=residual)
+        stream.add(self._output, attended, context)
+        gated = stream.into(self._gate_up, context, self._mlp_norm, silu=True)
+        stream.add(self._down, gated, context)
 
 
 class Decoder:
@@ -147,13 +150,11 @@ class Decoder:
         if self._head is not self._embedding:
             yield from self._head.parts()
 
-    def projections(self) -> list[tuple[list[Tensor], bool]]:
-        """For the tuner: each kind's weights over some layers (and the head, too large for any
-        cache), and whether SiLU follows it."""
-        layers = self._layers[:8]
-        kinds = zip(*(layer.projections() for layer in layers), strict=True)
-        linears = [([weight for weight, _ in kind], kind[0][1]) for kind in kinds]
-        return [*linears, ([self._head.weight], False)]
+    def projections(self) -> list[Projection]:
+        """What the tuner measures: each kind of product, over all layers, and the head."""
+        first, *others = self._layers
+        head = Projection([self._head.weight], every_token=False)
+        return [*first.projections(others), head]
 
     def prepare(self) -> None:
         """After loading: bring every weight into the form that the arithmetic wants."""
@@ -185,10 +186,11 @@ class Decoder:
         context = StepContext(
             self.group, self._ops, self.config.norm_eps, attention, rotation, batch.slots
         )
-        residual = self._embedding.embed(token_ids, context)
+        stream = ResidualStream(self._embedding.embed(token_ids, context))
         for layer in self._layers[:-1]:
-            residual = layer(residual, context)
-        return self._layers[-1](residual, context, wanted)
+            layer(stream, context)
+        self._layers[-1](stream, context, wanted)
+        return stream.value()
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Final norm and head: [N, hidden] -> [N, vocab_size], whole on every rank.

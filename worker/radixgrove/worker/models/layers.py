@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from radixgrove.kernels.tuning import Projection
 from radixgrove.worker.execution.attention.base import AttentionBackend
 from radixgrove.worker.models.ops import Ops, Rotation
 from radixgrove.worker.parallel.group import TensorParallel
@@ -135,6 +136,63 @@ class Linear:
             residual=residual if whole else None,
         )
         return context.group.all_reduce(y) if reduce else y
+
+    def defers_residual(self, tokens: int, context: StepContext) -> bool:
+        """Whether a product of `tokens` rows is better added to the residual by the next norm."""
+        if self.bias is not None or (self._row_parallel and context.group.size > 1):
+            return False
+        return context.ops.defers_residual(tokens, self.weight)
+
+    def projection(self, others: Sequence[Linear], *, silu: bool = False) -> Projection:
+        """For the tuner, with `others`, the same in other layers; `silu` is as it is called with.
+
+        With a bias, SiLU is a kernel of its own.
+        """
+        return Projection(
+            [linear.weight for linear in (self, *others)],
+            silu=silu and self.bias is None,
+            residual=self._row_parallel,
+            biased=self.bias is not None,
+        )
+
+
+class ResidualStream:
+    """[T, hidden]: norms of it go into a layer's products, whose results are added to it.
+
+    An addition may be left to the norm after it, which reads the stream anyhow: with many tokens
+    that can cost less than adding at the end of the product.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._pending: Tensor | None = None
+
+    def into(
+        self, linear: Linear, context: StepContext, norm: Tensor, *, silu: bool = False
+    ) -> Tensor:
+        """`linear` of the stream's norm."""
+        if self._pending is None:
+            return linear(self._value, context, norm=norm, silu=silu)
+        x = context.ops.add_rms_norm(self._pending, self._value, norm, context.eps)
+        self._pending = None
+        return linear(x, context, silu=silu)
+
+    def add(self, linear: Linear, x: Tensor, context: StepContext) -> None:
+        """Add `linear(x)`."""
+        if linear.defers_residual(x.shape[0], context):
+            self._pending = linear(x, context)
+        else:
+            self._value = linear(x, context, residual=self._value)
+
+    def select(self, wanted: Tensor) -> None:
+        """Go on with these positions only."""
+        self._value = self.value().index_select(0, wanted)
+
+    def value(self) -> Tensor:
+        if self._pending is not None:
+            self._value.add_(self._pending)
+            self._pending = None
+        return self._value
 
 
 class VocabTable:

@@ -51,12 +51,20 @@ class Ops(Protocol):
         """
         ...
 
+    def defers_residual(self, tokens: int, weight: Tensor) -> bool:
+        """Whether `linear` without its residual, then `add_rms_norm`, is the faster way."""
+        ...
+
     def head(self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
         """`rms_norm(x) @ weight.T` into `out` [T, N], for a weight in its plain form."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / rms(x) * weight` over the last dimension."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x`, in place, then its `rms_norm`."""
         ...
 
     def embed(self, weight: Tensor, token_ids: Tensor, first: int) -> Tensor:
@@ -120,6 +128,9 @@ class TorchOps:
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
+    def defers_residual(self, tokens: int, weight: Tensor) -> bool:
+        return False
+
     def head(self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
         return torch.mm(self.rms_norm(x, norm, eps), weight.t(), out=out)
 
@@ -128,6 +139,9 @@ class TorchOps:
         norm: Tensor = torch.linalg.vector_norm(x, 2, -1, keepdim=True, dtype=torch.float32)
         scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
         return (x * scale).to(x.dtype).mul_(weight)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.rms_norm(residual.add_(x), weight, eps)
 
     def embed(self, weight: Tensor, token_ids: Tensor, first: int) -> Tensor:
         local = token_ids - first
@@ -208,11 +222,17 @@ class KernelOps:
             return y if residual is None else residual.add_(y)
         return kernels.linear(x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual)
 
+    def defers_residual(self, tokens: int, weight: Tensor) -> bool:
+        return kernels.defers_residual(tokens, weight)
+
     def head(self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
         return kernels.linear(x, weight, norm=norm, eps=eps, out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return kernels.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return kernels.add_rms_norm(x, residual, weight, eps)
 
     def embed(self, weight: Tensor, token_ids: Tensor, first: int) -> Tensor:
         return kernels.embed(weight, token_ids, first)
