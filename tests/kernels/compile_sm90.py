@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from radixgrove.kernels import (
     activation,
+    all_reduce,
     attention,
     gather,
     linear,
@@ -34,7 +35,7 @@ from radixgrove.kernels.linear import SkinnyWorkspace
 from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-MODULES = (activation, attention, gather, linear, norm, pages, rope, rows, sampling)
+MODULES = (activation, all_reduce, attention, gather, linear, norm, pages, rope, rows, sampling)
 
 
 class _Hopper:
@@ -125,6 +126,10 @@ def launch_all(dtype: torch.dtype) -> None:
     q = zeros(4, heads, dim)
     for config in DECODE_CANDIDATES:
         attention.decode_attention(q, layer, index32, index32, table, 1.0, workspace, config=config)
+    addresses, counts = zeros(2, kind=torch.int64), zeros(all_reduce.PROGRAMS, kind=torch.int32)
+    for rows_reduced in (1, 64, 256):
+        part = zeros(rows_reduced, hidden)
+        all_reduce.all_reduce(part, part.clone(), addresses, addresses.clone(), counts, 1 << 20, 0)
     for longest in (16, 64, 4096):
         attention.extend_attention(
             q, layer, index32[:1], indptr[:2], index32[:1], table, 1.0, longest

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 KERNELS = {
+    "_all_reduce_kernel",
     "_append_samples_kernel",
     "_copy_pages_kernel",
     "_decode_kernel",

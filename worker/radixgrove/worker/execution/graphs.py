@@ -172,6 +172,11 @@ class DecodeGraphs:
             kv_lens_host=[self._table.host_lens[row] for row in rows],
         )
 
+    def release(self) -> None:
+        """Drop the graphs: NCCL does not end a group while a graph holds its collectives."""
+        for replays in (self._gather, self._forward, self._sample):
+            replays.clear()
+
     def fits(self, rows: list[int]) -> bool:
         return len(rows) <= self.sizes[-1]
 

@@ -203,4 +203,8 @@ class Runner:
                 raise RuntimeError(f"a step did not end within {self._step_timeout:.0f} s")
 
     def close(self) -> None:
+        """Give up what is in flight, and the graphs. Nothing may be launched after it."""
         self._in_flight.clear()
+        if self._graphs is not None:
+            self._graphs.release()
+            self._graphs = None

@@ -60,7 +60,7 @@ class TensorParallel:
         """
         if self._group is None or self._device.type != "cuda":
             return 0
-        if not is_possible(self.size, dtype):
+        if not is_possible(self.size):
             return 0
         peer = PeerAllReduce(self._group, self._device, dtype)
         peer.limit = self.minimum(peer.tune(hidden, self._all_reduce))

@@ -1,9 +1,7 @@
 """All-reduce of small tensors over NVLink peer memory: one kernel instead of a NCCL ring.
 
-Each rank writes its part into a buffer that its peers map, waits for them, and sums all parts in
-the order of the ranks ("one-shot"): every rank gets the same bits. What crosses the links grows
-with the number of ranks, so it wins for decode batches and loses for prefill; `tune` measures
-where. NVLink multicast is not used.
+What crosses the links grows with the number of ranks, so it wins for decode batches and loses for
+prefill; `tune` measures where. NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -15,15 +13,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-DTYPES = (torch.bfloat16, torch.float32)
+from radixgrove.kernels.all_reduce import PROGRAMS, all_reduce
+
 _MAX_BYTES = 4 << 20
 _CALLS = 20  # in one measurement
 
 
-def is_possible(size: int, dtype: torch.dtype) -> bool:
+def is_possible(size: int) -> bool:
     """Whether the node's first `size` devices reach each other; `RADIXGROVE_PEER_ALL_REDUCE=0`
     turns it off."""
-    if dtype not in DTYPES or os.environ.get("RADIXGROVE_PEER_ALL_REDUCE", "1") == "0":
+    if os.environ.get("RADIXGROVE_PEER_ALL_REDUCE", "1") == "0":
         return False
     pairs = ((a, b) for a in range(size) for b in range(size) if a != b)
     return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
@@ -38,12 +37,12 @@ class PeerAllReduce:
 
     def __init__(self, group: ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        from torch.distributed import _symmetric_memory as symmetric
-
-        self._name = group.group_name
+        self._rank = group.rank()
         self._dtype = dtype
-        self._buffer = symmetric.empty(_MAX_BYTES // dtype.itemsize, dtype=dtype, device=device)
-        symmetric.rendezvous(self._buffer, self._name)
+        self._half = _MAX_BYTES // dtype.itemsize
+        self._buffer, self._buffers = _share(group, 2 * self._half, dtype, device)
+        self._flags, self._all_flags = _share(group, PROGRAMS * group.size(), torch.int32, device)
+        self._meetings = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
         self.limit = 0
 
     def takes(self, x: Tensor) -> bool:
@@ -53,8 +52,8 @@ class PeerAllReduce:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in a tensor of its own."""
-        window = self._buffer[: x.numel()].view(x.shape)
-        total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(window, x, "sum", self._name)
+        total = torch.empty_like(x)
+        all_reduce(x, total, self._buffers, self._all_flags, self._meetings, self._half, self._rank)
         return total
 
     def tune(self, hidden: int, other: Callable[[Tensor], object]) -> int:
@@ -66,12 +65,27 @@ class PeerAllReduce:
         """
         best = 0
         elements = hidden
-        while elements <= self._buffer.numel():
+        while elements <= self._half:
             x = torch.zeros(elements, dtype=self._dtype, device=self._buffer.device)
             if _milliseconds(lambda x=x: self(x)) < _milliseconds(lambda x=x: other(x)):  # type: ignore[misc]
                 best = elements
             elements *= 2
         return best
+
+
+def _share(
+    group: ProcessGroup, count: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Zeroed memory [count] that the peers map, and [size] int64: its address on every rank."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    memory = symmetric.empty(count, dtype=dtype, device=device).zero_()
+    mapped = symmetric.rendezvous(memory, group.group_name)
+    peers = [mapped.get_buffer(rank, (count,), dtype) for rank in range(group.size())]
+    addresses = torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device=device)
+    torch.cuda.synchronize(device)
+    torch.distributed.barrier(group)  # nobody writes to memory that is still to be zeroed
+    return memory, addresses
 
 
 def _milliseconds(call: Callable[[], object]) -> float:

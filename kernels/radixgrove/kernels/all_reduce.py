@@ -1,0 +1,122 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""All-reduce over peer memory in one kernel with one meeting of the ranks.
+
+Each rank writes its part into its buffer, tells the others, waits for their word, and sums all
+parts in the order of the ranks ("one-shot"), so that every rank gets the same bits. Two halves of
+the buffer take turns: whoever writes a half again knows that all have met once since it was read,
+so no second meeting is needed.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from radixgrove.kernels._triton import (
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    next_power_of_2,
+    pdl,
+    tl,
+)
+
+# Of every call, whatever its size: each program counts its own meetings.
+PROGRAMS = 128
+_BLOCKS = (1024, 8192)  # elements a program takes at a time: smallest and largest
+
+
+@jit
+def _all_reduce_kernel(
+    x_ptr,
+    out_ptr,
+    buffers_ptr,
+    flags_ptr,
+    meetings_ptr,
+    count,
+    half,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: one slice of the tensor, which it exchanges with the same program of the peers.
+
+    Word `program * SIZE + r` of a rank's flags is the last meeting that rank r announced to it.
+    """
+    program = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    meeting = tl.load(meetings_ptr + program) + 1
+    chunk = tl.cdiv(tl.cdiv(count, tl.num_programs(0)), BLOCK) * BLOCK
+    start = program * chunk
+    stop = tl.minimum(start + chunk, count)
+    if start < stop:
+        lane = tl.arange(0, BLOCK)
+        element = x_ptr.dtype.element_ty
+        side = tl.multiple_of((meeting % 2).to(tl.int64) * half, 16)
+        own = tl.load(buffers_ptr + RANK).to(tl.pointer_type(element))
+        own = tl.multiple_of(own, 16) + side
+        for first in range(start, stop, BLOCK):
+            inside = first + lane < stop
+            tl.store(own + first + lane, tl.load(x_ptr + first + lane, mask=inside), mask=inside)
+        tl.debug_barrier()
+        heard = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + program * SIZE
+        for peer in tl.static_range(SIZE):
+            if peer != RANK:
+                told = tl.load(flags_ptr + peer).to(tl.pointer_type(tl.int32))
+                tl.atomic_xchg(told + program * SIZE + RANK, meeting, sem="release", scope="sys")
+        for peer in tl.static_range(SIZE):
+            if peer != RANK:
+                # A peer may be one meeting ahead; the difference also survives the wrap-around.
+                while tl.atomic_add(heard + peer, 0, sem="acquire", scope="sys") - meeting < 0:
+                    pass
+        tl.debug_barrier()
+        for first in range(start, stop, BLOCK):
+            inside = first + lane < stop
+            total = tl.zeros((BLOCK,), dtype=tl.float32)
+            for peer in tl.static_range(SIZE):
+                if peer == RANK:
+                    part = tl.load(x_ptr + first + lane, mask=inside, other=0.0)
+                else:
+                    theirs = tl.load(buffers_ptr + peer).to(tl.pointer_type(element))
+                    theirs = tl.multiple_of(theirs, 16) + side + first
+                    # Not from a cache: two calls ago the same place held other values.
+                    part = tl.load(theirs + lane, mask=inside, other=0.0, cache_modifier=".cg")
+                total += part.to(tl.float32)
+            tl.store(out_ptr + first + lane, total.to(element), mask=inside)
+    tl.store(meetings_ptr + program, meeting)
+
+
+def all_reduce(
+    x: Tensor, out: Tensor, buffers: Tensor, flags: Tensor, meetings: Tensor, half: int, rank: int
+) -> None:
+    """The sum of all ranks' `x` into `out`, the same bits on every rank.
+
+    Every rank calls it with the same sizes in the same order, from one stream; captured or not.
+
+    Args:
+        x, out: contiguous, one dtype and size, 16-byte aligned, at most `half` elements; not the
+            same memory.
+        buffers: [size] int64 on the device, addresses of the ranks' buffers of 2 * `half` elements
+            of x's dtype as this rank maps them. flags: the same of int32 [PROGRAMS * size], zero
+            before the first call.
+        meetings: [PROGRAMS] int32 of this rank, zero before the first call.
+    """
+    count = x.numel()
+    block = min(max(next_power_of_2(cdiv(count, PROGRAMS)), _BLOCKS[0]), _BLOCKS[1])
+    _all_reduce_kernel[(PROGRAMS,)](
+        x,
+        out,
+        buffers,
+        flags,
+        meetings,
+        count,
+        half,
+        RANK=rank,
+        SIZE=buffers.shape[0],
+        BLOCK=block,
+        num_warps=4 if block <= 2048 else 8,
+        **pdl(x),
+    )
