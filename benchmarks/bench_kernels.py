@@ -18,9 +18,10 @@ import results
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import activation, attention, linear, norm, rope, sampling
+from radixgrove.kernels import activation, attention, norm, rope, sampling
 from radixgrove.kernels.decode_tuning import DECODE_CANDIDATES
-from radixgrove.kernels.products import Choice
+from radixgrove.kernels.linear import MAX_SKINNY_TOKENS
+from radixgrove.kernels.products import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
 
 DTYPE = torch.bfloat16
@@ -100,54 +101,48 @@ def show(kernel: str, shape: str, us: float, moved: float = 0.0, flops: float = 
 
 
 def linear_calls(
-    choice: Choice | None, x: Tensor, weights: list[Tensor], silu: bool
+    choice: Choice, x: Tensor, weights: list[Tensor], silu: bool, scratch: Scratch
 ) -> list[Callable[[], object]]:
-    workspace = linear.SkinnyWorkspace(x.device)
-
-    def call(weight: Tensor) -> Callable[[], object]:
-        if choice is not None and choice.gemv is not None:
-            return lambda: linear.gemv(x, weight, silu=silu, config=choice.gemv)
-        if choice is not None:
-            return lambda: linear.skinny(
-                x, weight, silu=silu, config=choice.skinny, workspace=workspace
-            )
-        if silu:
-            return lambda: activation.silu_and_mul(torch.nn.functional.linear(x, weight))
-        return lambda: torch.nn.functional.linear(x, weight)
-
-    return [call(weight) for weight in weights]
+    return [
+        partial(multiply, x, weight, choice=choice, scratch=scratch, silu=silu)
+        for weight in weights
+    ]
 
 
 def bench_linear() -> None:
     """cuBLAS and every candidate of the tuner."""
+    scratch = Scratch(torch.device("cuda", torch.cuda.current_device()))
     for shape in SHAPES:
         for name, (n, k, silu) in shape.weights().items():
             copies = max(2, int(2e8 / (n * k * 2)) + 1)
             weights = [random(n, k) / k**0.5 for _ in range(min(copies, 32))]
             for tokens in (1, 16, 64, 128, 256):
                 x = random(tokens, k)
-                candidates: tuple[Choice | None, ...] = (None,)
+                candidates = [CUBLAS]
                 if tokens == 1:
                     candidates += GEMV_CANDIDATES
-                elif tokens <= linear.MAX_SKINNY_TOKENS:
+                elif tokens <= MAX_SKINNY_TOKENS:
                     candidates += SKINNY_CANDIDATES
-                timed = list(time_candidates(candidates, x, weights, silu))
+                if scratch.cublaslt is not None:
+                    configs = scratch.cublaslt.candidates(tokens, weights[0])
+                    candidates += [Choice(cublaslt=config) for config in configs]
+                timed = list(time_candidates(candidates, x, weights, silu, scratch))
                 cublas = timed[0][1]
                 best, us = min(timed, key=lambda pair: pair[1])
                 label = f"{shape.name} {name} T={tokens}"
                 show("linear cuBLAS", label, cublas, n * k * 2, 2.0 * n * k * tokens)
-                if best is not None:
-                    print(f"    {best.gemv or best.skinny}")
-                    show("linear ours", label, us, n * k * 2, 2.0 * n * k * tokens)
+                if best != CUBLAS:
+                    print(f"    {best.gemv or best.skinny or 'an algorithm of cuBLASLt'}")
+                    show("linear best", label, us, n * k * 2, 2.0 * n * k * tokens)
             del weights
 
 
 def time_candidates(
-    candidates: tuple[Choice | None, ...], x: Tensor, weights: list[Tensor], silu: bool
-) -> Iterator[tuple[Choice | None, float]]:
+    candidates: list[Choice], x: Tensor, weights: list[Tensor], silu: bool, scratch: Scratch
+) -> Iterator[tuple[Choice, float]]:
     for candidate in candidates:
         try:
-            yield candidate, microseconds(linear_calls(candidate, x, weights, silu))
+            yield candidate, microseconds(linear_calls(candidate, x, weights, silu, scratch))
         except Exception as error:
             print(f"    {candidate} failed: {str(error).splitlines()[0][:100]}")
 

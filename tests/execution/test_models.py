@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
 from radixgrove.worker.execution.build import build_executor
 from radixgrove.worker.models.config import ModelError, load_config, parse_config
+from radixgrove.worker.models.ops import TorchOps
 from radixgrove.worker.plan import Executor
 
 from . import reference, tiny
@@ -39,6 +40,32 @@ def test_greedy_text_and_logprobs_equal_transformers(kind: str, tmp_path: Path) 
         expected = rows.gather(1, torch.tensor(result.tokens)[:, None]).squeeze(1)
         got = torch.tensor([entry.logprob for entry in result.logprobs])
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_additions_left_to_the_next_norm_change_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.save(kind, tmp_path)
+    prompts = tiny.prompts()
+    asked = greedy(4, prompt_logprobs=0)
+    expected = Driver(build(tmp_path)).generate(prompts, asked)
+    deferred: list[int] = []
+
+    def defers(ops: TorchOps, tokens: int, weight: torch.Tensor) -> bool:
+        deferred.append(tokens)
+        return True
+
+    monkeypatch.setattr(TorchOps, "defers_residual", defers)
+    got = Driver(build(tmp_path)).generate(prompts, asked)
+    assert deferred
+    for one, other in zip(got, expected, strict=True):
+        assert one.tokens == other.tokens
+        logprobs = (
+            torch.tensor([entry.logprob for entry in result.prompt_logprobs])
+            for result in (one, other)
+        )
+        torch.testing.assert_close(*logprobs, atol=1e-5, rtol=0)
 
 
 def test_bfloat16_is_as_close_to_float32_as_transformers_own(tmp_path: Path) -> None:
