@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,8 +156,8 @@ class TestTune:
     def test_leaves_a_cpu_and_float32_alone(self, tmp_path: Path, monkeypatch: Any) -> None:
         monkeypatch.setenv("RADIXGROVE_CACHE_DIR", str(tmp_path))
         tuner = LinearTuner()
-        tuner.prepare([projection(64, 32)], 8, 8)
-        tuner.tune([projection(64, 32)], 8, 8)
+        with tuner.compiling([projection(64, 32)], 8, 8):
+            tuner.tune([projection(64, 32)], 8, 8)
         assert not tuner._choices
         assert not list(tmp_path.iterdir())
 
@@ -253,6 +255,67 @@ class TestCandidates:
         assert tuning._candidates(512, projection(64, 32), hopper) == [CUBLAS]
 
 
+class TestCompiling:
+    @pytest.fixture
+    def compiled(self, monkeypatch: pytest.MonkeyPatch, hopper: Any, tmp_path: Path) -> list[Any]:
+        """What is compiled without a device, as (bucket, choice)."""
+        compiled: list[Any] = []
+
+        def submit(executor: object, jobs: list[Any], device: object) -> None:
+            compiled.extend((trial._tokens, choice) for trial, choice in jobs)
+
+        monkeypatch.setattr(tuning, "_submit", submit)
+        monkeypatch.setattr(tuning, "_is_tunable", lambda device, dtype: True)
+        monkeypatch.setattr(tuning, "_cache_path", lambda *_: tmp_path / "linear.json")
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(LinearTuner, "scratch", lambda self, device: hopper)
+        return compiled
+
+    def test_each_kernel_once_and_nothing_that_is_known(
+        self, compiled: list[Any], tmp_path: Path
+    ) -> None:
+        layer, twin = projection(6144, 32), projection(8192, 32)
+        with LinearTuner().compiling([layer, twin], 64, 64):
+            assert [bucket for bucket, _ in compiled] == [1] * len(GEMV_CANDIDATES) + [16, 32]
+        compiled.clear()
+        known = {kind.key(1): CUBLAS for kind in (layer, twin)}
+        tuning._write(tmp_path / "linear.json", known)
+        with LinearTuner().compiling([layer, twin], 64, 64):
+            assert [bucket for bucket, _ in compiled] == [16, 32]
+
+
+def test_compiling_threads_end_even_when_loading_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[Choice] = []
+    started = threading.Event()
+
+    def run_once(trial: object, choice: Choice) -> None:
+        assert started.wait(10)
+        ran.append(choice)
+        if choice == GEMV_CANDIDATES[0]:
+            raise RuntimeError("cannot be built")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(tuning._Trial, "run_once", run_once)
+    monkeypatch.setattr(tuning, "_is_tunable", lambda device, dtype: True)
+    monkeypatch.setattr(tuning, "_cache_path", lambda *_: Path("absent"))
+    monkeypatch.setattr(LinearTuner, "scratch", lambda self, device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+    def load() -> None:
+        with LinearTuner().compiling([projection(64, 32)], 1, 1):
+            started.set()
+            raise OSError("no weights")
+
+    with pytest.raises(OSError, match="no weights"):
+        load()
+    assert set(ran) == set(GEMV_CANDIDATES)
+
+
 class TestLibrary:
     def test_absent(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cublaslt, "_library", lambda: None)
@@ -261,8 +324,6 @@ class TestLibrary:
 
     @pytest.mark.skipif(ON_GPU or cublaslt.version() is None, reason="needs the library alone")
     def test_without_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from contextlib import nullcontext
-
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         with pytest.raises(CublasLtError, match="status 1"):
             CublasLt(torch.device("cuda", 0))
@@ -420,8 +481,8 @@ class TestOnDevice:
         weights = [torch.randn(512, 1024, device="cuda").to(torch.bfloat16) for _ in range(3)]
         kinds = [Projection(weights), Projection(weights, silu=True)]
         tuner = LinearTuner()
-        tuner.prepare(kinds, 16, 600)
-        assert tuner._compiling
+        with tuner.compiling(kinds, 16, 600):
+            pass
         tuner.tune(kinds, 16, 600)
         (file,) = tmp_path.glob("linear-*.json")
         assert len(tuning._read(file)) == 2 * len([b for b in BUCKETS if b <= 1024])

@@ -9,7 +9,8 @@ import os
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -100,7 +101,6 @@ class LinearTuner:
     def __init__(self) -> None:
         self._choices: dict[_Shape, Choice] = {}
         self._scratch: dict[torch.device, Scratch] = {}
-        self._compiling: list[Future[None]] = []
 
     def choose(self, tokens: int, weight: Tensor, *, silu: bool) -> Choice:
         """The kernel for `tokens` rows; float32 always takes cuBLAS past one token."""
@@ -115,38 +115,32 @@ class LinearTuner:
             self._scratch[device] = Scratch(device)
         return self._scratch[device]
 
-    def prepare(self, projections: Sequence[Projection], max_batch: int, max_tokens: int) -> None:
-        """Start to compile, in threads, what `tune` with these arguments has to measure.
+    @contextmanager
+    def compiling(
+        self, projections: Sequence[Projection], max_batch: int, max_tokens: int
+    ) -> Iterator[None]:
+        """Meanwhile compile, in threads, what `tune` with these arguments has to measure.
 
-        Weights may still be loading: they are read, and what comes out is dropped.
+        Weights may be loading: they are read, and what comes out is dropped.
         """
         device, dtype = _place(projections)
         if not _is_tunable(device, dtype):
+            yield
             return
         known = _read(_cache_path(device, dtype))
         scratch = self.scratch(device)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-
-        def compile_by_running(trial: _Trial, choice: Choice) -> None:
-            # One stream for all threads: they share the scratch.
-            torch.cuda.set_device(device)
-            with torch.cuda.stream(stream):
-                trial.run_once(choice)
-
-        jobs: dict[object, Callable[[], None]] = {}
+        jobs: dict[object, tuple[_Trial, Choice]] = {}
         for bucket, projection in _work(projections, max_batch, max_tokens):
-            if projection.key(bucket) in known:
-                continue
             for choice in _own_candidates(bucket, projection, scratch):
-                trial = _Trial(projection, bucket, scratch)
-                endings = projection.silu, projection.residual, projection.biased
-                job = choice, next_power_of_2(bucket), endings
-                jobs.setdefault(job, partial(compile_by_running, trial, choice))
+                if projection.key(bucket) not in known:
+                    endings = projection.silu, projection.residual, projection.biased
+                    job = choice, next_power_of_2(bucket), endings
+                    jobs.setdefault(job, (_Trial(projection, bucket, scratch), choice))
         # A compilation leaves Python for most of its time.
-        executor = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile-kernels")
-        self._compiling = [executor.submit(job) for job in jobs.values()]
-        executor.shutdown(wait=False)
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile-kernels") as executor:
+            _submit(executor, list(jobs.values()), device)
+            yield
+        torch.cuda.synchronize(device)
 
     def tune(
         self,
@@ -167,12 +161,6 @@ class LinearTuner:
         device, dtype = _place(projections)
         if not _is_tunable(device, dtype):
             return
-        if self._compiling:
-            report("compiling kernels of linear layers", 0.0)
-        for compilation in self._compiling:
-            compilation.exception()  # what fails to compile fails again below, and is not chosen
-        self._compiling = []
-        torch.cuda.synchronize(device)
         path = _cache_path(device, dtype)
         known = _read(path)
         before = len(known)
@@ -248,6 +236,28 @@ def _candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[C
     if bucket > _MANY_TOKENS and projection.residual and not projection.biased:
         deferred = [replace(choice, deferred=True) for choice in library]
     return library + deferred + _own_candidates(bucket, projection, scratch)
+
+
+def _submit(
+    executor: ThreadPoolExecutor, jobs: Sequence[tuple[_Trial, Choice]], device: torch.device
+) -> None:
+    """Run each trial once, so that its kernel is compiled."""
+    # One stream for all threads: they share the scratch.
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+
+    def run(trial: _Trial, choice: Choice, first: Future[None] | None) -> None:
+        if first is not None:  # in which Triton finds its driver and tools
+            wait([first])
+        torch.cuda.set_device(device)
+        with torch.cuda.stream(stream):
+            trial.run_once(choice)
+
+    first = None
+    for trial, choice in jobs:
+        # What fails here fails when it is timed too, and is not chosen.
+        job = executor.submit(run, trial, choice, first)
+        first = first or job
 
 
 class _Trial:

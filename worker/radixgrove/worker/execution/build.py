@@ -318,17 +318,18 @@ def load_model(
     place: Placement,
     report: Report,
 ) -> Decoder:
-    """The decoder with its weights, on the device; meanwhile its kernels begin to compile."""
+    """The decoder with its weights, on the device; its products' kernels compile meanwhile."""
     model = Decoder(config, place, choose_ops(place.device))
-    kernels.tuner.prepare(model.projections(), limits.max_running, limits.max_step_tokens)
-    if settings.load_format == LoadFormat.DUMMY:
-        report(PhaseReport(EngineState.LOADING, "filling random weights"))
-        fill_random(model.parts(), seed=place.group.rank)
-    else:
-        load_safetensors(
-            model.parts(),
-            model_dir,
-            lambda done: report(PhaseReport(EngineState.LOADING, "loading weights", done)),
-        )
+    sizes = limits.max_running, limits.max_step_tokens
+    with kernels.tuner.compiling(model.projections(), *sizes):
+        if settings.load_format == LoadFormat.DUMMY:
+            report(PhaseReport(EngineState.LOADING, "filling random weights"))
+            fill_random(model.parts(), seed=place.group.rank)
+        else:
+            load_safetensors(
+                model.parts(),
+                model_dir,
+                lambda done: report(PhaseReport(EngineState.LOADING, "loading weights", done)),
+            )
     model.prepare()
     return model
