@@ -169,10 +169,20 @@ class TestFastest:
     def race(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Choice, float]], Choice]:
         def race(times: dict[Choice, float]) -> Choice:
             self.replays = dict.fromkeys(times, 0)
+            now = 0.0
 
             def replay(choice: Choice) -> float:
+                nonlocal now
                 self.replays[choice] += 1
+                now += times[choice]
                 return times[choice]
+
+            class Event:
+                def record(self) -> None:
+                    self.at = now
+
+                def elapsed_time(self, end: Event) -> float:
+                    return end.at - self.at
 
             def record(run: Any, device: object, pool: object) -> Any:
                 (choice,) = run.args
@@ -183,6 +193,8 @@ class TestFastest:
             monkeypatch.setattr(tuning, "_candidates", lambda *_: list(times))
             monkeypatch.setattr(tuning, "_record", record)
             monkeypatch.setattr(tuning, "_replay", lambda graph: graph.replay())
+            monkeypatch.setattr(tuning, "_timing_event", Event)
+            monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
             monkeypatch.setattr(tuning._Trial, "run_once", lambda trial, choice: None)
             monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
             return tuning._fastest(16, projection(64, 32), None)  # type: ignore[arg-type]

@@ -9,9 +9,10 @@ A decoder layer over the residual stream `h` [T, hidden], with one rank:
     g = ops.linear(h, w_gate_up, norm=w_post_norm, eps=eps, silu=True)
     ops.linear(g, w_down, residual=h)
 
-With several ranks the row-parallel products are all-reduced first: `y = ops.linear(a, w_o)`,
-all-reduce y, and `ops.add_rms_norm(y, h, w_post_norm, eps)` makes the next layer's input, which
-`ops.linear` then takes without `norm`. Logits: `ops.linear(ops.embed(h, last), w_head, norm=...)`.
+Where `ops.defers_residual` says so, the addition is cheaper in the norm after it:
+`y = ops.linear(a, w_o)`, and `ops.add_rms_norm(y, h, w_post_norm, eps)` makes the next product's
+input, which `ops.linear` then takes without `norm`. Logits:
+`ops.linear(ops.embed(h, last), w_head, norm=...)`.
 """
 
 from __future__ import annotations
