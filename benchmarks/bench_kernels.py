@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import activation, attention, norm, rope, sampling
-from radixgrove.kernels.decode_tuning import DECODE_CANDIDATES
 from radixgrove.kernels.linear import MAX_SKINNY_TOKENS
 from radixgrove.kernels.products import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
@@ -186,15 +185,10 @@ def bench_attention() -> None:
                 batch, shape.heads, shape.kv_heads, shape.head_dim, q.device
             )
             moved = batch * context * shape.kv_heads * shape.head_dim * 4
-            for config in DECODE_CANDIDATES:
-                call = partial(
-                    attention.decode_attention,
-                    *(q, pages, rows, lens, order, 0.1, workspace),
-                    config=config,
-                )
-                tile = f"{config.block_n}/{config.stages}/{config.warps}"
-                name = f"decode {tile} {config.programs}/{config.least}"
-                show(name, f"{shape.name} {batch}x{context}", microseconds([call] * 4), moved)
+            call = partial(
+                attention.decode_attention, *(q, pages, rows, lens, order, 0.1, workspace)
+            )
+            show("decode", f"{shape.name} {batch}x{context}", microseconds([call] * 4), moved)
         bench_extend(shape)
 
 

@@ -30,7 +30,6 @@ from radixgrove.kernels import (
     rows,
     sampling,
 )
-from radixgrove.kernels.decode_tuning import DECODE_CANDIDATES
 from radixgrove.kernels.linear import SkinnyWorkspace
 from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
 
@@ -122,10 +121,17 @@ def launch_all(dtype: torch.dtype) -> None:
         where = zeros(tokens, kind=torch.int64)
         angles = zeros(64, dim, kind=torch.float32)
         rope.rope_store(qkv, angles, where, where, layer, weight[:dim], weight[:dim])
-    workspace = attention.DecodeWorkspace(4, heads, kv_heads, dim, torch.device("cpu"))
     q = zeros(4, heads, dim)
-    for config in DECODE_CANDIDATES:
-        attention.decode_attention(q, layer, index32, index32, table, 1.0, workspace, config=config)
+    for count in (4, 16):
+        attention.decode_attention(
+            zeros(count, heads, dim),
+            layer,
+            zeros(count, kind=torch.int32),
+            zeros(count, kind=torch.int32),
+            table,
+            1.0,
+            attention.DecodeWorkspace(count, heads, kv_heads, dim, torch.device("cpu")),
+        )
     addresses, counts = zeros(2, kind=torch.int64), zeros(all_reduce.PROGRAMS, kind=torch.int32)
     for rows_reduced in (1, 64, 256):
         part = zeros(rows_reduced, hidden)

@@ -277,6 +277,7 @@ def test_backends_replan_captured_decodes(backend_name: str, device: torch.devic
     pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
     backend = make_backend(backend_name, pool, 4)
     backend.prepare_capture(4, kv.page_table.shape[1])
+    Step(kv, [3, 60, 30], 1, 4).check(backend, pool)  # nor may anything of an eager step's plan
     for chosen in ([0, 1], [3, 2]):
         part = PagedKv(kv.pages, kv.rows[chosen], kv.kv_lens[chosen], kv.page_table)
         Step(part, [], 2, 4).check(backend, pool, captured=True)

@@ -42,13 +42,18 @@ class DecodeConfig:
 
     block_n: int = 64
     stages: int = 3
-    warps: int = 4
-    programs: int = 3
+    warps: int = 2
+    programs: int = 4
     least: int = 1
     merge: int = 1
 
 
-_WIDE_CONFIG = DecodeConfig(block_n=32, stages=2)  # float32 takes twice the shared memory
+# On an H100 the best of 77 for 16 to 256 rows of 200 to 2,000 tokens, or within 2 % of it; and of
+# 462 for up to 8 rows, where short blocks spread a row over more programs.
+_MANY_ROWS = DecodeConfig()
+_FEW_ROWS = DecodeConfig(block_n=32, stages=4, warps=4, programs=3, least=2)
+_FEW = 8
+_WIDE = DecodeConfig(block_n=32, stages=2, warps=4)  # float32 takes twice the shared memory
 
 
 def extend_attention_reference(
@@ -282,7 +287,8 @@ def decode_attention(
             KV divides H.
         rows: [B] int32, rows of page_table. kv_lens: [B] int32, at least 1.
         page_table: [max_rows, max_pages] int32.
-        config: tile, pipeline and programs; any gives the same result up to rounding.
+        config: tile, pipeline and programs, by default what suits B; any gives the same result up
+            to rounding.
         out: where to write, as the returned tensor; allocated when None.
 
     Returns:
@@ -301,7 +307,8 @@ def decode_attention(
     if batch > workspace.max_batch:
         raise ValueError(f"batch {batch} exceeds the workspace's {workspace.max_batch}")
     wide = q.dtype == torch.float32
-    config = _WIDE_CONFIG if wide else config or DecodeConfig()
+    if config is None:
+        config = _WIDE if wide else _FEW_ROWS if batch <= _FEW else _MANY_ROWS
     _decode_kernel[(workspace.multiprocessors * config.programs,)](
         q,
         pages[0],

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from torch import Tensor
 
-from radixgrove.kernels.attention import DecodeConfig, DecodeWorkspace, decode_attention
-from radixgrove.kernels.decode_tuning import tune_decode
+from radixgrove.kernels.attention import DecodeWorkspace, decode_attention
 from radixgrove.worker.execution.attention.base import AttentionBatch
 
 
@@ -23,8 +20,6 @@ class PagedDecode:
         self._scale = scale
         self._eager = self._captured = self._make_workspace(1)
         self._workspace = self._eager
-        self._sizes: list[int] = []
-        self._configs: list[DecodeConfig] = []
 
     def _make_workspace(self, max_batch: int) -> DecodeWorkspace:
         kv_heads, head_dim = self._pool.shape[4:]
@@ -33,8 +28,6 @@ class PagedDecode:
     def prepare_capture(self, max_batch: int) -> None:
         """Captured kernels keep addresses: this workspace is not replaced afterwards."""
         self._captured = self._make_workspace(max_batch)
-        tuned = tune_decode(self._pool, self._num_heads, self._captured)
-        self._sizes, self._configs = list(tuned), list(tuned.values())
 
     def plan(self, decodes: int) -> None:
         """Before an eager step of so many decode rows."""
@@ -57,11 +50,5 @@ class PagedDecode:
             batch.page_table,
             self._scale,
             self._workspace,
-            config=self._config(count),
             out=out,
         )
-
-    def _config(self, count: int) -> DecodeConfig | None:
-        if not self._configs:
-            return None
-        return self._configs[min(bisect_left(self._sizes, count), len(self._sizes) - 1)]

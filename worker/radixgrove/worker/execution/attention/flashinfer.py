@@ -193,6 +193,7 @@ class FlashInferAttention(AttentionBackend):
 
     def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
         self._batch = batch
+        self._prefixed_tokens = 0
         self._decode.plan_captured()
 
     def _plan_prefixed(self, batch: AttentionBatch, chunks: int) -> None:
