@@ -184,7 +184,7 @@ class TestFastest:
                 def elapsed_time(self, end: Event) -> float:
                     return end.at - self.at
 
-            def record(run: Any, device: object, pool: object) -> Any:
+            def record(warm_up: Any, run: Any, device: object, pool: object) -> Any:
                 (choice,) = run.args
                 if times[choice] < 0:
                     raise RuntimeError("cannot be built")
@@ -195,7 +195,6 @@ class TestFastest:
             monkeypatch.setattr(tuning, "_replay", lambda graph: graph.replay())
             monkeypatch.setattr(tuning, "_timing_event", Event)
             monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-            monkeypatch.setattr(tuning._Trial, "run_once", lambda trial, choice: None)
             monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
             return tuning._fastest(16, projection(64, 32), None)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -325,8 +325,8 @@ def _fastest(bucket: int, projection: Projection, scratch: Scratch) -> Choice:
     timed = []
     for choice in _candidates(bucket, projection, scratch):
         try:
-            trial.run_once(choice)
-            graph = _record(partial(trial.run, choice), trial.device, pool)
+            steps = partial(trial.run_once, choice), partial(trial.run, choice)
+            graph = _record(*steps, trial.device, pool)
         except Exception:  # a config that this device or Triton cannot build is just not chosen
             if choice == CUBLAS:
                 raise
@@ -367,23 +367,38 @@ def _repeat(timed: Sequence[_Timed], device: torch.device) -> None:
 
 def milliseconds(run: Callable[[], None], device: torch.device) -> float:
     """Of `run` as a CUDA graph, the best of five."""
-    run()
-    graph = _record(run, device)
+    graph = _record(run, run, device)
     graph.replay()
     return min(_replay(graph) for _ in range(5))
 
 
+@lru_cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def _record(
-    run: Callable[[], None], device: torch.device, pool: _POOL_HANDLE | None = None
+    warm_up: Callable[[], None],
+    run: Callable[[], None],
+    device: torch.device,
+    pool: _POOL_HANDLE | None = None,
 ) -> torch.cuda.CUDAGraph:
-    """`run`, which has run before, as a graph; graphs that share a `pool` share their memory."""
+    """`run` as a graph, after `warm_up`, in which kernels compile and libraries allocate.
+
+    Graphs that share a `pool` share their memory.
+    """
+    stream = _recording_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        warm_up()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     # A collection meanwhile might free CUDA memory; `torch.cuda.graph` would make one each time.
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
             # Other threads (NCCL's watchdog) may call into CUDA.
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
