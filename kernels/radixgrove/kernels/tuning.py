@@ -365,13 +365,6 @@ def _repeat(timed: Sequence[_Timed], device: torch.device) -> None:
         one.milliseconds = min(one.milliseconds, begin.elapsed_time(end))
 
 
-def milliseconds(run: Callable[[], None], device: torch.device) -> float:
-    """Of `run` as a CUDA graph, the best of five."""
-    graph = _record(run, run, device)
-    graph.replay()
-    return min(_replay(graph) for _ in range(5))
-
-
 @lru_cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all graphs: cuBLAS keeps a workspace for every stream that it has seen."""
@@ -382,11 +375,11 @@ def _record(
     warm_up: Callable[[], None],
     run: Callable[[], None],
     device: torch.device,
-    pool: _POOL_HANDLE | None = None,
+    pool: _POOL_HANDLE,
 ) -> torch.cuda.CUDAGraph:
     """`run` as a graph, after `warm_up`, in which kernels compile and libraries allocate.
 
-    Graphs that share a `pool` share their memory.
+    Graphs of one `pool` share their memory.
     """
     stream = _recording_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
