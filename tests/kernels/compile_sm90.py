@@ -122,7 +122,7 @@ def launch_all(dtype: torch.dtype) -> None:
         angles = zeros(64, dim, kind=torch.float32)
         rope.rope_store(qkv, angles, where, where, layer, weight[:dim], weight[:dim])
     q = zeros(4, heads, dim)
-    for count in (4, 16):
+    for count in (4, 16, 3000):
         attention.decode_attention(
             zeros(count, heads, dim),
             layer,

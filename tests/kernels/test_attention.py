@@ -90,6 +90,21 @@ def test_decode_deals_any_lengths_to_any_number_of_programs(
     assert not workspace.counters.any(), "counters must be zero between launches"
 
 
+def test_decode_gives_each_of_many_rows_a_program(device: torch.device) -> None:
+    lengths = [1 + 7 * index % 40 for index in range(3 * 4 * attention._multiprocessors(device))]
+    kv = PagedKv.random(
+        lengths, page_size=16, kv_heads=1, head_dim=16, dtype=torch.bfloat16, device=device
+    )
+    q = torch.randn(len(lengths), 2, 16, device=device).bfloat16()
+    workspace = DecodeWorkspace(len(lengths), 2, 1, 16, device)
+    workspace.stats.fill_(float("nan"))
+    out = attention.decode_attention(
+        q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace
+    )
+    assert_close(out, exact(q, kv, torch.arange(len(lengths) + 1), 0.3))
+    assert workspace.stats.isnan().all(), "no row is shared"
+
+
 def test_decode_merges_a_row_that_many_programs_share(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:

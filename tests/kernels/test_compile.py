@@ -26,6 +26,7 @@ KERNELS = {
     "_race_winner_kernel",
     "_rms_norm_kernel",
     "_rope_store_kernel",
+    "_shared_decode_kernel",
     "_silu_and_mul_kernel",
     "_skinny_kernel",
     "_thresholds_kernel",

@@ -4,7 +4,7 @@
 Both use the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) in base 2. Decode deals
 the KV of all rows out to its programs in equal shares, as stream-K does with a product's tiles
 (Osama et al. 2023; for attention, Sanovar et al. 2024): whatever the lengths, all programs end
-together. A layer is one launch.
+together. Many rows have a program each instead. A layer is one launch.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class DecodeConfig:
 _MANY_ROWS = DecodeConfig()
 _FEW_ROWS = DecodeConfig(block_n=32, stages=4, warps=4, programs=3, least=2)
 _FEW = 8
+# From so many pairs (row, KV head) a program on, each pair has a program of its own: that balances
+# well enough, and rows with a prefix in common, whose programs of one KV head run at the same time,
+# then find it in the L2 cache.
+_WHOLE_PAIRS = 3
 _WIDE = DecodeConfig(block_n=32, stages=2, warps=4)  # float32 takes twice the shared memory
 
 
@@ -92,8 +96,111 @@ def decode_attention_reference(
     return extend_attention_reference(q, pages, rows, indptr, kv_lens, page_table, scale)
 
 
-@jit(varying=("rows_ptr", "kv_lens_ptr", "batch", "least"))
+@jit
+def _attend_run(
+    q,
+    k_pages_ptr,
+    v_pages_ptr,
+    table,
+    kv_head,
+    start,
+    stop,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Online softmax over tokens start..stop of a row: best score, norm, and weighted values."""
+    dim = tl.arange(0, BLOCK_D)
+    best = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
+    norm = tl.zeros((BLOCK_G,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
+    for first in range(start, stop, BLOCK_N):
+        token = first + tl.arange(0, BLOCK_N)
+        inside = token < stop
+        page = tl.load(table + token // PAGE, mask=inside, other=0).to(tl.int64)
+        place = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * HEAD_DIM
+        k = tl.load(
+            k_pages_ptr + place[None, :] + dim[:, None],
+            mask=inside[None, :] & (dim < HEAD_DIM)[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            v_pages_ptr + place[:, None] + dim[None, :],
+            mask=inside[:, None] & (dim < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        shrink = tl.exp2(best - new_best)
+        weights = tl.exp2(scores - new_best[:, None])
+        norm = norm * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        best = new_best
+    return best, norm, acc
+
+
+@jit(varying=("rows_ptr", "kv_lens_ptr"))
 def _decode_kernel(
+    q_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    rows_ptr,
+    kv_lens_ptr,
+    page_table_ptr,
+    out_ptr,
+    table_stride,
+    scale_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: the query heads of one KV head of one row."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    group = tl.arange(0, BLOCK_G)
+    dim = tl.arange(0, BLOCK_D)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    in_group = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    target = ((row.to(tl.int64) * KV_HEADS + kv_head) * GROUP + group)[:, None] * HEAD_DIM
+    target += dim[None, :]
+    _, norm, acc = _attend_run(
+        tl.load(q_ptr + target, mask=in_group, other=0.0),
+        k_pages_ptr,
+        v_pages_ptr,
+        page_table_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride,
+        kv_head,
+        0,
+        tl.load(kv_lens_ptr + row),
+        scale_log2,
+        KV_HEADS,
+        HEAD_DIM,
+        PAGE,
+        BLOCK_G,
+        BLOCK_D,
+        BLOCK_N,
+        PRECISION,
+    )
+    out = acc / norm[:, None]
+    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=in_group)
+
+
+@jit(varying=("rows_ptr", "kv_lens_ptr", "batch", "least"))
+def _shared_decode_kernel(
     q_ptr,
     k_pages_ptr,
     v_pages_ptr,
@@ -161,35 +268,24 @@ def _decode_kernel(
         target = (pair * GROUP + group)[:, None] * HEAD_DIM + dim[None, :]
         q = tl.load(q_ptr + target, mask=in_group, other=0.0)
         table = page_table_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride
-        best = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
-        norm = tl.zeros((BLOCK_G,), dtype=tl.float32)
-        acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
         start = first_block * BLOCK_N
-        stop = tl.minimum(start + count * BLOCK_N, kv_len)
-        for first in range(start, stop, BLOCK_N):
-            token = first + tl.arange(0, BLOCK_N)
-            inside = token < stop
-            page = tl.load(table + token // PAGE, mask=inside, other=0).to(tl.int64)
-            place = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * HEAD_DIM
-            k = tl.load(
-                k_pages_ptr + place[None, :] + dim[:, None],
-                mask=inside[None, :] & (dim < HEAD_DIM)[:, None],
-                other=0.0,
-            )
-            v = tl.load(
-                v_pages_ptr + place[:, None] + dim[None, :],
-                mask=inside[:, None] & (dim < HEAD_DIM)[None, :],
-                other=0.0,
-            )
-            scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-            scores = tl.where(inside[None, :], scores, float("-inf"))
-            new_best = tl.maximum(best, tl.max(scores, axis=1))
-            shrink = tl.exp2(best - new_best)
-            weights = tl.exp2(scores - new_best[:, None])
-            norm = norm * shrink + tl.sum(weights, axis=1)
-            acc = acc * shrink[:, None]
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-            best = new_best
+        best, norm, acc = _attend_run(
+            q,
+            k_pages_ptr,
+            v_pages_ptr,
+            table,
+            kv_head,
+            start,
+            tl.minimum(start + count * BLOCK_N, kv_len),
+            scale_log2,
+            KV_HEADS,
+            HEAD_DIM,
+            PAGE,
+            BLOCK_G,
+            BLOCK_D,
+            BLOCK_N,
+            PRECISION,
+        )
 
         first_program = pair_start // share
         last_program = (pair_end - 1) // share
@@ -309,34 +405,36 @@ def decode_attention(
     wide = q.dtype == torch.float32
     if config is None:
         config = _WIDE if wide else _FEW_ROWS if batch <= _FEW else _MANY_ROWS
-    _decode_kernel[(workspace.multiprocessors * config.programs,)](
-        q,
-        pages[0],
-        pages[1],
-        rows,
-        kv_lens,
-        page_table,
-        out,
+    geometry = {
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "PAGE": page_size,
+        "BLOCK_G": max(16, next_power_of_2(heads // kv_heads)),
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        "BLOCK_N": config.block_n,
+        "PRECISION": "ieee" if wide else "tf32",
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+        **pdl(q),
+    }
+    inputs = (q, pages[0], pages[1], rows, kv_lens, page_table, out)
+    numbers = (page_table.stride(0), scale * LOG2_E)
+    programs = workspace.multiprocessors * config.programs
+    if batch * kv_heads >= _WHOLE_PAIRS * programs:
+        _decode_kernel[(batch, kv_heads)](*inputs, *numbers, **geometry)
+        return out
+    _shared_decode_kernel[(programs,)](
+        *inputs,
         workspace.partials,
         workspace.stats,
         workspace.counters,
-        page_table.stride(0),
-        scale * LOG2_E,
+        *numbers,
         batch,
         config.least,
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        HEAD_DIM=head_dim,
-        PAGE=page_size,
         BLOCK_B=workspace.block_b,
-        BLOCK_G=max(16, next_power_of_2(heads // kv_heads)),
-        BLOCK_D=max(16, next_power_of_2(head_dim)),
-        BLOCK_N=config.block_n,
         MERGE=config.merge,
-        PRECISION="ieee" if wide else "tf32",
-        num_warps=config.warps,
-        num_stages=config.stages,
-        **pdl(q),
+        **geometry,
     )
     return out
 
