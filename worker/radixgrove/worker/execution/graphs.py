@@ -180,8 +180,13 @@ class DecodeGraphs:
     def fits(self, rows: list[int]) -> bool:
         return len(rows) <= self.sizes[-1]
 
-    def run(self, rows: list[int]) -> Sampled:
-        """One decode step of `rows`."""
+    def run(self, rows: list[int], fetched: Callable[[], None]) -> Sampled:
+        """One decode step of `rows`.
+
+        Args:
+            fetched: makes the stream wait until the samples of the step before, which lie where
+                those of this one go, have been copied away.
+        """
         self.replays += 1
         count = len(rows)
         size = self.sizes[bisect_left(self.sizes, count)]
@@ -192,6 +197,7 @@ class DecodeGraphs:
         need = self._sampler.need(rows)
         if need & _EAGER:
             return self._sampler.sample(self._logits[:count], self._rows[:count], rows)
+        fetched()
         self._sample[size, need]()
         return Sampled(self._tokens[:count], [], None)
 

@@ -46,6 +46,36 @@ class _InFlight:
     done: torch.cuda.Event | None
 
 
+class _ResultCopies:
+    """Samples on their way to the host, on a stream of their own: the next step need not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._last: torch.cuda.Event | None = None
+
+    def fetch(self, samples: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        """Samples [S] on the host once the event, which ends the step, has happened."""
+        steps = torch.cuda.current_stream(samples.device)
+        tokens = torch.empty_like(samples, device="cpu", pin_memory=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(steps)
+        with torch.cuda.stream(self._stream):
+            tokens.copy_(samples, non_blocking=True)
+            done.record()
+        samples.record_stream(self._stream)
+        self._last = done
+        return tokens, done
+
+    def await_last(self) -> None:
+        """Let the current stream go on only after the last copy."""
+        if self._last is not None:
+            self._last.wait()
+
+
+def _nothing() -> None:
+    """On a CPU a step's samples are fetched when it ends."""
+
+
 class Runner:
     """An `Executor` on one device; with tensor parallelism, one rank of several."""
 
@@ -67,6 +97,7 @@ class Runner:
         self._sampler = Sampler(self._state, table)
         self._graphs: DecodeGraphs | None = None
         self._in_flight: deque[_InFlight] = deque()
+        self._results = _ResultCopies(model.device) if model.device.type == "cuda" else None
 
     def capture(self, sizes: list[int], report: Callable[[str, float], None]) -> DecodeGraphs:
         """From now on decode-only steps of up to the largest of `sizes` rows are replayed."""
@@ -102,7 +133,8 @@ class Runner:
             nothing = torch.empty(0, dtype=torch.int64)
             return _InFlight(plan.step_id, nothing, Sampled(nothing, [], None), [], [], None)
         if self._graphs is not None and not plan.prefills and self._graphs.fits(plan.decodes):
-            sampled = self._graphs.run(plan.decodes)
+            fetched = self._results.await_last if self._results is not None else _nothing
+            sampled = self._graphs.run(plan.decodes, fetched)
             self._table.advance(plan.decodes)
             return self._finish(plan.step_id, sampled, [])
         inputs = step_inputs(plan, self._table, self._device)
@@ -157,17 +189,12 @@ class Runner:
         return parts
 
     def _finish(self, step_id: int, sampled: Sampled, prompts: list[_PromptLogprobs]) -> _InFlight:
-        done = None
         if sampled.logprobs is not None:
             sampled.logprobs = sampled.logprobs.to_host()
         widths = [self._sampler.logprob_width(row) for row in sampled.logprob_rows]
-        on_cuda = self._device.type == "cuda"
-        # Copied in stream order, since the next step may overwrite the buffer that holds them.
-        tokens = torch.empty_like(sampled.tokens, device="cpu", pin_memory=on_cuda)
-        tokens.copy_(sampled.tokens, non_blocking=True)
-        if on_cuda:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
+        if self._results is None:
+            return _InFlight(step_id, sampled.tokens.clone(), sampled, widths, prompts, None)
+        tokens, done = self._results.fetch(sampled.tokens)
         return _InFlight(step_id, tokens, sampled, widths, prompts, done)
 
     def collect(self) -> StepResult:
