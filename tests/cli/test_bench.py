@@ -73,6 +73,18 @@ def test_a_trace_is_sent_at_its_own_times_or_faster(tmp_path: Path) -> None:
         read_trace(trace, block_characters=64)
 
 
+def test_a_trace_may_hold_token_ids(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"token_ids": [5, 6], "output_length": 7, "seed": 8}\n')
+    (planned,) = read_trace(trace, block_characters=64)
+    assert planned.prompt() == [5, 6]
+    assert (planned.at, planned.output_tokens, planned.seed) == (0.0, 7, 8)
+    for line in ('{"output_length": 7}', '{"token_ids": ["a"], "output_length": 7}'):
+        trace.write_text(line)
+        with pytest.raises(WorkloadError, match="line 1"):
+            read_trace(trace, block_characters=64)
+
+
 def test_percentiles_interpolate() -> None:
     assert [percentile([3, 1, 2], share) for share in (0, 50, 100)] == [1, 2, 3]
     assert percentile([0, 10], 90) == pytest.approx(9)
@@ -99,6 +111,19 @@ def test_failures_count_against_goodput_and_in_no_latency() -> None:
     assert found["ttft p99"] == pytest.approx(200)
     text = table(figures(samples, OBJECTIVE), samples, OBJECTIVE)
     assert "failed: 1 x HTTP 429" in text
+
+
+def test_tokens_joined_in_one_event_are_told_apart_from_single_ones() -> None:
+    samples = [sample(output_tokens=12, gaps=[0.1] * 5), sample(output_tokens=6, gaps=[0.1] * 2)]
+    found = {figure.metric: figure.value for figure in figures(samples, OBJECTIVE)}
+    assert found["tokens per event"] == pytest.approx(18 / (6 + 3))
+
+
+def test_a_sender_without_time_to_spare_is_reported() -> None:
+    calm, busy = (figures([sample()], OBJECTIVE, cpu) for cpu in ([0.2, 0.3], [0.2, 0.95]))
+    assert "warning" not in table(calm, [sample()], OBJECTIVE)
+    assert "busy 95% of the time" in table(busy, [sample()], OBJECTIVE)
+    assert {f.metric: f.value for f in calm}["client cpu"] == pytest.approx(0.5)
 
 
 def test_all_failed_yields_no_latency_rows() -> None:
@@ -175,6 +200,20 @@ def test_closed_loop_over_two_processes_keeps_its_concurrency(
     assert rows["requests"]["workload"] == "small"
     keys = {"benchmark", "workload", "model", "subject", "metric", "value", "unit"}
     assert keys | {"device", "commit", "date"} == rows["requests"].keys()
+
+
+def test_token_ids_of_a_trace_are_sent_as_they_are(endpoint: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = '{"token_ids": [%d, 2], "output_length": 3, "seed": %d}\n'
+    trace.write_text(line % (1, 10) + line % (4, 11))
+    options = ("--url", endpoint, "--trace", str(trace), "--concurrency", "2")
+    result = radixgrove("bench", "serve", *options, "--temperature", "0.5")
+    assert result.returncode == 0, result.stderr
+    sent = sorted((b["prompt"], b["seed"], b["max_tokens"]) for b in Endpoint.bodies)
+    assert sent == [([1, 2], 10, 3), ([4, 2], 11, 3)]
+    assert all(body["temperature"] == 0.5 for body in Endpoint.bodies)
+    refused = radixgrove("bench", "serve", *options, "--chat")
+    assert refused.returncode == 2
 
 
 def test_open_loop_does_not_wait_for_answers(endpoint: str) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from radixgrove.cli.bench.sender import Sample
 
 _PERCENTILES = (50, 90, 99)
-_UNITS = {"1": ""}  # pure numbers
+_LATE_MS = 50.0
+_BUSY_SHARE = 0.8  # of a core: a sender that has no time left measures itself
+_REMEDY = "use more --processes, or another machine, before trusting these figures"
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,15 @@ def is_good(sample: Sample, objective: Objective) -> bool:
     return per_token is None or per_token <= objective.tpot
 
 
-def figures(samples: Sequence[Sample], objective: Objective) -> list[Figure]:
-    """All figures of a run of at least one request.
+def figures(
+    samples: Sequence[Sample], objective: Objective, client_cpu: Sequence[float] = ()
+) -> list[Figure]:
+    """All figures of a run of at least one request; `client_cpu` is CPU seconds of each sender.
 
-    A failed request counts against goodput, and in no latency or throughput.
+    A failed request counts against goodput, and in no latency or throughput. Tokens are those of
+    the streams' `usage`. The inter-token latency is the time between two events with text: where
+    the server joins tokens in one event, `tokens per event` is above 1 and says by how much that
+    differs from a time between tokens; `time per token` is exact in any case.
     """
     done = [sample for sample in samples if sample.error is None]
     duration = max(s.sent + s.total for s in samples) - min(s.sent for s in samples)
@@ -74,6 +81,8 @@ def figures(samples: Sequence[Sample], objective: Objective) -> list[Figure]:
     ]
     if prompt:
         found.append(Figure("hit rate", sum(s.cached_tokens for s in done) / prompt, "1"))
+    if events := sum(len(s.gaps) + (s.first is not None) for s in done):
+        found.append(Figure("tokens per event", output / events, "1"))
     per_token = [t for sample in done if (t := time_per_token(sample)) is not None]
     for name, values in (
         ("ttft", [sample.first for sample in done if sample.first is not None]),
@@ -86,6 +95,9 @@ def figures(samples: Sequence[Sample], objective: Objective) -> list[Figure]:
             found.append(Figure(f"{name} p{share}", percentile(values, share) * 1000, "ms"))
     late = [sample.late for sample in samples]
     found.append(Figure("send delay p99", percentile(late, 99) * 1000, "ms"))
+    if client_cpu:
+        found.append(Figure("client cpu", sum(client_cpu), "s"))
+        found.append(Figure("busiest client", max(client_cpu) / duration, "1"))
     return found
 
 
@@ -101,12 +113,11 @@ def table(found: Sequence[Figure], samples: Sequence[Sample], objective: Objecti
     )
     errors = Counter(sample.error for sample in samples if sample.error is not None)
     lines += [f"failed: {count} x {reason}" for reason, count in errors.most_common()]
-    delay = next(f.value for f in found if f.metric == "send delay p99")
-    if delay > 50:
-        lines.append(
-            f"warning: requests left up to {delay:.0f} ms late: use more --processes, or another "
-            "machine, before trusting these figures"
-        )
+    values = {figure.metric: figure.value for figure in found}
+    if (delay := values["send delay p99"]) > _LATE_MS:
+        lines.append(f"warning: requests left up to {delay:.0f} ms late: {_REMEDY}")
+    if (share := values.get("busiest client", 0.0)) > _BUSY_SHARE:
+        lines.append(f"warning: a sending process was busy {share:.0%} of the time: {_REMEDY}")
     return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
 Several of them share the requests, so that the measuring side is not what is measured. Each reads
 its job from a line of standard input, makes its prompts, writes `ready`, reads the common start as
-Unix seconds from a second line, and at the end writes its samples.
+Unix seconds from a second line, and at the end writes what it saw.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import aiohttp
 import msgspec
+import uvloop
 
 from radixgrove.cli.bench.workload import PlannedRequest
 
@@ -33,6 +34,7 @@ class Job(msgspec.Struct, kw_only=True):
     concurrency: int | None  # closed loop of that many; None: open loop, at the planned times
     timeout: float
     requests: list[PlannedRequest]
+    temperature: float = 0.0
 
 
 class Sample(msgspec.Struct, kw_only=True):
@@ -42,11 +44,18 @@ class Sample(msgspec.Struct, kw_only=True):
     late: float  # how long after its planned time it was sent
     first: float | None = None  # to the first token
     total: float = 0.0
-    gaps: list[float] = []  # between chunks that carried tokens
+    gaps: list[float] = []  # between events that carried text
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None  # "HTTP 429", "cut short", ...
+
+
+class Outcome(msgspec.Struct):
+    """What one sender saw, and what the sending took of it."""
+
+    samples: list[Sample]
+    cpu_seconds: float
 
 
 class Sender:
@@ -109,6 +118,8 @@ class Sender:
                     await _read(response, sample, started)
         except TimeoutError:
             sample.error = "timeout"
+        except msgspec.DecodeError:
+            sample.error = "malformed event"
         except (aiohttp.ClientError, OSError) as error:
             sample.error = type(error).__name__
         sample.total = time.perf_counter() - started
@@ -120,12 +131,14 @@ def _body(job: Job, request: PlannedRequest) -> bytes:
     body = {
         "model": job.model,
         "max_tokens": request.output_tokens,
-        "temperature": 0,
+        "temperature": job.temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     if job.ignore_eos:
         body["ignore_eos"] = True
+    if request.seed is not None:
+        body["seed"] = request.seed
     if job.chat:
         body["messages"] = [{"role": "user", "content": prompt}]
     else:
@@ -133,38 +146,83 @@ def _body(job: Job, request: PlannedRequest) -> bytes:
     return json.dumps(body).encode()
 
 
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+    @property
+    def carries_text(self) -> bool:
+        return bool(self.text or (self.delta is not None and self.delta.content))
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Error(msgspec.Struct):
+    type: str | None = None
+
+
+class _Event(msgspec.Struct):
+    """What we look at of a stream's event, of either API."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+_event_decoder = msgspec.json.Decoder(_Event)
+
+
 async def _read(response: aiohttp.ClientResponse, sample: Sample, started: float) -> None:
     """Follow the stream; an end without `[DONE]` is an error, as is an error event."""
     last = started
-    async for line in response.content:
-        if not line.startswith(b"data:"):
-            continue
+    rest = b""
+    ended = False
+    async for chunk in response.content.iter_any():
         now = time.perf_counter()
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            return
-        event = msgspec.json.decode(data)
-        if "error" in event:
-            sample.error = f"stream: {event['error'].get('type')}"
-            return
-        if usage := event.get("usage"):
-            sample.prompt_tokens = usage["prompt_tokens"]
-            sample.output_tokens = usage["completion_tokens"]
-            details = usage.get("prompt_tokens_details") or {}
-            sample.cached_tokens = details.get("cached_tokens") or 0
-        if not any(_text(choice) for choice in event.get("choices", ())):
-            continue
-        if sample.first is None:
-            sample.first = now - started
-        else:
-            sample.gaps.append(now - last)
-        last = now
-    sample.error = "cut short"
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                ended = True  # read on: what is left of the response frees its connection
+                continue
+            if _take(_event_decoder.decode(data), sample):
+                if sample.first is None:
+                    sample.first = now - started
+                else:
+                    sample.gaps.append(now - last)
+                last = now
+            if sample.error is not None:
+                return
+        if len(rest) > _LINE_BYTES:
+            break
+    if not ended:
+        sample.error = "cut short"
 
 
-def _text(choice: dict[str, object]) -> object:
-    delta = choice.get("delta")
-    return delta.get("content") if isinstance(delta, dict) else choice.get("text")
+def _take(event: _Event, sample: Sample) -> bool:
+    """Note usage and failure of an event; whether it carries text."""
+    if event.error is not None:
+        sample.error = f"stream: {event.error.type}"
+    if event.usage is not None:
+        sample.prompt_tokens = event.usage.prompt_tokens
+        sample.output_tokens = event.usage.completion_tokens
+        details = event.usage.prompt_tokens_details
+        sample.cached_tokens = (details.cached_tokens or 0) if details is not None else 0
+    return any(choice.carries_text for choice in event.choices)
 
 
 def main() -> None:
@@ -172,8 +230,11 @@ def main() -> None:
     gc.collect()
     gc.disable()  # a pause of ours must not look like one of the server
     print("ready", flush=True)
-    asyncio.run(sender.run(float(sys.stdin.buffer.readline())))
-    sys.stdout.buffer.write(msgspec.json.encode(sender.samples))
+    start_at = float(sys.stdin.buffer.readline())
+    before = time.process_time()
+    uvloop.run(sender.run(start_at))
+    outcome = Outcome(sender.samples, time.process_time() - before)
+    sys.stdout.buffer.write(msgspec.json.encode(outcome))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 A request is a list of blocks; a block is a number and a length, and becomes the same text wherever
 the number is the same. So a prompt's shared prefix is described in a few bytes, and the processes
-that send it make the text themselves.
+that send it make the text themselves. A trace may also give prompts as token ids.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -39,8 +38,12 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     at: float  # seconds from the start; 0 throughout in a closed loop
     blocks: list[Block]
     output_tokens: int
+    token_ids: list[int] | None = None  # the prompt itself, in place of blocks
+    seed: int | None = None
 
-    def prompt(self) -> str:
+    def prompt(self) -> str | list[int]:
+        if self.token_ids is not None:
+            return self.token_ids
         return "".join(block_text(block) for block in self.blocks)
 
 
@@ -56,6 +59,16 @@ def block_text(block: Block) -> str:
     return " ".join(words).ljust(block.characters)[: block.characters - 1] + "\n"
 
 
+class _TraceLine(msgspec.Struct):
+    """A line has `hash_ids` or `token_ids`; without a timestamp it is sent at the start."""
+
+    output_length: int
+    timestamp: float = 0.0  # milliseconds
+    hash_ids: list[int] = []
+    token_ids: list[int] | None = None
+    seed: int | None = None
+
+
 def read_trace(
     path: Path,
     *,
@@ -63,30 +76,43 @@ def read_trace(
     limit: int | None = None,
     speed: float = 1.0,
 ) -> list[PlannedRequest]:
-    """Requests of a JSON-lines trace: `timestamp` (ms), `hash_ids`, `output_length` a line.
+    """Requests of a trace, a JSON object a line.
 
-    `speed` 2 sends twice as fast. Each hash id is a block of `block_characters`.
+    Each has `output_length`, and `hash_ids`, each of which is a block of `block_characters`, or
+    `token_ids`, the prompt itself; at will `timestamp` (ms) and `seed`. `speed` 2 sends twice as
+    fast.
 
     Raises:
         WorkloadError: a line is malformed; the text names it.
     """
+    decoder = msgspec.json.Decoder(_TraceLine)
     planned: list[PlannedRequest] = []
-    with path.open() as file:
-        for number, line in enumerate(file, start=1):
+    with path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
             if limit is not None and len(planned) >= limit:
                 break
             try:
-                entry = json.loads(line)
-                at = float(entry["timestamp"]) / 1000 / speed
-                blocks = [Block(int(item), block_characters) for item in entry["hash_ids"]]
-                output = max(1, int(entry["output_length"]))
-            except (ValueError, KeyError, TypeError):
+                line = decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 raise WorkloadError(f"line {number} of the trace is malformed") from None
-            planned.append(PlannedRequest(at, blocks, output))
+            if not line.hash_ids and not line.token_ids:
+                raise WorkloadError(f"line {number} of the trace has no prompt")
+            planned.append(
+                PlannedRequest(
+                    line.timestamp / 1000 / speed,
+                    [Block(item, block_characters) for item in line.hash_ids],
+                    max(1, line.output_length),
+                    line.token_ids,
+                    line.seed,
+                )
+            )
     if not planned:
         raise WorkloadError("the trace has no requests")
-    first = planned[0].at
-    return [PlannedRequest(p.at - first, p.blocks, p.output_tokens) for p in planned]
+    return [_at(request, request.at - planned[0].at) for request in planned]
+
+
+def _at(request: PlannedRequest, at: float) -> PlannedRequest:
+    return msgspec.structs.replace(request, at=at)
 
 
 def synthesize(
@@ -127,5 +153,5 @@ def spread(planned: Iterable[PlannedRequest], rate: float, seed: int) -> Iterato
     source = random.Random(seed)
     at = 0.0
     for request in planned:
-        yield PlannedRequest(at, request.blocks, request.output_tokens)
+        yield _at(request, at)
         at += source.expovariate(rate)

@@ -17,7 +17,7 @@ from radixgrove.cli import exit_codes
 from radixgrove.cli.client import Unreachable, api_key, fetch, url_option
 
 if TYPE_CHECKING:
-    from radixgrove.cli.bench.sender import Job, Sample
+    from radixgrove.cli.bench.sender import Job, Outcome
 
 _SENDER = "radixgrove.cli.bench.sender"
 _HEAD_START = 0.5  # seconds between the last sender's readiness and the common start
@@ -35,7 +35,8 @@ def bench() -> None:
 @click.option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON lines with timestamp (ms), hash_ids and output_length; else requests are made up.",
+    help="JSON lines with output_length, hash_ids or token_ids, at will timestamp (ms) and seed; "
+    "without a trace requests are made up.",
 )
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Open loop: requests/s.")
 @click.option("--concurrency", type=click.IntRange(1, 10_000), help="Closed loop: so many at once.")
@@ -76,6 +77,13 @@ def bench() -> None:
     default=True,
     show_default=True,
     help="Generate exactly as many tokens as planned.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    default=0.0,
+    show_default=True,
+    help="Of the sampling.",
 )
 @click.option(
     "--slo-ttft",
@@ -128,6 +136,7 @@ def serve(
     block_characters: int,
     chat: bool,
     ignore_eos: bool,
+    temperature: float,
     slo_ttft: float,
     slo_tpot: float,
     processes: int,
@@ -171,6 +180,8 @@ def serve(
             )
     except WorkloadError as error:
         raise click.ClickException(str(error)) from None
+    if chat and any(request.token_ids is not None for request in planned):
+        raise click.UsageError("a chat has messages: token ids need --completions")
     if rate is not None:
         planned = list(spread(planned, rate, seed))
     processes = min(processes, len(planned), concurrency or processes)
@@ -185,12 +196,14 @@ def serve(
             concurrency=_share(concurrency, processes, index),
             timeout=timeout,
             requests=planned[index::processes],
+            temperature=temperature,
         )
         for index in range(processes)
     ]
-    samples = _send(jobs)
+    outcomes = _send(jobs)
+    samples = [sample for outcome in outcomes for sample in outcome.samples]
     objective = report.Objective(slo_ttft / 1000, slo_tpot / 1000)
-    found = report.figures(samples, objective)
+    found = report.figures(samples, objective, [outcome.cpu_seconds for outcome in outcomes])
     click.echo(report.table(found, samples, objective))
     if results is not None:
         loop = f"concurrency {concurrency}" if concurrency else f"rate {rate or 'trace'}"
@@ -216,7 +229,7 @@ def _share(total: int | None, parts: int, index: int) -> int | None:
     return None if total is None else total // parts + (index < total % parts)
 
 
-def _send(jobs: list[Job]) -> list[Sample]:
+def _send(jobs: list[Job]) -> list[Outcome]:
     """Run one sender a job and gather what they saw.
 
     Raises:
@@ -224,7 +237,7 @@ def _send(jobs: list[Job]) -> list[Sample]:
     """
     import msgspec
 
-    from radixgrove.cli.bench.sender import Sample
+    from radixgrove.cli.bench.sender import Outcome
 
     senders = [
         subprocess.Popen(
@@ -251,7 +264,7 @@ def _send(jobs: list[Job]) -> list[Sample]:
             if sender.poll() is None:
                 sender.kill()
                 sender.wait()
-    return [s for output in outputs for s in msgspec.json.decode(output, type=list[Sample])]
+    return [msgspec.json.decode(output, type=Outcome) for output in outputs]
 
 
 def _device() -> str:
