@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import msgspec
@@ -243,3 +244,7 @@ def test_metrics_are_written_for_the_frontends_to_serve(start_engine: StartEngin
     assert "radixgrove_engine_kv_pages 256.0" in text
     assert "radixgrove_engine_finished_requests_total 1.0" in text
     assert "radixgrove_engine_step_seconds_count 9.0" in text
+    for phase in ("receive", "schedule", "launch", "complete", "deliver"):
+        found = re.search(f'phase_cpu_seconds_total{{phase="{phase}"}} (.+)', text)
+        assert found is not None
+        assert float(found[1]) > 0, phase

@@ -47,7 +47,7 @@ from radixgrove.worker.messages import (
 from radixgrove.worker.plan import Executor
 from radixgrove.worker.runtime import Runtime
 from radixgrove.worker.scheduler.config import SchedulerConfig
-from radixgrove.worker.scheduler.metrics import EngineMetrics
+from radixgrove.worker.scheduler.metrics import EngineMetrics, PhaseClock
 from radixgrove.worker.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -175,6 +175,7 @@ class Engine:
         self._inbox = links.inbox
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._metrics = EngineMetrics()
+        self._clock = PhaseClock()
         self._stopping = False
         self._busy = False
         self._ticks = 0
@@ -216,13 +217,19 @@ class Engine:
     def _turn(self) -> None:
         self._ticks += 1
         self._receive()
+        self._clock.end("receive")
         self._launch()
+        self._clock.end("schedule")
         self._busy = bool(self._flights)
         if self._busy:
             self._pulse_if_due(time.time())
+            self._clock.end("pulse")
             self._collect()
+            self._clock.end("complete")
         self._deliver()
+        self._clock.end("deliver")
         self._pulse_if_due(time.time())
+        self._clock.end("pulse")
 
     def _abort_all(self) -> None:
         for index in range(len(self._frontends)):
@@ -291,11 +298,15 @@ class Engine:
             tokens = plan.num_tokens
             allowance = self._settings.step_timeout + tokens * self._seconds_per_token
             self._flights.append(_Launched(tokens, allowance))
+            self._clock.end("schedule")
             self._pulse_if_due(now)  # on a CPU the launch itself computes
+            self._clock.end("pulse")
             self._executor.launch(plan)
+            self._clock.end("launch")
 
     def _collect(self) -> None:
         result = self._executor.collect()
+        self._clock.end("collect")
         now = time.time()
         launched = self._flights.popleft()
         self._metrics.observe_step(now - self._oldest_since, launched.tokens)
@@ -359,7 +370,7 @@ class Engine:
         for frontend in self._frontends:
             frontend.send(stats)
             frontend.settle()
-        self._metrics.follow(stats)
+        self._metrics.follow(stats, self._clock)
         if logger.isEnabledFor(logging.DEBUG):
             self._scheduler.check()
 

@@ -5,12 +5,31 @@ prometheus_client writes them where PROMETHEUS_MULTIPROC_DIR points, for the fro
 
 from __future__ import annotations
 
+import time
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from radixgrove.worker.messages import Stats
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+
+
+# Of a turn of the engine's loop, in their order.
+PHASES = ("receive", "schedule", "launch", "collect", "complete", "deliver", "pulse")
+
+
+class PhaseClock:
+    """CPU time of one thread by phase: whoever ends a phase accounts for all since the last end."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._last = time.thread_time()
+
+    def end(self, phase: str) -> None:
+        now = time.thread_time()
+        self.seconds[phase] += now - self._last
+        self._last = now
 
 
 class EngineMetrics:
@@ -49,6 +68,14 @@ class EngineMetrics:
             "aborted": counter("aborted_requests", "Requests that were aborted."),
         }
         self._counted = dict.fromkeys(self._counters, 0)
+        phases = Counter(
+            "radixgrove_engine_phase_cpu_seconds",
+            "CPU time of the engine's main thread.",
+            ["phase"],
+            registry=registry,
+        )
+        self._phases = {name: phases.labels(name) for name in PHASES}
+        self._phases_counted = dict.fromkeys(PHASES, 0.0)
         self._step_seconds = Histogram(
             "radixgrove_engine_step_seconds",
             "From the launch of a step, or the end of the one before, to its results.",
@@ -66,10 +93,13 @@ class EngineMetrics:
         self._step_seconds.observe(seconds)
         self._step_tokens.observe(tokens)
 
-    def follow(self, stats: Stats) -> None:
+    def follow(self, stats: Stats, clock: PhaseClock) -> None:
         for name, gauge in self._gauges.items():
             gauge.set(getattr(stats, name))
         for name, counter in self._counters.items():
             value = getattr(stats, name)
             counter.inc(value - self._counted[name])
             self._counted[name] = value
+        for name, seconds in clock.seconds.items():
+            self._phases[name].inc(seconds - self._phases_counted[name])
+            self._phases_counted[name] = seconds
