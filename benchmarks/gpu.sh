@@ -13,6 +13,8 @@
 #   pdl           bs1_decode with and without programmatic dependent launch
 #   profile       phases, GPU idle share, Chrome trace
 #   profile_small the same for the small model
+#   serving       a whole worker over HTTP, 256 streams at once; MODELS chooses, SERVING_OPTIONS go
+#                 to serving.py; after `offline`, or with OFFLINE="MODEL=RATE ...", compares with it
 #   tp            two GPUs: bs1_decode, bs64_decode, nano256
 #
 # Environment:
@@ -104,15 +106,25 @@ run_profile_small() {
     python3 benchmarks/profile_engine.py --model qwen3-0.6b --workload bs1_decode
 }
 
+run_serving() {
+    local status=0 model
+    for model in $MODELS; do
+        # shellcheck disable=SC2086
+        python3 benchmarks/serving.py --model "$model" ${OFFLINE:+--offline $OFFLINE} \
+            ${SERVING_OPTIONS:-} || status=$?
+    done
+    return $status
+}
+
 run_tp() {
     python3 benchmarks/offline.py --model llama-3.1-8b --tp 2 \
         --workload bs1_decode bs64_decode nano256
 }
 
 declare -A LIMITS=([compile]=300 [tests]=200 [flashinfer]=100 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
-    [profile]=120 [profile_small]=120 [tp]=240)
+    [profile]=120 [profile_small]=120 [serving]=180 [tp]=240)
 declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
-    [profile]=26 [profile_small]=52 [tp]=8)
+    [profile]=26 [profile_small]=52 [serving]=30 [tp]=8)
 declare -A STATUS SECONDS_OF
 
 run_stage() {
@@ -136,7 +148,7 @@ if [[ ${1:-} == --inside ]]; then
 fi
 
 stages=("$@")
-[[ ${#stages[@]} -gt 0 ]] || stages=(compile tests flashinfer correctness kernels offline pdl profile profile_small)
+[[ ${#stages[@]} -gt 0 ]] || stages=(compile tests flashinfer correctness kernels offline pdl profile profile_small serving)
 for stage in "${stages[@]}"; do
     [[ -n ${LIMITS[$stage]:-} ]] || { echo "no stage $stage; there are ${!LIMITS[*]}" >&2; exit 2; }
 done

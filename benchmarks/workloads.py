@@ -69,6 +69,12 @@ def bs64_decode() -> Workload:
     return Workload("bs64_decode", [Item(_tokens(rng, 128), 512) for _ in range(64)])
 
 
+def bs256_decode() -> Workload:
+    """256 requests, 128 in, 512 out, greedy: nearly all steps decode the whole batch."""
+    rng = random.Random(0)
+    return Workload("bs256_decode", [Item(_tokens(rng, 128), 512) for _ in range(256)])
+
+
 def prefill_32x8k() -> Workload:
     """32 requests of 8,192 in and 1 out; counts input tokens."""
     rng = random.Random(0)
@@ -89,7 +95,7 @@ def shared_prefix() -> Workload:
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     function.__name__: function
-    for function in (nano256, bs1_decode, bs64_decode, prefill_32x8k, shared_prefix)
+    for function in (nano256, bs1_decode, bs64_decode, bs256_decode, prefill_32x8k, shared_prefix)
 }
 
 

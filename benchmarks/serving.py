@@ -1,0 +1,434 @@
+"""Throughput and latency of one worker over HTTP, and what each of its processes spends.
+
+    python benchmarks/serving.py --model llama-3.1-8b --offline llama-3.1-8b=8400
+
+Starts `radixgrove worker` with random weights and drives it with `radixgrove bench serve`: all
+requests of a workload at once, streaming, from several client processes. Models are names under
+benchmarks/configs or directories with a config.json; they get a synthetic tokenizer of their
+vocabulary's size. The cache is emptied before each run; the better of `--runs` counts. What follows
+`--` goes to the worker.
+
+CPU seconds are those of whole processes between a run's first and last request, divided by the
+engine's steps. The engine's own clocks say where its main thread spends them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import results
+from workloads import WORKLOADS, Workload
+
+from radixgrove.cli.redis_server import free_port
+
+CONFIGS = Path(__file__).with_name("configs")
+RADIXGROVE = (sys.executable, "-m", "radixgrove.cli")
+START_SECONDS = 180.0
+STOP_SECONDS = 60.0
+RUN_SECONDS = 120.0
+HTTP_SECONDS = 10.0
+PULSE_SECONDS = 0.5  # the engine publishes its counters five times a second
+METRICS = {  # of `radixgrove bench serve`, as they are kept
+    "ttft p50": ("ttft_p50", "ms"),
+    "ttft p99": ("ttft_p99", "ms"),
+    "inter-token latency p50": ("itl_p50", "ms"),
+    "inter-token latency p99": ("itl_p99", "ms"),
+    "tokens per event": ("tokens_per_event", "1"),
+    "busiest client": ("busiest_client", "1"),
+}
+
+
+# ---- the model -------------------------------------------------------------------------------
+
+
+def find_config(name: str) -> tuple[str, Path]:
+    """A benchmark model's short name and directory."""
+    directory = CONFIGS / name if (CONFIGS / name).is_dir() else Path(name)
+    return directory.name, directory
+
+
+def write_model(config_dir: Path, directory: Path) -> int:
+    """The config and a tokenizer of its vocabulary's size; the size."""
+    text = (config_dir / "config.json").read_text()
+    (directory / "config.json").write_text(text)
+    vocab_size: int = json.loads(text)["vocab_size"]
+    (directory / "tokenizer.json").write_text(json.dumps(synthetic_tokenizer(vocab_size)))
+    return vocab_size
+
+
+def synthetic_tokenizer(vocab_size: int) -> dict[str, Any]:
+    """A byte-level BPE: all bytes, then distinct random words of 2 to 5 characters.
+
+    It has no merges: text is encoded byte by byte, but ids decode to as much text as a real
+    vocabulary's do.
+    """
+    rng = random.Random(0)
+    letters = "etaoinshrdlcumwfgypbvkjxqz"
+    words: dict[str, None] = dict.fromkeys(byte_characters())
+    while len(words) < vocab_size:
+        blank = "Ġ" if rng.random() < 0.5 else ""
+        words[blank + "".join(rng.choices(letters, k=rng.randint(2, 5) - len(blank)))] = None
+    vocabulary = {word: number for number, word in enumerate(list(words)[:vocab_size])}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+
+
+def byte_characters() -> list[str]:
+    """GPT-2's characters for the bytes: printable ones are themselves, others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+# ---- the worker ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """CPU seconds of the worker's processes, and the engine's counters."""
+
+    cpu: dict[str, float]
+    counters: dict[str, float]
+
+    def since(self, before: Usage) -> Usage:
+        return Usage(_difference(self.cpu, before.cpu), _difference(self.counters, before.counters))
+
+
+def _difference(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+@dataclass(slots=True)
+class Worker:
+    process: subprocess.Popen[bytes]
+    port: int
+    management_port: int
+    log: Path
+    start_seconds: float = 0.0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_until_ready(self) -> None:
+        """
+        Raises:
+            RuntimeError: the worker ended, or took too long.
+        """
+        begin = time.monotonic()
+        while time.monotonic() - begin < START_SECONDS:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the worker ended with {self.process.returncode}")
+            with contextlib.suppress(OSError):
+                if request(self.management_port, "GET", "/readyz")[0] == 200:
+                    self.start_seconds = time.monotonic() - begin
+                    return
+            time.sleep(0.1)
+        raise RuntimeError(f"the worker was not ready after {START_SECONDS:.0f} s")
+
+    def flush_cache(self) -> None:
+        status, _ = request(self.management_port, "POST", "/flush-cache")
+        if status != 202:
+            raise RuntimeError(f"the cache could not be flushed: HTTP {status}")
+        time.sleep(PULSE_SECONDS)  # it happens in the engine's next turn
+
+    def engine_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = json.loads(request(self.management_port, "GET", "/status")[1])
+        return dict(info["engine"])
+
+    def usage(self) -> Usage:
+        cpu = self.cpu()
+        time.sleep(PULSE_SECONDS)
+        return Usage(cpu, self.counters())
+
+    def cpu(self) -> dict[str, float]:
+        """CPU seconds so far: of the engine's ranks, the frontends, and the agent."""
+        agent = psutil.Process(self.process.pid)
+        seconds = {"engine": 0.0, "frontends": 0.0, "agent": _seconds(agent)}
+        for child in agent.children():
+            role = "engine" if "radixgrove.worker.engine" in child.cmdline() else "frontends"
+            seconds[role] += _seconds(child)
+        return seconds
+
+    def counters(self) -> dict[str, float]:
+        """Samples of `/metrics`, by name and labels."""
+        text = request(self.port, "GET", "/metrics")[1].decode()
+        lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    def stop(self) -> None:
+        """Drain it.
+
+        Raises:
+            RuntimeError: it failed, or left a process behind.
+        """
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        status = self.process.wait(STOP_SECONDS)
+        left = [child for child in children if child.is_running()]
+        if status or left:
+            raise RuntimeError(f"the worker ended with {status} and left {left}")
+
+
+def _seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def request(port: int, method: str, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HTTP_SECONDS)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def running_worker(model_dir: Path, name: str, arguments: argparse.Namespace) -> Iterator[Worker]:
+    """A worker that is ready; shows the end of its log when anything fails."""
+    port, management_port = free_port(), free_port()
+    options = {
+        "--model": model_dir,
+        "--served-model-name": name,
+        "--load-format": "dummy",
+        "--port": port,
+        "--management-port": management_port,
+        "--frontends": arguments.frontends,
+        "--max-model-len": arguments.max_model_len,
+        "--log-level": "warning",
+    }
+    command = [*RADIXGROVE, "worker", *(str(part) for pair in options.items() for part in pair)]
+    log = model_dir / "worker.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *arguments.worker_options], stdout=output, stderr=subprocess.STDOUT
+        )
+    worker = Worker(process, port, management_port, log)
+    try:
+        worker.wait_until_ready()
+        yield worker
+        worker.stop()
+    except BaseException:
+        print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+        raise
+    finally:
+        if process.poll() is None:
+            process.kill()  # its children die with it
+            process.wait()
+
+
+# ---- a run -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of a workload: figures of the clients, and what the worker used for it."""
+
+    clients: dict[str, float]
+    used: Usage
+    steps: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = round(self.used.counters["radixgrove_engine_steps_total"])
+
+    @property
+    def rate(self) -> float:
+        return self.clients["output throughput"]
+
+    def cpu_per_step(self) -> dict[str, float]:
+        """Milliseconds a step: processes, clients, and the engine's phases."""
+        seconds = {**self.used.cpu, "clients": self.clients["client cpu"]}
+        prefix = 'radixgrove_engine_phase_cpu_seconds_total{phase="'
+        for name, value in self.used.counters.items():
+            if name.startswith(prefix):
+                seconds["engine: " + name.removeprefix(prefix).removesuffix('"}')] = value
+        return {name: value * 1e3 / self.steps for name, value in seconds.items()}
+
+
+def write_trace(workload: Workload, requests: int | None, vocab_size: int, path: Path) -> None:
+    with path.open("w") as file:
+        for index, item in enumerate(workload.items[:requests]):
+            line = {
+                "token_ids": [number % vocab_size for number in item.token_ids],
+                "output_length": item.max_tokens,
+                "seed": index,
+            }
+            file.write(json.dumps(line) + "\n")
+
+
+def run_once(
+    worker: Worker, name: str, workload: Workload, trace: Path, arguments: argparse.Namespace
+) -> Run:
+    """
+    Raises:
+        RuntimeError: a request failed, or got fewer tokens than it asked for.
+    """
+    expected = sum(item.max_tokens for item in workload.items[: arguments.requests])
+    figures = trace.with_suffix(".figures")
+    figures.unlink(missing_ok=True)
+    worker.flush_cache()
+    before = worker.usage()
+    options = {
+        "--url": worker.url,
+        "--model": name,
+        "--trace": trace,
+        "--concurrency": len(workload.items),
+        "--temperature": workload.temperature,
+        "--processes": arguments.processes,
+        "--seed": 0,
+        "--results": figures,
+    }
+    command = [*RADIXGROVE, "bench", "serve", *(str(p) for pair in options.items() for p in pair)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
+    if done.returncode or not figures.exists():
+        raise RuntimeError(f"bench serve failed: {done.stdout}{done.stderr}")
+    used = worker.usage().since(before)
+    rows = map(json.loads, figures.read_text().splitlines())
+    clients: dict[str, float] = {row["metric"]: row["value"] for row in rows}
+    tokens = clients["output throughput"] * clients["duration"]
+    if clients["failed"] or round(tokens) != expected:
+        raise RuntimeError(f"{round(tokens)} tokens instead of {expected}: {done.stdout}")
+    return Run(clients, used)
+
+
+# ---- the report ------------------------------------------------------------------------------
+
+
+def offline_rate(model: str, workload: str) -> float | None:
+    """What `offline.py` measured here with this commit, if it has."""
+    path = results.directory() / "offline.jsonl"
+    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    here = results.environment()
+    rate = None
+    for row in rows:
+        same = all(row.get(key) == here[key] for key in ("commit", "card"))
+        if same and (row["model"], row["workload"], row.get("tp")) == (model, workload, 1):
+            rate = row["value"]
+    return rate
+
+
+def record_run(common: dict[str, Any], run: Run, rates: list[float], offline: float | None) -> None:
+    throughput: dict[str, Any] = {
+        "metric": "output_tokens",
+        "value": round(run.rate, 1),
+        "unit": "tokens/s",
+        "runs": [round(rate, 1) for rate in rates],
+    }
+    if offline is not None:
+        throughput |= {"offline": offline, "of_offline": round(run.rate / offline, 4)}
+    rows = [throughput]
+    for metric, (name, unit) in METRICS.items():
+        if metric in run.clients:
+            rows.append({"metric": name, "value": round(run.clients[metric], 3), "unit": unit})
+    cpu = {name: round(value, 4) for name, value in run.cpu_per_step().items()}
+    worker = round(cpu["engine"] + cpu["frontends"] + cpu["agent"], 4)
+    rows.append({"metric": "worker_cpu", "value": worker, "unit": "ms/step", "cpu_ms": cpu})
+    for row in rows:
+        results.record({**common, **row})
+
+
+def report(model: str, workload: str, run: Run, offline: float | None) -> list[str]:
+    clients = run.clients
+    share = f", {run.rate / offline:.1%} of offline" if offline else ""
+    lines = [
+        f"{model} {workload}: {run.rate:,.0f} tokens/s{share}; {run.steps} steps",
+        "  "
+        + ", ".join(
+            f"{metric} {clients[metric]:.3g}{'' if unit == '1' else ' ' + unit}"
+            for metric, (_, unit) in METRICS.items()
+            if metric in clients
+        ),
+    ]
+    cells = [f"{name} {value:.3f}" for name, value in run.cpu_per_step().items()]
+    lines.append("  CPU ms/step: " + ", ".join(cells))
+    return lines
+
+
+def measure(model: str, config_dir: Path, arguments: argparse.Namespace) -> None:
+    """All workloads on one worker of a model."""
+    with tempfile.TemporaryDirectory(prefix="radixgrove-serving-") as scratch:
+        model_dir = Path(scratch)
+        vocab_size = write_model(config_dir, model_dir)
+        with running_worker(model_dir, model, arguments) as worker:
+            info = worker.engine_info()
+            print(f"{model}: ready after {worker.start_seconds:.1f} s", flush=True)
+            for name in arguments.workload:
+                workload = WORKLOADS[name]()
+                trace = model_dir / f"{name}.jsonl"
+                write_trace(workload, arguments.requests, vocab_size, trace)
+                runs = [
+                    run_once(worker, model, workload, trace, arguments)
+                    for _ in range(arguments.runs)
+                ]
+                best = max(runs, key=lambda run: run.rate)
+                given = arguments.offline.get(model) if name == "nano256" else None
+                offline = given or offline_rate(model, name)
+                print("\n".join(report(model, name, best, offline)), flush=True)
+                common = {
+                    "benchmark": "serving",
+                    "model": model,
+                    "workload": name,
+                    "subject": "radixgrove",
+                    "device": info["device"],
+                    "frontends": arguments.frontends,
+                    "clients": arguments.processes,
+                    "requests": arguments.requests or len(workload.items),
+                    "steps": best.steps,
+                    "start_seconds": round(worker.start_seconds, 1),
+                    "label": arguments.label,
+                }
+                record_run(common, best, [run.rate for run in runs], offline)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", default=["llama-3.1-8b", "qwen3-0.6b"])
+    parser.add_argument(
+        "--workload", nargs="+", default=["nano256", "bs256_decode"], choices=WORKLOADS
+    )
+    parser.add_argument(
+        "--offline", nargs="+", default=[], metavar="MODEL=RATE", help="offline.py's in nano256"
+    )
+    parser.add_argument("--frontends", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=4, help="that send")
+    parser.add_argument("--requests", type=int, help="only so many of each workload")
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--label", default="", help="kept in the record, to tell variants apart")
+    parser.add_argument("worker_options", nargs="*", help="after --: options of the worker")
+    arguments = parser.parse_args(argv)
+    given = (entry.partition("=") for entry in arguments.offline)
+    arguments.offline = {model: float(rate) for model, _, rate in given}
+    for name in arguments.model:
+        measure(*find_config(name), arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The serving benchmark's model: a tokenizer as large as the config says, with real text."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tokenizers import Tokenizer
+
+from radixgrove.protocol.detokenize import Vocabulary
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+VOCABULARY = 150_000
+
+
+@pytest.fixture(scope="module")
+def serving() -> ModuleType:
+    sys.path.insert(0, str(BENCHMARKS))  # it imports its neighbours
+    try:
+        spec = importlib.util.spec_from_file_location("serving", BENCHMARKS / "serving.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["serving"] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return module
+
+
+def test_ids_of_the_synthetic_tokenizer_read_as_distinct_words(serving: ModuleType) -> None:
+    content = serving.synthetic_tokenizer(VOCABULARY)
+    assert content == serving.synthetic_tokenizer(VOCABULARY)
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    assert tokenizer.get_vocab_size() == VOCABULARY
+    vocabulary = Vocabulary(tokenizer)
+    texts = {vocabulary.token_text(number) for number in range(256, VOCABULARY)}
+    assert len(texts) == VOCABULARY - 256
+    assert {len(text) for text in texts} == {2, 3, 4, 5}
+    assert tokenizer.decode(tokenizer.encode("Grüße, 世界!").ids) == "Grüße, 世界!"
+
+
+def test_usage_is_what_came_since(serving: ModuleType) -> None:
+    before = serving.Usage({"engine": 1.0}, {"radixgrove_engine_steps_total": 10.0})
+    phase = 'radixgrove_engine_phase_cpu_seconds_total{phase="launch"}'
+    after = serving.Usage(
+        {"engine": 3.0, "agent": 0.5}, {"radixgrove_engine_steps_total": 20.0, phase: 0.1}
+    )
+    run = serving.Run({"client cpu": 2.0}, after.since(before))
+    assert run.steps == 10
+    assert run.cpu_per_step() == pytest.approx(
+        {"engine": 200.0, "agent": 50.0, "clients": 200.0, "engine: launch": 10.0}
+    )
