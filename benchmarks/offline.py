@@ -25,13 +25,14 @@ import torch
 import workloads
 from workloads import WORKLOADS, ModelShape, Workload
 
+from radixgrove.protocol.directories import private_directory
 from radixgrove.protocol.sampling import SamplingParams
 from radixgrove.protocol.settings import AttentionBackend, Device, DType, LoadFormat, WorkerSettings
 from radixgrove.worker.execution.build import build_executor
 from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, Tokens
 from radixgrove.worker.models.config import ModelConfig, load_config
 from radixgrove.worker.plan import Executor
-from radixgrove.worker.runtime import Runtime, private_directory
+from radixgrove.worker.runtime import Runtime
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.scheduler import Scheduler
 

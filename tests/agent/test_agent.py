@@ -9,7 +9,7 @@ import time
 
 import psutil
 
-from radixgrove.worker.runtime import remove_abandoned
+from radixgrove.protocol.directories import remove_abandoned
 from tests.agent.conftest import StartAgent
 from tests.conftest import wait_until
 

@@ -336,20 +336,41 @@ def raw(frontend: Frontend, data: bytes) -> bytes:
         return connection.recv(65536)
 
 
+def refused(frontend: Frontend, data: bytes, status: int) -> dict[str, Any]:
+    """The error that these bytes got, which has an id and one line in the access log."""
+    head, _, body = raw(frontend, data).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    identity = head.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
+    assert identity
+    log = frontend.logged(f"request_id={identity}")
+    lines = [line for line in log.splitlines() if f"request_id={identity} " in line]
+    assert len(lines) == 1
+    assert "radixgrove.access" in lines[0]
+    assert f" status={status} " in lines[0]
+    error: dict[str, Any] = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
 def test_requests_that_are_no_http(frontend: Frontend) -> None:
     for data in (b"nonsense\r\n\r\n", b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n"):
-        head, _, body = raw(frontend, data).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 400 ")
-        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        assert refused(frontend, data, 400)["type"] == "invalid_request_error"
+
+
+def test_broken_body_is_answered_once_with_the_requests_own_id(frontend: Frontend) -> None:
+    broken = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"x-request-id: broken-body-1\r\ntransfer-encoding: chunked\r\n\r\n5\r\nabcdeXX"
+    )
+    refused(frontend, broken, 400)
+    assert frontend.logged("broken-body-1").count("request_id=broken-body-1") == 1
 
 
 def test_headers_are_bounded(frontend: Frontend) -> None:
     start = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
     many = b"".join(b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(2000))
     for data in (start + many, start + b"x-long: " + b"y" * 200_000, b"GET /" + b"y" * 200_000):
-        head, _, body = raw(frontend, data).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 431 ")
-        assert json.loads(body)["error"]["code"] == "headers_too_large"
+        assert refused(frontend, data, 431)["code"] == "headers_too_large"
     assert frontend.chat("x").status_code == 200
 
 
@@ -357,9 +378,7 @@ def test_requests_must_arrive_whole_in_time(start_frontend: StartFrontend) -> No
     frontend = start_frontend(request_timeout=0.3)
     start = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     for partial in (start, start + b"content-length: 100\r\n\r\n{"):
-        head, _, body = raw(frontend, partial).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 408 ")
-        assert json.loads(body)["error"]["code"] == "request_timeout"
+        assert refused(frontend, partial, 408)["code"] == "request_timeout"
     assert raw(frontend, b"") == b""
     assert raw(frontend, b"\r\n") == b""
     frontend.engine.step_seconds = 0.1

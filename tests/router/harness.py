@@ -116,16 +116,19 @@ class Router:
             self.session = aiohttp.ClientSession(headers={"x-radixgrove-debug": "1"})
         path = "/readyz" if ready else "/livez"
         await eventually(lambda: self.answers(path), deadline=60, what=f"{path} of the router")
+        # With several processes it is another one that has the management port.
+        managed = lambda: self.answers("/livez", management=True)  # noqa: E731
+        await eventually(managed, deadline=60, what="the router's management port")
 
     def _spawn(self, command: list[str]) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
-    async def answers(self, path: str, status: int = 200) -> bool:
+    async def answers(self, path: str, status: int = 200, *, management: bool = False) -> bool:
         assert self.process is not None
         assert self.process.poll() is None, self.log.read_text()
         try:
-            return (await self.get(path)).status == status
+            return (await self.get(path, management=management)).status == status
         except aiohttp.ClientError:
             return False
 

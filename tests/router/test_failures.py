@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -321,6 +322,47 @@ async def test_errors_have_openais_shape(pair: tuple[Router, list[SimulatedRepli
         assert set(answer.error) == {"message", "type", "param", "code"}
         assert code is ... or answer.error["code"] == code
     assert sum(replica.counters.requests for replica in replicas) == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "code"),
+    [
+        (b"nonsense\r\n\r\n", 400, None),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nx-long: " + b"y" * 100_000, 431, "headers_too_large"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n", 408, "request_timeout"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 100\r\n\r\n{",
+            408,
+            "request_timeout",
+        ),
+    ],
+    ids=["no http", "headers too large", "headers too late", "body too late"],
+)
+async def test_what_never_became_a_request_has_an_id_and_a_line_in_the_log(
+    data: bytes, status: int, code: str | None, make_router: MakeRouter
+) -> None:
+    router = await make_router(
+        replicas=[f"model=http://127.0.0.1:{find_free_port()}"],
+        ready=False,
+        request_timeout=0.3,
+        log_json=True,
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+    writer.write(data)
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    identity = head.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
+
+    def lines() -> list[dict[str, Any]]:
+        logged = [json.loads(line) for line in router.log.read_text().splitlines()]
+        return [line for line in logged if line.get("request_id") == identity]
+
+    await eventually(lines, what="the line in the access log")
+    assert [(line["logger"], line["status"]) for line in lines()] == [("radixgrove.access", status)]
 
 
 # ---- processes that die ----------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -268,28 +270,36 @@ async def test_processes_share_one_port_and_a_dead_one_is_replaced(
     assert not any(child.is_running() for child in children)
 
 
-async def test_no_process_outlives_a_killed_parent(
-    redis_server: RedisServer,
-    make_router: MakeRouter,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_killed_parent_leaves_no_process_and_its_directory_goes_with_the_next_start(
+    redis_server: RedisServer, make_router: MakeRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import psutil
 
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # what it cannot clean up any more goes there
-    router = await make_router(redis_server, ready=False, processes=2)
-    assert router.process is not None
-    parent = psutil.Process(router.process.pid)
-    await eventually(lambda: len(parent.children()) == 2)
-    children = parent.children()
-    parent.kill()
-    await eventually(
-        lambda: (
-            not any(
-                child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
-            )
-        )
-    )
+    def directories() -> set[Path]:
+        return set(base.glob("radixgrove-router-*"))
+
+    with tempfile.TemporaryDirectory(prefix="rg-", dir="/tmp") as name:
+        base = Path(name)
+        monkeypatch.setenv("TMPDIR", name)
+        killed = await make_router(redis_server, ready=False, processes=2)
+        living = await make_router(redis_server, ready=False, processes=2)
+        assert len(directories()) == 2
+        assert killed.process is not None
+        parent = psutil.Process(killed.process.pid)
+        await eventually(lambda: len(parent.children()) == 2)
+        children = parent.children()
+        parent.kill()
+        parent.wait(10)
+        await eventually(lambda: not any(map(_lives, children)), what="the children's end")
+        left = directories()
+        await make_router(redis_server, ready=False, processes=2)
+        assert len(directories()) == 2
+        assert len(directories() & left) == 1  # that of the one that lives
+        assert await living.answers("/livez")
+
+
+def _lives(process: Any) -> bool:
+    return bool(process.is_running() and process.status() != "zombie")
 
 
 async def test_router_starts_before_redis_and_replicas(

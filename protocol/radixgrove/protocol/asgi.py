@@ -17,6 +17,7 @@ from radixgrove.protocol.logs import ACCESS_LOGGER
 from radixgrove.protocol.tracing import (
     REQUEST_ID_HEADER,
     TRACEPARENT_HEADER,
+    TraceContext,
     request_id,
     trace_context,
 )
@@ -34,6 +35,7 @@ _access = logging.getLogger(ACCESS_LOGGER)
 REQUEST_ID = "request_id"
 TRACE = "trace"  # a tracing.TraceContext
 FIELDS = "log_fields"  # a dict; what a handler adds appears in the access log line
+ON_DISCONNECT = "on_disconnect"  # see protocol/http.py
 
 QUIET_PATHS = frozenset({"/livez", "/readyz", "/metrics"})
 
@@ -146,19 +148,34 @@ class RequestContext:
         try:
             await self.app(scope, receive, observed)
         finally:
-            level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
-            if _access.isEnabledFor(level):
-                line = {
-                    "method": scope["method"],
-                    "path": scope["path"][:200],
-                    "status": status or None,
-                    "complete": ended,
-                    "seconds": round(time.perf_counter() - started, 4),
-                    "request_id": identity,
-                    "trace_id": trace.trace_id,
-                    **fields,
-                }
-                _access.log(level, "request", extra={"fields": line})
+            seconds = time.perf_counter() - started
+            log_access(scope, status or None, ended, seconds, identity, trace, fields)
+
+
+def log_access(
+    scope: Scope,
+    status: int | None,
+    complete: bool,
+    seconds: float,
+    identity: str,
+    trace: TraceContext,
+    fields: dict[str, Any],
+) -> None:
+    """One line of the access log; a scope that is no whole request has no method or path."""
+    path = scope.get("path", "")
+    level = logging.DEBUG if path in QUIET_PATHS else logging.INFO
+    if _access.isEnabledFor(level):
+        line = {
+            "method": scope.get("method"),
+            "path": path[:200] or None,
+            "status": status,
+            "complete": complete,
+            "seconds": round(seconds, 4),
+            "request_id": identity,
+            "trace_id": trace.trace_id,
+            **fields,
+        }
+        _access.log(level, "request", extra={"fields": line})
 
 
 class ErrorShape:

@@ -34,6 +34,10 @@ DEFAULT_CACHE_BYTES = 256 << 20
 INLINE_CHARS = 4096
 # Beyond that even rendering, cutting and looking up take milliseconds.
 RENDER_INLINE_CHARS = 512 << 10
+# Pieces up to this long (a role's header, the end of a message) come again behind every new text:
+# their ids are kept apart from what came before them.
+SHORT_CHARS = 64
+MAX_SHORT_PIECES = 4096
 # Unicode noncharacters, which no text may contain in interchange; a user's own are dropped.
 _BREAK = "\ufdd0"  # inside what would otherwise read as a special token
 _END = "\ufdd1"  # after the message to continue
@@ -157,6 +161,7 @@ class PromptEncoder:
         self._guard = _SpecialTextGuard(self.special)
         self._hasher = hasher
         self.cache = PrefixCache(cache_bytes, hasher)
+        self._short: dict[str, bytes] = {}
         # What the tokenizer itself puts before a text prompt: BOS, for most models.
         self._prefix = _added_before(self.tokenizer)
         self._prefix_texts = tuple(
@@ -328,14 +333,27 @@ class PromptEncoder:
 
     def _encode_piece(self, text: str) -> bytes:
         """Ids of one piece; control tokens only where the sentinel-bearing text has them."""
+        if len(text) > SHORT_CHARS:
+            return array("i", self._piece_ids(text)).tobytes()
+        token_ids = self._short.get(text)
+        if token_ids is None:
+            token_ids = array("i", self._piece_ids(text)).tobytes()
+            if len(self._short) >= MAX_SHORT_PIECES:
+                self._short.clear()
+            self._short[text] = token_ids
+        return token_ids
+
+    def _piece_ids(self, text: str) -> list[int]:
         clean = text.replace(_BREAK, "") if _BREAK in text else text
-        ids = self.tokenizer.encode(clean, add_special_tokens=False).ids
+        # Without offsets, which nobody reads: a fifth faster.
+        encoded = self.tokenizer.encode_batch_fast([clean], add_special_tokens=False)
+        ids: list[int] = encoded[0].ids
         if len(clean) == len(text) and not self.special.normalized:
-            return array("i", ids).tobytes()
+            return ids
         expected = [self.special.ids[token] for token in self._special_texts(text)]
         if [number for number in ids if number in self._special_ids] != expected:
-            ids = self._encode_literally(text)
-        return array("i", ids).tobytes()
+            return self._encode_literally(text)
+        return ids
 
     def _special_texts(self, text: str) -> list[str]:
         if self.special.pattern is None:

@@ -97,6 +97,8 @@ class ChatTemplate:
         )
         try:
             self._template = self._environment.from_string(source)
+            # Each render copies them: that of Jinja's chain of mappings takes as long as a render.
+            self._template.globals = dict(self._template.globals)
             tree = self._environment.parse(source)
         except jinja2.TemplateError as error:
             raise ValueError("the chat template is not valid Jinja") from error

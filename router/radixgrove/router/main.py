@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import uvloop
@@ -17,6 +16,7 @@ from redis.asyncio.connection import parse_url
 
 from radixgrove.protocol import logs
 from radixgrove.protocol.auth import ApiKeys, KeyFileError
+from radixgrove.protocol.directories import private_directory
 from radixgrove.protocol.processes import die_with
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router.listening import StartError, listen
@@ -37,8 +37,8 @@ def run(settings: RouterSettings) -> int:
     logs.configure(settings.log_level.value, json=settings.log_json)
     try:
         check(settings)
-        with tempfile.TemporaryDirectory(prefix="radixgrove-router-") as name:
-            uvloop.run(_supervise(settings, Path(name)))
+        with private_directory("radixgrove-router-") as directory:
+            uvloop.run(_supervise(settings, directory))
     except StartError as error:
         logger.error("%s", error)
         return EXIT_FAILED

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 from prometheus_client import Counter, Gauge, Histogram
 
 REQUESTS = Counter(
@@ -78,3 +81,8 @@ REDIS_UP = Gauge(
     "1 while the shared index can be used, 0 while the router serves without it.",
     multiprocess_mode="min",
 )
+
+
+def soon(note: Callable[[float], None], value: float) -> None:
+    """Notes a value off the request's way, in the event loop's next round."""
+    asyncio.get_running_loop().call_soon(note, value)

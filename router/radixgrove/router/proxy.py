@@ -11,6 +11,7 @@ import msgspec
 from radixgrove.protocol import errors
 from radixgrove.protocol.asgi import (
     FIELDS,
+    ON_DISCONNECT,
     REQUEST_ID,
     TRACE,
     ClientDisconnected,
@@ -99,9 +100,8 @@ class Proxy:
         self._encoders = encoders
         self._placer = placer
         self._upstream = upstream
-        self._internal_key = (
-            settings.internal_key.get_secret_value() if settings.internal_key else ""
-        )
+        key = settings.internal_key.get_secret_value() if settings.internal_key else ""
+        self._internal_key = key.encode()
         self.in_flight = 0
         self.draining = False
 
@@ -131,7 +131,7 @@ class Proxy:
                 raise errors.model_not_found(peek_model(body))
             path = "/v1/chat/completions" if chat else "/v1/completions"
             exchange = _Exchange(scope, send, path, body, principal, service, encoded, arrived)
-            status = await self._until_disconnect(receive, exchange)
+            status = await self._until_disconnect(exchange)
         except ApiError as error:
             status = error.status
             raise
@@ -152,7 +152,7 @@ class Proxy:
                 raise errors.overloaded("No server can take this request now.", 2.0)
         return await self._encoders.encode(service, body, principal, chat=chat)
 
-    async def _until_disconnect(self, receive: Receive, exchange: _Exchange) -> int:
+    async def _until_disconnect(self, exchange: _Exchange) -> int:
         """Runs the exchange and returns the client's status; ends it when the client goes away.
 
         Raises:
@@ -161,15 +161,14 @@ class Proxy:
         work = asyncio.current_task()
         assert work is not None
 
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
+        def leave() -> None:
             if not exchange.over:
                 exchange.gone = True
                 if not exchange.placing:  # a placement's outcome must be known to be released
                     work.cancel()
 
-        watcher = asyncio.create_task(watch())
+        watch = state(exchange.scope)[ON_DISCONNECT]
+        watch(leave)
         try:
             return await self._serve(exchange)
         except asyncio.CancelledError:
@@ -178,7 +177,7 @@ class Proxy:
             work.uncancel()
             raise ClientDisconnected from None
         finally:
-            watcher.cancel()
+            watch(None)
 
     # ---- placing ---------------------------------------------------------------------------
 
@@ -231,8 +230,8 @@ class Proxy:
                     self._placer.release(decision)
                 raise ClientDisconnected
             if decision is not None:
-                metrics.PLACEMENT_SECONDS.observe(time.perf_counter() - started)
-                count(decision, ask)
+                metrics.soon(metrics.PLACEMENT_SECONDS.observe, time.perf_counter() - started)
+                asyncio.get_running_loop().call_soon(count, decision, ask)
                 return decision
             if failed or not await self._hold(service, deadline):
                 return None
@@ -266,13 +265,14 @@ class Proxy:
         """
         replica = decision.replica
         replica.breaker.take()
-        headers, body = self._request(exchange, decision)
-        attempt = await self._upstream.send(replica.url + exchange.path, headers, body)
+        fields, body = self._request(exchange, decision)
+        attempt = await self._upstream.send(replica.url, exchange.path, fields, body)
         try:
             replica.breaker.succeeded()
             answer = attempt.answer
             model = decision.service.model
-            metrics.FIRST_BYTE_SECONDS.labels(model).observe(time.perf_counter() - exchange.arrived)
+            seconds = time.perf_counter() - exchange.arrived
+            metrics.soon(metrics.FIRST_BYTE_SECONDS.labels(model).observe, seconds)
             state(exchange.scope)[FIELDS].update(
                 replica=replica.id, matched_tokens=decision.matched_tokens
             )
@@ -340,23 +340,25 @@ class Proxy:
         await send({"type": "http.response.body", "body": line})
         return True
 
-    def _request(self, exchange: _Exchange, decision: Decision) -> tuple[dict[str, str], bytes]:
+    def _request(
+        self, exchange: _Exchange, decision: Decision
+    ) -> tuple[list[tuple[bytes, bytes]], bytes]:
         """Headers and body for a replica: ours speak envelopes, others get what the client sent."""
-        encoded, scope = exchange.encoded, exchange.scope
-        context = state(scope)
-        headers: dict[str, str] = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in scope["headers"]
-            if name not in _NOT_FORWARDED
-        }
-        headers[REQUEST_ID_HEADER] = context[REQUEST_ID]
-        headers[TRACEPARENT_HEADER] = context[TRACE].header()
+        encoded, context = exchange.encoded, state(exchange.scope)
+        fields = [field for field in exchange.scope["headers"] if field[0] not in _NOT_FORWARDED]
+        fields += (
+            (REQUEST_ID_HEADER.encode(), context[REQUEST_ID].encode()),
+            (TRACEPARENT_HEADER.encode(), context[TRACE].header().encode()),
+        )
         if encoded.prompts is None or decision.replica.registration is None:
-            headers["content-type"] = "application/json"
-            return headers, exchange.body
-        headers.pop("authorization", None)  # the principal stands for it
-        headers["content-type"] = ENVELOPE_TYPE
-        headers[INTERNAL_KEY_HEADER] = self._internal_key
+            fields.append((b"content-type", b"application/json"))
+            return fields, exchange.body
+        # The principal stands for the key.
+        fields = [field for field in fields if field[0] != b"authorization"]
+        fields += (
+            (b"content-type", ENVELOPE_TYPE.encode()),
+            (INTERNAL_KEY_HEADER.encode(), self._internal_key),
+        )
         envelope = Envelope(
             body=exchange.body,
             prompts=encoded.prompts,
@@ -365,7 +367,7 @@ class Proxy:
             tokenizer_digest=encoded.digest,
             matched_tokens=decision.matched_tokens,
         )
-        return headers, msgspec.msgpack.encode(envelope)
+        return fields, msgspec.msgpack.encode(envelope)
 
 
 def _stream_error() -> ApiError:

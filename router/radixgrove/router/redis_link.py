@@ -24,7 +24,7 @@ from radixgrove.protocol import index
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 2.0
-CALL_TIMEOUT = 1.0
+CALL_TIMEOUT = 1.0  # at most; half of it at least
 MAX_OUTSTANDING = 1 << 14
 MAX_BACKOFF = 1.0
 LINGER_SECONDS = 0.005  # a command nobody waits for goes with the next one, or after this long
@@ -46,6 +46,10 @@ class _Wire(asyncio.Protocol):
     def __init__(self, on_lost: Callable[[], None]) -> None:
         self._reader = hiredis.Reader(replyError=RedisRefused)
         self._waiting: deque[asyncio.Future[Any] | None] = deque()
+        self._answered = 0
+        self._due = 0  # answers that must have come at the next look
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._problem = "the connection was lost"
         self._lingering: list[bytes] = []
         self._timer: asyncio.TimerHandle | None = None
         self._on_lost = on_lost
@@ -54,6 +58,19 @@ class _Wire(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Gives the connection up when an answer was due at the last look already.
+
+        One timer for all calls: one for each would cost more than the call.
+        """
+        if self._answered < self._due:
+            self._problem = "no answer in time"
+            self.close()
+            return
+        self._due = self._answered + len(self._waiting)
+        self._watchdog = self._loop.call_later(CALL_TIMEOUT / 2, self._watch)
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader
@@ -61,6 +78,7 @@ class _Wire(asyncio.Protocol):
         try:
             while (answer := reader.gets()) is not False:
                 future = self._waiting.popleft()
+                self._answered += 1
                 if future is None or future.done():
                     continue
                 if isinstance(answer, RedisRefused):
@@ -72,14 +90,19 @@ class _Wire(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         for future in self._waiting:
             if future is not None and not future.done():
-                future.set_exception(RedisUnavailable("the connection was lost"))
+                future.set_exception(RedisUnavailable(self._problem))
         self._waiting.clear()
         self._on_lost()
 
-    def ask(self, arguments: tuple[Argument, ...]) -> asyncio.Future[Any]:
-        """Sends a command, and whatever lingers before it; the future has its answer."""
+    def ask(self, *arguments: Argument) -> asyncio.Future[Any]:
+        """Sends a command, and whatever lingers before it.
+
+        The future has the answer, or RedisRefused, or RedisUnavailable after `CALL_TIMEOUT`.
+        """
         future = self._loop.create_future()
         self._queue(arguments, future)
         self._flush()
@@ -158,7 +181,7 @@ class RedisLink:
         """
         if self._wire is None:
             raise RedisUnavailable(self.problem)
-        return await _ask(self._wire, *arguments)
+        return await self._wire.ask(*arguments)
 
     async def run_script(self, name: str, keys: Sequence[str | bytes], *arguments: Argument) -> Any:
         """One of the protocol's scripts; loads it when Redis lacks it. Raises as `call` does."""
@@ -207,10 +230,10 @@ class RedisLink:
         options = self._options
         if options.get("password") is not None:
             user = (options["username"],) if options.get("username") else ()
-            await _ask(wire, "AUTH", *user, options["password"])
+            await wire.ask("AUTH", *user, options["password"])
         if options.get("db"):
-            await _ask(wire, "SELECT", int(options["db"]))
-        memory = await _ask(wire, "INFO", "memory")
+            await wire.ask("SELECT", int(options["db"]))
+        memory = await wire.ask("INFO", "memory")
         for line in memory.decode("ascii", "replace").splitlines():
             name, _, value = line.partition(":")
             if name == "maxmemory_policy" and value != "noeviction":
@@ -218,7 +241,7 @@ class RedisLink:
                     f"Redis has maxmemory-policy {value}; the prefix index needs noeviction"
                 )
         for name in ("place", "release", "router_heartbeat"):
-            await _ask(wire, "SCRIPT", "LOAD", index.script(name).text)
+            await wire.ask("SCRIPT", "LOAD", index.script(name).text)
 
     def _down(self, problem: str) -> None:
         self._drop()
@@ -238,13 +261,3 @@ class RedisLink:
             else:
                 self._usable.clear()
             self._on_change(up)
-
-
-async def _ask(wire: _Wire, *arguments: Argument) -> Any:
-    future = wire.ask(arguments)
-    try:
-        async with asyncio.timeout(CALL_TIMEOUT):
-            return await future
-    except TimeoutError:
-        wire.close()
-        raise RedisUnavailable("no answer in time") from None

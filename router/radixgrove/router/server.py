@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import secrets
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -24,12 +26,13 @@ from radixgrove.router import metrics
 from radixgrove.router.app import make_app, make_management_app
 from radixgrove.router.encoding import Encoders
 from radixgrove.router.fleet import Fleet
+from radixgrove.router.http_client import KEEPALIVE_SECONDS
 from radixgrove.router.listening import listen
 from radixgrove.router.placement import HEARTBEAT_SECONDS, Placer
 from radixgrove.router.proxy import Proxy
 from radixgrove.router.redis_link import RedisLink, RedisRefused, RedisUnavailable
 from radixgrove.router.status import RouterStatus, router_status
-from radixgrove.router.upstream import Upstream, make_session
+from radixgrove.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +80,12 @@ class RouterProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        session = make_session(settings)
+        session = _make_session(settings)
+        upstream = Upstream(settings)
         fleet = Fleet(settings, self.router_id, link, lambda: session)
         placer = Placer(settings, self.router_id, link)
         encoders = Encoders(settings, fleet, lambda: session)
-        proxy = Proxy(settings, self._keys, fleet, encoders, placer, Upstream(settings, session))
+        proxy = Proxy(settings, self._keys, fleet, encoders, placer, upstream)
 
         def status() -> RouterStatus:
             return router_status(
@@ -109,6 +113,9 @@ class RouterProcess:
             asyncio.create_task(server.serve(sockets=[sock]))
             for server, sock in zip(servers, sockets, strict=True)
         ]
+        # What exists now lives as long as the process: the collector need not walk it again.
+        gc.collect()
+        gc.freeze()
         logger.info("router %s on %s", self.router_id, _address(sockets[0]))
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait([stopped, *serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -121,6 +128,7 @@ class RouterProcess:
         await asyncio.gather(stopped, *tasks, return_exceptions=True)
         await encoders.close()
         await session.close()
+        upstream.close()
 
     def _server(self, app: App) -> _Server:
         return _Server(
@@ -133,6 +141,7 @@ class RouterProcess:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=max(1, int(self._settings.drain_timeout)),
                 backlog=2048,
@@ -191,6 +200,18 @@ class RouterProcess:
         if level is not self._log_level:
             self._log_level = level
             logging.getLogger().setLevel(level.value.upper())
+
+
+def _make_session(settings: RouterSettings) -> aiohttp.ClientSession:
+    """For probes and tokenizer files. Must be made in the event loop."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=settings.connect_timeout, connect=settings.connect_timeout
+        ),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent",),
+    )
 
 
 def _address(sock: socket.socket) -> str:

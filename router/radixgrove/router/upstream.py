@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-import aiohttp
 
 from radixgrove.protocol import errors
 from radixgrove.protocol.errors import ApiError
 from radixgrove.protocol.settings import RouterSettings
+from radixgrove.router.http_client import AnswerBroke, ConnectFailed, Connection, Fields, Pool
 
-# Below the 5 s after which uvicorn closes an idle connection: a request must not meet the close.
-KEEPALIVE_SECONDS = 4.0
 MAX_ANSWER_BYTES = 256 << 20
-EVENT_STREAM = "text/event-stream"
+EVENT_STREAM = b"text/event-stream"
 RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 BLAMED_STATUSES = frozenset({500, 502, 504})
 
@@ -24,16 +20,16 @@ _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?(\d{1,9})')
 # Of one connection only (RFC 9110, 7.6.1), or set anew by this server.
 _DROPPED = frozenset(
     {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "date",
-        "server",
-        "x-request-id",
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"date",
+        b"server",
+        b"x-request-id",
     }
 )
 
@@ -65,59 +61,35 @@ class Answer:
     body: bytes
 
 
-def make_session(settings: RouterSettings) -> aiohttp.ClientSession:
-    """The pooled client for all replicas. Must be made in the event loop."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
-        timeout=aiohttp.ClientTimeout(
-            total=None, sock_connect=settings.connect_timeout, connect=settings.connect_timeout
-        ),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        skip_auto_headers=("User-Agent", "Accept-Encoding"),
-    )
-
-
 class Upstream:
     """Sends requests to replicas, with a deadline on every wait."""
 
-    def __init__(self, settings: RouterSettings, session: aiohttp.ClientSession) -> None:
+    def __init__(self, settings: RouterSettings) -> None:
         self._first_byte = settings.first_byte_timeout
         self._idle = settings.idle_timeout
-        self._session = session
+        self._pool = Pool(settings.connect_timeout)
 
-    async def send(self, url: str, headers: Mapping[str, str], body: bytes) -> Attempt:
+    def close(self) -> None:
+        self._pool.close()
+
+    async def send(self, url: str, path: str, fields: Fields, body: bytes) -> Attempt:
         """Waits for the answer's first byte; a non-streaming answer comes whole.
 
         Raises:
             AttemptFailed: no first byte, or an answer that another replica might better.
         """
-        attempt = Attempt(self._idle)
         try:
-            async with asyncio.timeout(self._first_byte):
-                response = await self._session.post(
-                    url, headers=headers, data=body, allow_redirects=False
-                )
-                attempt.response = response
-                await attempt.begin()
-        except TimeoutError as error:
-            attempt.close()
-            if isinstance(error, aiohttp.ConnectionTimeoutError):
-                raise _no_connection() from None
+            attempt = await self._begin(url, path, fields, body)
+        except ConnectFailed:
+            raise _no_connection() from None
+        except TimeoutError:
             answer = ApiError(
                 504, "The model did not answer in time.", type="server_error", code="timeout"
             )
             raise AttemptFailed("first_byte_timeout", answer, blame=True, retry=False) from None
-        except aiohttp.ClientConnectorError:
-            attempt.close()
-            raise _no_connection() from None
-        except (aiohttp.ClientError, OSError):
-            attempt.close()
+        except AnswerBroke:
             raise AttemptFailed("died", _bad_gateway(), blame=True, retry=True) from None
-        except BaseException:
-            attempt.close()  # the client went away: so does the request upstream
-            raise
-        status = response.status
+        status = attempt.answer.status
         if status in RETRIED_STATUSES or status in BLAMED_STATUSES:
             attempt.close()
             raise AttemptFailed(
@@ -128,46 +100,53 @@ class Upstream:
             )
         return attempt
 
+    async def _begin(self, url: str, path: str, fields: Fields, body: bytes) -> Attempt:
+        deadline = asyncio.get_running_loop().time() + self._first_byte
+        connection = await self._pool.post(url, path, fields, body, deadline)
+        attempt = Attempt(connection, self._idle)
+        try:
+            await attempt.begin(deadline)
+        except BaseException:
+            attempt.close()  # the client went away, perhaps: so does the request upstream
+            raise
+        return attempt
+
 
 class Attempt:
     """An answer under way. Call `close` when done with it, however that came."""
 
-    def __init__(self, idle: float) -> None:
+    def __init__(self, connection: Connection, idle: float) -> None:
+        self._connection = connection
         self._idle = idle
-        self._complete = False
+        self._loop = asyncio.get_running_loop()
         self._tail = b""
         self.streams = False  # more follows `answer.body`, through `next`
         self.failed_inside = False  # the replica itself reported an error in the stream
-        self.response: aiohttp.ClientResponse | None = None
-        self.answer = Answer(0, [], b"")
+        headers = [field for field in connection.headers if field[0] not in _DROPPED]
+        self.answer = Answer(connection.status, headers, b"")
         self.cached_tokens: int | None = None
 
-    async def begin(self) -> None:
-        """Reads up to the first byte of a stream, or all of any other answer."""
-        response = self.response
-        assert response is not None
-        self.answer.status = response.status
-        self.answer.headers = [
-            (name, value)
-            for name, value in response.raw_headers
-            if name.decode("latin-1").lower() not in _DROPPED
-        ]
-        if response.content_type != EVENT_STREAM:
-            self.answer.body = await self._whole(response)
-            self._complete = True
+    async def begin(self, deadline: float) -> None:
+        """Reads up to the first byte of a stream, or all of any other answer.
+
+        Raises:
+            AnswerBroke, TimeoutError: it did not come, or not by `deadline`.
+        """
+        if _media_type(self.answer.headers) != EVENT_STREAM:
+            self.answer.body = await self._whole(deadline)
             self._note(self.answer.body[-4096:])
             return
-        self.answer.body = await response.content.readany()
+        self.answer.body = await self._connection.read(deadline)
         self._note(self.answer.body)
         self.streams = True
 
-    async def _whole(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _whole(self, deadline: float) -> bytes:
         chunks, size = [], 0
-        while chunk := await response.content.readany():
+        while chunk := await self._connection.read(deadline):
             chunks.append(chunk)
             size += len(chunk)
             if size > MAX_ANSWER_BYTES:
-                raise aiohttp.ClientPayloadError("the answer is too large")
+                raise AnswerBroke
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def next(self) -> bytes:
@@ -176,19 +155,15 @@ class Attempt:
         Raises:
             StreamBroke: the replica died, fell silent, or ended without its end mark.
         """
-        assert self.response is not None
         try:
-            async with asyncio.timeout(self._idle):
-                chunk = await self.response.content.readany()
-        except (aiohttp.ClientError, OSError, TimeoutError):
+            chunk = await self._connection.read(self._loop.time() + self._idle)
+        except (AnswerBroke, TimeoutError):
             raise StreamBroke from None
         if chunk:
             self._note(chunk)
-            return chunk
-        if not self._tail.rstrip().endswith(b"data: [DONE]"):
+        elif not self._tail.rstrip().endswith(b"data: [DONE]"):
             raise StreamBroke
-        self._complete = True
-        return b""
+        return chunk
 
     def _note(self, chunk: bytes) -> None:
         """Keeps the end of a stream, and the cached tokens where an answer names them."""
@@ -202,11 +177,14 @@ class Attempt:
 
     def close(self) -> None:
         """Gives the connection back, or cuts it when the answer is not complete."""
-        if self.response is not None:
-            if self._complete:
-                self.response.release()
-            else:
-                self.response.close()
+        self._connection.finish()
+
+
+def _media_type(headers: list[tuple[bytes, bytes]]) -> bytes:
+    for name, value in headers:
+        if name == b"content-type":
+            return value.partition(b";")[0].strip().lower()
+    return b""
 
 
 def _bad_gateway() -> ApiError:

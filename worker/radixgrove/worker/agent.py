@@ -28,6 +28,7 @@ import zmq
 import zmq.asyncio
 
 from radixgrove.protocol import logs
+from radixgrove.protocol.directories import private_directory
 from radixgrove.protocol.registry import Registration, root_fingerprint
 from radixgrove.protocol.settings import LogLevel, WorkerSettings
 from radixgrove.protocol.tokenizer import TokenizerFiles
@@ -49,7 +50,7 @@ from radixgrove.worker.messages import (
 from radixgrove.worker.progress import StartReport, memory_arithmetic
 from radixgrove.worker.publisher import Publisher
 from radixgrove.worker.pulse import Pulse, is_stopped
-from radixgrove.worker.runtime import Runtime, private_directory
+from radixgrove.worker.runtime import Runtime
 
 _log = logging.getLogger(__name__)
 

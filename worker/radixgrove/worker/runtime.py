@@ -8,15 +8,11 @@ metrics under `metrics` in prometheus_client's multiprocess format.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +24,6 @@ from radixgrove.protocol.settings import LogLevel, Settings, WorkerSettings
 _FILE = "worker.json"
 _LOG_LEVEL = "log-level"
 _LOG_LEVEL_SECONDS = 1.0
-# Unix socket paths are at most 107 bytes; ours end in `/frontend-63.sock`.
-_MAX_BASE_PATH = 50
 
 
 @dataclass(frozen=True)
@@ -100,31 +94,6 @@ class Runtime:
             settings=WorkerSettings.model_validate(content["settings"]),
             model_dir=Path(content["model_dir"]),
         )
-
-
-@contextlib.contextmanager
-def private_directory(prefix: str) -> Iterator[Path]:
-    """A new directory of mode 0700, removed at the end; remains of killed owners go as well."""
-    base = Path(tempfile.gettempdir())
-    if len(str(base)) > _MAX_BASE_PATH:
-        base = Path("/tmp")
-    remove_abandoned(base, prefix)
-    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-    try:
-        with (directory / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def remove_abandoned(base: Path, prefix: str) -> None:
-    """A living owner holds the lock in its directory; the kernel drops it with the process."""
-    for directory in base.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError), (directory / "lock").open("r+") as lock:
-            if directory.stat().st_uid == os.getuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory, ignore_errors=True)
 
 
 def reveal(settings: Settings) -> dict[str, Any]:

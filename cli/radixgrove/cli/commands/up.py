@@ -17,8 +17,8 @@ from radixgrove.cli.demonstration import QUESTION, demonstrate
 from radixgrove.cli.options import SettingsCommand, setting_options
 from radixgrove.cli.parts import AMBIGUOUS
 from radixgrove.cli.resolving import UpParts
+from radixgrove.protocol.directories import private_directory
 from radixgrove.worker.children import Sink
-from radixgrove.worker.runtime import private_directory
 
 _NAME_WIDTH = 10
 
