@@ -60,29 +60,10 @@ def operator(
 @pytest.fixture
 def namespace(plane: ControlPlane) -> Iterator[str]:
     """A namespace of the test's own with a claim `models`; gone afterwards with all in it."""
+    from operator_process import namespace_with_models
+
     name = f"t-{secrets.token_hex(4)}"
-    size = {"storage": "1Gi"}
-    volume = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
-    plane.kubectl.apply(
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}},
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolume",
-            "metadata": {"name": name},
-            "spec": volume
-            | {
-                "capacity": size,
-                "hostPath": {"path": "/nonexistent"},
-                "claimRef": {"name": "models", "namespace": name},
-            },
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": "models", "namespace": name},
-            "spec": volume | {"resources": {"requests": size}, "volumeName": name},
-        },
-    )
+    plane.kubectl.apply(*namespace_with_models(name))
     yield name
     plane.kubectl.run("delete", "namespace", name, "--wait=false")
     plane.kubectl.run("delete", "persistentvolume", name, "--wait=false")

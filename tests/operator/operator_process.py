@@ -76,6 +76,32 @@ def install(plane: ControlPlane, namespaces: list[str]) -> None:
     plane.kubectl.apply(account, *roles(namespaces))
 
 
+def namespace_with_models(name: str) -> list[dict[str, Any]]:
+    """A namespace with a claim `models`, bound to a volume of the namespace's name."""
+    size = {"storage": "1Gi"}
+    volume = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
+    bound = {
+        "capacity": size,
+        "hostPath": {"path": "/nonexistent"},
+        "claimRef": {"name": "models", "namespace": name},
+    }
+    return [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}},
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": name},
+            "spec": volume | bound,
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": "models", "namespace": name},
+            "spec": volume | {"resources": {"requests": size}, "volumeName": name},
+        },
+    ]
+
+
 @dataclass
 class OperatorProcess:
     """`start`, `kill`, `stop`; its log lies in `log`."""

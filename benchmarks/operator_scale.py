@@ -1,0 +1,73 @@
+"""What many services cost the operator, on a real control plane with pretended nodes.
+
+    python benchmarks/operator_scale.py --nodes 200 --services 100
+
+Each service takes two nodes of eight GPUs; the operator starts when all of them exist. Needs the
+programs of `make cluster-build`. Lines go to benchmarks/results/operator_scale.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import results
+
+sys.path[:0] = [str(results.ROOT), str(results.ROOT / "tests" / "operator")]
+
+from operator_process import (  # noqa: E402
+    OperatorProcess,
+    RedisServer,
+    install,
+    namespace_with_models,
+)
+from scale import Scale, measure, summary  # noqa: E402
+
+from tests.cluster.harness.control_plane import ControlPlane  # noqa: E402
+from tests.cluster.harness.kwok import PretendedNodes  # noqa: E402
+
+
+def run(nodes: int, services: int, rest: float) -> Scale:
+    with (
+        tempfile.TemporaryDirectory(prefix="radixgrove-bench-") as scratch,
+        ControlPlane() as plane,
+        PretendedNodes(plane, nodes),
+        RedisServer(Path(scratch)) as server,
+    ):
+        install(plane, [])
+        plane.kubectl.apply(*namespace_with_models("served"))
+        operator = OperatorProcess(plane, Path(scratch), server.port)
+        try:
+            return measure(plane, operator, "served", services, rest)
+        finally:
+            operator.kill()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, default=200)
+    parser.add_argument("--services", type=int, default=100)
+    parser.add_argument("--rest", type=float, default=60.0, help="seconds to watch it at rest")
+    arguments = parser.parse_args(argv)
+    if 2 * arguments.services > arguments.nodes:
+        parser.error(f"{arguments.services} services need {2 * arguments.services} nodes")
+    found = run(arguments.nodes, arguments.services, arguments.rest)
+    for metric, (value, unit) in summary(found).items():
+        print(f"{metric:<12}{value:>10.1f} {unit}")
+        results.record(
+            {
+                "benchmark": "operator_scale",
+                "workload": f"{arguments.services} services, {arguments.nodes} nodes",
+                "subject": "radixgrove",
+                "metric": metric,
+                "value": value,
+                "unit": unit,
+            }
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

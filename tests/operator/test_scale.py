@@ -1,0 +1,49 @@
+"""A hundred services on two hundred nodes of eight GPUs, all taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.cluster.harness.control_plane import ControlPlane
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+NODES = 200
+SERVICES = 100
+
+
+@pytest.fixture
+def large_plane() -> Iterator[ControlPlane]:
+    from operator_process import install, namespace_with_models
+
+    from tests.cluster.harness.control_plane import ControlPlane
+    from tests.cluster.harness.kwok import PretendedNodes
+
+    with ControlPlane() as plane, PretendedNodes(plane, NODES):
+        install(plane, [])
+        plane.kubectl.apply(*namespace_with_models("served"))
+        yield plane
+
+
+def test_a_hundred_services_become_ready_and_cost_nothing_at_rest(
+    large_plane: ControlPlane, tmp_path: Path
+) -> None:
+    from operator_process import OperatorProcess, RedisServer
+    from scale import measure, summary
+
+    with RedisServer(tmp_path) as server:
+        operator = OperatorProcess(large_plane, tmp_path, server.port)
+        try:
+            found = measure(large_plane, operator, "served", SERVICES, rest=60.0)
+        finally:
+            operator.kill()
+    print(summary(found))
+    assert found.rest_writes == 0
+    assert found.reads_a_service_and_minute <= 1.0
+    assert found.memory_bytes < 400 * 2**20
+    assert found.writes <= 25 * SERVICES
