@@ -209,6 +209,24 @@ def test_chat_logprobs(frontend: Frontend) -> None:
     assert content[0]["top_logprobs"][2]["logprob"] == -9999.0  # not -Infinity
 
 
+def test_logprobs_of_tokens_that_are_parts_of_characters(frontend: Frontend) -> None:
+    text = "hot 🌶 👨"
+    frontend.answer(text)
+    content = frontend.chat("x", logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content) == text.encode()
+    assert "�" not in str(content)
+    parts = [entry for entry in content if "\\x" in entry["token"]]
+    assert parts
+    for entry in parts:
+        escaped = bytes(entry["bytes"]).decode("utf-8", "backslashreplace")
+        assert entry["token"] == escaped
+    scores = frontend.complete("x", logprobs=2).json()["choices"][0]["logprobs"]
+    expected = ["bytes:" + e["token"] if e in parts else e["token"] for e in content]
+    assert scores["tokens"] == expected
+    for token, alternatives in zip(scores["tokens"], scores["top_logprobs"], strict=True):
+        assert token in alternatives
+
+
 def test_streamed_logprobs_equal_the_whole_answers(frontend: Frontend) -> None:
     frontend.answer("The quick brown fox jumps")
     whole = frontend.chat("x", logprobs=True, top_logprobs=2, stop=["brown bear"]).json()
@@ -302,6 +320,9 @@ def test_models(frontend: Frontend) -> None:
         assert isinstance(first["created"], int)
         assert first["owned_by"]
         assert client.get(f"/v1/models/{MODEL}").json() == first  # an id with a slash
+        head = client.head("/v1/models")
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == str(len(client.get("/v1/models").content))
         missing = client.get("/v1/models/other")
         assert missing.status_code == 404
         assert missing.json()["error"]["code"] == "model_not_found"

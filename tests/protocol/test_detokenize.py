@@ -125,3 +125,26 @@ def test_only_what_may_become_a_stop_is_withheld() -> None:
     matcher = StopMatcher(["fox jumps"])
     assert matcher.push("the quick fo") == "the quick "
     assert matcher.push("g") == "fog"
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=texts)
+def test_bytes_of_tokens_are_the_texts(demo: Vocabulary, llama: Vocabulary, text: str) -> None:
+    ids = llama.tokenizer.encode(text, add_special_tokens=False).ids
+    whole = b"".join(map(llama.token_bytes, ids))
+    assert whole.decode().replace(" ", "") == text.replace(" ", "")  # the first word gains a blank
+    ids = demo.tokenizer.encode(text, add_special_tokens=False).ids
+    assert b"".join(map(demo.token_bytes, ids)).decode("utf-8", "replace") == demo.tokenizer.decode(
+        ids
+    )
+
+
+def test_half_a_character_is_shown_by_its_bytes(demo: Vocabulary, llama: Vocabulary) -> None:
+    for vocabulary in (demo, llama):
+        ids = vocabulary.tokenizer.encode("🌶", add_special_tokens=False).ids
+        assert len(ids) > 1
+        shown = "".join(map(vocabulary.token_text, ids))
+        assert shown.replace(" ", "") == "\\xf0\\x9f\\x8c\\xb6"
+    assert demo.token_text(demo.tokenizer.token_to_id("Hello")) == "Hello"
+    assert demo.is_text(demo.tokenizer.token_to_id("Hello"))
+    assert llama.token_text(llama.tokenizer.token_to_id("▁Hello")) == " Hello"

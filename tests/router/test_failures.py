@@ -290,6 +290,19 @@ async def test_bytes_ids_and_traces_pass_through(
     assert "authorization" not in headers
 
 
+@pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/v1/models/none", "/livez"])
+async def test_head_is_get_without_its_body(
+    path: str, pair: tuple[Router, list[SimulatedReplica]]
+) -> None:
+    router, _ = pair
+    got = await router.get(path)
+    async with router.client.head(router.url + path) as response:
+        assert await response.read() == b""
+        assert response.status == got.status
+        assert response.headers["content-length"] == str(len(got.body))
+        assert response.headers["content-type"] == got.headers["content-type"]
+
+
 async def test_headers_that_reveal_are_for_those_who_may_ask(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:

@@ -7,6 +7,7 @@ emits half a character, and its pieces concatenated are the one-shot decoding of
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -18,6 +19,8 @@ REPLACEMENT = "\ufffd"
 # broken are broken for good.
 MAX_PENDING_TOKENS = 8
 CONTEXT_TOKENS = 4
+_BLANK = "▁"
+_BYTE_PIECE = re.compile(r"^<0x([0-9A-F]{2})>$")
 
 
 class Detokenizer(Protocol):
@@ -42,7 +45,9 @@ class Vocabulary:
             for number, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
-        self._bytes = _byte_table(tokenizer) if _is_byte_level(tokenizer) else None
+        decoder = msgspec.json.decode(tokenizer.to_str()).get("decoder") or {}
+        self._bytes = _byte_table(tokenizer) if decoder.get("type") == "ByteLevel" else None
+        self._marks_blanks = _BLANK in str(decoder)  # SentencePiece's mark of a blank
 
     def detokenizer(self, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer of one sequence.
@@ -59,12 +64,24 @@ class Vocabulary:
         """The bytes that one token stands for, as `logprobs` reports them."""
         if self._bytes is not None:
             return self._bytes[token_id] if token_id < len(self._bytes) else b""
+        piece = self.tokenizer.id_to_token(token_id) or ""
+        if self._marks_blanks and token_id not in self.special_ids:
+            byte = _BYTE_PIECE.match(piece)
+            return bytes([int(byte[1], 16)]) if byte else piece.replace(_BLANK, " ").encode()
         text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
         return text.encode()
 
     def token_text(self, token_id: int) -> str:
-        """One token as text; bytes that are no character read as U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
+        """One token as text. Bytes that are no whole character read as OpenAI has them: `\\xf0`."""
+        return self.token_bytes(token_id).decode("utf-8", "backslashreplace")
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether a token is whole characters."""
+        try:
+            self.token_bytes(token_id).decode("utf-8")
+        except UnicodeDecodeError:
+            return False
+        return True
 
 
 class _ByteDetokenizer:
@@ -133,11 +150,6 @@ class _WindowDetokenizer:
         self._continue(self._pending)
         self._pending = []
         return new
-
-
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder = msgspec.json.decode(tokenizer.to_str()).get("decoder") or {}
-    return bool(decoder.get("type") == "ByteLevel")
 
 
 def _byte_table(tokenizer: Tokenizer) -> list[bytes]:

@@ -245,7 +245,7 @@ class StreamEncoder:
 class ModelObject(msgspec.Struct, kw_only=True):
     id: str
     created: int
-    max_model_len: int
+    max_model_len: int | None  # None: a foreign engine's, which does not say
     owned_by: str = "radixgrove"
     object: str = "model"
     root: str | None = None  # the id of which this one is an alias

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -16,12 +16,15 @@ from radixgrove.protocol import asgi, errors
 from radixgrove.protocol.asgi import App, Receive, Scope, Send
 from radixgrove.protocol.auth import ApiKeys, same_secret
 from radixgrove.protocol.errors import ApiError
+from radixgrove.protocol.responses import ModelList, ModelObject
 from radixgrove.protocol.settings import LogLevel, RouterSettings
 from radixgrove.router.exposition import metrics_text
 from radixgrove.router.fleet import Fleet
 from radixgrove.router.proxy import Proxy
 from radixgrove.router.replicas import Service
 from radixgrove.router.status import RouterStatus
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Awaitable[Response]])
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -60,23 +63,26 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
     """The public application."""
     app = _fastapi()
 
-    @app.get("/v1/models")
+    def get(path: str) -> Callable[[Endpoint], Endpoint]:
+        return app.api_route(path, methods=["GET", "HEAD"])
+
+    @get("/v1/models")
     async def models(request: Request) -> Response:
         keys.authenticate(request.headers.get("authorization"))
         services = sorted(fleet.services, key=lambda service: service.model)
         data = [_model(service, name) for service in services for name in service.models]
-        return _json({"object": "list", "data": data})
+        return _json(ModelList(data))
 
-    @app.get("/v1/models/{model:path}")
+    @get("/v1/models/{model:path}")
     async def model(request: Request, model: str) -> Response:
         keys.authenticate(request.headers.get("authorization"))
         return _json(_model(fleet.resolve(model), model))
 
-    @app.get("/livez")
+    @get("/livez")
     async def livez() -> Response:
         return Response("ok", media_type="text/plain")
 
-    @app.get("/readyz")
+    @get("/readyz")
     async def readyz(request: Request) -> Response:
         if proxy.draining:
             raise errors.overloaded("The server is shutting down.")
@@ -86,23 +92,21 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
             raise errors.overloaded("No replica is ready.")
         return Response("ok", media_type="text/plain")
 
-    @app.get("/metrics")
+    @get("/metrics")
     async def metrics() -> Response:
         return Response(metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
     return asgi.build(_FastPath(app, proxy), max_body_bytes=settings.max_body_bytes)
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model(service: Service, name: str) -> ModelObject:
     limits = service.limits
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "radixgrove",
-        "root": service.model,
-        "max_model_len": limits.max_model_len if limits is not None else None,
-    }
+    return ModelObject(
+        id=name,
+        created=service.created,
+        max_model_len=limits.max_model_len if limits is not None else None,
+        root=None if name == service.model else service.model,
+    )
 
 
 def _json(content: Any) -> Response:

@@ -44,7 +44,7 @@ def completion_logprobs(
     """Parallel lists. The alternatives always include the chosen token."""
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for item in scored:
-        text = vocabulary.token_text(item.token_id)
+        text = _completion_token(item.token_id, vocabulary)
         result.tokens.append(text)
         result.text_offset.append(item.offset)
         if item.logprobs is None:
@@ -54,12 +54,18 @@ def completion_logprobs(
         chosen = floored(item.logprobs.logprob)
         alternatives: dict[str, float] = {}
         for number, logprob in item.logprobs.top:
-            # Tokens of broken characters may share a text: the most probable one stands for it.
-            alternatives.setdefault(vocabulary.token_text(number), floored(logprob))
+            # Tokens may share a text: the most probable one stands for it.
+            alternatives.setdefault(_completion_token(number, vocabulary), floored(logprob))
         alternatives.setdefault(text, chosen)
         result.token_logprobs.append(chosen)
         result.top_logprobs.append(alternatives)
     return result
+
+
+def _completion_token(token_id: int, vocabulary: Vocabulary) -> str:
+    """These lists have no field for bytes: OpenAI marks what is no whole character."""
+    text = vocabulary.token_text(token_id)
+    return text if vocabulary.is_text(token_id) else f"bytes:{text}"
 
 
 def scored_prompt(
