@@ -231,7 +231,7 @@ class Judge:
         return cls(Reference(model_dir, torch.float32), Reference(model_dir, torch.bfloat16), tie)
 
     def own_kl(self, texts: list[list[int]]) -> float:
-        """`Reference.rescoring_kl` in bfloat16, of the first texts it is asked about: it is slow."""
+        """`Reference.rescoring_kl` in bfloat16, of the first texts asked about: it is slow."""
         if self._own_kl is None:
             self._own_kl = self.rounded.rescoring_kl(texts, len(texts[0]) - 2)
         return self._own_kl
