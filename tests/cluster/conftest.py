@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.harness import build, pods
+from tests.cluster.harness import build, demo, pods, release
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.faults import Faults
 from tests.cluster.harness.kubectl import Kubectl
+from tests.cluster.harness.traffic import Client
+from tests.cluster.harness.volumes import Mounts
 
 _EXISTING = "RADIXGROVE_TEST_KUBECONFIG"
 
@@ -73,3 +75,29 @@ def environment_image(cluster: Cluster) -> str:
     name = "localhost/radixgrove/environment:test"
     cluster.build_environment_image(name)
     return name
+
+
+@pytest.fixture(scope="session")
+def release_images(cluster: Cluster) -> None:
+    """The project's own images, on every node."""
+    release.build_images(cluster)
+
+
+@pytest.fixture
+def installed(cluster: Cluster, release_images: None) -> Cluster:
+    """`cluster` with the chart's release in it, which all tests share."""
+    if not release.is_installed(cluster):
+        release.install(cluster)
+    return cluster
+
+
+@pytest.fixture(scope="session")
+def worker_mounts(cluster: Cluster) -> Mounts:
+    """Claims in the namespace `demo.NAMESPACE`, from which workers get the model and their code."""
+    return demo.prepare_namespace(cluster)
+
+
+@pytest.fixture(scope="session")
+def client(cluster: Cluster, worker_mounts: Mounts, environment_image: str) -> Client:
+    """A pod of nobody in particular, from which requests are sent."""
+    return Client.start(cluster.kubectl, demo.NAMESPACE, environment_image, worker_mounts)

@@ -13,7 +13,8 @@ from typing import Any
 from radixgrove.worker import demo_model
 from tests.cluster.harness import pods, release
 from tests.cluster.harness.cluster import Cluster
-from tests.cluster.harness.volumes import claim_directory
+from tests.cluster.harness.served import Served
+from tests.cluster.harness.volumes import Mounts, claim_directory, claim_environment
 
 NAMESPACE = "demo"
 SERVICE = "smollm2"
@@ -44,17 +45,28 @@ def run() -> None:
 
 def serve(cluster: Cluster, *, replicas: int = 2, timeout: float = 300) -> None:
     """Applies an InferenceService of the demo model on CPU and waits for all its replicas."""
-    kubectl = cluster.kubectl
-    kubectl.apply(pods.namespace(NAMESPACE))
-    directory = demo_model.ensure()
-    claim_directory(kubectl, NAMESPACE, "models", directory.parent)
-    overrides = release.worker_overrides(kubectl, NAMESPACE)
-    kubectl.apply(_service(directory.name, replicas, overrides), namespace=NAMESPACE)
-    kubectl.wait_for(
-        "inferenceservice", SERVICE, "-n", NAMESPACE,
-        that=lambda found: found.get("status", {}).get("readyReplicas") == replicas,
-        what=f"has {replicas} ready replicas", timeout=timeout,
-    )  # fmt: skip
+    mounts = prepare_namespace(cluster)
+    served = Served(cluster.kubectl, NAMESPACE, SERVICE)
+    served.apply(spec(mounts, replicas))
+    served.wait_until_ready(replicas, timeout=timeout)
+
+
+def prepare_namespace(cluster: Cluster, namespace: str = NAMESPACE) -> Mounts:
+    """A `restricted` namespace with claims for the demo model and for this checkout's code."""
+    cluster.kubectl.apply(pods.namespace(namespace))
+    claim_directory(cluster.kubectl, namespace, "models", demo_model.ensure().parent)
+    return claim_environment(cluster.kubectl, namespace)
+
+
+def spec(mounts: Mounts, replicas: int, **more: Any) -> dict[str, Any]:
+    """An InferenceService of the demo model on CPU; `more` are further fields of its spec."""
+    return {
+        "model": {"source": f"pvc://models/{demo_model.ensure().name}"},
+        "hardware": {"device": "cpu", "cpu": "100m", "memory": "3Gi"},
+        "replicas": replicas,
+        "podOverrides": release.worker_overrides(mounts),
+        **more,
+    }
 
 
 @contextmanager
@@ -94,20 +106,6 @@ def ask(url: str, question: str, *, timeout: float = 120) -> str:
     )
     with urllib.request.urlopen(request, timeout=timeout) as response:
         return str(json.load(response)["choices"][0]["message"]["content"])
-
-
-def _service(model: str, replicas: int, overrides: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "apiVersion": "serving.radixgrove.io/v1alpha1",
-        "kind": "InferenceService",
-        "metadata": {"name": SERVICE},
-        "spec": {
-            "model": {"source": f"pvc://models/{model}"},
-            "hardware": {"device": "cpu", "cpu": "500m", "memory": "3Gi"},
-            "replicas": replicas,
-            "podOverrides": overrides,
-        },
-    }
 
 
 def _explain(cluster: Cluster) -> None:

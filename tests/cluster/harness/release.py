@@ -11,8 +11,7 @@ from typing import Any
 
 from tests.cluster.harness import build, pods
 from tests.cluster.harness.cluster import Cluster
-from tests.cluster.harness.kubectl import Kubectl
-from tests.cluster.harness.volumes import claim_environment
+from tests.cluster.harness.volumes import Mounts
 
 _ROOT = Path(__file__).resolve().parents[3]
 _IMAGES = Path(__file__).resolve().parent.parent / "images"
@@ -86,6 +85,12 @@ def install(
         raise HelmError(f"{error}\n{found}") from error
 
 
+def is_installed(cluster: Cluster, name: str = "radixgrove", namespace: str = NAMESPACE) -> bool:
+    """Whether Helm knows the release."""
+    listed = json.loads(helm(cluster, "list", "-n", namespace, "--all", "--output=json"))
+    return any(found["name"] == name for found in listed)
+
+
 def helm(cluster: Cluster, *arguments: str) -> str:
     """Runs the Helm CLI as the cluster's administrator. Raises `HelmError`."""
     home = cluster.control_plane.path / "helm"
@@ -103,8 +108,7 @@ def helm(cluster: Cluster, *arguments: str) -> str:
     return outcome.stdout
 
 
-def worker_overrides(kubectl: Kubectl, namespace: str) -> dict[str, Any]:
+def worker_overrides(mounts: Mounts) -> dict[str, Any]:
     """`podOverrides` that let the workers of a namespace run this checkout's code."""
-    mounts = claim_environment(kubectl, namespace)
     container = {"name": "worker", "volumeMounts": mounts.volume_mounts}
     return {"spec": {"containers": [container], "volumes": mounts.volumes}}

@@ -1,0 +1,80 @@
+"""Sends streaming chat completions without pause; runs inside a pod, as `traffic` starts it.
+
+`python -m tests.cluster.harness.traffic_source URL MODEL CLIENTS TOKENS`, until standard input
+ends. One line of JSON a finished request: its seconds and, unless it went well, what was wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+
+import aiohttp
+
+_REQUEST_TIMEOUT = 120.0  # seconds
+_LIFETIME = 900.0  # seconds, should whoever started this be gone without a word
+
+
+async def main(url: str, model: str, clients: int, tokens: int) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().run_in_executor(None, sys.stdin.read).add_done_callback(
+        lambda _: stop.set()
+    )
+    # No connection is used twice: a request must not profit from an older one's luck.
+    connector = aiohttp.TCPConnector(force_close=True)
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        async with asyncio.timeout(_LIFETIME):
+            work = (_client(session, url, model, tokens, n, stop) for n in range(clients))
+            await asyncio.gather(*work)
+
+
+async def _client(
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    tokens: int,
+    number: int,
+    stop: asyncio.Event,
+) -> None:
+    turn = 0
+    while not stop.is_set():
+        turn += 1
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": f"Client {number} counts to {turn}."}],
+            "max_tokens": tokens,
+            "stream": True,
+        }
+        started = time.monotonic()
+        try:
+            failure = await _stream(session, url, body)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            failure = f"{type(error).__name__}: {error}"
+        line = {"seconds": time.monotonic() - started, "failure": failure}
+        print(json.dumps(line), flush=True)
+
+
+async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> str:
+    """What was wrong with the answer, or an empty string."""
+    async with session.post(f"{url}/chat/completions", json=body) as answer:
+        if answer.status != 200:
+            return f"{answer.status}: {(await answer.text())[:500]}"
+        finish = ""
+        async for line in answer.content:
+            data = line.decode().removeprefix("data: ").strip()
+            if data == "[DONE]":
+                return "" if finish in ("stop", "length") else f"finish_reason {finish!r}"
+            if not data or data.startswith(":"):
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                return f"error within the stream: {event['error']}"
+            finish = next((c["finish_reason"] for c in event["choices"]), None) or finish
+    return "the stream ended without [DONE]"
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
