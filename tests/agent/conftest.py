@@ -20,6 +20,8 @@ from typing import Any
 
 import psutil
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.conftest import wait_until
 
@@ -102,7 +104,7 @@ def model_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "tiny-model"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
-    (directory / "tokenizer.json").write_text("{}")
+    (directory / "tokenizer.json").write_text(Tokenizer(WordLevel({"a": 0}, "a")).to_str())
     return directory
 
 

@@ -6,8 +6,10 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 
 from radixgrove.protocol.directories import remove_abandoned
 from tests.agent.conftest import StartAgent
@@ -145,6 +147,33 @@ def test_a_model_that_is_none_is_refused(start_agent: StartAgent) -> None:
     agent = start_agent(model="/nonexistent/model")
     assert agent.end() == 1
     assert "pass a local Hugging Face directory, or `demo`" in agent.output
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b'{"architectures": ['),
+        ("tokenizer.json", b'{"version": "1.0", "trunc'),
+        ("tokenizer_config.json", b"[]"),
+        ("model.safetensors", b"no safetensors"),
+        (
+            "model-00002.safetensors",
+            (64).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[9]',
+        ),
+    ],
+)
+def test_a_damaged_file_is_named_before_anything_starts(
+    start_agent: StartAgent, model_dir: Path, name: str, content: bytes
+) -> None:
+    (model_dir / name).write_bytes(content)
+    agent = start_agent()
+    assert agent.end() == 1
+    assert "Traceback" not in agent.output
+    (line,) = agent.output.splitlines()
+    assert "ERROR" in line
+    assert name in line
+    assert str(model_dir) in line
+    assert "download or copy the model again" in line
 
 
 def test_management_needs_its_key(start_agent: StartAgent) -> None:

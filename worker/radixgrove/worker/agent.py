@@ -30,9 +30,9 @@ import zmq.asyncio
 from radixgrove.protocol import logs
 from radixgrove.protocol.directories import private_directory
 from radixgrove.protocol.registry import Registration, root_fingerprint
-from radixgrove.protocol.settings import LogLevel, WorkerSettings
+from radixgrove.protocol.settings import LoadFormat, LogLevel, WorkerSettings
 from radixgrove.protocol.tokenizer import TokenizerFiles
-from radixgrove.worker import demo_model, management
+from radixgrove.worker import demo_model, management, model_files
 from radixgrove.worker.cache.identity import block_hasher, cache_namespace, index_block
 from radixgrove.worker.children import Child, describe_exit
 from radixgrove.worker.messages import (
@@ -97,12 +97,18 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
     try:
         management.check_binding(settings)
         model_dir = resolve_model(settings.model)
+        model_files.check(model_dir, weights=settings.load_format is LoadFormat.SAFETENSORS)
         with reserved_port(settings) as port, private_directory("radixgrove-worker-") as directory:
             runtime = Runtime(directory, resolve_settings(settings, model_dir, port), model_dir)
             runtime.metrics_dir.mkdir()
             runtime.write()
             return asyncio.run(Agent(runtime, modules).run())
-    except (AgentError, demo_model.DemoModelError, management.BindingError) as error:
+    except (
+        AgentError,
+        demo_model.DemoModelError,
+        model_files.DamagedModelError,
+        management.BindingError,
+    ) as error:
         _log.error("%s", error)
         return getattr(error, "code", EXIT_FAILED)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from radixgrove.protocol.processes import die_with
 _KEPT_LINES = 40
 _CHUNK = 1 << 16
 # A traceback's last line, a command's complaint, a log record.
+# `time ERROR logger: `, as protocol/logs.py writes it: who quotes the line has a time of its own.
+_LOG_PREFIX = re.compile(r"^\S+Z (ERROR|CRITICAL) +\S+: ")
 _ERROR_SIGNS = ("Error", "error:", " ERROR ", '"level":"error"')
 
 Sink = Callable[[bytes], None]
@@ -107,7 +110,7 @@ class Child:
         lines = [line for line in self.tail if line.strip()]
         for line in reversed(lines):
             if not line[0].isspace() and any(sign in line for sign in _ERROR_SIGNS):
-                return line.strip()
+                return _LOG_PREFIX.sub("", line.strip())
         return lines[-1].strip() if lines else None
 
     async def _wait(self) -> int:

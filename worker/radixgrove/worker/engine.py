@@ -375,8 +375,11 @@ class Engine:
             self._scheduler.check()
 
 
-def run(directory: Path, build: Build) -> int:
-    """Run rank 0 of the worker in `directory` until SIGTERM; returns the exit status."""
+def run(directory: Path, build: Build, refusals: tuple[type[Exception], ...] = ()) -> int:
+    """Run rank 0 of the worker in `directory` until SIGTERM; returns the exit status.
+
+    `refusals` are errors of `build` whose text says all there is to say: they leave no trace.
+    """
     runtime = Runtime.load(directory)
     settings = runtime.settings
     logs.configure(settings.log_level, json=settings.log_json)
@@ -395,7 +398,8 @@ def run(directory: Path, build: Build) -> int:
         doing = "run"
         engine.run()
     except Exception as error:
-        logger.exception("the engine failed")
+        if not isinstance(error, refusals):
+            logger.exception("the engine failed")
         print(f"error: engine rank 0 failed to {doing}: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
@@ -421,8 +425,9 @@ def main(arguments: list[str]) -> int:
 
         return run_follower(directory, rank)
     from radixgrove.worker.execution.build import build_executor
+    from radixgrove.worker.models.config import ModelError
 
-    return run(directory, build_executor)
+    return run(directory, build_executor, (ModelError,))
 
 
 if __name__ == "__main__":
