@@ -99,10 +99,15 @@ FILTERS = {
 
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("sharpness", "candidates"),
+    [(1.0, 4096), (4.0, 4096), (4.0, 64), (1.0, 1)],
+    ids=["flat", "peaked", "peaked, few candidates", "whole row"],
+)
 def test_thresholds_keep_the_same_tokens(
-    name: str, dtype: torch.dtype, device: torch.device
+    name: str, dtype: torch.dtype, sharpness: float, candidates: int, device: torch.device
 ) -> None:
-    logits = make_logits(4, 5003, device).to(dtype)
+    logits = (sharpness * make_logits(4, 5003, device)).to(dtype)
     top_k, top_p, min_p = FILTERS[name]
     temperature = torch.tensor([0.5, 1.0, 1.7, 0.0], device=device)
     arguments = (
@@ -112,7 +117,7 @@ def test_thresholds_keep_the_same_tokens(
         torch.full((4,), top_p, device=device),
         torch.full((4,), min_p, device=device),
     )
-    threshold = sampling.sampling_thresholds(*arguments)
+    threshold = sampling.sampling_thresholds(*arguments, candidates=candidates)
     kept = logits >= threshold[:, None]
     expected = logits >= sampling.sampling_thresholds_reference(*arguments)[:, None]
     # Sums in another order may put the value at the edge of the nucleus on the other side.

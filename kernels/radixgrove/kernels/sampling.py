@@ -232,6 +232,41 @@ def _largest_pivot(
 
 
 @jit
+def _surviving_key(
+    source_ptr,
+    length,
+    best,
+    scale,
+    key,
+    k,
+    top_p,
+    total,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Smallest ordered key that survives top-k (off at 0) and then top-p, of values that hold all
+    survivors. `key` is a bound below; `total` the weight of all tokens."""
+    if k > 0:
+        key = _largest_pivot(
+            source_ptr, length, best, scale, key, k, COUNT=True, SHIFT=SHIFT, BLOCK=BLOCK
+        )
+        total = _mass_at_least(source_ptr, length, key, best, scale, COUNT=False, BLOCK=BLOCK)
+    if top_p < 1.0:
+        key = _largest_pivot(
+            source_ptr,
+            length,
+            best,
+            scale,
+            key,
+            top_p * total,
+            COUNT=False,
+            SHIFT=SHIFT,
+            BLOCK=BLOCK,
+        )
+    return key
+
+
+@jit
 def _thresholds_kernel(
     logits_ptr,
     temperature_ptr,
@@ -239,20 +274,28 @@ def _thresholds_kernel(
     top_p_ptr,
     min_p_ptr,
     out_ptr,
+    candidates_ptr,
     vocab,
     logits_stride,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):
+    """One program: one row.
+
+    A search reads its values some eight times. It does so over the few candidates within some
+    distance of the best where they hold all survivors for certain, over the whole row otherwise.
+    """
     item = tl.program_id(0).to(tl.int64)
     logits_ptr += item * logits_stride
+    candidates_ptr += item * CANDIDATES
     temperature = tl.load(temperature_ptr + item)
     top_k = tl.load(top_k_ptr + item)
     top_p = tl.load(top_p_ptr + item)
     min_p = tl.load(min_p_ptr + item)
+    k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0).to(tl.float32)
     threshold = float("-inf")
-    filtered = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
-    if (temperature > 0) & filtered:
+    if (temperature > 0) & ((k > 0) | (top_p < 1.0) | (min_p > 0.0)):
         scale = 1.0 / temperature
         lane = tl.arange(0, BLOCK)
         running = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
@@ -265,31 +308,63 @@ def _thresholds_kernel(
             lowest = tl.minimum(lowest, tl.where(column < vocab, x, float("inf")))
         best = tl.max(running, axis=0)
         key = _ordered(tl.min(lowest, axis=0))
-        if (top_k > 0) & (top_k < vocab):
-            key = _largest_pivot(
-                logits_ptr,
-                vocab,
-                best,
-                scale,
-                key,
-                top_k.to(tl.float32),
-                COUNT=True,
-                SHIFT=SHIFT,
-                BLOCK=BLOCK,
-            )
-        if top_p < 1.0:
-            kept = _mass_at_least(logits_ptr, vocab, key, best, scale, COUNT=False, BLOCK=BLOCK)
-            key = _largest_pivot(
-                logits_ptr,
-                vocab,
-                best,
-                scale,
-                key,
-                top_p * kept,
-                COUNT=False,
-                SHIFT=SHIFT,
-                BLOCK=BLOCK,
-            )
+        if (k > 0) | (top_p < 1.0):
+            # Distances from the best, in nats: candidates are what lies within the shortest that
+            # reaches k tokens and (with a margin for the order of sums) p of the weight.
+            within = 5.0 + 5.0 * tl.arange(0, 4).to(tl.float32)
+            counts = tl.zeros((4, BLOCK), dtype=tl.float32)
+            masses = tl.zeros((4, BLOCK), dtype=tl.float32)
+            sums = tl.zeros((BLOCK,), dtype=tl.float32)
+            for first in range(0, vocab, BLOCK):
+                column = first + lane
+                x = tl.load(logits_ptr + column, mask=column < vocab, other=float("-inf"))
+                distance = (best - x.to(tl.float32)) * scale
+                weight = tl.exp(-distance)
+                near = distance[None, :] <= within[:, None]
+                counts += tl.where(near, 1.0, 0.0)
+                masses += tl.where(near, weight[None, :], 0.0)
+                sums += weight
+            total = tl.sum(sums, axis=0)
+            count = tl.sum(counts, axis=1)
+            mass = tl.where(top_p < 1.0, 1.001 * top_p * total, 0.0)
+            enough = (count >= k) & (count <= CANDIDATES) & (tl.sum(masses, axis=1) >= mass)
+            reach = tl.min(tl.where(enough, within, float("inf")), axis=0)
+            if reach < float("inf"):
+                taken = 0
+                for first in range(0, vocab, BLOCK):
+                    column = first + lane
+                    x = tl.load(logits_ptr + column, mask=column < vocab, other=float("-inf"))
+                    x = x.to(tl.float32)
+                    near = ((best - x) * scale <= reach).to(tl.int32)
+                    place = taken + tl.cumsum(near, axis=0) - 1
+                    tl.store(candidates_ptr + place, x, mask=near > 0)
+                    taken += tl.sum(near, axis=0)
+                tl.debug_barrier()
+                key = _surviving_key(
+                    candidates_ptr,
+                    taken,
+                    best,
+                    scale,
+                    key,
+                    k,
+                    top_p,
+                    total,
+                    SHIFT=SHIFT,
+                    BLOCK=BLOCK,
+                )
+            else:
+                key = _surviving_key(
+                    logits_ptr,
+                    vocab,
+                    best,
+                    scale,
+                    key,
+                    k,
+                    top_p,
+                    total,
+                    SHIFT=SHIFT,
+                    BLOCK=BLOCK,
+                )
         threshold = _unordered(key)
         if min_p > 0.0:
             threshold = tl.maximum(threshold, best + tl.log(min_p) * temperature)
@@ -297,7 +372,13 @@ def _thresholds_kernel(
 
 
 def sampling_thresholds(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    *,
+    candidates: int = 4096,
 ) -> Tensor:
     """The smallest logit that survives top-k, then top-p (Holtzman et al. 2020), and min-p.
 
@@ -306,6 +387,7 @@ def sampling_thresholds(
             contiguous. Fewer bits take fewer passes.
         temperature: [B] float32; a row at 0 (greedy) is not filtered.
         top_k: [B] int32, 0 is off. top_p, min_p: [B] float32, 1 and 0 are off.
+        candidates: rows whose survivors are fewer are searched much faster.
 
     Returns:
         [B] float32; -inf where nothing is filtered.
@@ -320,10 +402,12 @@ def sampling_thresholds(
             top_p,
             min_p,
             out,
+            torch.empty(batch * candidates, dtype=torch.float32, device=logits.device),
             vocab,
             logits.stride(0),
             SHIFT=_UNUSED_BITS[logits.dtype],
             BLOCK=4096,
+            CANDIDATES=candidates,
             num_warps=32,
         )
     return out
@@ -352,10 +436,11 @@ def _keys(seed, position):
 
 @jit
 def _log2(x, FAST: tl.constexpr):
-    """Base-2 logarithm; FAST is the hardware's, 2^-22 off, and not in the interpreter."""
+    """Base-2 logarithm of a normal float; FAST is the hardware's, 2^-22 off, and not in the
+    interpreter."""
     if FAST:
         return tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
         return tl.log2(x)
