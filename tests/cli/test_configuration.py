@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from radixgrove.cli.reference import DOCUMENT, updated
 from radixgrove.cli.resolving import ConfigurationUsage, UpParts
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 from tests.cli.test_command import radixgrove
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -85,6 +88,15 @@ def test_an_unknown_variable_is_refused_with_the_nearest() -> None:
 
 def test_variables_of_clients_are_no_settings_and_no_error() -> None:
     assert load_environment({"RADIXGROVE_URL": "http://x", "PATH": "/bin"}) == {}
+
+
+def test_variables_that_kernels_read_do_not_stop_a_worker() -> None:
+    sources = [*(ROOT / "kernels").rglob("*.py"), *(ROOT / "worker/radixgrove").rglob("*.py")]
+    names = re.findall(
+        r'environ\.get\("(RADIXGROVE_\w+)"', "".join(path.read_text() for path in sources)
+    )
+    assert "RADIXGROVE_CACHE_DIR" in names
+    assert load_environment(dict.fromkeys(names, "0")) == {}
 
 
 def test_variables_that_kubernetes_adds_for_services_are_no_settings() -> None:

@@ -26,6 +26,8 @@ PREFIX = "RADIXGROVE_"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
 # Read by the commands that talk to a running cluster; no settings of a part.
 CLIENT_VARIABLES = frozenset({PREFIX + name for name in ("URL", "API_KEY", "MANAGEMENT_URL")})
+# Read by kernels and ranks where they are needed, in programs without settings too.
+ENGINE_VARIABLES = frozenset({PREFIX + name for name in ("CACHE_DIR", "PDL", "PEER_ALL_REDUCE")})
 PARTS: dict[str, type[BaseModel]] = {
     "worker": WorkerSettings,
     "router": RouterSettings,
@@ -126,7 +128,7 @@ def load_environment(environ: Mapping[str, str]) -> dict[str, str]:
         ConfigurationError: a variable names no setting of any part.
     """
     known = {PREFIX + name.upper() for model in PARTS.values() for name in model.model_fields}
-    others = CLIENT_VARIABLES | {CONFIG_VARIABLE}
+    others = CLIENT_VARIABLES | ENGINE_VARIABLES | {CONFIG_VARIABLE}
     found: dict[str, str] = {}
     for name, value in environ.items():
         if not name.startswith(PREFIX) or _is_service_link(name, environ):
