@@ -135,14 +135,19 @@ class Fleet:
         """Makes services of registered and static replicas; keeps the objects that stay."""
         old, new = self._services, {}
         by_model: dict[str, Service] = {}
-        for name in sorted(self._registered):
-            replicas = self._registered[name]
+        listed = [entry.service for entry in self._table.entries] if self._table else []
+        # Of two services that claim a name, the one that the table has first keeps it.
+        for name in dict.fromkeys([*listed, *sorted(self._registered)]):
+            replicas = self._registered.get(name)
+            if replicas is None:
+                continue
             entry = self._table_entry(name)
             models = list(entry.names) if entry else _models(replicas.values())
             if not models:
                 continue
             service = old.get(name) or Service(name, models, created=int(time.time()))
             service.models = models
+            service.off = entry is not None and entry.desired == 0 and not entry.wakes
             service.set_replicas(dict(replicas))
             new[name] = service
             for model in models:
@@ -189,13 +194,13 @@ class Fleet:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _poll(self, link: RedisLink) -> None:
+        changed = False
         if self._settings.model_table is not None:
-            await self._read_table(link, self._settings.model_table)
+            changed = await self._read_table(link, self._settings.model_table)
         names = {name.decode() for name in await link.call("SMEMBERS", services_key(self._prefix))}
         if self._table is not None:
             # Asleep services have no replicas, but requests for them are held, not refused.
             names = {entry.service for entry in self._table.entries}
-        changed = False
         for name in sorted(names):
             changed = await self._poll_service(link, name) or changed
         for name in self._registered.keys() - names:
@@ -212,14 +217,17 @@ class Fleet:
     def _prefix(self) -> str:
         return self._settings.redis_prefix
 
-    async def _read_table(self, link: RedisLink, table: str) -> None:
+    async def _read_table(self, link: RedisLink, table: str) -> bool:
+        """Whether the table is another one than before."""
         data = await link.call("GET", table_key(self._prefix, table))
         if data is None:
-            return  # Redis came back empty: the operator writes it again
+            return False  # Redis came back empty: the operator writes it again
+        before = self._table
         try:
             self._table = ModelTable.decode(data)
         except (ValueError, msgspec.DecodeError):
             self._complain("table", "the model table is malformed; the last one stays in force")
+        return self._table != before
 
     async def _poll_service(self, link: RedisLink, name: str) -> bool:
         keys = ServiceKeys(self._prefix, name)

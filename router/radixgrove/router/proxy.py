@@ -124,7 +124,9 @@ class Proxy:
             require_content_type(scope, "application/json")
             body = await read_body(receive)
             # With one service its limits are known before the model's name is: one look less.
-            service = self._fleet.only_service() or self._fleet.resolve(peek_model(body))
+            service = self._fleet.only_service()
+            if service is None or not service.replicas:  # no waiting for an unknown one's
+                service = self._fleet.resolve(peek_model(body))
             model = service.model
             encoded = await self._encode(service, body, principal, chat=chat)
             if encoded.model not in service.models:
@@ -237,9 +239,9 @@ class Proxy:
                 return None
 
     async def _hold(self, service: Service, deadline: float) -> bool:
-        """Waits a little for replicas to change. False when the deadline has passed."""
+        """Waits a little for replicas to change. False when that is of no use, or no longer."""
         left = deadline - time.monotonic()
-        if left <= 0:
+        if left <= 0 or service.off:
             return False
         service.held += 1
         metrics.HELD.labels(service.model).inc()

@@ -1,0 +1,179 @@
+"""The operator's table says which models exist; leases say who serves them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from radixgrove.operator.redisside import RedisSide, connect
+from radixgrove.protocol.modeltable import SHARED, ModelEntry, table_key
+from tests.conftest import RedisServer
+from tests.router.conftest import MakeReplica, MakeRouter
+from tests.router.harness import Answer, Router, completion, eventually, prompt
+
+PREFIX = "radixgrove"
+
+
+@pytest.fixture
+def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
+    with connect(redis_server.url, 5.0) as connection:
+        yield connection
+
+
+@pytest.fixture
+def operator(client: redis.Redis) -> RedisSide:
+    """The operator's own hand: the table is written as it writes it."""
+    return RedisSide(client, PREFIX)
+
+
+def entry(name: str, *attempts: str, desired: int = 1, wakes: bool = False) -> ModelEntry:
+    return ModelEntry(
+        service=f"svc-{name}",
+        names=[name, f"{name}-alias"],
+        attempts=list(attempts),
+        desired=desired,
+        wakes=wakes,
+    )
+
+
+async def ask(router: Router, model: str) -> Answer:
+    return await router.post("/v1/completions", completion(prompt(1), model=model))
+
+
+async def models(router: Router) -> list[str]:
+    return [item["id"] for item in (await router.get("/v1/models")).json["data"]]
+
+
+def refused_for_now(answer: Answer) -> bool:
+    return (
+        answer.status == 503
+        and answer.error["code"] == "service_unavailable"
+        and int(answer.headers["retry-after"]) >= 1
+    )
+
+
+async def test_known_models_without_replicas_are_503_and_unknown_ones_404(
+    redis_server: RedisServer, operator: RedisSide, make_router: MakeRouter
+) -> None:
+    operator.put(SHARED, 1.0, entry("starting", "starting-0"))
+    operator.put(SHARED, 2.0, entry("off", desired=0))
+    router = await make_router(redis_server, ready=False, model_table=SHARED, queue_timeout=2.0)
+    expected = ["off", "off-alias", "starting", "starting-alias"]
+    await eventually(lambda: _is(models(router), expected), what="the table's models")
+    for model in ("starting", "starting-alias"):
+        started = time.monotonic()
+        assert refused_for_now(await ask(router, model))
+        assert time.monotonic() - started >= 2.0  # held first: a replica may be on its way
+    started = time.monotonic()
+    assert refused_for_now(await ask(router, "off"))
+    assert time.monotonic() - started < 1.8  # nothing is on its way
+    unknown = await ask(router, "nobody")
+    assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
+    assert (await router.get("/v1/models/off")).status == 200
+    assert (await router.get("/v1/models/nobody")).status == 404
+
+
+async def test_unknown_model_beside_a_single_sleeping_one_is_404_at_once(
+    redis_server: RedisServer, operator: RedisSide, make_router: MakeRouter
+) -> None:
+    operator.put(SHARED, 1.0, entry("sleeper", desired=0, wakes=True))
+    router = await make_router(redis_server, ready=False, model_table=SHARED, queue_timeout=30.0)
+    await eventually(lambda: _is(models(router), ["sleeper", "sleeper-alias"]))
+    async with asyncio.timeout(5):
+        assert (await ask(router, "nobody")).status == 404
+
+
+async def test_held_request_is_seen_by_the_operator_and_answered_once_a_replica_is_there(
+    redis_server: RedisServer,
+    operator: RedisSide,
+    make_replica: MakeReplica,
+    make_router: MakeRouter,
+) -> None:
+    operator.put(SHARED, 1.0, entry("sleeper", desired=0, wakes=True))
+    router = await make_router(redis_server, ready=False, model_table=SHARED, queue_timeout=30.0)
+    await eventually(lambda: _is(models(router), ["sleeper", "sleeper-alias"]))
+    held = asyncio.create_task(ask(router, "sleeper"))
+    await eventually(lambda: operator.load("svc-sleeper", []).held == 1, what="the demand")
+    operator.put(SHARED, 1.0, entry("sleeper", "sleeper-a1", desired=1, wakes=True))
+    await make_replica(
+        redis_url=redis_server.url,
+        service="svc-sleeper",
+        replica_id="sleeper-a1",
+        models=["sleeper", "sleeper-alias"],
+    )
+    answer = await held
+    assert (answer.status, answer.replica) == (200, "sleeper-a1")
+    await eventually(lambda: operator.load("svc-sleeper", []).held == 0, what="the demand's end")
+
+
+async def test_only_listed_attempts_serve(
+    redis_server: RedisServer,
+    operator: RedisSide,
+    make_replica: MakeReplica,
+    make_router: MakeRouter,
+) -> None:
+    for attempt in ("m-a1", "m-a2"):
+        await make_replica(
+            redis_url=redis_server.url, service="svc-m", replica_id=attempt, models=["m", "m-alias"]
+        )
+    await make_replica(redis_url=redis_server.url, service="svc-stray", models=["stray"])
+    operator.put(SHARED, 1.0, entry("m", "m-a1"))
+    router = await make_router(redis_server, model_table=SHARED, queue_timeout=0.5)
+    answers = [await ask(router, "m") for _ in range(4)]
+    assert {answer.replica for answer in answers} == {"m-a1"}
+    assert (await ask(router, "stray")).status == 404
+    operator.put(SHARED, 1.0, entry("m", "m-a2"))  # recovery has made the next attempt
+
+    async def moved() -> bool:
+        return (await ask(router, "m")).replica == "m-a2"
+
+    await eventually(moved, what="the next attempt")
+    operator.drop("svc-m")
+    await eventually(lambda: _is(models(router), []), what="the model's end")
+    assert (await ask(router, "m")).status == 404
+
+
+async def test_elder_resource_keeps_a_name_that_two_claim(
+    redis_server: RedisServer,
+    operator: RedisSide,
+    make_replica: MakeReplica,
+    make_router: MakeRouter,
+) -> None:
+    for service in ("svc-a", "svc-z"):
+        await make_replica(
+            redis_url=redis_server.url, service=service, replica_id=f"{service}-0", models=["m"]
+        )
+        operator.put(
+            SHARED,
+            1.0 if service == "svc-z" else 2.0,
+            ModelEntry(service=service, names=["m"], attempts=[f"{service}-0"], desired=1),
+        )
+    router = await make_router(redis_server, model_table=SHARED)
+    answers = [await ask(router, "m") for _ in range(4)]
+    assert {answer.replica for answer in answers} == {"svc-z-0"}
+
+
+async def test_last_table_stays_in_force_when_it_is_lost_or_malformed(
+    redis_server: RedisServer,
+    operator: RedisSide,
+    client: redis.Redis,
+    make_router: MakeRouter,
+) -> None:
+    operator.put(SHARED, 1.0, entry("m", desired=0))
+    router = await make_router(redis_server, ready=False, model_table=SHARED)
+    await eventually(lambda: _is(models(router), ["m", "m-alias"]))
+    client.set(table_key(PREFIX, SHARED), b"{")
+    await eventually(lambda: "malformed" in router.log.read_text(), what="the complaint")
+    assert await models(router) == ["m", "m-alias"]
+    client.flushall()
+    operator.rewrite()
+    operator.put(SHARED, 2.0, entry("new", desired=0))
+    await eventually(lambda: _is(models(router), ["m", "m-alias", "new", "new-alias"]))
+
+
+async def _is(work: object, expected: object) -> bool:
+    return bool(await work == expected)  # type: ignore[misc]
