@@ -62,8 +62,9 @@ def group_name(service: str, index: int, attempt: int) -> str:
     return f"{service}-{index}-a{attempt}"
 
 
-def revision_name(service: str, revision: str) -> str:
-    return f"{service}-{revision}"
+def revision_name(service: str, revision: str, content: str) -> str:
+    """Name of a revision's ConfigMap; `content` tells what one operator and the next make of it."""
+    return f"{service}-{revision}-{content}"
 
 
 def cache_name(source: str, revision: str) -> str:

@@ -71,6 +71,16 @@ class Plan:
     blocked: bool = False  # the target revision fails; old groups are kept
     requeue_at: float | None = None
 
+    def expected(self) -> set[int]:
+        """Groups that have pods or will have them back: an eviction must not take the next one
+        while one is still replaced. Not those that gave up their pods until there is room."""
+        return {
+            record.index
+            for record in self.records
+            if record.phase is not GroupPhase.DRAINING
+            and not (record.phase is GroupPhase.WAITING and record.yields)
+        }
+
     def again_at(self, when: float) -> None:
         self.requeue_at = when if self.requeue_at is None else min(self.requeue_at, when)
 

@@ -7,7 +7,7 @@ discloses nothing) cannot be limited to a name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -40,7 +40,7 @@ OWNER = "@owner"
 _CHILD = ("get", "list", "watch", "patch", "create", "delete")
 _APPLIED = ("get", "list", "watch", "patch", "create")
 
-PERMISSIONS = [
+PERMISSIONS = (
     Permission(Scope.SERVED, names.GROUP, names.PLURAL, ("get", "list", "watch"), why="services"),
     Permission(Scope.SERVED, names.GROUP, f"{names.PLURAL}/status", ("patch",), why="status"),
     Permission(Scope.SERVED, names.GROUP, f"{names.PLURAL}/scale", ("patch",), why="autoscaling"),
@@ -54,7 +54,7 @@ PERMISSIONS = [
     Permission(Scope.SERVED, "batch", "jobs", _CHILD, why="model downloads"),
     Permission(Scope.SERVED, "policy", "poddisruptionbudgets", _CHILD, why="one group at a time"),
     Permission(
-        Scope.SERVED, "networking.k8s.io", "networkpolicies", _APPLIED, why="who reaches workers"
+        Scope.SERVED, "networking.k8s.io", "networkpolicies", _CHILD, why="who reaches workers"
     ),
     Permission(Scope.SERVED, "", "events", ("create", "list"), why="telling, and refused pods"),
     Permission(Scope.SERVED, "", "secrets", ("create",), why="keys for workers"),
@@ -67,13 +67,17 @@ PERMISSIONS = [
         Scope.OWN, "coordination.k8s.io", "leases", ("get", "update"), (LEASE,), "leader election"
     ),
     Permission(Scope.CLUSTER, "", "nodes", ("list", "watch"), why="lost nodes"),
-]
+)
 
 
-def rules(scope: Scope, replacements: dict[str, str]) -> list[dict[str, Any]]:
+def rules(
+    scope: Scope,
+    replacements: dict[str, str],
+    permissions: Sequence[Permission] = PERMISSIONS,
+) -> list[dict[str, Any]]:
     """RBAC rules of one scope."""
     found = []
-    for permission in PERMISSIONS:
+    for permission in permissions:
         if permission.scope is not scope:
             continue
         rule: dict[str, Any] = {

@@ -100,6 +100,9 @@ class _Look:
         except RedisAway as error:
             logger.warning("%s/%s: Redis does not answer: %s", *self.key, error)
             self.failures.append("Redis does not answer; routers keep what they know")
+        except InvalidEngine as error:  # of a revision that an older operator has accepted
+            logger.warning("%s/%s: %s", *self.key, error)
+            self.failures.append(f"a revision of an older operator: {error}")
 
 
 class Reconciler:
@@ -201,8 +204,9 @@ class Reconciler:
             if group is not None:
                 groups.append(group)
         look.world = World(tuple(groups), self._nodes(groups), highest_attempt([*all_sets, *pods]))
-        look.config_maps = controllers(
-            self._kube.list("ConfigMap", namespace, labels), look.service.uid
+        look.config_maps = sorted(
+            controllers(self._kube.list("ConfigMap", namespace, labels), look.service.uid),
+            key=lambda config_map: str(config_map["metadata"].get("creationTimestamp")),
         )
         for config_map in look.config_maps:
             try:
@@ -246,6 +250,7 @@ class Reconciler:
             with look.trying():
                 self._kube.apply_cached(child)
         self._remove_router(look)
+        self._remove_policies(look)
         self._model(look, own, same_namespace)
         step = look.model
         if step is None or step.at is None or look.name_taken:
@@ -292,6 +297,16 @@ class Reconciler:
                 if live is not None and controllers([live], service.uid):
                     uid = live["metadata"]["uid"]
                     self._kube.delete(child["kind"], meta["namespace"], meta["name"], uid)
+
+    def _remove_policies(self, look: _Look) -> None:
+        """NetworkPolicies from before they were switched off in the chart."""
+        if self._config.network_policies.enabled:
+            return
+        labels = {names.MANAGED_BY: names.MANAGER, names.SERVICE: look.service.name}
+        with look.trying():
+            for policy in self._kube.list("NetworkPolicy", look.service.namespace, labels):
+                meta = policy["metadata"]
+                self._kube.delete("NetworkPolicy", meta["namespace"], meta["name"], meta["uid"])
 
     def _model(self, look: _Look, own: Neighbour, neighbours: list[Neighbour]) -> None:
         namespace, known = look.service.namespace, look.before.model
@@ -422,29 +437,37 @@ class Reconciler:
             if revision is None or names.DRAINING in annotations:
                 continue
             index, attempt = int(labels[names.GROUP_INDEX]), int(labels[names.ATTEMPT])
-            desired = render_group.stateful_set(
-                look.service, revision, index, attempt, self._config
-            )
-            same = (
-                annotations.get(names.RENDERED)
-                == desired["metadata"]["annotations"][names.RENDERED]
-            )
-            if same and not covers(stateful_set, desired):
-                with look.trying():
+            with look.trying():
+                desired = render_group.stateful_set(
+                    look.service, revision, index, attempt, self._config
+                )
+                same = (
+                    annotations.get(names.RENDERED)
+                    == desired["metadata"]["annotations"][names.RENDERED]
+                )
+                if same and not covers(stateful_set, desired):
                     self._kube.apply(desired)
         live = [g for g in look.world.groups if not g.draining and g.name not in leaving]
         pods = sum(g.nodes for g in live)
-        pods += sum(look.revisions[new.revision].hardware.nodes for new in plan.create)
+        absent = plan.expected() - {g.index for g in live}
+        pods += sum(
+            look.revisions[record.revision].hardware.nodes
+            for record in plan.records
+            if record.index in absent and record.revision in look.revisions
+        )
         with look.trying():
             self._kube.apply_cached(policies.pod_disruption_budget(look.service, pods))
 
     def _remove_revisions(self, look: _Look, plan: Plan) -> None:
         used = {record.revision for record in plan.records}
-        used |= {group.revision for group in look.world.groups}
         used |= {look.target.hash if look.target else look.before.revision}
+        mounted = {name for stateful_set in look.sets for name in _mounted(stateful_set)}
+        newest = {c["metadata"]["labels"].get(names.REVISION): c for c in look.config_maps}
         for config_map in look.config_maps:
             meta = config_map["metadata"]
-            if meta["labels"].get(names.REVISION) not in used:
+            revision = meta["labels"].get(names.REVISION)
+            kept = revision in used and newest[revision] is config_map
+            if not kept and meta["name"] not in mounted:
                 with look.trying():
                     self._kube.delete("ConfigMap", meta["namespace"], meta["name"], meta["uid"])
 
@@ -533,6 +556,12 @@ class Reconciler:
 
 def _dump(model: InferenceServiceStatus | GroupStatus) -> Object:
     return model.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _mounted(stateful_set: Object) -> list[str]:
+    """Names of the ConfigMaps that a group's pods read."""
+    volumes = stateful_set["spec"]["template"]["spec"].get("volumes", [])
+    return [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
 
 
 def _difference(before: Object, after: Object) -> Object:

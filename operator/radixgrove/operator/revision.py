@@ -44,6 +44,11 @@ class ModelAt(SpecModel):
     sub_path: str = ""
     host_path: str = ""
 
+    @property
+    def directory(self) -> str:
+        """Where the worker finds it."""
+        return f"{MODEL_DIRECTORY}/{self.sub_path}".rstrip("/")
+
 
 class Revision(SpecModel):
     """All that a group attempt is rendered from."""
@@ -132,7 +137,7 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
         "management_host": "0.0.0.0",
         "management_port": names.MANAGEMENT_PORT,
         "redis_prefix": config.redis.prefix,
-        "model": MODEL_DIRECTORY,
+        "model": revision.model.directory,
         "served_model_name": revision.names,
         "service": service,
         "device": revision.hardware.device.value,

@@ -32,14 +32,19 @@ _PROBE_PERIOD = 5
 
 
 def revision_config_map(service: Service, revision: Revision, config: OperatorConfig) -> Object:
-    """Immutable: a group restarted in the middle of a rollout still reads its own."""
-    name = names.revision_name(service.name, revision.hash)
+    """Immutable: a group restarted in the middle of a rollout still reads its own.
+
+    The name holds a hash of the content: after an upgrade of the operator the same revision may
+    read otherwise, and groups from before the upgrade keep what they were started with.
+    """
+    data = config_map_data(revision, service.key, config)
+    name = names.revision_name(service.name, revision.hash, names.digest(data, 8))
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": metadata(service, name, names.WORKER, {names.REVISION: revision.hash}),
         "immutable": True,
-        "data": config_map_data(revision, service.key, config),
+        "data": data,
     }
 
 
@@ -158,7 +163,7 @@ def _pod_spec(service: Service, revision: Revision, name: str, config: OperatorC
         "containers": [_container(service, revision, name, config)],
         "volumes": [*_scratch_volumes(revision), *_model_volumes(revision)],
     }
-    config_map = names.revision_name(service.name, revision.hash)
+    config_map = revision_config_map(service, revision, config)["metadata"]["name"]
     items = [{"key": "worker.yaml", "path": "worker.yaml"}]
     spec["volumes"].append({"name": "config", "configMap": {"name": config_map, "items": items}})
     affinity = _affinity(service, revision, name)
@@ -200,7 +205,9 @@ def _container(service: Service, revision: Revision, name: str, config: Operator
             {"name": "run", "mountPath": "/run/radixgrove"},
             {"name": "cache", "mountPath": "/cache"},
             {"name": "tmp", "mountPath": "/tmp"},
-            _model_mount(revision),
+            # The claim as a whole: a kubelet makes a missing `subPath`, so that a mistake in the
+            # source would leave an empty directory on the user's volume.
+            {"name": "model", "mountPath": MODEL_DIRECTORY, "readOnly": True},
         ],
     }
 
@@ -320,10 +327,3 @@ def _model_volumes(revision: Revision) -> list[Object]:
         return [{"name": "model", "hostPath": host_path}]
     claim = {"claimName": revision.model.claim, "readOnly": True}
     return [{"name": "model", "persistentVolumeClaim": claim}]
-
-
-def _model_mount(revision: Revision) -> Object:
-    mount: Object = {"name": "model", "mountPath": MODEL_DIRECTORY, "readOnly": True}
-    if revision.model.sub_path:
-        mount["subPath"] = revision.model.sub_path
-    return mount

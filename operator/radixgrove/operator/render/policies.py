@@ -18,7 +18,7 @@ def service_account(service: Service) -> Object:
     }
 
 
-def pod_disruption_budget(service: Service, live_pods: int) -> Object:
+def pod_disruption_budget(service: Service, expected_pods: int) -> Object:
     """One pod may be evicted, and with it its group, when every other pod is ready.
 
     An integer, because `maxUnavailable` loses its base while pods are replaced. Pods that are not
@@ -29,7 +29,7 @@ def pod_disruption_budget(service: Service, live_pods: int) -> Object:
         "kind": "PodDisruptionBudget",
         "metadata": metadata(service, service.name, names.WORKER),
         "spec": {
-            "minAvailable": max(live_pods - 1, 0),
+            "minAvailable": max(expected_pods - 1, 0),
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": names.labels(service.name, names.WORKER)},
         },
@@ -44,25 +44,43 @@ def worker_network_policy(service: Service, dedicated: bool, config: OperatorCon
         router: Object = {"podSelector": {"matchLabels": names.labels(service.name, names.ROUTER)}}
     else:
         router = _in_namespace(config.namespace, config.router.labels)
-    operator = _in_namespace(
-        config.namespace, {names.COMPONENT: "operator", "app.kubernetes.io/name": "radixgrove"}
+    return _network_policy(
+        service,
+        names.WORKER,
+        [
+            {"from": [router], "ports": [serving]},
+            {"from": _overseers(config), "ports": [serving, management]},
+        ],
     )
+
+
+def router_network_policy(service: Service, config: OperatorConfig) -> Object:
+    """Everybody reaches the API of a dedicated router, operator and scrapers its management."""
+    api = {"port": names.ROUTER_PORT, "protocol": "TCP"}
+    management = {"port": names.ROUTER_MANAGEMENT_PORT, "protocol": "TCP"}
+    return _network_policy(
+        service,
+        names.ROUTER,
+        [{"ports": [api]}, {"from": _overseers(config), "ports": [management]}],
+    )
+
+
+def _network_policy(service: Service, component: str, ingress: list[Object]) -> Object:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": metadata(service, f"{service.name}-workers", names.WORKER),
+        "metadata": metadata(service, f"{service.name}-{component}s", component),
         "spec": {
-            "podSelector": {"matchLabels": names.labels(service.name, names.WORKER)},
+            "podSelector": {"matchLabels": names.labels(service.name, component)},
             "policyTypes": ["Ingress"],
-            "ingress": [
-                {"from": [router], "ports": [serving]},
-                {
-                    "from": [operator, *config.network_policies.scrape_from],
-                    "ports": [serving, management],
-                },
-            ],
+            "ingress": ingress,
         },
     }
+
+
+def _overseers(config: OperatorConfig) -> list[Object]:
+    labels = {names.COMPONENT: "operator", "app.kubernetes.io/name": "radixgrove"}
+    return [_in_namespace(config.namespace, labels), *config.network_policies.scrape_from]
 
 
 def _in_namespace(namespace: str, labels: dict[str, str]) -> Object:

@@ -1,4 +1,4 @@
-"""A service's own router: Deployment, Service, PodDisruptionBudget."""
+"""A service's own router: Deployment, Service, PodDisruptionBudget, NetworkPolicy."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from radixgrove.operator.render.common import (
     pod_security_context,
     with_pod_defaults,
 )
+from radixgrove.operator.render.policies import router_network_policy
 from radixgrove.operator.spec import Router
 
 _KEYS_DIRECTORY = "/etc/radixgrove/keys"
@@ -30,6 +31,7 @@ def router_url(service: Service, config: OperatorConfig) -> str:
 
 def router_objects(service: Service, router: Router, config: OperatorConfig) -> list[Object]:
     labels = names.labels(service.name, names.ROUTER)
+    guards = [router_network_policy(service, config)] if config.network_policies.enabled else []
     return [
         _deployment(service, router, config),
         {
@@ -51,6 +53,7 @@ def router_objects(service: Service, router: Router, config: OperatorConfig) -> 
                 "selector": {"matchLabels": labels},
             },
         },
+        *guards,
     ]
 
 
