@@ -21,7 +21,9 @@ _CHECKOUT = pods.__file__.rsplit("/tests/", 1)[0]
 class Outcome:
     """One request; `failure` is empty when the whole answer came."""
 
+    began: float  # Unix seconds
     seconds: float
+    text: str  # as much as came
     failure: str
 
 

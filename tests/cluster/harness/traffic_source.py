@@ -1,7 +1,8 @@
 """Sends streaming chat completions without pause; runs inside a pod, as `traffic` starts it.
 
 `python -m tests.cluster.harness.traffic_source URL MODEL CLIENTS TOKENS`, until standard input
-ends. One line of JSON a finished request: its seconds and, unless it went well, what was wrong.
+ends. One line of JSON a finished request: when it began, its seconds, the text that came and,
+unless it went well, what was wrong.
 """
 
 from __future__ import annotations
@@ -48,17 +49,20 @@ async def _client(
             "max_tokens": tokens,
             "stream": True,
         }
-        started = time.monotonic()
+        began, started, text = time.time(), time.monotonic(), list[str]()
         try:
-            failure = await _stream(session, url, body)
+            failure = await _stream(session, url, body, text)
         except (aiohttp.ClientError, TimeoutError) as error:
             failure = f"{type(error).__name__}: {error}"
-        line = {"seconds": time.monotonic() - started, "failure": failure}
+        seconds = time.monotonic() - started
+        line = {"began": began, "seconds": seconds, "text": "".join(text), "failure": failure}
         print(json.dumps(line), flush=True)
 
 
-async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> str:
-    """What was wrong with the answer, or an empty string."""
+async def _stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, object], text: list[str]
+) -> str:
+    """What was wrong with the answer, or an empty string; what comes of it is added to `text`."""
     async with session.post(f"{url}/chat/completions", json=body) as answer:
         if answer.status != 200:
             return f"{answer.status}: {(await answer.text())[:500]}"
@@ -72,6 +76,7 @@ async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, obje
             event = json.loads(data)
             if "error" in event:
                 return f"error within the stream: {event['error']}"
+            text += (c["delta"].get("content") or "" for c in event["choices"])
             finish = next((c["finish_reason"] for c in event["choices"]), None) or finish
     return "the stream ended without [DONE]"
 

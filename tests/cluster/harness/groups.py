@@ -1,0 +1,88 @@
+"""Services whose groups span several pods: specs of the group probe, and their pods by node."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.harness import demo
+from tests.cluster.harness.kubectl import condition
+from tests.cluster.harness.served import SERVICE_LABEL, Served
+from tests.cluster.harness.volumes import Mounts
+
+_CHECKOUT = Path(__file__).resolve().parents[3]
+# Short, so that a test sees in seconds what takes minutes with the defaults.
+RECOVERY = {"backoff": "2s", "stableAfter": "5s", "nodeGrace": "10s"}
+
+
+@dataclass(frozen=True)
+class Member:
+    """One pod of a group."""
+
+    name: str
+    uid: str
+    rank: int
+    node: str
+    ready: bool
+
+
+def spec(mounts: Mounts, *, gpus_per_node: int = 0, **more: Any) -> dict[str, Any]:
+    """An InferenceService of the group probe on two nodes; `more` are further fields of its spec.
+
+    Without GPUs it is of `device: cpu`; with them it asks for them, and uses none.
+    """
+    wanted: dict[str, Any] = demo.spec(mounts, 1)
+    (container,) = wanted["podOverrides"]["spec"]["containers"]
+    container["command"] = [f"{sys.prefix}/bin/python", "-m", "tests.cluster.images.group_probe"]
+    container["args"] = ["--config", "/etc/radixgrove/worker.yaml"]
+    container["env"] = [
+        {"name": "PYTHONPATH", "value": str(_CHECKOUT)},
+        {"name": "OMP_NUM_THREADS", "value": "1"},
+    ]
+    # A probe holds a model's tokenizer, not its weights; it ends as soon as all is answered.
+    wanted["podOverrides"]["spec"]["terminationGracePeriodSeconds"] = 15
+    wanted["hardware"] = {"device": "cpu", "cpu": "50m", "nodes": 2}
+    if gpus_per_node:
+        wanted["hardware"] |= {"device": "cuda", "gpusPerNode": gpus_per_node}
+    wanted["engine"] = {"settings": {"drain_timeout": 10}}
+    return {**wanted, "recovery": RECOVERY, **more}
+
+
+def members(served: Served) -> list[Member]:
+    """The service's worker pods that are not leaving, by name."""
+    selector = f"--selector={SERVICE_LABEL}={served.name},app.kubernetes.io/component=worker"
+    found = served.kubectl.items("pods", "-n", served.namespace, selector)
+    pods = [
+        Member(
+            name=pod["metadata"]["name"],
+            uid=pod["metadata"]["uid"],
+            rank=int(pod["metadata"]["labels"]["apps.kubernetes.io/pod-index"]),
+            node=pod["spec"].get("nodeName", ""),
+            ready=condition(pod, "Ready") == "True",
+        )
+        for pod in found
+        if "deletionTimestamp" not in pod["metadata"]
+    ]
+    return sorted(pods, key=lambda pod: pod.name)
+
+
+def server(text: str) -> str:
+    """The pod that gave a probe's answer."""
+    return text.partition(":")[0]
+
+
+def wait_until_recreated(
+    served: Served, old: Sequence[Member], *, timeout: float = 180
+) -> dict[str, Any]:
+    """Waits until the one group is ready with pods of which none is in `old`; the status."""
+    uids = {member.uid for member in old}
+
+    def ready(status: dict[str, Any]) -> bool:
+        if status.get("readyReplicas") != 1 or len(status.get("groups", [])) != 1:
+            return False
+        return not uids & set(served.pods().values())
+
+    return served.wait(ready, "the group is ready with new pods only", timeout=timeout)
