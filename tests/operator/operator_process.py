@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def roles(namespaces: list[str]) -> list[dict[str, Any]]:
-    """Roles and bindings as the chart makes them; no namespaces: cluster mode."""
-    subject = [{"kind": "ServiceAccount", "name": ACCOUNT, "namespace": NAMESPACE}]
+def roles(
+    namespaces: list[str],
+    home: str = NAMESPACE,
+    permissions: Sequence[rbac.Permission] = rbac.PERMISSIONS,
+) -> list[dict[str, Any]]:
+    """Roles and bindings as the chart makes them; no namespaces: cluster mode.
+
+    `home` is the operator's own namespace.
+    """
+    subject = [{"kind": "ServiceAccount", "name": ACCOUNT, "namespace": home}]
 
     def role(name: str, scope: rbac.Scope, namespace: str | None) -> list[dict[str, Any]]:
         kind = "Role" if namespace else "ClusterRole"
@@ -45,24 +53,27 @@ def roles(namespaces: list[str]) -> list[dict[str, Any]]:
         version = "rbac.authorization.k8s.io/v1"
         return [
             {"apiVersion": version, "kind": kind, "metadata": meta,
-             "rules": rbac.rules(scope, REPLACEMENTS)},
+             "rules": rbac.rules(scope, REPLACEMENTS, permissions)},
             {"apiVersion": version, "kind": f"{kind}Binding", "metadata": meta,
              "roleRef": reference, "subjects": subject},
         ]  # fmt: skip
 
-    objects = role("rg-own", rbac.Scope.OWN, NAMESPACE) + role("rg-nodes", rbac.Scope.CLUSTER, None)
+    objects = role("rg-own", rbac.Scope.OWN, home)
+    objects += role(f"rg-nodes-{home}", rbac.Scope.CLUSTER, None)
     for namespace in namespaces:
         objects += role("rg-served", rbac.Scope.SERVED, namespace)
-    return objects if namespaces else objects + role("rg-served", rbac.Scope.SERVED, None)
+    if not namespaces:
+        objects += role(f"rg-served-{home}", rbac.Scope.SERVED, None)
+    return objects
 
 
-def install(plane: ControlPlane, namespaces: list[str]) -> None:
+def install(plane: ControlPlane, namespaces: list[str], home: str = NAMESPACE) -> None:
     """What the chart would install before the operator starts."""
     plane.kubectl.apply(
         crd.custom_resource_definition(),
         *(
             {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
-            for name in {NAMESPACE, *namespaces}
+            for name in {home, *namespaces}
         ),
     )
     plane.kubectl.run(
@@ -71,9 +82,9 @@ def install(plane: ControlPlane, namespaces: list[str]) -> None:
     account = {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
-        "metadata": {"name": ACCOUNT, "namespace": NAMESPACE},
+        "metadata": {"name": ACCOUNT, "namespace": home},
     }
-    plane.kubectl.apply(account, *roles(namespaces))
+    plane.kubectl.apply(account, *roles(namespaces, home))
 
 
 def namespace_with_models(name: str) -> list[dict[str, Any]]:
@@ -111,6 +122,7 @@ class OperatorProcess:
     redis_port: int
     namespaces: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    home: str = NAMESPACE
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
@@ -119,7 +131,7 @@ class OperatorProcess:
 
     def start(self) -> None:
         config: dict[str, Any] = {
-            "namespace": NAMESPACE,
+            "namespace": self.home,
             "namespaces": self.namespaces,
             "images": {"worker": "rg/worker:1", "router": "rg/router:1", "operator": "rg/op:1"},
             "redis": {"url": f"redis://127.0.0.1:{self.redis_port}/0"},
@@ -134,7 +146,7 @@ class OperatorProcess:
         }
         path = self.directory / f"operator-{self.health_port}.yaml"
         path.write_text(yaml.safe_dump(config | self.settings))
-        kubeconfig = self.plane.service_account_kubeconfig(NAMESPACE, ACCOUNT)
+        kubeconfig = self.plane.service_account_kubeconfig(self.home, ACCOUNT)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "radixgrove.operator", "--config", str(path)],

@@ -22,6 +22,7 @@ from radixgrove.protocol.modeltable import (
 )
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kubectl import KubectlError, condition
+from tests.cluster.harness.kwok import LATE
 from tests.cluster.harness.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
@@ -286,7 +287,10 @@ def test_evictions_take_one_group_at_a_time(
     plane: ControlPlane, operator: OperatorProcess, namespace: str
 ) -> None:
     hardware = {"nodes": 2, "gpusPerNode": 8}
-    plane.kubectl.apply(service("llama", namespace, replicas=2, hardware=hardware))
+    late = {"metadata": {"annotations": {LATE: "true"}}}
+    plane.kubectl.apply(
+        service("llama", namespace, replicas=2, hardware=hardware, podOverrides=late)
+    )
     plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
     plane.kubectl.wait_for(
         "pdb", "llama", "-n", namespace, what="allows one pod",

@@ -15,6 +15,9 @@ from tests.cluster.harness.processes import Process
 from tests.cluster.harness.waiting import wait_until
 
 LABEL = "radixgrove.test/pretended"
+# An annotation of pods that become Ready only after a few seconds, as real ones do.
+LATE = "radixgrove.test/late"
+_LATE_MS = 5000
 _CAPACITY = {"cpu": "64", "memory": "512Gi", "pods": "110"}
 
 # What kwok calls stages: when a node or pod looks like `selector`, it becomes `next`.
@@ -60,8 +63,9 @@ containerStatuses:
 class PretendedNodes:
     """`count` nodes with `gpus` GPUs each on a running control plane; a context manager.
 
-    Their pods become Running and Ready at once. They carry the label `LABEL`, and a taint of the
-    same name, when `tainted`, keeps pods of real nodes away.
+    Their pods become Running and Ready at once, those with the annotation `LATE` some seconds
+    later. The nodes carry the label `LABEL`, and a taint of the same name, when `tainted`, keeps
+    pods of real nodes away.
     """
 
     def __init__(
@@ -120,9 +124,14 @@ class PretendedNodes:
         alive = {"key": ".metadata.deletionTimestamp", "operator": "DoesNotExist"}
         deleted = {"key": ".metadata.deletionTimestamp", "operator": "Exists"}
         not_ready = {"key": ready, "operator": "NotIn", "values": ["True"]}
+        late = f'.metadata.annotations["{LATE}"]'
+        at_once = {"key": late, "operator": "DoesNotExist"}
+        later = {"key": late, "operator": "Exists"}
+        status = {"statusTemplate": _POD_READY}
         return [
             _stage("node-ready", "Node", [not_ready], {"statusTemplate": node_status}),
-            _stage("pod-ready", "Pod", [alive, not_ready], {"statusTemplate": _POD_READY}),
+            _stage("pod-ready", "Pod", [alive, not_ready, at_once], status),
+            _stage("pod-late", "Pod", [alive, not_ready, later], status, delay_ms=_LATE_MS),
             _stage("pod-delete", "Pod", [deleted], {"finalizers": {"empty": True}, "delete": True}),
         ]
 
@@ -133,7 +142,11 @@ class PretendedNodes:
 
 
 def _stage(
-    name: str, kind: str, expressions: list[dict[str, Any]], outcome: dict[str, Any]
+    name: str,
+    kind: str,
+    expressions: list[dict[str, Any]],
+    outcome: dict[str, Any],
+    delay_ms: int = 0,
 ) -> dict[str, Any]:
     return {
         "apiVersion": "kwok.x-k8s.io/v1alpha1",
@@ -142,6 +155,7 @@ def _stage(
         "spec": {
             "resourceRef": {"apiGroup": "v1", "kind": kind},
             "selector": {"matchExpressions": expressions},
+            "delay": {"durationMilliseconds": delay_ms},
             "next": outcome,
         },
     }
