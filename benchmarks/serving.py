@@ -41,6 +41,7 @@ STOP_SECONDS = 60.0
 RUN_SECONDS = 120.0
 HTTP_SECONDS = 10.0
 PULSE_SECONDS = 0.5  # the engine publishes its counters five times a second
+PHASE = "engine: "  # before the name of a phase of its loop
 METRICS = {  # of `radixgrove bench serve`, as they are kept
     "ttft p50": ("ttft_p50", "ms"),
     "ttft p99": ("ttft_p99", "ms"),
@@ -267,7 +268,7 @@ class Run:
         prefix = 'radixgrove_engine_phase_cpu_seconds_total{phase="'
         for name, value in self.used.counters.items():
             if name.startswith(prefix):
-                seconds["engine: " + name.removeprefix(prefix).removesuffix('"}')] = value
+                seconds[PHASE + name.removeprefix(prefix).removesuffix('"}')] = value
         return {name: value * 1e3 / self.steps for name, value in seconds.items()}
 
 
@@ -366,7 +367,10 @@ def report(model: str, workload: str, run: Run, offline: float | None) -> list[s
         ),
     ]
     cells = [f"{name} {value:.3f}" for name, value in run.cpu_per_step().items()]
-    lines.append("  CPU ms/step: " + ", ".join(cells))
+    processes = [cell for cell in cells if not cell.startswith(PHASE)]
+    phases = [cell.removeprefix(PHASE) for cell in cells if cell.startswith(PHASE)]
+    lines.append("  CPU ms/step: " + ", ".join(processes))
+    lines.append("  of the engine's main thread: " + ", ".join(phases))
     return lines
 
 
