@@ -1,0 +1,63 @@
+"""Rollouts of a served model: no request fails, and a bad revision never takes over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.harness import demo
+from tests.cluster.harness.cluster import Cluster
+from tests.cluster.harness.served import Served, message, reason
+from tests.cluster.harness.traffic import Client, Traffic
+from tests.cluster.harness.volumes import Mounts
+from tests.cluster.harness.waiting import wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+ENGINE = {"contextLength": 512, "kvTokens": 4096, "maxRunning": 4, "settings": {"cpu_threads": 1}}
+# Every group's start costs the two cores of one machine: no more of them than the tests need.
+SURGE = {"maxUnavailable": 0, "maxSurge": 1}
+
+
+@pytest.fixture
+def served(installed: Cluster, worker_mounts: Mounts) -> Iterator[Served]:
+    service = Served(installed.kubectl, demo.NAMESPACE, "rolled")
+    service.apply(demo.spec(worker_mounts, 2, engine=ENGINE, rollout=SURGE))
+    service.wait_until_ready(2)
+    yield service
+    service.delete()
+
+
+def test_no_request_fails_while_engine_settings_roll_and_while_a_bad_model_does_not(
+    served: Served, client: Client
+) -> None:
+    before, status = served.pods(), served.status()
+    with Traffic(client, status["url"], served.name) as traffic:
+        traffic.wait_for_more(2)
+        served.patch({"engine": {"maxRunning": 5}})
+        rolled = served.wait_until_ready(2)
+        assert rolled["revision"] != status["revision"]
+        wait_until(
+            lambda: not before.keys() & served.pods().keys(), "the old pods are gone", timeout=60
+        )
+        traffic.wait_for_more(2)
+
+        good, source = served.pods(), served.read()["spec"]["model"]["source"]
+        served.patch({"model": {"source": f"{source}-which-is-missing"}})
+        stuck = served.wait(
+            lambda s: reason(s, "Progressing") == "False/RolloutBlocked",
+            "the rollout is blocked",
+        )
+        assert good.items() <= served.pods().items()
+        assert reason(stuck, "Ready") == "True/Serving"
+        assert reason(stuck, "Degraded").startswith("True/")
+        assert "which-is-missing" in message(stuck, "Degraded")
+        traffic.wait_for_more(4)
+
+        served.patch({"model": {"source": source}})
+        back = served.wait_until_ready(2)
+        assert reason(back, "Degraded") == "False/AsExpected"
+        wait_until(lambda: served.pods() == good, "only the good pods are left", timeout=60)
+        traffic.wait_for_more(2)
+    assert traffic.failures == []
