@@ -11,9 +11,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from radixgrove.operator import clock, metrics
-from radixgrove.operator.config import Election
+from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.installation import owners
 from radixgrove.operator.kube import Kube, KubeError, NotLeading
 
 logger = logging.getLogger(__name__)
@@ -22,10 +24,11 @@ logger = logging.getLogger(__name__)
 class LeaderElection:
     """`run` in a thread of its own; `may_write` from anywhere."""
 
-    def __init__(self, namespace: str, identity: str, settings: Election) -> None:
-        self._namespace = namespace
+    def __init__(self, config: OperatorConfig, identity: str) -> None:
+        self._config = config
+        self._namespace = config.namespace
         self._identity = identity
-        self._settings = settings
+        self._settings = config.election
         self._valid_until = 0.0  # monotonic; of the last renewal, counted from before its request
         self._observed: tuple[str, str] = ("", "")  # holder and renewTime as last seen
         self._observed_at = 0.0
@@ -67,7 +70,9 @@ class LeaderElection:
         try:
             lease = kube.get("Lease", self._namespace, self._settings.lease)
             if lease is None:
-                kube.create(self._lease(transitions=0))
+                made = self._lease(transitions=0)
+                made["metadata"]["ownerReferences"] = owners(kube, self._config)
+                kube.create(made)
             elif self._is_mine(lease) or self._has_expired(lease):
                 spec = lease.get("spec", {})
                 mine = spec.get("holderIdentity") == self._identity
@@ -98,7 +103,7 @@ class LeaderElection:
         duration = float(spec.get("leaseDurationSeconds", self._settings.duration))
         return time.monotonic() - self._observed_at > duration
 
-    def _lease(self, transitions: int, holder: str | None = None) -> dict[str, object]:
+    def _lease(self, transitions: int, holder: str | None = None) -> dict[str, Any]:
         now = clock.to_text(time.time()).replace("Z", "000Z")  # MicroTime
         return {
             "apiVersion": "coordination.k8s.io/v1",

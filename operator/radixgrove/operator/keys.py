@@ -13,6 +13,7 @@ import threading
 
 from radixgrove.operator import names
 from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.installation import owners
 from radixgrove.operator.kube import Kube, KubeError
 from radixgrove.operator.render.common import Object, Service
 
@@ -36,6 +37,11 @@ class Keys:
             if not self._values:
                 self._values = self._read_or_make()
             return dict(self._values)
+
+    def digest(self) -> str:
+        """Tells one set of keys from another: workers read theirs only when they start."""
+        values = self.ensure()
+        return names.digest([values[key] for key in self._config.key_names.values()])
 
     def _read_or_make(self) -> dict[str, str]:
         config = self._config
@@ -69,21 +75,8 @@ class Keys:
             "namespace": config.namespace,
             "labels": {names.MANAGED_BY: names.MANAGER, names.COMPONENT: "keys"},
         }
-        if config.owner_deployment:
-            owner = self._kube.get("Deployment", config.namespace, config.owner_deployment)
-            if owner is None:
-                raise KubeError(
-                    "get", f"deployments/{config.namespace}/{config.owner_deployment}", 404,
-                    "the operator's own Deployment is not there",
-                )  # fmt: skip
-            meta["ownerReferences"] = [
-                {
-                    "apiVersion": "apps/v1",
-                    "kind": "Deployment",
-                    "name": config.owner_deployment,
-                    "uid": owner["metadata"]["uid"],
-                }
-            ]
+        if references := owners(self._kube, config):
+            meta["ownerReferences"] = references
         data = {key: _encode(value) for key, value in values.items()}
         return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data}
 

@@ -126,7 +126,7 @@ def run(config: OperatorConfig) -> int:
     stop, leading = threading.Event(), threading.Event()
     lost = threading.Event()
     identity = f"{os.environ.get('POD_NAME', socket.gethostname())}-{os.getpid()}-{time.time_ns()}"
-    election = LeaderElection(config.namespace, identity, config.election)
+    election = LeaderElection(config, identity)
     api = api_client()
     unfenced = Kube(api, lambda seconds: True, config.election.duration / 3)
     app = App(Kube(api, election.may_write, config.request_timeout), config)

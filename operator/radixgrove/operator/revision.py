@@ -64,6 +64,7 @@ class Revision(SpecModel):
     scheduler_name: str | None = None
     pod_overrides: dict[str, Any] = {}
     restart: str = ""
+    keys: str = ""  # hash of the installation's keys and Redis address, which pods read at start
     frozen_image: str = ""  # the chart's at the time; not part of the hash
 
     @property
@@ -84,6 +85,7 @@ def revision_of(
     model: ModelAt,
     restart: str,
     config: OperatorConfig,
+    keys: str = "",
 ) -> Revision:
     return Revision(
         names=spec.model_names(resource_name),
@@ -97,6 +99,7 @@ def revision_of(
         scheduler_name=spec.scheduler_name,
         pod_overrides=spec.pod_overrides,
         restart=restart,
+        keys=keys,
         frozen_image=config.images.worker,
     )
 
