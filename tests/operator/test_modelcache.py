@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from operator_builders import CONFIG, SERVICE, spec
 
 from radixgrove.operator import names
 from radixgrove.operator.modelcache import COMPLETE, RETRY_SECONDS, Cache, Step, decide
-from radixgrove.operator.observe import JobState
-from radixgrove.operator.render.models import resolve_job_name
-from radixgrove.operator.spec import InferenceServiceSpec
+from radixgrove.operator.observe import JobState, Pod
+from radixgrove.operator.render.common import Service
+from radixgrove.operator.render.models import User, resolve_job_name
+from radixgrove.operator.spec import CacheSpec, InferenceServiceSpec
 from radixgrove.operator.statusmodel import ModelStatus
 
 NOW = 1_000_000.0
@@ -26,9 +28,20 @@ def step(
     jobs: dict[str, JobState] | None = None,
     claims: dict[str, dict[str, str]] | None = None,
     now: float = NOW,
+    others: Sequence[User] = (),
 ) -> Step:
-    cache = Cache(jobs or {}, claims or {}, [SERVICE])
+    """`claims` are those that exist, with their annotations; `others` are younger services."""
+    live = {name: live_claim(annotations) for name, annotations in (claims or {}).items()}
+    cache = Cache(jobs or {}, live, [User(SERVICE, resource.model.cache), *others])
     return decide(SERVICE, resource, known or ModelStatus(), cache, CONFIG, now)
+
+
+def live_claim(annotations: dict[str, str]) -> dict[str, Any]:
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "7Gi"}}}
+    return {
+        "metadata": {"annotations": annotations},
+        "spec": spec | {"storageClassName": "theirs", "volumeName": "v"},
+    }
 
 
 def kinds(found: Step) -> list[str]:
@@ -119,7 +132,65 @@ def test_the_claim_belongs_to_all_its_users_unless_it_is_to_stay() -> None:
     owners = step(hub(revision=COMMIT)).apply[0]["metadata"]["ownerReferences"]
     assert [(o["uid"], o["controller"]) for o in owners] == [(SERVICE.uid, False)]
     kept = step(hub(revision=COMMIT, cache={"retain": True})).apply[0]
-    assert "ownerReferences" not in kept["metadata"]
+    assert kept["metadata"]["ownerReferences"] == []
+
+
+def test_users_of_one_claim_render_it_alike() -> None:
+    """Or they would undo each other's work for ever."""
+    claim = names.cache_name(HUB, COMMIT)
+    own, other = CacheSpec(size="10Gi"), CacheSpec(size="20Gi", retain=True)
+    younger = Service("team-a", "younger", "uid-2")
+    users = [User(SERVICE, own, claim), User(younger, other, claim)]
+    stranger = User(Service("team-a", "stranger", "uid-3"), own, "another-claim")
+    rendered = [
+        decide(
+            service,
+            hub(revision=COMMIT, cache=cache),
+            ModelStatus(),
+            Cache({}, {}, [*users, stranger]),
+            CONFIG,
+            NOW,
+        ).apply[0]
+        for service, cache in ((SERVICE, {"size": "10Gi"}), (younger, {"size": "20Gi"}))
+    ]
+    assert rendered[0] == rendered[1]
+    assert rendered[0]["spec"]["resources"]["requests"]["storage"] == "10Gi"
+    assert rendered[0]["metadata"]["ownerReferences"] == [], "one of them wants it kept"
+
+
+def test_a_second_user_joins_the_owners_with_its_first_look() -> None:
+    claim = names.cache_name(HUB, COMMIT)
+    joining = Service("team-a", "joining", "uid-2")
+    users = [User(SERVICE, CacheSpec(), claim), User(joining, CacheSpec())]
+    found = decide(joining, hub(revision=COMMIT), ModelStatus(), Cache({}, {}, users), CONFIG, NOW)
+    owners = found.apply[0]["metadata"]["ownerReferences"]
+    assert [owner["uid"] for owner in owners] == [SERVICE.uid, "uid-2"]
+
+
+def test_a_claim_that_exists_is_not_reshaped() -> None:
+    claim = names.cache_name(HUB, COMMIT)
+    found = step(hub(revision=COMMIT, cache={"size": "1Gi"}), claims={claim: {COMPLETE: "true"}})
+    assert found.apply[0]["spec"] == {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": "7Gi"}},
+        "storageClassName": "theirs",
+    }
+
+
+@pytest.mark.parametrize(
+    ("pod", "reason"),
+    [
+        (Pod("p", "u", 0, unschedulable="pod has unbound claims"), "Unschedulable"),
+        (Pod("p", "u", 0, waiting=("ErrImagePull", "no such image")), "ImagePull"),
+        (Pod("p", "u", 0, waiting=("CreateContainerConfigError", "no secret")), "ContainerConfig"),
+    ],
+)
+def test_a_download_that_does_not_start_says_why(pod: Pod, reason: str) -> None:
+    claim = names.cache_name(HUB, COMMIT)
+    jobs = {claim: JobState(claim, "u", pod=pod)}
+    found = step(hub(revision=COMMIT), jobs=jobs, claims={claim: {}})
+    assert (found.ready, found.reason) == (False, reason)
+    assert (pod.unschedulable or pod.waiting[1]) in found.message
 
 
 def test_a_claim_for_one_node_is_refused_for_several() -> None:

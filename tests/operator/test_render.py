@@ -41,7 +41,9 @@ def render_all(resource: dict[str, Any]) -> list[dict[str, Any]]:
         policies.service_account(service),
         policies.worker_network_policy(service, spec.router.dedicated, CONFIG),
         policies.pod_disruption_budget(service, spec.replicas * spec.hardware.nodes),
-        models.claim("model-1", [service], spec.model, "c0ffee", CONFIG),
+        models.claim(
+            "model-1", [models.User(service, spec.model.cache)], spec.model, "c0ffee", CONFIG
+        ),
         models.resolve_job(service, spec.model, CONFIG),
         models.download_job("model-1", service, spec.model, "c0ffee", CONFIG),
         group.revision_config_map(service, frozen, CONFIG),

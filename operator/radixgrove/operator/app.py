@@ -136,6 +136,13 @@ class App:
         version = None if kind == "DELETED" else meta.get("resourceVersion")
         self._kube.changed(resource_kind, meta["namespace"], meta["name"], version)
         key = owner_key(body)
+        if resource_kind == "Job":  # one service's Job may fill the claim of several
+            for neighbour in self.store.services():
+                if (neighbour.service.namespace, neighbour.claim) == (
+                    meta["namespace"],
+                    meta["name"],
+                ):
+                    self.queue.add(neighbour.key)
         if key is not None:
             self.queue.add(key)
         elif meta.get("labels", {}).get(names.MANAGED_BY) == names.MANAGER:

@@ -29,13 +29,14 @@ def problem(group: Group) -> Problem | None:
         quota = "exceeded quota" in group.refused
         return Problem("QuotaBlocked" if quota else "PodRefused", group.refused, stuck=not quota)
     for pod in group.pods:
-        found = _of_pod(pod)
+        found = pod_problem(pod)
         if found is not None:
             return found
     return None
 
 
-def _of_pod(pod: Pod) -> Problem | None:
+def pod_problem(pod: Pod) -> Problem | None:
+    """What keeps one pod from running."""
     reason, message = pod.waiting
     if reason in _IMAGE:
         return Problem("ImagePull", f"{pod.name}: {message or reason}")

@@ -2,7 +2,8 @@
 
 The revision that a source stands for is found out once, by a Job, and kept in status: a branch that
 moves later does not make two groups of one service differ. The claim is named by source and
-revision, so that services share it, and is filled by one Job, which resumes and checks hashes.
+revision, so that services share it, and is filled by one Job, which resumes and checks hashes. What
+a shared claim looks like is decided by its oldest user, and by nobody once it exists.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 
 from radixgrove.operator import names
 from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.diagnosis import pod_problem
 from radixgrove.operator.observe import JobState
 from radixgrove.operator.render import models
 from radixgrove.operator.render.common import Object, Service
@@ -28,11 +30,15 @@ COMPLETE = f"{names.GROUP}/complete"  # annotation of a filled claim
 
 @dataclass(frozen=True)
 class Cache:
-    """What the cluster holds of a model: Jobs by name, claims by name with their annotations."""
+    """What the cluster holds of a model: Jobs and claims by name."""
 
     jobs: Mapping[str, JobState]
-    claims: Mapping[str, Mapping[str, str]]
-    users: Sequence[Service]  # all services of the namespace with this source; the oldest first
+    claims: Mapping[str, Object]
+    users: Sequence[models.User]  # services of the namespace, this one included; the oldest first
+
+    def users_of(self, claim: str, service: Service) -> list[models.User]:
+        """Those that use the claim already, and `service`, which is about to."""
+        return [u for u in self.users if u.claim == claim or u.service.uid == service.uid]
 
 
 @dataclass
@@ -125,7 +131,7 @@ def _resolve(
         return _failed(status, job, now)
     revision = _said(job).get("revision", "")
     if not (job.succeeded and revision):
-        return Step(status, reason="Resolving", message="looking up the revision")
+        return _under_way(status, job, "Resolving", "looking up the revision")
     status = status.model_copy(update={"revision": revision})
     step = _fetch(service, model, status, revision, cache, config, now)
     step.delete_jobs.append(job)
@@ -145,10 +151,12 @@ def _fetch(
     status = status.model_copy(update={"revision": revision, "claim": name})
     at = ModelAt(source=model.source, revision=revision, claim=name, sub_path=models.SNAPSHOT)
     job = cache.jobs.get(name)
-    annotations = cache.claims.get(name)
-    filled = annotations is not None and annotations.get(COMPLETE) == "true"
-    filled = filled or (annotations is not None and job is not None and job.succeeded)
-    claim = models.claim(name, list(cache.users), model, revision, config)
+    live = cache.claims.get(name)
+    claim = models.claim(name, cache.users_of(name, service), model, revision, config, live)
+    filled = live is not None and (
+        (live["metadata"].get("annotations") or {}).get(COMPLETE) == "true"
+        or (job is not None and job.succeeded)
+    )
     if filled:
         claim["metadata"]["annotations"][COMPLETE] = "true"
         return Step(status, at, True, "Cached", f"revision {revision} on {name}", [claim])
@@ -160,8 +168,17 @@ def _fetch(
         step = _failed(status, job, now)
         step.at, step.apply = at, [claim]
         return step
-    message = f"revision {revision} into {name}"
-    return Step(status, at, reason="Downloading", message=message, apply=[claim])
+    step = _under_way(status, job, "Downloading", f"revision {revision} into {name}")
+    step.at, step.apply = at, [claim]
+    return step
+
+
+def _under_way(status: ModelStatus, job: JobState, reason: str, message: str) -> Step:
+    """A Job that has not ended, and what keeps its pod from starting, if anything does."""
+    trouble = pod_problem(job.pod) if job.pod is not None else None
+    if trouble is not None:
+        return Step(status, reason=trouble.reason, message=trouble.message)
+    return Step(status, reason=reason, message=message)
 
 
 def _failed(status: ModelStatus, job: JobState, now: float) -> Step:

@@ -80,6 +80,7 @@ class JobState:
     failed: bool = False
     finished_at: float | None = None
     message: str = ""  # termination message of its pod
+    pod: Pod | None = None  # its newest
 
 
 @dataclass(frozen=True)
@@ -179,9 +180,11 @@ def job_of(job: Object, pods: Iterable[Object]) -> JobState:
     }
     done = conditions.get("Complete") or conditions.get("Failed") or {}
     message = ""
+    newest: Pod | None = None
     for pod in sorted(pods, key=lambda p: str(p["metadata"].get("creationTimestamp", ""))):
         if _controller_uid(pod) != job["metadata"]["uid"]:
             continue
+        newest = pod_of(pod)
         for container in pod.get("status", {}).get("containerStatuses", []):
             message = container.get("state", {}).get("terminated", {}).get("message", message)
     return JobState(
@@ -191,6 +194,7 @@ def job_of(job: Object, pods: Iterable[Object]) -> JobState:
         failed="Failed" in conditions,
         finished_at=clock.from_text(done.get("lastTransitionTime")),
         message=message,
+        pod=newest,
     )
 
 

@@ -32,7 +32,7 @@ from radixgrove.operator.observe import (
 from radixgrove.operator.plan import Plan, Situation, as_placements, make_plan
 from radixgrove.operator.redisside import RedisAway, RedisSide
 from radixgrove.operator.render import group as render_group
-from radixgrove.operator.render import policies
+from radixgrove.operator.render import models, policies
 from radixgrove.operator.render import router as render_router
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.revision import (
@@ -256,7 +256,8 @@ class Reconciler:
         if step is None or step.at is None or look.name_taken:
             return
         restart = look.body["metadata"].get("annotations", {}).get(names.RESTART, "")
-        target = revision_of(look.spec, look.service.name, step.at, restart, self._config)
+        keys = self._keys.digest()
+        target = revision_of(look.spec, look.service.name, step.at, restart, self._config, keys)
         target = look.revisions.get(target.hash, target)  # as it was frozen
         try:
             config_map_data(target, look.service.key, self._config)
@@ -311,7 +312,7 @@ class Reconciler:
     def _model(self, look: _Look, own: Neighbour, neighbours: list[Neighbour]) -> None:
         namespace, known = look.service.namespace, look.before.model
         jobs: dict[str, JobState] = {}
-        claims: dict[str, dict[str, str]] = {}
+        claims: dict[str, Object] = {}
         if own.spec.model.source.startswith(("hf://", "s3://")):
             for name in modelcache.wanted_names(look.service, look.spec, known):
                 job = self._kube.get("Job", namespace, name)
@@ -320,10 +321,11 @@ class Reconciler:
                     jobs[name] = job_of(job, pods)
                 claim = self._kube.get("PersistentVolumeClaim", namespace, name)
                 if claim is not None:
-                    claims[name] = claim["metadata"].get("annotations") or {}
-        sharing = [n for n in neighbours if n.claim and n.claim == known.claim]
-        users = sorted({n.key: n for n in [*sharing, own]}.values(), key=lambda n: n.age)
-        cache = modelcache.Cache(jobs, claims, [n.service for n in users])
+                    claims[name] = claim
+        users = sorted({n.key: n for n in [*neighbours, own]}.values(), key=lambda n: n.age)
+        cache = modelcache.Cache(
+            jobs, claims, [models.User(n.service, n.spec.model.cache, n.claim) for n in users]
+        )
         step = modelcache.decide(look.service, look.spec, known, cache, self._config, look.now)
         for child in step.apply:
             with look.trying():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from radixgrove.operator import names
 from radixgrove.operator.config import OperatorConfig
 from radixgrove.operator.render.common import (
@@ -13,23 +16,43 @@ from radixgrove.operator.render.common import (
     secret_env,
     with_pod_defaults,
 )
-from radixgrove.operator.spec import Model
+from radixgrove.operator.spec import CacheSpec, Model
 
 SNAPSHOT = "snapshot"  # directory on the claim
+# What the API server lets nobody change, or only grow.
+_FIXED = ("accessModes", "resources", "storageClassName")
+
+
+@dataclass(frozen=True)
+class User:
+    """A service as the model cache sees it."""
+
+    service: Service
+    cache: CacheSpec
+    claim: str = ""  # that it uses already
 
 
 def claim(
-    name: str, users: list[Service], model: Model, revision: str, config: OperatorConfig
+    name: str,
+    users: Sequence[User],
+    model: Model,
+    revision: str,
+    config: OperatorConfig,
+    live: Object | None = None,
 ) -> Object:
-    """The claim, owned by all its users; by none when one of them wants it kept."""
+    """The claim, owned by all its users; by none when one of them wants it kept.
+
+    All of them render the same: `users` come with the oldest first, who says how a new claim is to
+    be. One that exists (`live`) stays as it is.
+    """
     defaults = config.model_cache
-    cache = model.cache
+    cache = users[0].cache
     rendered: Object = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": {
             "name": name,
-            "namespace": users[0].namespace,
+            "namespace": users[0].service.namespace,
             "labels": {names.MANAGED_BY: names.MANAGER, names.COMPONENT: names.MODEL_CACHE_NAME},
             "annotations": {names.SOURCE: model.source, names.RESOLVED: revision},
         },
@@ -41,8 +64,12 @@ def claim(
     storage_class = cache.storage_class or defaults.storage_class
     if storage_class:
         rendered["spec"]["storageClassName"] = storage_class
-    if not cache.retain:
-        rendered["metadata"]["ownerReferences"] = [user.shared_owner for user in users]
+    if live is not None:
+        rendered["spec"] = {key: live["spec"][key] for key in _FIXED if key in live["spec"]}
+    kept = any(user.cache.retain for user in users)
+    # An empty list, not none: that is how earlier owners are taken off.
+    owners = [] if kept else [user.service.shared_owner for user in users]
+    rendered["metadata"]["ownerReferences"] = owners
     return rendered
 
 
