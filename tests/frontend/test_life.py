@@ -309,6 +309,19 @@ def test_the_key_decides_the_sharing_domain(keyed: Frontend) -> None:
     assert [submit.domain for submit in keyed.engine.submits] == ["alice", "bob"]
 
 
+def test_a_salt_narrows_the_sharing_domain(keyed: Frontend) -> None:
+    asked = [("key-a", "s"), ("key-a", "s"), ("key-a", "t"), ("key-b", "s"), ("key-a", "bob")]
+    for key, salt in asked:
+        with keyed.client(key) as client:
+            body = json.loads(chat_body(stream=False, cache_salt=salt))
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+    domains = [submit.domain for submit in keyed.engine.submits]
+    assert domains[0] == domains[1]
+    assert len(set(domains)) == 4
+    assert not {"alice", "bob", "public"} & set(domains)
+    assert not any("bob" in domain for domain in domains if domain != domains[3])
+
+
 def test_shared_sharing_has_one_domain(start_frontend: StartFrontend) -> None:
     frontend = start_frontend(sharing="shared")
     frontend.answer("x")

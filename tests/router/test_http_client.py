@@ -22,11 +22,14 @@ BODY = b'{"model":"m"}'
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
-class Server:
-    """Answers each request with the next script: pieces of bytes, written one by one; then it
-    ends the connection if `close` says so."""
+Piece = bytes | float
 
-    def __init__(self, scripts: Sequence[Sequence[bytes]], *, close: bool = False) -> None:
+
+class Server:
+    """Answers each request with the next script: bytes, written one by one, and seconds between
+    them; then it ends the connection if `close` says so."""
+
+    def __init__(self, scripts: Sequence[Sequence[Piece]], *, close: bool = False) -> None:
         self._scripts = list(scripts)
         self._close = close
         self.requests: list[bytes] = []
@@ -42,9 +45,12 @@ class Server:
                 size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
                 self.requests.append(head + await reader.readexactly(size))
                 for piece in self._scripts.pop(0):
-                    writer.write(piece)
-                    await writer.drain()
-                    await asyncio.sleep(0)
+                    if isinstance(piece, float):
+                        await asyncio.sleep(piece)
+                    else:
+                        writer.write(piece)
+                        await writer.drain()
+                        await asyncio.sleep(0)
                 if self._close:
                     return
         except (asyncio.IncompleteReadError, ConnectionError, IndexError):
@@ -54,7 +60,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(*scripts: Sequence[bytes], close: bool = False) -> AsyncIterator[Server]:
+async def serving(*scripts: Sequence[Piece], close: bool = False) -> AsyncIterator[Server]:
     server = Server(scripts, close=close)
     listener = await asyncio.start_server(server.handle, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
@@ -221,6 +227,16 @@ async def test_idle_connections_end_by_themselves(monkeypatch: pytest.MonkeyPatc
         await read(answer)
         answer.finish()
         await eventually(lambda: server.lost == 1, what="the end of the connection")
+
+
+async def test_slow_answers_are_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "KEEPALIVE_SECONDS", 0.1)
+    async with serving([OK], [0.4, OK[:-1], 0.4, OK[-1:]]) as server, pool() as client:
+        for _ in range(2):
+            answer = await post(client, server.url)
+            assert await read(answer) == b"ok"
+            answer.finish()
+        assert server.connections == 1
 
 
 async def test_deadlines_of_head_and_body() -> None:

@@ -13,11 +13,13 @@ from hashlib import sha256
 from pathlib import Path
 
 from radixgrove.protocol import errors
+from radixgrove.protocol.blocks import PUBLIC_DOMAIN
+from radixgrove.protocol.settings import Sharing
 
 LOCAL_PRINCIPAL = "local"
 PRINCIPAL_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")
 # Names that the cache uses as sharing domains of their own.
-RESERVED_PRINCIPALS = frozenset({"public"})
+RESERVED_PRINCIPALS = frozenset({PUBLIC_DOMAIN})
 
 
 class KeyFileError(ValueError):
@@ -87,6 +89,17 @@ class ApiKeys:
         if found is None:
             raise errors.unauthorized(given=True)
         return found
+
+
+def sharing_domain(sharing: Sharing, principal: str, salt: str | None) -> str:
+    """Which cached prefixes a request may use and adds to: those of its domain only.
+
+    A salt narrows the domain, it never leads into another one: no principal has a `#` in its name.
+    """
+    domain = PUBLIC_DOMAIN if sharing is Sharing.SHARED else principal
+    if salt is None:
+        return domain
+    return f"{domain}#{sha256(salt.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
 def same_secret(given: str | None, expected: str | None) -> bool:

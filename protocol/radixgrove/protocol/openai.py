@@ -20,6 +20,7 @@ MAX_SEQUENCES = 128  # choices of one request: OpenAI's bound for `n`
 MAX_MESSAGES = 8192
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TEMPLATE_KWARGS = 16
@@ -98,12 +99,13 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     return_token_ids: bool | None = None
     prefix_cache: bool | None = None  # ours: false bypasses the prefix cache
+    # Prefixes are shared only among requests with the same one.
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     # Not supported.
     allowed_token_ids: Any = None
     bad_words: Any = None
     best_of: Any = None
-    cache_salt: Any = None
     custom_logit_processor: Any = None
     ebnf: Any = None
     guided_choice: Any = None
@@ -164,7 +166,6 @@ Neutral = dict[str, tuple[Any, ...]]
 NEUTRAL: Neutral = {
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "cache_salt": (),
     "custom_logit_processor": (),
     "ebnf": (),
     "guided_choice": (),

@@ -74,6 +74,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool
     priority: int
     prefix_cache: bool
+    cache_salt: str | None
     return_token_ids: bool
     service_tier: str | None
     prompt_param: str  # "messages" or "prompt"
@@ -336,6 +337,7 @@ def _generation(
         skip_special_tokens=wire.skip_special_tokens is not False,
         priority=wire.priority or 0,
         prefix_cache=wire.prefix_cache is not False,
+        cache_salt=wire.cache_salt,
         return_token_ids=bool(wire.return_token_ids),
         service_tier=wire.service_tier[:64] if isinstance(wire.service_tier, str) else None,
         prompt_param=prompt_param,

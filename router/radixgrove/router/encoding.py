@@ -18,10 +18,10 @@ import aiohttp
 import msgspec
 
 from radixgrove.protocol import errors
+from radixgrove.protocol.auth import sharing_domain
 from radixgrove.protocol.blocks import (
     HASH_BYTES,
     MEMBER_BYTES,
-    PUBLIC_DOMAIN,
     BlockHasher,
     members,
 )
@@ -59,6 +59,7 @@ class ForeignBody(msgspec.Struct):
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     n: int | None = None
+    cache_salt: msgspec.Raw = msgspec.Raw()
 
 
 _foreign_decoder = msgspec.json.Decoder(ForeignBody)
@@ -134,7 +135,9 @@ class Encoders:
         if generation.prefix_cache and generation.sampling.prompt_logprobs is None:
             # The last token is always computed, so a prompt is never served from the cache whole.
             usable = (len(longest) - 1) // block * HASH_BYTES
-            domain = PUBLIC_DOMAIN if registration.sharing == Sharing.SHARED else principal
+            shared = registration.sharing == Sharing.SHARED
+            sharing = Sharing.SHARED if shared else Sharing.PRIVATE
+            domain = sharing_domain(sharing, principal, generation.cache_salt)
             names = members(longest.hashes[:usable], model.domain64(domain))
         ask = Ask(
             prompt_tokens=sum(map(len, prompts)),
@@ -235,7 +238,7 @@ def encode_foreign(body: bytes) -> Encoded:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise errors.invalid("The request body is not valid JSON.") from None
     text = bytes(request.messages) or bytes(request.prompt)
-    names, parent = [], b""
+    names, parent = [], bytes(request.cache_salt)
     for end in range(TEXT_BLOCK, len(text), TEXT_BLOCK):
         block = text[end - TEXT_BLOCK : end]
         parent = blake2b(parent + block, digest_size=MEMBER_BYTES).digest()

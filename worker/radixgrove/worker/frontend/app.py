@@ -16,8 +16,8 @@ from starlette.routing import Route, Router
 
 from radixgrove.protocol import asgi, errors, requests, responses
 from radixgrove.protocol.asgi import ClientDisconnected, Receive, Scope, Send
-from radixgrove.protocol.auth import ApiKeys, same_secret
-from radixgrove.protocol.blocks import PUBLIC_DOMAIN, TOKEN_BYTES
+from radixgrove.protocol.auth import ApiKeys, same_secret, sharing_domain
+from radixgrove.protocol.blocks import TOKEN_BYTES
 from radixgrove.protocol.errors import ApiError
 from radixgrove.protocol.prompts import EncodedPrompt
 from radixgrove.protocol.requests import (
@@ -27,7 +27,7 @@ from radixgrove.protocol.requests import (
     Envelope,
     Request,
 )
-from radixgrove.protocol.settings import Sharing, WorkerSettings
+from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.worker.frontend.answers import Answer, token_list
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.generation import RequestInFlight, Signal
@@ -313,7 +313,9 @@ class Frontend:
         try:
             with flight:
                 flight.submit(
-                    self._domain(accepted.principal),
+                    sharing_domain(
+                        self.settings.sharing, accepted.principal, generation.cache_salt
+                    ),
                     max_tokens,
                     self.model.eos_ids,
                     self.settings.queue_timeout,
@@ -356,9 +358,6 @@ class Frontend:
                 )
             )
         return sequences
-
-    def _domain(self, principal: str) -> str:
-        return PUBLIC_DOMAIN if self.settings.sharing is Sharing.SHARED else principal
 
     async def _stream(self, answer: Answer, flight: RequestInFlight, send: Send) -> None:
         """Send the events; the status waits for the engine's first word, which may be a refusal.
