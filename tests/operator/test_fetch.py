@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ from moto.server import ThreadedMotoServer
 
 from radixgrove.operator import fetch
 from radixgrove.operator.sources import Failure, RemoteFile
+from tests.hub import COMMIT, Hub
 
-COMMIT = "c0ffee" * 6 + "beef"
 WEIGHTS = bytes(range(256)) * 40_000
 FILES = {
     "config.json": b'{"model_type": "llama"}',
@@ -28,96 +26,9 @@ FILES = {
 }
 
 
-class Hub:
-    """Speaks the hub's file API for one repository; `requests` are (path, range) of files."""
-
-    def __init__(self) -> None:
-        self.token = ""
-        self.cut_after: int | None = None  # bytes of the first transfer of the weights
-        self.corrupt = 0  # transfers of the weights that are wrong
-        self.files = dict(FILES)
-        self.requests: list[tuple[str, str]] = []
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                hub.answer(self)
-
-            def log_message(self, format: str, *args: object) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-
-    def __enter__(self) -> Hub:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def answer(self, request: BaseHTTPRequestHandler) -> None:
-        path = request.path.partition("?")[0]
-        if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
-            request.send_error(401)
-        elif path == "/api/models/org/model/revision/main":
-            self._json(request, {"sha": COMMIT})
-        elif path == f"/api/models/org/model/tree/{COMMIT}":
-            self._tree(request)
-        elif path.startswith(f"/org/model/resolve/{COMMIT}/"):
-            self._file(request, path.split("/", 5)[5])
-        else:
-            request.send_error(404)
-
-    def _tree(self, request: BaseHTTPRequestHandler) -> None:
-        """Two pages, as of a large repository."""
-        entries: list[dict[str, Any]] = [{"type": "directory", "path": "tokenizer", "oid": "x"}]
-        for name, content in self.files.items():
-            blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            entry = {"type": "file", "path": name, "size": len(content), "oid": blob}
-            if len(content) > 1000:
-                sha = hashlib.sha256(content).hexdigest()
-                entry["lfs"] = {"oid": sha, "size": len(content)}
-            entries.append(entry)
-        if "page=2" in request.path:
-            self._json(request, entries[3:])
-        else:
-            link = f'<{self.url}{request.path}&page=2>; rel="next"'
-            self._json(request, entries[:3], {"Link": link})
-
-    def _file(self, request: BaseHTTPRequestHandler, name: str) -> None:
-        content = self.files[name]
-        wanted = request.headers.get("Range", "")
-        self.requests.append((name, wanted))
-        start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else 0
-        body = content[start:]
-        if content is WEIGHTS and self.corrupt:
-            self.corrupt -= 1
-            body = b"\xff" * len(body)
-        request.send_response(206 if wanted else 200)
-        request.send_header("Content-Length", str(len(body)))
-        request.end_headers()
-        if content is WEIGHTS and self.cut_after is not None:
-            body, self.cut_after = body[: self.cut_after], None
-            request.close_connection = True
-        request.wfile.write(body)
-
-    def _json(
-        self, request: BaseHTTPRequestHandler, value: Any, headers: dict[str, str] | None = None
-    ) -> None:
-        body = json.dumps(value).encode()
-        request.send_response(200)
-        request.send_header("Content-Length", str(len(body)))
-        for name, text in (headers or {}).items():
-            request.send_header(name, text)
-        request.end_headers()
-        request.wfile.write(body)
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with Hub() as running:
+    with Hub(FILES) as running:
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         yield running
