@@ -214,6 +214,31 @@ async def test_held_too_long_is_503_with_retry_after(
     assert int(answer.headers["retry-after"]) >= 1
 
 
+async def test_model_whose_replicas_are_gone_is_away_and_not_unknown(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, queue_timeout=0.2)
+    assert (await router.complete(prompt(1))).status == 200
+    await replica.stop()  # it takes its registration back
+
+    async def gone() -> bool:
+        return not (await router.status())["replicas"]
+
+    await eventually(gone, what="the replica's end")
+    answer = await router.complete(prompt(1))
+    assert (answer.status, answer.error["code"]) == (503, "service_unavailable")
+    assert int(answer.headers["retry-after"]) >= 1
+    unknown = await router.post("/v1/completions", completion(prompt(1), model="no"))
+    assert unknown.status == 404
+    await make_replica(redis_url=redis_server.url, replica_id="back")
+    await eventually(lambda: _has_status(router, 200), what="the model's return")
+
+
+async def _has_status(router: Router, status: int) -> bool:
+    return (await router.complete(prompt(1))).status == status
+
+
 async def test_queue_is_bounded(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:

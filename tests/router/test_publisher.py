@@ -280,8 +280,13 @@ async def test_restart_under_the_same_name_hides_the_old_generation_at_once(
             await eventually(lambda: old.publisher.status().problem == "superseded")
             current = msgspec.json.decode(client.hget(KEYS.replicas, "r0"), type=Registration)
             assert current.generation == new.publisher.status().generation
+
+        def back() -> bool:
+            old.pulse()  # a pulse ages within two seconds
+            return lease(client, old).state is LeaseState.READY
+
         # The newer one left: the older one, still alive, takes its place again.
-        await eventually(lambda: lease(client, old).state is LeaseState.READY)
+        await eventually(back)
 
 
 async def test_drain_is_visible_before_it_returns_and_survives_heartbeats(

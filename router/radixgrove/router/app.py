@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
 from radixgrove.protocol import asgi, errors
-from radixgrove.protocol.asgi import App, Receive, Scope, Send
+from radixgrove.protocol.asgi import App, Message, Receive, Scope, Send
 from radixgrove.protocol.auth import ApiKeys, same_secret
 from radixgrove.protocol.errors import ApiError
 from radixgrove.protocol.responses import ModelList, ModelObject
@@ -47,6 +47,23 @@ class _FastPath:
             await self._proxy.handle(scope, receive, send, chat=path == CHAT)
         else:
             await self._app(scope, receive, send)
+
+
+class _Farewell:
+    """While the router drains, every answer asks its client to connect anew: elsewhere, then."""
+
+    def __init__(self, app: App, proxy: Proxy) -> None:
+        self._app = app
+        self._proxy = proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (b"connection", b"close")]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, closing if self._proxy.draining else send)
 
 
 def _fastapi() -> FastAPI:
@@ -96,7 +113,8 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
     async def metrics() -> Response:
         return Response(metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
-    return asgi.build(_FastPath(app, proxy), max_body_bytes=settings.max_body_bytes)
+    built = asgi.build(_FastPath(app, proxy), max_body_bytes=settings.max_body_bytes)
+    return _Farewell(built, proxy)
 
 
 def _model(service: Service, name: str) -> ModelObject:

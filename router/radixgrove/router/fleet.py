@@ -46,6 +46,7 @@ PROBE_TIMEOUT = 2.0
 JANITOR_SECONDS = 5.0
 LEASE_GRACE_MS = 30_000  # a paused worker may come back to its sets
 REMEMBER_SECONDS = 15.0  # registered replicas outlive a Redis that went or lost everything
+MODEL_MEMORY_SECONDS = 300.0  # a model without replicas is away for so long, then unknown
 MAX_REPLICAS = 1024  # of one service
 MAX_RESERVATION_MS = 3_600_000
 
@@ -143,9 +144,14 @@ class Fleet:
                 continue
             entry = self._table_entry(name)
             models = list(entry.names) if entry else _models(replicas.values())
+            known = old.get(name)
+            if known is not None and known.replicas:
+                known.served = time.monotonic()
+            if not models and known is not None and self._remembers(name):
+                models = known.models
             if not models:
                 continue
-            service = old.get(name) or Service(name, models, created=int(time.time()))
+            service = known or Service(name, models, created=int(time.time()))
             service.models = models
             service.off = entry is not None and entry.desired == 0 and not entry.wakes
             service.set_replicas(dict(replicas))
@@ -204,7 +210,8 @@ class Fleet:
         for name in sorted(names):
             changed = await self._poll_service(link, name) or changed
         for name in self._registered.keys() - names:
-            if not self._registered[name] or self._table is not None:
+            gone = not self._registered[name] and not self._remembers(name)
+            if gone or self._table is not None:
                 del self._registered[name]
                 changed = True
         if changed:
@@ -337,8 +344,17 @@ class Fleet:
         ]
         for replicas, replica_id in lost:
             del replicas[replica_id]
-        if lost:
+        away = [name for name, replicas in self._registered.items() if not replicas]
+        unknown = any(name in self._services and not self._remembers(name) for name in away)
+        if lost or (unknown and self._table is None):
             self._rebuild()
+
+    def _remembers(self, name: str) -> bool:
+        """Whether a service had replicas so lately that they may come back."""
+        service = self._services.get(name)
+        if service is None:
+            return False
+        return bool(service.replicas) or time.monotonic() - service.served < MODEL_MEMORY_SECONDS
 
     async def _clean(self, link: RedisLink) -> None:
         """Takes away what dead generations and dead routers left in Redis."""

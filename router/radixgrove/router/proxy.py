@@ -103,7 +103,7 @@ class Proxy:
         key = settings.internal_key.get_secret_value() if settings.internal_key else ""
         self._internal_key = key.encode()
         self.in_flight = 0
-        self.draining = False
+        self.draining = False  # what still comes is answered, by connections that then close
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, *, chat: bool) -> None:
         """Answers `POST /v1/chat/completions` or `/v1/completions`.
@@ -113,8 +113,6 @@ class Proxy:
         """
         arrived = time.perf_counter()
         principal = self._keys.authenticate(header(scope, "authorization"))
-        if self.draining:
-            raise errors.overloaded("The server is shutting down.", 1.0)
         if self.in_flight >= self._settings.max_queued:
             raise errors.rate_limited(1.0)
         self.in_flight += 1

@@ -118,6 +118,7 @@ class Service:
     created: int = 0  # Unix seconds, for /v1/models
     held: int = 0  # requests waiting for a replica
     turn: int = 0  # of the round-robin policy
+    served: float = 0.0  # monotonic time at which it last had a replica
     off: bool = False  # no replicas are wanted, and no request wakes any
 
     registration: Registration | None = None  # the one that stands for the registered replicas

@@ -37,6 +37,7 @@ from radixgrove.router.upstream import Upstream
 logger = logging.getLogger(__name__)
 
 LOG_LEVEL_FILE = "log-level"
+LINGER_SECONDS = 0.0  # for clients with an open connection to ask once more, and be sent away
 
 
 class _Server(uvicorn.Server):
@@ -49,6 +50,18 @@ class _Server(uvicorn.Server):
 
 class _Http(BoundedHttp, HttpToolsProtocol):
     """uvicorn's HTTP with bounds on requests under way."""
+
+
+async def _linger(server: _Server) -> None:
+    """Ends when no connection is open, or clients had `LINGER_SECONDS` to learn of the end.
+
+    uvicorn cuts idle connections when it stops: a request that is on its way there would be lost.
+    """
+    steps = 20
+    for _ in range(steps):
+        if not server.server_state.connections:
+            return
+        await asyncio.sleep(LINGER_SECONDS / steps)
 
 
 class RouterProcess:
@@ -120,6 +133,7 @@ class RouterProcess:
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait([stopped, *serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
         proxy.draining = True
+        await _linger(servers[0])
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*serving, return_exceptions=True)
