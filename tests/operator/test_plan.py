@@ -178,6 +178,19 @@ def test_an_eviction_drains_before_it_deletes() -> None:
     assert [group.name for group in made.reconcile().delete] == ["llama-0-a1"]
 
 
+def test_routers_forget_an_evicted_group_of_one_pod_while_it_still_answers() -> None:
+    made = cluster(nodes=1)
+    victim = made.groups["llama-0-a1"]
+    leaving = replace(victim.pods[0], deleted_at=made.now + 100)
+    made.groups["llama-0-a1"] = replace(victim, pods=(leaving,))
+    plan = made.reconcile()
+    assert plan.serving == ["llama-1-a2-0"]
+    assert (plan.drain, plan.delete) == ([], []), "its StatefulSet replaces the pod"
+    made.make_pods()
+    made.start_pods()
+    assert made.reconcile().serving == ["llama-0-a1-0", "llama-1-a2-0"]
+
+
 def test_an_exhausted_group_is_kept_but_not_served() -> None:
     made = cluster(replicas=1, recovery={"maxRestarts": 0})
     victim = made.groups["llama-0-a1"]

@@ -96,7 +96,7 @@ def make_plan(situation: Situation) -> Plan:
         if index not in live:
             records[index] = _start(situation, plan, records[index])
     plan.serving = sorted(
-        [names.replica_id(live[i].name) for i in live if _may_serve(records[i])]
+        [names.replica_id(live[i].name) for i in live if _may_serve(records[i], live[i])]
         + [names.replica_id(new.name(situation.service.name)) for new in plan.create]
     )
     plan.records = [
@@ -105,8 +105,10 @@ def make_plan(situation: Situation) -> Plan:
     return plan
 
 
-def _may_serve(record: GroupStatus) -> bool:
-    return record.phase is not GroupPhase.FAILED
+def _may_serve(record: GroupStatus, group: Group) -> bool:
+    """Not one whose pod was evicted either: routers learn it while the pod still answers."""
+    leaving = any(pod.deleted_at is not None for pod in group.pods)
+    return record.phase is not GroupPhase.FAILED and not leaving
 
 
 def _live_groups(situation: Situation, plan: Plan) -> dict[int, Group]:
@@ -235,7 +237,7 @@ def _roll(
         rollout.Slot(
             index=index,
             revision=record.revision,
-            ready=index in live and live[index].ready and _may_serve(record),
+            ready=index in live and live[index].ready and _may_serve(record, live[index]),
             failing=_failing(record, live.get(index)),
         )
         for index, record in sorted(records.items())

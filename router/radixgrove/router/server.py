@@ -37,7 +37,7 @@ from radixgrove.router.upstream import Upstream
 logger = logging.getLogger(__name__)
 
 LOG_LEVEL_FILE = "log-level"
-LINGER_SECONDS = 0.0  # for clients with an open connection to ask once more, and be sent away
+LINGER_SECONDS = 1.0  # for clients with an open connection to ask once more, and be sent away
 
 
 class _Server(uvicorn.Server):
