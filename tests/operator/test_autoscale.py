@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +57,14 @@ def test_calm_gives_groups_back_one_at_a_time_after_the_cooldown() -> None:
     assert decide(SCALING, 2, load(replicas=2), down, NOW + 100).desired == 2, "calm starts anew"
 
 
+def test_calm_takes_no_group_whose_requests_would_not_fit_on_the_others() -> None:
+    busy = Load(replicas=2, running=33, waiting=0, held=0, kv_used=0.2, slots=32)
+    assert decide(SCALING, 2, busy, AutoscalingStatus(), NOW).low_since is None
+    low = decide(SCALING, 2, replace(busy, running=32), AutoscalingStatus(), NOW)
+    assert decide(SCALING, 2, replace(busy, running=32), low, NOW + 61).desired == 1
+    assert decide(SCALING, 1, replace(busy, replicas=1), low, NOW).desired == 1, "no queue yet"
+
+
 def test_a_burst_in_between_starts_the_calm_anew() -> None:
     low = decide(SCALING, 2, load(replicas=2), AutoscalingStatus(), NOW)
     busy = decide(SCALING, 2, load(replicas=2, waiting=16), low, NOW + 50)
@@ -81,6 +91,7 @@ def test_an_unknown_load_moves_nothing() -> None:
         waiting=st.integers(0, 10_000),
         held=st.integers(0, 10_000),
         kv_used=st.floats(0, 1),
+        slots=st.integers(0, 64),
     ),
 )
 def test_the_bounds_always_hold(current: int, seen: Load) -> None:

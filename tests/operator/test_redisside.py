@@ -109,7 +109,7 @@ def register(server: RedisServer, replica: str, lease: Lease) -> None:
     registration = Registration(
         replica_id=replica, service="ns.a", url="http://10.0.0.1:8100", models=["m"], namespace="n",
         root="r", index_block=16, page_size=16, tokenizer_digest="t", max_model_len=100,
-        generation=f"g-{replica}",
+        generation=f"g-{replica}", max_running=16,
     )  # fmt: skip
     head = Lease._HEAD.pack(lease.expires_ms, int(lease.state)) + lease.report.pack()
     server.client.hset(keys.replicas, replica, msgspec.json.encode(registration))
@@ -130,6 +130,7 @@ def test_load_counts_living_replicas_that_the_table_lists(server: RedisServer) -
     found = side(server).load("ns.a", ["a-0", "b-0", "c-0"])
     assert (found.replicas, found.running, found.waiting, found.held) == (1, 3, 2, 5)
     assert found.kv_used == pytest.approx(0.75)
+    assert found.slots == 16
 
 
 def test_a_lease_is_held_until_it_expires(server: RedisServer) -> None:

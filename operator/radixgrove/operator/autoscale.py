@@ -24,6 +24,7 @@ class Load:
     waiting: int
     held: int  # by routers, because no replica can take them
     kv_used: float  # mean share of pages in use, 0 to 1
+    slots: int = 0  # requests that one replica runs at once; 0: unknown
 
 
 def decide(
@@ -67,8 +68,10 @@ def _wanted(scaling: Autoscaling, current: int, load: Load) -> int:
         return scaling.min
     by_queue = math.ceil((load.waiting + load.held) / scaling.targets.queue)
     by_memory = math.ceil(load.replicas * load.kv_used * 100 / scaling.targets.kv_percent)
+    # What runs now must have room on what is left, or the next queue would bring the group back.
+    by_slots = min(math.ceil(load.running / load.slots), current) if load.slots else 0
     # A group that starts has reported nothing yet: it must not be asked for twice.
-    return max(1, by_queue, by_memory)
+    return max(1, by_queue, by_memory, by_slots)
 
 
 def _describe(load: Load) -> str:

@@ -130,12 +130,13 @@ class RedisSide:
     def load(self, service: str, serving: Collection[str]) -> Load:
         """Load over the replicas in `serving` that hold leases. Raises RedisAway."""
         replicas, leases, now_ms = self._replicas(service)
-        reports = []
+        reports, slots = [], []
         for replica_id in serving:
             registration = replicas.get(replica_id)
             lease = leases.get(registration.generation) if registration else None
             if lease and lease.expires_ms > now_ms and lease.state is LeaseState.READY:
                 reports.append(lease.report)
+                slots.append(registration.max_running if registration else 0)
         used = [1 - r.pages_free / r.pages_total for r in reports if r.pages_total]
         return Load(
             replicas=len(reports),
@@ -143,6 +144,7 @@ class RedisSide:
             waiting=sum(report.waiting for report in reports),
             held=self._held(service, now_ms),
             kv_used=sum(used) / len(used) if used else 0.0,
+            slots=min(slots, default=0),
         )
 
     def _held(self, service: str, now_ms: int) -> int:
