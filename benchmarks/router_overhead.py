@@ -5,7 +5,9 @@ request; tokenizing and hashing are included for routers that do them. Tokenizin
 are measured too, cold and as the next turn of a known conversation.
 
     python benchmarks/router_overhead.py [--peers-venv VENV] [--processes 1,2] [--seconds 5]
-    python benchmarks/router_overhead.py --worker URL --router URL --model NAME   # whole path
+    python benchmarks/router_overhead.py --whole-path demo       # router + worker: 2 and 24 KB
+    python benchmarks/router_overhead.py --whole-path two-layers # random weights: 2 and 64 KB
+    python benchmarks/router_overhead.py --worker URL --router URL --model NAME --sizes 2,64
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import random
 import re
 import sys
+import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -234,6 +239,57 @@ def whole_path(report: Report, options: argparse.Namespace) -> None:
         report.add("router + worker", workload, "added p50", added, "ms")
 
 
+# Little beside the tokenizer's work: what is left of an answer's time is the way of the request.
+TWO_LAYERS = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 49152,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+
+
+def two_layers(directory: Path) -> list[str]:
+    """Options of `radixgrove up` for a tiny model of random weights with the demo's tokenizer."""
+    for name, content in TokenizerFiles.load(demo_model.ensure()).contents.items():
+        (directory / name).write_bytes(content)
+    (directory / "config.json").write_text(json.dumps(TWO_LAYERS))
+    return ["--model", str(directory), "--load-format", "dummy"]
+
+
+def whole_path_of_own(options: argparse.Namespace) -> Report:
+    """The whole path through a cluster of this benchmark's own: one replica, one router."""
+    demo = options.whole_path == "demo"
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        model = [] if demo else two_layers(Path(name))
+        options.model = "SmolLM2-135M-Instruct" if demo else "two-layers"
+        port, management = free_port(), free_port()
+        command = [sys.executable, "-m", "radixgrove.cli", "up", "--replicas", "1", *model]
+        command += ["--port", str(port), "--management-port", str(management), "--device", "cpu"]
+        command += ["--kv-tokens", "65536", "--served-model-name", options.model]
+        stack.enter_context(process(command, options.log))
+        options.router = f"http://127.0.0.1:{port}"
+        wait_for_http(options.router + "/readyz", 150)
+        with urllib.request.urlopen(f"http://127.0.0.1:{management}/status") as response:
+            options.worker = json.load(response)["replicas"][0]["url"]
+        options.sizes = "2,24" if demo else "2,64"
+        report = Report("router_whole_path", options.model)
+        whole_path(report, options)
+        return report
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers-venv", type=Path)
@@ -242,15 +298,19 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300, help="per latency figure")
     parser.add_argument("--seconds", type=float, default=5.0, help="per throughput figure")
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--whole-path", choices=["demo", "two-layers"])
     parser.add_argument("--worker", help="a worker's URL, for the whole path")
     parser.add_argument("--router", help="its router's URL")
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--sizes", default="2,64", help="KB of a prompt on the whole path")
     parser.add_argument("--log", type=Path)
     options = parser.parse_args()
-    if options.worker and options.router:
-        report = Report("router_whole_path", options.model)
-        whole_path(report, options)
+    if options.whole_path or (options.worker and options.router):
+        if options.whole_path:
+            report = whole_path_of_own(options)
+        else:
+            report = Report("router_whole_path", options.model)
+            whole_path(report, options)
         print(table(report.rows, ["subject", "workload", "metric", "value", "unit"]))
         return
     report = Report("router_overhead", MODEL)
