@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.cluster.harness import demo, groups
+from tests.cluster.harness import demo, groups, release
 from tests.cluster.harness.cluster import Cluster
-from tests.cluster.harness.served import Served
-from tests.cluster.harness.traffic import Client
+from tests.cluster.harness.faults import Faults
+from tests.cluster.harness.served import KIND, SERVICE_LABEL, Served, reason
+from tests.cluster.harness.traffic import Client, Traffic
 from tests.cluster.harness.volumes import Mounts
+from tests.cluster.harness.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+# What a client may see when its group dies: an error before the answer, or one within it.
+ERROR = re.compile(r"^(50[0234]: |error within the stream: )")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,3 +47,162 @@ def test_two_pods_on_two_nodes_meet_and_answer_through_the_router(
     status = pair.status()
     answer = client.ask(status["url"], pair.name, "Who are you?")
     assert answer.startswith(f"{pods[0].name}: 1 2 3")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_recreates_the_whole_group_once_and_no_old_rank_serves(
+    pair: Served, client: Client, faults: Faults, rank: int
+) -> None:
+    before, old = pair.status(), groups.members(pair)
+    with Traffic(client, before["url"], pair.name, clients=3, tokens=30) as traffic:
+        traffic.wait_for_more(3)
+        faults.kill_container(pair.namespace, old[rank].name)
+        after = groups.wait_until_recreated(pair, old)
+        traffic.wait_for_more(3)
+    new = groups.members(pair)
+    assert [pod.rank for pod in new] == [0, 1]
+    assert after["groups"][0]["restarts"] == before["groups"][0].get("restarts", 0) + 1
+    assert after["lastAttempt"] == before["lastAttempt"] + 1
+
+    whole = [outcome for outcome in traffic.outcomes if not outcome.failure]
+    servers = [groups.server(outcome.text) for outcome in whole]
+    assert set(servers) == {old[0].name, new[0].name}
+    first_new = min(o.began for o in whole if groups.server(o.text) == new[0].name)
+    assert all(o.began < first_new for o in whole if groups.server(o.text) == old[0].name)
+    assert all(ERROR.match(failure) for failure in traffic.failures), traffic.failures
+
+
+def test_two_services_that_each_need_every_gpu_run_one_after_the_other(
+    installed: Cluster, worker_mounts: Mounts
+) -> None:
+    namespace, kubectl = demo.NAMESPACE, installed.kubectl
+    services = [Served(kubectl, namespace, name) for name in ("all-gpus-1", "all-gpus-2")]
+    spec = groups.spec(worker_mounts, gpus_per_node=8)
+    try:
+        for service in services:
+            service.apply(spec)
+        ready = wait_until(
+            lambda: [s for s in services if reason(s.status(), "Ready") == "True/Serving"],
+            "one of the two is ready", timeout=240,
+        )  # fmt: skip
+        assert len(ready) == 1
+        (second,) = set(services) - set(ready)
+        second.wait(
+            lambda s: reason(s, "Ready") == "False/InsufficientGPUs", "it says what it misses"
+        )
+        assert [pod.name for pod in groups.members(second) if pod.node] == []
+        assert second.status()["groups"][0].get("restarts", 0) == 0
+        ready[0].delete()
+        second.wait_until_ready(1)
+        assert {pod.node for pod in groups.members(second)} == {n.name for n in installed.nodes}
+    finally:
+        for service in services:
+            service.delete()
+
+
+def test_what_does_not_concern_the_engine_restarts_no_pod(
+    pair: Served, installed: Cluster, faults: Faults
+) -> None:
+    pods = pair.pods()
+    pair.scale(2)
+    pair.wait_until_ready(2)
+    changes: list[dict[str, Any]] = [
+        {"recovery": {"maxRestarts": 7}},
+        {"rollout": {"maxUnavailable": 0, "maxSurge": 1}},
+        {"autoscaling": {"min": 1, "max": 2}},
+        {"router": {"dedicated": True, "replicas": 1}},
+        {"router": {"dedicated": False, "replicas": None}, "autoscaling": None},
+    ]
+    for change in changes:
+        pair.patch(change)
+        pair.wait(lambda s: reason(s, "Ready") == "True/Serving", f"it has taken {change}")
+        assert pods.items() <= pair.pods().items()
+    installed.kubectl.run(
+        "label", KIND, pair.name, "-n", pair.namespace, "team=blue", "--overwrite"
+    )
+    restart_operator(installed, faults)
+    pair.scale(1)
+    pair.wait_until_ready(1)
+    wait_until(lambda: pair.pods() == pods, "only the first group is left", timeout=60)
+
+
+def test_an_operator_killed_in_the_middle_of_anything_converges(
+    pair: Served, installed: Cluster, faults: Faults
+) -> None:
+    old = groups.members(pair)
+    faults.kill_container(pair.namespace, old[1].name)
+    wait_until(
+        lambda: pair.status()["groups"][0]["restarts"], "recovery has begun", timeout=60
+    )  # fmt: skip
+    kill_operator(installed, faults)
+    groups.wait_until_recreated(pair, old)
+
+    old = groups.members(pair)
+    pair.patch({"engine": {"maxRunning": 7}})
+    wait_until(lambda: set(groups.members(pair)) != set(old), "the rollout has begun", timeout=60)
+    kill_operator(installed, faults)
+    pair.wait_until_ready(1)
+    assert not {pod.uid for pod in groups.members(pair)} & {pod.uid for pod in old}
+
+    pair.kubectl.delete(KIND, pair.name, "-n", pair.namespace, wait=False)
+    kill_operator(installed, faults)
+    wait_until(lambda: not children(pair), "no child is left", timeout=120)
+
+
+def test_deletes_and_patches_in_quick_succession_leave_no_child(
+    installed: Cluster, worker_mounts: Mounts
+) -> None:
+    served = Served(installed.kubectl, demo.NAMESPACE, "stormy")
+    spec = groups.spec(worker_mounts)
+    served.apply(spec)
+    wait_until(served.pods, "it has pods", timeout=60)
+    for _ in range(2):
+        served.kubectl.delete(KIND, served.name, "-n", served.namespace, wait=False)
+    served.apply(spec)
+    first = served.read()["metadata"]["uid"]
+    for turn in range(10):
+        served.patch({"engine": {"maxRunning": 1 + turn}})
+    served.wait_until_ready(1)
+    assert len(groups.members(served)) == 2
+    owners = {
+        owner["uid"]
+        for child in children(served)
+        for owner in child["metadata"].get("ownerReferences", [])
+        if owner["kind"] == "InferenceService"
+    }
+    assert owners == {first}
+    served.delete()
+    wait_until(lambda: not children(served), "no child is left", timeout=60)
+
+
+def children(served: Served) -> list[dict[str, Any]]:
+    """Everything in the namespace that carries the service's label."""
+    kinds = (
+        "statefulsets,deployments,pods,services,configmaps,serviceaccounts,"
+        "poddisruptionbudgets,networkpolicies,persistentvolumeclaims,jobs"
+    )
+    return served.kubectl.items(
+        kinds, "-n", served.namespace, f"--selector={SERVICE_LABEL}={served.name}"
+    )
+
+
+def kill_operator(cluster: Cluster, faults: Faults) -> None:
+    """SIGKILL; its kubelet starts it again."""
+    (pod,) = _operators(cluster)
+    faults.kill_container(release.NAMESPACE, pod["metadata"]["name"])
+
+
+def restart_operator(cluster: Cluster, faults: Faults) -> None:
+    """Kills it, and waits until the next one leads."""
+    kill_operator(cluster, faults)
+    lease = ("lease", "radixgrove-operator", "-n", release.NAMESPACE)
+    before = cluster.kubectl.json("get", *lease)["spec"]["leaseTransitions"]
+    cluster.kubectl.wait_for(
+        *lease, that=lambda found: found["spec"]["leaseTransitions"] > before, what="has changed",
+        timeout=120,
+    )  # fmt: skip
+
+
+def _operators(cluster: Cluster) -> list[dict[str, Any]]:
+    selector = "--selector=app.kubernetes.io/component=operator"
+    return cluster.kubectl.items("pods", "-n", release.NAMESPACE, selector)

@@ -29,8 +29,8 @@ class Member:
     ready: bool
 
 
-def spec(mounts: Mounts, *, gpus_per_node: int = 0, **more: Any) -> dict[str, Any]:
-    """An InferenceService of the group probe on two nodes; `more` are further fields of its spec.
+def spec(mounts: Mounts, *, nodes: int = 2, gpus_per_node: int = 0, **more: Any) -> dict[str, Any]:
+    """An InferenceService of one group of the group probe; `more` are further fields of its spec.
 
     Without GPUs it is of `device: cpu`; with them it asks for them, and uses none.
     """
@@ -44,7 +44,7 @@ def spec(mounts: Mounts, *, gpus_per_node: int = 0, **more: Any) -> dict[str, An
     ]
     # A probe holds a model's tokenizer, not its weights; it ends as soon as all is answered.
     wanted["podOverrides"]["spec"]["terminationGracePeriodSeconds"] = 15
-    wanted["hardware"] = {"device": "cpu", "cpu": "50m", "nodes": 2}
+    wanted["hardware"] = {"device": "cpu", "cpu": "50m", "nodes": nodes}
     if gpus_per_node:
         wanted["hardware"] |= {"device": "cuda", "gpusPerNode": gpus_per_node}
     wanted["engine"] = {"settings": {"drain_timeout": 10}}
