@@ -116,6 +116,7 @@ def test_a_router_that_cannot_start_says_why_in_one_line(processes: str) -> None
             (["--port", port], f"cannot listen on 127.0.0.1 port {port}"),
             (["--api-keys-file", "/does/not/exist"], "the API key file cannot be read"),
             (["--redis-url", "http://:pa55@host"], "redis_url is not like redis://"),
+            (["--replicas", "http://me:pa55@host"], "a URL in `replicas` has credentials"),
         ]:
             result = radixgrove(
                 "router", "--port", "0", "--management-port", "0", "--processes", processes, *flags

@@ -74,6 +74,8 @@ def check(settings: RouterSettings) -> None:
         ApiKeys.load(settings.api_keys_file)
     except KeyFileError as error:
         raise StartError(str(error)) from error
+    if any("@" in replica for replica in settings.replicas):
+        raise StartError("a URL in `replicas` has credentials; replicas get those of the client")
     try:
         parse_url(settings.redis_url or "redis://")
     except ValueError as error:
