@@ -64,11 +64,12 @@ class TokenSource:
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._random = random.Random(0)
         self._vocab_size = vocab_size
-        self._steps = 0
+        self._steps = self._ticks = 0
 
     def pulse(self) -> None:
+        self._ticks += 1  # an engine whose ticks stand still is given up
         self._send(
-            Stats(state=EngineState.READY, ticks=self._steps, steps=self._steps, step_deadline=None)
+            Stats(state=EngineState.READY, ticks=self._ticks, steps=self._steps, step_deadline=None)
         )
 
     def accept(self, count: int) -> list[str]:
