@@ -44,7 +44,8 @@ class Seen:
     cached_tokens: int
     matched_tokens: int
     text: str
-    ids: list[int]  # prompt and answer
+    prompt_ids: list[int]
+    ids: list[int]  # of prompt and answer
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -71,6 +72,7 @@ class Client:
             answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"],
             int(answer.headers["x-radixgrove-matched-tokens"]),
             choice["text"],
+            choice["prompt_token_ids"],
             choice["prompt_token_ids"] + choice["token_ids"],
         )
 
@@ -84,8 +86,9 @@ class Client:
 def cluster(tmp_path: Path, *arguments: str) -> Iterator[UpProcess]:
     keys = tmp_path / "keys"
     keys.write_text("".join(f"{tenant}: key-{tenant}\n" for tenant in TENANTS))
-    options = ("--api-keys-file", str(keys), "--replicas", "1", "--kv-tokens", str(KV_TOKENS))
-    up = UpProcess(tmp_path / "log", (*options, *arguments))
+    options = ("--api-keys-file", str(keys), "--replicas", "1", "--max-model-len", "512")
+    pool = ("--kv-tokens", str(KV_TOKENS))
+    up = UpProcess(tmp_path / "log", (*options, *pool, *arguments))
     try:
         up.start()
         yield up
@@ -114,7 +117,7 @@ def test_private_caches_show_nothing_of_each_other(tmp_path: Path, demo_model_di
                 client = clients[name]
                 for _again in range(order.choice((1, 2))):
                     seen = client.ask(prompt)
-                    bound = client.bound(seen.ids[:-4])
+                    bound = client.bound(seen.prompt_ids)
                     assert seen.cached_tokens <= bound, (name, prompt[:40], seen)
                     assert seen.matched_tokens <= bound, (name, prompt[:40], seen)
                     client.past.append(seen.ids)
