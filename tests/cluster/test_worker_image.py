@@ -1,0 +1,60 @@
+"""The worker's own image: five gigabytes of CUDA torch, built for real and looked into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.harness import images
+from tests.cluster.harness.images import Container, ImageError
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def container() -> Iterator[Container]:
+    arguments = {"BASE": images.base_image()}
+    name = "localhost/radixgrove/worker:built"
+    with images.container_of(name, ROOT / "worker" / "Dockerfile", ROOT, arguments) as running:
+        yield running
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> dict[Path, str]:
+    """The one directory that the worker's user may write to besides /tmp."""
+    tmp_path.chmod(0o777)
+    return {tmp_path: "/cache"}
+
+
+def test_it_runs_as_a_numeric_user_that_can_change_nothing_in_the_image(
+    container: Container, cache: dict[Path, str]
+) -> None:
+    assert container.config()["User"] == "10001:10001"
+    assert container.run("id", "-u").strip() == "10001"
+    with pytest.raises(ImageError):
+        container.run("touch", "/opt/radixgrove/here", writable=cache)
+
+
+def test_doctor_names_the_backend(container: Container, cache: dict[Path, str]) -> None:
+    said = container.run("radixgrove", "doctor", writable=cache)
+    assert "attention auto: torch here, triton on a GPU" in said
+
+
+def test_triton_can_compile_into_the_cache(
+    container: Container, cache: dict[Path, str], tmp_path: Path
+) -> None:
+    # What Triton compiles on the host at first use: a launcher in C, against Python's headers.
+    program = (
+        "from triton.runtime.build import compile_module_from_src as build\n"
+        "source = '#include <Python.h>\\n'\n"
+        'source += "static struct PyModuleDef d = {PyModuleDef_HEAD_INIT, \\"probe\\", 0, -1, 0};'
+        '\\n"\n'
+        "source += 'PyMODINIT_FUNC PyInit_probe(void) { return PyModule_Create(&d); }\\n'\n"
+        "print(build(source, 'probe').__name__)\n"
+    )
+    assert container.run("python3", "-c", program, writable=cache).strip() == "probe"
+    assert list(tmp_path.rglob("*.so")), "nothing was compiled into the cache"
