@@ -133,6 +133,16 @@ def test_load_counts_living_replicas_that_the_table_lists(server: RedisServer) -
     assert found.slots == 16
 
 
+def test_demands_of_routers_that_died_long_ago_are_swept(server: RedisServer) -> None:
+    now_ms = int(time.time() * 1000)
+    for router, at in (("here", now_ms), ("gone", now_ms - 3_600_000)):
+        value = Demand(held=1, at_ms=at).encode()
+        server.client.hset(demand_key(PREFIX), demand_field(router, "ns.a"), value)
+    server.client.hset(demand_key(PREFIX), "nonsense", b"{")
+    assert side(server).load("ns.a", []).held == 1
+    assert server.client.hkeys(demand_key(PREFIX)) == [demand_field("here", "ns.a").encode()]
+
+
 def test_a_lease_is_held_until_it_expires(server: RedisServer) -> None:
     report = LoadReport()
     register(server, "a-0", Lease(time.time() * 1000 + 60_000, LeaseState.NOT_READY, report))

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from radixgrove.operator.redisside import RedisSide, connect
-from radixgrove.protocol.modeltable import SHARED, ModelEntry, table_key
+from radixgrove.protocol.modeltable import SHARED, ModelEntry, demand_key, table_key
 from tests.conftest import RedisServer
 from tests.router.conftest import MakeReplica, MakeRouter
 from tests.router.harness import Answer, Router, completion, eventually, prompt
@@ -89,6 +89,7 @@ async def test_unknown_model_beside_a_single_sleeping_one_is_404_at_once(
 
 async def test_held_request_is_seen_by_the_operator_and_answered_once_a_replica_is_there(
     redis_server: RedisServer,
+    client: redis.Redis,
     operator: RedisSide,
     make_replica: MakeReplica,
     make_router: MakeRouter,
@@ -108,6 +109,20 @@ async def test_held_request_is_seen_by_the_operator_and_answered_once_a_replica_
     answer = await held
     assert (answer.status, answer.replica) == (200, "sleeper-a1")
     await eventually(lambda: operator.load("svc-sleeper", []).held == 0, what="the demand's end")
+    await eventually(lambda: not client.exists(demand_key(PREFIX)), what="its field is gone too")
+
+
+async def test_a_request_that_gave_up_soon_still_wakes_its_model(
+    redis_server: RedisServer, operator: RedisSide, make_router: MakeRouter
+) -> None:
+    operator.put(SHARED, 1.0, entry("sleeper", desired=0, wakes=True))
+    router = await make_router(redis_server, ready=False, model_table=SHARED, queue_timeout=0.0)
+    await eventually(lambda: _is(models(router), ["sleeper", "sleeper-alias"]))
+    assert operator.load("svc-sleeper", []).held == 0
+    assert refused_for_now(await ask(router, "sleeper"))
+    await eventually(
+        lambda: operator.load("svc-sleeper", []).held == 1, deadline=5, what="the demand"
+    )
 
 
 async def test_only_listed_attempts_serve(

@@ -16,6 +16,8 @@ from radixgrove.operator.store import Key, Neighbour, Store
 
 logger = logging.getLogger(__name__)
 
+_ASLEEP_EVERY = 1.0  # seconds: a request waits for whoever sleeps
+
 
 class Autoscaler:
     """`run` in a thread of its own; `last` from reconcilers."""
@@ -39,11 +41,17 @@ class Autoscaler:
         return self._last.get(key)
 
     def run(self, stopping: threading.Event) -> None:
-        while not stopping.wait(self._every):
+        next_round = time.monotonic() + self._every
+        while not stopping.wait(min(self._every, _ASLEEP_EVERY)):
             services = [n for n in self._store.services() if n.spec.autoscaling is not None]
             for gone in self._last.keys() - {neighbour.key for neighbour in services}:
                 del self._last[gone]
+            due = time.monotonic() >= next_round
+            if due:
+                next_round = time.monotonic() + self._every
             for neighbour in services:
+                if not due and neighbour.spec.replicas > 0:
+                    continue
                 try:
                     self._look_at(neighbour)
                 except (KubeError, NotLeading) as error:

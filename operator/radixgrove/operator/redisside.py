@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_FORGET_DEMAND_MS = 60_000
+
 
 class RedisAway(Exception):
     """Redis did not answer, or answered nonsense."""
@@ -150,11 +152,18 @@ class RedisSide:
     def _held(self, service: str, now_ms: int) -> int:
         raw: Any = self._call(partial(self._client.hgetall, demand_key(self._prefix)))
         demands: list[tuple[str, Demand]] = []
+        stale = []
         for field, value in raw.items():
             try:
-                demands.append((field.decode(), Demand.decode(value)))
+                demand = Demand.decode(value)
+                demands.append((field.decode(), demand))
             except (msgspec.DecodeError, UnicodeDecodeError):
+                stale.append(field)
                 continue
+            if demand.at_ms < now_ms - _FORGET_DEMAND_MS:  # of a router that died
+                stale.append(field)
+        if stale:
+            self._call(partial(self._client.hdel, demand_key(self._prefix), *stale))
         return total_demand(demands, service, now_ms)
 
     def _replicas(self, service: str) -> tuple[dict[str, Registration], dict[str, Lease], int]:

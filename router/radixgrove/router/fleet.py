@@ -18,14 +18,7 @@ import msgspec
 from radixgrove.protocol.blocks import HASH_SCHEME, BlockHasher
 from radixgrove.protocol.errors import ApiError, model_not_found
 from radixgrove.protocol.keys import ServiceKeys, services_key
-from radixgrove.protocol.modeltable import (
-    Demand,
-    ModelEntry,
-    ModelTable,
-    demand_field,
-    demand_key,
-    table_key,
-)
+from radixgrove.protocol.modeltable import ModelEntry, ModelTable, table_key
 from radixgrove.protocol.registry import (
     PROTOCOL_VERSION,
     Lease,
@@ -35,6 +28,7 @@ from radixgrove.protocol.registry import (
 )
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import metrics
+from radixgrove.router.demand import DemandReport
 from radixgrove.router.redis_link import RedisLink, RedisRefused, RedisUnavailable
 from radixgrove.router.replicas import Breaker, Replica, Service
 
@@ -69,7 +63,6 @@ class Fleet:
         session: Callable[[], aiohttp.ClientSession],
     ) -> None:
         self._settings = settings
-        self._router_id = router_id
         self._link = link
         self._session = session
         self._secret = (
@@ -85,6 +78,7 @@ class Fleet:
         self._dead: dict[str, dict[str, str]] = {}  # service → dead generation → replica id
         self._changed = asyncio.Event()
         self._next_janitor = 0.0
+        self._demand = DemandReport(settings.redis_prefix, router_id)
         self._rebuild()
 
     # ---- looking up ------------------------------------------------------------------------
@@ -216,6 +210,8 @@ class Fleet:
                 changed = True
         if changed:
             self._rebuild()
+        if self._settings.model_table is not None:
+            await self._demand.send(link, self.services)
         if time.monotonic() >= self._next_janitor:
             self._next_janitor = time.monotonic() + JANITOR_SECONDS
             await self._clean(link)
@@ -369,16 +365,6 @@ class Fleet:
                     LEASE_GRACE_MS,
                 )
             await link.run_script("sweep", [keys.routers, keys.reserved], MAX_RESERVATION_MS)
-        if self._settings.model_table is not None:
-            now = await link.call("TIME")
-            for service in self._services.values():
-                demand = Demand(held=service.held, at_ms=int(now[0]) * 1000)
-                await link.call(
-                    "HSET",
-                    demand_key(self._prefix),
-                    demand_field(self._router_id, service.name),
-                    demand.encode(),
-                )
 
     # ---- static replicas, and registered ones without Redis ---------------------------------
 

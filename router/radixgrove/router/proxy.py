@@ -238,8 +238,11 @@ class Proxy:
 
     async def _hold(self, service: Service, deadline: float) -> bool:
         """Waits a little for replicas to change. False when that is of no use, or no longer."""
-        left = deadline - time.monotonic()
-        if left <= 0 or service.off:
+        if service.off:
+            return False
+        service.last_held = time.monotonic()
+        left = deadline - service.last_held
+        if left <= 0:
             return False
         service.held += 1
         metrics.HELD.labels(service.model).inc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -117,6 +118,7 @@ class Service:
     replicas: dict[str, Replica] = field(default_factory=dict)
     created: int = 0  # Unix seconds, for /v1/models
     held: int = 0  # requests waiting for a replica
+    last_held: float = -math.inf  # monotonic time at which one began, or wanted, to wait
     turn: int = 0  # of the round-robin policy
     served: float = 0.0  # monotonic time at which it last had a replica
     off: bool = False  # no replicas are wanted, and no request wakes any

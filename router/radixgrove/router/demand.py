@@ -1,0 +1,49 @@
+"""What a router tells the operator's autoscaler: how many requests want for a replica."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from radixgrove.protocol.modeltable import DEMAND_SECONDS, Demand, demand_field, demand_key
+from radixgrove.router.redis_link import RedisLink
+from radixgrove.router.replicas import Service
+
+_REPORT_SECONDS = 2.0
+
+
+class DemandReport:
+    """One router's fields in the demand hash: there while it holds requests, and only then."""
+
+    def __init__(self, prefix: str, router_id: str) -> None:
+        self._key = demand_key(prefix)
+        self._router_id = router_id
+        self._told: dict[str, float] = {}  # monotonic time of the last report, by service
+
+    async def send(self, link: RedisLink, services: Iterable[Service]) -> None:
+        """Reports a new demand at once, one that lasts every few seconds, and its end.
+
+        Raises:
+            RedisUnavailable, RedisRefused: they are not told; the next call tries again.
+        """
+        now = time.monotonic()
+        wanted = {service.name: _demand(service, now) for service in services}
+        for name, held in wanted.items():
+            if held and now - self._told.get(name, 0.0) >= _REPORT_SECONDS:
+                seconds, _ = await link.call("TIME")
+                demand = Demand(held=held, at_ms=int(seconds) * 1000)
+                await link.call("HSET", self._key, self._field(name), demand.encode())
+                self._told[name] = now
+        for name in [name for name in self._told if not wanted.get(name)]:
+            await link.call("HDEL", self._key, self._field(name))
+            del self._told[name]
+
+    def _field(self, service: str) -> str:
+        return demand_field(self._router_id, service)
+
+
+def _demand(service: Service, now: float) -> int:
+    """Requests held now; one for a while after the last was given up, or it wakes nobody."""
+    if service.held or any(replica.available() for replica in service.replicas.values()):
+        return service.held
+    return int(now - service.last_held < DEMAND_SECONDS)
