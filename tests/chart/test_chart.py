@@ -184,6 +184,7 @@ def test_the_crd_is_the_generated_one_and_can_be_kept() -> None:
     name = generated["metadata"]["name"]
     kept = find(render({}), "CustomResourceDefinition", name)
     assert kept["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+    assert kept["metadata"].pop("labels")["app.kubernetes.io/instance"] == "radixgrove"
     assert kept == generated
     gone = find(render({"crds": {"keep": False}}), "CustomResourceDefinition", name)
     assert "annotations" not in gone["metadata"]
