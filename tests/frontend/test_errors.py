@@ -368,6 +368,39 @@ def test_broken_body_is_answered_once_with_the_requests_own_id(frontend: Fronten
     assert frontend.logged("broken-body-1").count("request_id=broken-body-1") == 1
 
 
+def test_what_is_no_http_behind_a_request_does_not_get_into_its_answer(
+    frontend: Frontend,
+) -> None:
+    frontend.engine.step_seconds = 0.05
+    frontend.answer("an answer of quite a few words, so that it is under way for a while")
+    host, port = frontend.url.removeprefix("http://").split(":")
+    body = json.dumps({"model": MODEL, "messages": MESSAGES, "stream": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        received = connection.recv(65536)
+        assert received.startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"nonsense\r\n\r\n")
+        while chunk := connection.recv(65536):
+            received += chunk
+    assert received.count(b"HTTP/1.1 ") == 1
+    assert b"[DONE]" not in received
+    assert frontend.chat("x").status_code == 200
+
+
+def test_body_that_breaks_after_its_answer_gets_no_second_one(frontend: Frontend) -> None:
+    head = b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    host, port = frontend.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head)
+        received = connection.recv(65536)
+        assert received.startswith(b"HTTP/1.1 404 ")
+        connection.sendall(b"no chunk size\r\n")
+        while chunk := connection.recv(65536):
+            received += chunk
+    assert received.count(b"HTTP/1.1 ") == 1
+
+
 def test_headers_are_bounded(frontend: Frontend) -> None:
     start = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
     many = b"".join(b"x-%d: %s\r\n" % (i, b"y" * 100) for i in range(2000))

@@ -160,7 +160,6 @@ class BoundedHttp(_HttpTools):
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn's answer to what is no HTTP."""
-        self._header_bytes = None
         self._refuse(invalid("The request is not valid HTTP."))
 
     def _start_timer(self) -> None:
@@ -183,18 +182,27 @@ class BoundedHttp(_HttpTools):
         else:
             self.transport.close()
 
+    def _arriving(self) -> Any:
+        """The cycle of the request that is not whole yet; None while its headers come."""
+        own = self._begun and self.cycle is not None and self.cycle.scope is self.scope
+        return self.cycle if own else None
+
     def _is_answering(self) -> bool:
         """Whether a response to an earlier, complete request is still under way."""
-        reading_body = self._begun and self._header_bytes is None
         unfinished = self.cycle is not None and not self.cycle.response_complete
-        return bool(self.pipeline) or (unfinished and not reading_body)
+        return bool(self.pipeline) or (unfinished and self.cycle is not self._arriving())
 
     def _has_begun_answer(self) -> bool:
         """Whether the request whose body we are waiting for has been answered already."""
-        return self._header_bytes is None and self.cycle is not None and self.cycle.response_started
+        cycle = self._arriving()
+        return cycle is not None and bool(cycle.response_started)
 
     def _refuse(self, error: ApiError) -> None:
         """Answers a request that never became whole, and ends the connection."""
+        self._header_bytes = None
+        if self._has_begun_answer():
+            self.transport.close()
+            return
         scope: Scope = self.scope if self._begun else {}
         scope.setdefault("headers", [])
         context = state(scope)
