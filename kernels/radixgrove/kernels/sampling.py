@@ -310,7 +310,8 @@ def _thresholds_kernel(
         key = _ordered(tl.min(lowest, axis=0))
         if (k > 0) | (top_p < 1.0):
             # Distances from the best, in nats: candidates are what lies within the shortest that
-            # reaches k tokens and (with a margin for the order of sums) p of the weight.
+            # reaches k tokens or (with a margin for the order of sums) p of the whole weight. Top-p
+            # after top-k is of what top-k left.
             within = 5.0 + 5.0 * tl.arange(0, 4).to(tl.float32)
             counts = tl.zeros((4, BLOCK), dtype=tl.float32)
             masses = tl.zeros((4, BLOCK), dtype=tl.float32)
@@ -326,7 +327,7 @@ def _thresholds_kernel(
                 sums += weight
             total = tl.sum(sums, axis=0)
             count = tl.sum(counts, axis=1)
-            mass = tl.where(top_p < 1.0, 1.001 * top_p * total, 0.0)
+            mass = tl.where((top_p < 1.0) & (k == 0), 1.001 * top_p * total, 0.0)
             enough = (count >= k) & (count <= CANDIDATES) & (tl.sum(masses, axis=1) >= mass)
             reach = tl.min(tl.where(enough, within, float("inf")), axis=0)
             if reach < float("inf"):
