@@ -85,6 +85,14 @@ def install(
         raise HelmError(f"{error}\n{found}") from error
 
 
+def uninstall(cluster: Cluster, name: str = "radixgrove", namespace: str = NAMESPACE) -> None:
+    """`helm uninstall`; waits until what it deletes is gone. No release is no error."""
+    helm(
+        cluster, "uninstall", name, f"--namespace={namespace}", "--ignore-not-found",
+        "--cascade=foreground", "--wait", "--timeout=120s",
+    )  # fmt: skip
+
+
 def is_installed(cluster: Cluster, name: str = "radixgrove", namespace: str = NAMESPACE) -> bool:
     """Whether Helm knows the release."""
     listed = json.loads(helm(cluster, "list", "-n", namespace, "--all", "--output=json"))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from tests.cluster.harness import pods
@@ -14,7 +15,7 @@ from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.volumes import Mounts
 from tests.cluster.harness.waiting import wait_until
 
-_CHECKOUT = pods.__file__.rsplit("/tests/", 1)[0]
+_CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
