@@ -77,6 +77,21 @@ async def test_known_models_without_replicas_are_503_and_unknown_ones_404(
     assert (await router.get("/v1/models/nobody")).status == 404
 
 
+async def test_router_that_has_not_read_the_table_is_not_ready_and_calls_no_model_unknown(
+    redis_server: RedisServer, make_router: MakeRouter
+) -> None:
+    redis_server.kill()
+    router = await make_router(redis_server, ready=False, model_table=SHARED)
+    alone = "/readyz?without-replicas=true"
+    assert (await router.get(alone)).status == 503
+    assert refused_for_now(await ask(router, "starting"))
+    redis_server.start()
+    with connect(redis_server.url, 5.0) as connection:
+        RedisSide(connection, PREFIX).put(SHARED, 1.0, entry("starting", "starting-0"))
+    await eventually(lambda: router.answers(alone), what="the router is ready")
+    assert (await ask(router, "nobody")).status == 404
+
+
 async def test_unknown_model_beside_a_single_sleeping_one_is_404_at_once(
     redis_server: RedisServer, operator: RedisSide, make_router: MakeRouter
 ) -> None:
@@ -123,6 +138,22 @@ async def test_a_request_that_gave_up_soon_still_wakes_its_model(
     await eventually(
         lambda: operator.load("svc-sleeper", []).held == 1, deadline=5, what="the demand"
     )
+
+
+async def test_client_that_leaves_while_held_wakes_nothing_any_more(
+    redis_server: RedisServer, operator: RedisSide, make_router: MakeRouter
+) -> None:
+    operator.put(SHARED, 1.0, entry("sleeper", desired=0, wakes=True))
+    router = await make_router(redis_server, ready=False, model_table=SHARED, queue_timeout=600.0)
+    await eventually(lambda: _is(models(router), ["sleeper", "sleeper-alias"]))
+    sample = 'radixgrove_router_requests_held{model="sleeper"}'
+    request = asyncio.create_task(ask(router, "sleeper"))
+    await eventually(lambda: _is(router.metric(sample), 1.0), what="the request to be held")
+    request.cancel()
+    await asyncio.wait([request])
+    gone = 'radixgrove_router_requests_total{model="sleeper",status="499"}'
+    await eventually(lambda: _is(router.metric(gone), 1.0), what="the request's end")
+    assert await router.metric(sample) == 0.0
 
 
 async def test_only_listed_attempts_serve(

@@ -308,8 +308,10 @@ async def test_router_starts_before_redis_and_replicas(
     redis_server.kill()
     router = await make_router(redis_server, ready=False)
     assert (await router.get("/readyz")).status == 503
-    assert (await router.get("/readyz?without-replicas=true")).status == 200
+    assert (await router.get("/readyz?without-replicas=true")).status == 503
     redis_server.start()
+    await eventually(lambda: router.answers("/readyz?without-replicas=true"))
+    assert (await router.get("/readyz")).status == 503
     await make_replica(redis_url=redis_server.url, port=find_free_port())
     await eventually(lambda: router.answers("/readyz"))
     assert (await router.complete(prompt(1))).status == 200

@@ -104,8 +104,9 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
         if proxy.draining:
             raise errors.overloaded("The server is shutting down.")
         # A router holds requests until a replica comes: to whoever asks for the router alone (the
-        # probes of Kubernetes, scale from zero) it is ready then.
-        if request.query_params.get("without-replicas") != "true" and not fleet.ready():
+        # probes of Kubernetes, scale from zero) it is ready once it knows what there is to serve.
+        alone = request.query_params.get("without-replicas") == "true"
+        if not fleet.ready() and not (alone and fleet.informed):
             raise errors.overloaded("No replica is ready.")
         return Response("ok", media_type="text/plain")
 

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from radixgrove.protocol.blocks import HASH_SCHEME, BlockHasher
-from radixgrove.protocol.errors import ApiError, model_not_found
+from radixgrove.protocol.errors import ApiError, model_not_found, overloaded
 from radixgrove.protocol.keys import ServiceKeys, services_key
 from radixgrove.protocol.modeltable import ModelEntry, ModelTable, table_key
 from radixgrove.protocol.registry import (
@@ -78,6 +78,7 @@ class Fleet:
         self._dead: dict[str, dict[str, str]] = {}  # service → dead generation → replica id
         self._changed = asyncio.Event()
         self._next_janitor = 0.0
+        self._polled = False  # Redis was read once
         self._demand = DemandReport(settings.redis_prefix, router_id)
         self._rebuild()
 
@@ -91,12 +92,19 @@ class Fleet:
         """The service of a model name or alias.
 
         Raises:
-            ApiError: 404, nobody serves it.
+            ApiError: 404, nobody serves it; 503, this router does not know yet.
         """
         service = self._by_model.get(model)
         if service is None:
-            raise model_not_found(model)
+            raise model_not_found(model) if self.informed else overloaded("Starting.", 2.0)
         return service
+
+    @property
+    def informed(self) -> bool:
+        """Whether this router has ever known what there is to serve."""
+        if self._link is None:
+            return True
+        return self._polled and (self._settings.model_table is None or self._table is not None)
 
     def only_service(self) -> Service | None:
         """The service, when there is just one."""
@@ -210,6 +218,7 @@ class Fleet:
                 changed = True
         if changed:
             self._rebuild()
+        self._polled = True
         if self._settings.model_table is not None:
             await self._demand.send(link, self.services)
         if time.monotonic() >= self._next_janitor:
