@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -71,15 +71,19 @@ class _Exchange:
 
     scope: Scope
     send: Send
-    path: str
+    chat: bool
     body: bytes
     principal: str
     service: Service
-    encoded: Encoded
     arrived: float  # perf_counter
+    encoded: Encoded = field(init=False)
     placing: bool = False  # in the middle of a booking
     gone: bool = False  # the client went away
     over: bool = False  # all was said: a disconnect means nothing any more
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
 
 
 class Proxy:
@@ -126,11 +130,7 @@ class Proxy:
             if service is None or not service.replicas:  # no waiting for an unknown one's
                 service = self._fleet.resolve(peek_model(body))
             model = service.model
-            encoded = await self._encode(service, body, principal, chat=chat)
-            if encoded.model not in service.models:
-                raise errors.model_not_found(peek_model(body))
-            path = "/v1/chat/completions" if chat else "/v1/completions"
-            exchange = _Exchange(scope, send, path, body, principal, service, encoded, arrived)
+            exchange = _Exchange(scope, send, chat, body, principal, service, arrived)
             status = await self._until_disconnect(exchange)
         except ApiError as error:
             status = error.status
@@ -141,16 +141,6 @@ class Proxy:
             self.in_flight -= 1
             metrics.IN_FLIGHT.dec()
             metrics.REQUESTS.labels(model, status).inc()
-
-    async def _encode(
-        self, service: Service, body: bytes, principal: str, *, chat: bool
-    ) -> Encoded:
-        """Encodes once the service is known well enough: one that is only just waking is not."""
-        deadline = time.monotonic() + self._settings.queue_timeout
-        while not service.replicas:
-            if not await self._hold(service, deadline):
-                raise errors.overloaded("No server can take this request now.", 2.0)
-        return await self._encoders.encode(service, body, principal, chat=chat)
 
     async def _until_disconnect(self, exchange: _Exchange) -> int:
         """Runs the exchange and returns the client's status; ends it when the client goes away.
@@ -170,6 +160,7 @@ class Proxy:
         watch = state(exchange.scope)[ON_DISCONNECT]
         watch(leave)
         try:
+            await self._encode(exchange)
             return await self._serve(exchange)
         except asyncio.CancelledError:
             if not exchange.gone:
@@ -178,6 +169,19 @@ class Proxy:
             raise ClientDisconnected from None
         finally:
             watch(None)
+
+    async def _encode(self, exchange: _Exchange) -> None:
+        """Encodes once the service is known well enough: one that is only just waking is not."""
+        service, body = exchange.service, exchange.body
+        deadline = time.monotonic() + self._settings.queue_timeout
+        while not service.replicas:
+            if not await self._hold(service, deadline):
+                raise errors.overloaded("No server can take this request now.", 2.0)
+        exchange.encoded = await self._encoders.encode(
+            service, body, exchange.principal, chat=exchange.chat
+        )
+        if exchange.encoded.model not in service.models:
+            raise errors.model_not_found(peek_model(body))
 
     # ---- placing ---------------------------------------------------------------------------
 
