@@ -139,6 +139,18 @@ def test_operator_and_router_understand_their_configuration(values: dict[str, An
     assert config.router.url.endswith(".local/v1" if service == 80 else f".local:{service}/v1")
 
 
+@pytest.mark.parametrize(("given", "drain"), [({}, 120.0), ({"drain_timeout": 900.5}, 900.5)])
+def test_a_leaving_router_gets_the_time_that_its_streams_have(
+    given: dict[str, Any], drain: float
+) -> None:
+    objects = render({"router": {"settings": given}})
+    text = find(objects, "ConfigMap", "radixgrove-router")["data"]["router.yaml"]
+    assert RouterSettings.model_validate(yaml.safe_load(text)).drain_timeout == drain
+    deployment = find(objects, "Deployment", "radixgrove-router")
+    grace = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert drain + 10 < grace < drain + 60
+
+
 def test_values_reach_the_operator() -> None:
     objects = render(CASES["everything"])
     text = find(objects, "ConfigMap", "radixgrove-operator")["data"]["operator.yaml"]

@@ -142,11 +142,16 @@ reconcilers: {{ .Values.operator.reconcilers }}
 {{- index (fromYaml $text) .scope | toYaml -}}
 {{- end -}}
 
+{{- /* Seconds that streams get when a router's pod leaves. */ -}}
+{{- define "radixgrove.router-drain" -}}
+{{- .Values.router.settings.drain_timeout | default 120 -}}
+{{- end -}}
+
 {{- define "radixgrove.router-config" -}}
 {{- $fixed := dict "host" "0.0.0.0" "port" 8000 "management_host" "0.0.0.0" "management_port" 8001 "processes" .Values.router.processes "policy" .Values.router.policy "model_table" "shared" "redis_prefix" .Values.redis.prefix -}}
 {{- if .Values.router.auth.keysSecret -}}
 {{- $_ := set $fixed "api_keys_file" "/etc/radixgrove-keys/api-keys" -}}
 {{- end -}}
-{{- $defaults := dict "log_json" true -}}
+{{- $defaults := dict "log_json" true "drain_timeout" (include "radixgrove.router-drain" . | float64) -}}
 {{- mergeOverwrite $defaults .Values.router.settings $fixed | toYaml -}}
 {{- end -}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from radixgrove.operator import names
 from radixgrove.operator.config import OperatorConfig
 from radixgrove.operator.render.common import (
@@ -16,6 +18,7 @@ from radixgrove.operator.render.common import (
     with_pod_defaults,
 )
 from radixgrove.operator.render.policies import router_network_policy
+from radixgrove.operator.revision import DRAIN_TIMEOUT
 from radixgrove.operator.spec import Router
 
 _KEYS_DIRECTORY = "/etc/radixgrove/keys"
@@ -64,7 +67,7 @@ def _deployment(service: Service, router: Router, config: OperatorConfig) -> Obj
             "serviceAccountName": service.name,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            "terminationGracePeriodSeconds": 60,
+            "terminationGracePeriodSeconds": math.ceil(DRAIN_TIMEOUT) + 30,
             "securityContext": pod_security_context(),
             "topologySpreadConstraints": [
                 {
@@ -101,6 +104,7 @@ def _container(service: Service, router: Router, config: OperatorConfig) -> Obje
         "RADIXGROVE_REDIS_PREFIX": config.redis.prefix,
         "RADIXGROVE_MODEL_TABLE": service.key,
         "RADIXGROVE_LOG_JSON": "true",
+        "RADIXGROVE_DRAIN_TIMEOUT": str(DRAIN_TIMEOUT),
         "RADIXGROVE_ROUTER_ID": "$(POD_NAME)",
         "HOME": "/tmp",
         "XDG_CACHE_HOME": "/tmp/cache",
