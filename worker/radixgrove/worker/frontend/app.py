@@ -276,9 +276,9 @@ class Frontend:
     def _valid_ids(self, token_ids: bytes) -> bool:
         if not token_ids or len(token_ids) % TOKEN_BYTES:
             return False
-        ids = array("i")
+        ids = array("I")  # unsigned, where negative ids are larger than any vocabulary
         ids.frombytes(token_ids)
-        return min(ids) >= 0 and max(ids) < self.model.limits.vocab_size
+        return max(ids) < self.model.limits.vocab_size
 
     async def _generate(
         self, accepted: _Accepted, scope: Scope, receive: Receive, send: Send
