@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -20,6 +21,7 @@ from tests.cluster.harness.build import cache_directory
 _CERTIFICATES = Path("/etc/ssl/certs")
 _BASE_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 _SUITE = "bookworm"
+_KEPT_ARCHIVES = 3  # of one image
 
 
 class ImageError(RuntimeError):
@@ -34,18 +36,36 @@ def build_image(
     `arguments` are build arguments. Layers and archives are kept in the user's cache, so an
     unchanged image costs seconds. Raises `ImageError`.
     """
-    _build(name, dockerfile, context, arguments, layers=True)
     stem = name.replace("/", "_").replace(":", "_")
-    identity = _buildah("images", "--quiet", "--no-trunc", name).strip().removeprefix("sha256:")
-    archive = _store() / "archives" / f"{stem}.{identity[:16]}.tar"
-    if not archive.exists():
-        archive.parent.mkdir(exist_ok=True)
-        for old in archive.parent.glob(f"{stem}.*"):
+    archives = _store() / "archives"
+    archives.mkdir(parents=True, exist_ok=True)
+    with _alone(archives / f"{stem}.lock"):
+        _build(name, dockerfile, context, arguments, layers=True)
+        identity = _buildah("images", "--quiet", "--no-trunc", name).strip().removeprefix("sha256:")
+        archive = archives / f"{stem}.{identity[:16]}.tar"
+        if not archive.exists():
+            partial = archive.with_suffix(".partial")
+            partial.unlink(missing_ok=True)
+            _buildah("push", name, f"docker-archive:{partial}:{name}")
+            partial.rename(archive)
+        archive.touch()
+        # Another cluster of this machine may still give an older one to its nodes.
+        newest_first = sorted(archives.glob(f"{stem}.*.tar"), key=_modified, reverse=True)
+        for old in newest_first[_KEPT_ARCHIVES:]:
             old.unlink()
-        partial = archive.with_suffix(".partial")
-        _buildah("push", name, f"docker-archive:{partial}:{name}")
-        partial.rename(archive)
     return archive
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Clusters of one machine build under the same names: they take turns."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _build(
@@ -56,7 +76,8 @@ def _build(
     # The machine's own certificate authorities, for downloads through a proxy that has one.
     _buildah(
         "build", f"--layers={str(layers).lower()}", "--isolation=chroot",
-        f"--volume={_CERTIFICATES}:{_CERTIFICATES}:ro", *options, f"--tag={name}", f"--file={dockerfile}", str(context),
+        f"--volume={_CERTIFICATES}:{_CERTIFICATES}:ro", *options,
+        f"--tag={name}", f"--file={dockerfile}", str(context),
     )  # fmt: skip
 
 
