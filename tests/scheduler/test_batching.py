@@ -168,7 +168,7 @@ def test_followers_start_from_chunks_that_are_done_not_launched() -> None:
 @DEPTHS
 def test_running_out_of_pages_preempts_and_everyone_still_finishes(depth: int) -> None:
     harness = Harness(depth, num_pages=16, max_model_len=64, watermark=0.0)
-    harness.scheduler._estimator.share = 0.0  # believe in short answers
+    harness.scheduler._admission.estimator.share = 0.0  # believe in short answers
     for index in range(4):
         harness.submit(request(f"r{index}", prompt(index, 8), 40))
     harness.run()
@@ -183,7 +183,7 @@ def test_running_out_of_pages_preempts_and_everyone_still_finishes(depth: int) -
 @DEPTHS
 def test_the_oldest_request_is_never_preempted(depth: int) -> None:
     harness = Harness(depth, num_pages=16, max_model_len=64, watermark=0.0)
-    harness.scheduler._estimator.share = 0.0
+    harness.scheduler._admission.estimator.share = 0.0
     oldest = prompt(0, 8)
     harness.submit(request("oldest", oldest, 50))
     harness.step()
@@ -198,7 +198,7 @@ def test_the_oldest_request_is_never_preempted(depth: int) -> None:
 
 def test_the_victim_is_who_is_cheapest_to_recompute() -> None:
     harness = Harness(num_pages=16, max_model_len=64, watermark=0.0, max_step_tokens=64)
-    harness.scheduler._estimator.share = 0.0
+    harness.scheduler._admission.estimator.share = 0.0
     harness.submit(request("oldest", prompt(0, 8), 50))
     harness.submit(request("cheap", prompt(1, 4), 50))
     harness.submit(request("dear", prompt(2, 24), 50))
@@ -215,9 +215,9 @@ def test_what_a_preempted_request_computed_is_read_back_if_it_is_still_there() -
     harness.submit(request("r", prompt(0, 30), 10))
     for _ in range(6):
         harness.step()
-    active = next(iter(harness.scheduler._active.values()))
+    active = next(iter(harness.scheduler._batch.active.values()))
     computed = active.computed
-    harness.scheduler._preempt(active)
+    harness.scheduler._admission.preempt(active)
     harness.scheduler.check()
     before = computed_tokens(list(harness.plans))
     harness.run()
@@ -232,7 +232,7 @@ def test_prompt_logprobs_cut_short_by_a_preemption_are_computed_once_more() -> N
     harness.submit(request("r", prompt(0, 30), 3, prompt_logprobs=0))
     harness.step()
     harness.step()
-    harness.scheduler._preempt(next(iter(harness.scheduler._active.values())))
+    harness.scheduler._admission.preempt(next(iter(harness.scheduler._batch.active.values())))
     harness.run()
     logprobs = harness.messages["r"][0].prompt_logprobs  # type: ignore[union-attr]
     assert logprobs is not None
@@ -253,7 +253,7 @@ def test_a_request_is_admitted_only_when_its_whole_prompt_fits() -> None:
 
 def test_expected_output_counts_when_admitting() -> None:
     harness = Harness(num_pages=20, max_model_len=80, max_step_tokens=64, watermark=0.0)
-    harness.scheduler._estimator.share = 1.0
+    harness.scheduler._admission.estimator.share = 1.0
     for index in range(4):
         harness.submit(request(f"r{index}", prompt(index, 8), 24))  # 2 pages now, 8 in the end
     harness.step()
@@ -264,7 +264,7 @@ def test_expected_output_counts_when_admitting() -> None:
 
 def test_the_watermark_keeps_pages_for_those_that_grow() -> None:
     harness = Harness(num_pages=20, max_model_len=80, watermark=0.5, max_step_tokens=64)
-    harness.scheduler._estimator.share = 0.0
+    harness.scheduler._admission.estimator.share = 0.0
     for index in range(4):
         harness.submit(request(f"r{index}", prompt(index, 15), 1))
     harness.step()
@@ -372,7 +372,7 @@ def test_under_priority_the_least_important_is_preempted() -> None:
         max_step_tokens=64,
         schedule_policy=SchedulePolicy.PRIORITY,
     )
-    harness.scheduler._estimator.share = 0.0
+    harness.scheduler._admission.estimator.share = 0.0
     harness.submit(request("oldest", prompt(0, 8), 50, priority=1))
     harness.submit(request("important", prompt(1, 4), 50, priority=2))
     harness.submit(request("minor", prompt(2, 24), 50, priority=0))
@@ -391,7 +391,7 @@ def test_a_request_is_reported_as_admitted_once() -> None:
     harness.submit(request("b", prompt(1, 30)))
     harness.step()
     assert harness.scheduler.take_admitted() == ["a"]
-    harness.scheduler._preempt(next(iter(harness.scheduler._active.values())))
+    harness.scheduler._admission.preempt(next(iter(harness.scheduler._batch.active.values())))
     harness.run()
     assert harness.scheduler.take_admitted() == ["b"]
 

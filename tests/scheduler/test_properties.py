@@ -188,7 +188,7 @@ def check_empty(harness: Harness) -> None:
     harness.scheduler.flush_cache()
     assert memory.pool.free == memory.pool.num_pages
     assert list(memory.tree.nodes()) == []
-    assert harness.scheduler._leaders._leaders == {}
+    assert harness.scheduler._admission.leaders._leaders == {}
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,0 +1,17 @@
+"""What a scheduler counts over its life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Each only grows. Tokens of a request's prompt are counted at its first admission."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
