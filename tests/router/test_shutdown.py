@@ -52,6 +52,8 @@ async def test_open_connections_are_answered_and_sent_away_when_the_router_ends(
     assert router.process is not None
     router.process.terminate()
     await eventually(lambda: router.answers("/readyz", 503), what="the router is not ready")
+    alone = "/readyz?without-replicas=true"  # what Kubernetes asks
+    assert await router.answers(alone, 503)
     answers = await asyncio.gather(*(c.complete(prompt(2)) for c in connections))
     assert answers == [(200, "close")] * 2
     for connection in connections:
