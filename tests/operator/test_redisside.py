@@ -86,6 +86,33 @@ def test_a_redis_that_lost_its_memory_gets_the_table_back(server: RedisServer) -
     assert [found.service for found in table(server)] == ["ns.a"]
 
 
+def test_an_empty_table_is_written_too(server: RedisServer) -> None:
+    operator = side(server)
+    operator.keep_only(set())
+    operator.rewrite()
+    assert server.client.exists(table_key(PREFIX, SHARED))
+    assert table(server) == []
+
+
+def test_a_new_leader_before_an_empty_redis_writes_no_half_table(server: RedisServer) -> None:
+    operator = side(server)
+    operator.expect({"ns.a", "ns.b", "ns.c"})
+    operator.put(SHARED, 1.0, entry("ns.a", "a-0"))
+    operator.drop("ns.c")
+    operator.rewrite()
+    assert not server.client.exists(table_key(PREFIX, SHARED))
+    operator.put(SHARED, 2.0, entry("ns.b", "b-0"))
+    assert [found.service for found in table(server)] == ["ns.a", "ns.b"]
+
+
+def test_a_new_leader_goes_on_with_the_table_that_is_there(server: RedisServer) -> None:
+    side(server).put(SHARED, 1.0, entry("ns.b", "b-0"))
+    heir = side(server)
+    heir.expect({"ns.a", "ns.b"})
+    heir.put(SHARED, 2.0, entry("ns.a", "a-0"))
+    assert {found.service for found in table(server)} == {"ns.a", "ns.b"}
+
+
 def test_a_malformed_table_is_made_anew(server: RedisServer) -> None:
     server.client.set(table_key(PREFIX, SHARED), b"\xff not a table")
     side(server).put(SHARED, 1.0, entry("ns.a", "a-0"))

@@ -65,10 +65,7 @@ class App:
         if self._insist(self._seed) is None:
             return
         redis_side = RedisSide(connect(values[REDIS_URL], _REDIS_TIMEOUT), self.config.redis.prefix)
-        try:
-            redis_side.keep_only({n.service.key for n in self.store.services()})
-        except RedisAway as error:
-            logger.warning("Redis does not answer yet: %s", error)
+        redis_side.expect({n.service.key for n in self.store.services()})
         autoscaler = Autoscaler(
             self._kube, self.store, redis_side, lambda key: reconciler.serving(key),
             self.config.autoscale_every,
@@ -198,11 +195,18 @@ class App:
         return None, True
 
     def _rewrite(self, redis_side: RedisSide) -> None:
-        while not self._stopping.wait(_REWRITE_EVERY):
+        """Routers wait for the table: an empty one is written too, as soon as Redis answers."""
+        kept = False
+        while True:
             try:
+                if not kept:
+                    redis_side.keep_only({n.service.key for n in self.store.services()})
+                    kept = True
                 redis_side.rewrite()
             except RedisAway as error:
                 logger.warning("model tables are not kept up: Redis: %s", error)
+            if self._stopping.wait(_REWRITE_EVERY if kept else 1.0):
+                return
 
     def _guard(self) -> None:
         """Compares watch and list: a watch that fell silent is healed, and makes liveness fail."""

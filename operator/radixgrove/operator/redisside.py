@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FORGET_DEMAND_MS = 60_000
+_EXPECT_SECONDS = 60.0
 
 
 class RedisAway(Exception):
@@ -47,13 +49,25 @@ class RedisSide:
         self._lock = threading.Lock()
         # By table and service: when the resource was created, and its entry. Older ones come first.
         self._tables: dict[str, dict[str, tuple[float, ModelEntry]]] = {}
+        self._expected: set[str] = set()
+        self._expected_until = 0.0  # monotonic
 
     # ---- model tables ----------------------------------------------------------------------------
+
+    def expect(self, services: Collection[str]) -> None:
+        """Before anything else: where Redis has no shared table, the first one waits for these.
+
+        Routers drop what a table does not list: a new leader must not write half of it.
+        """
+        self._expected = set(services)
+        self._expected_until = time.monotonic() + _EXPECT_SECONDS
 
     def put(self, table: str, created: float, entry: ModelEntry) -> None:
         """Routers serve what `entry` lists from now on. Raises RedisAway: they do not know yet."""
         with self._lock:
             entries = self._table(table)
+            awaited = entry.service in self._expected
+            self._expected.discard(entry.service)
             for name, others in self._tables.items():
                 if name != table and entry.service in others:
                     del others[entry.service]
@@ -67,12 +81,15 @@ class RedisSide:
             except RedisAway:
                 # Not known to routers, so not known here: the next call tries again.
                 del entries[entry.service]
+                if awaited:
+                    self._expected.add(entry.service)
                 raise
 
     def drop(self, service: str) -> None:
         """Routers forget the service. Raises RedisAway."""
         with self._lock:
             self._table(SHARED)
+            self._expected.discard(service)
             for table, entries in self._tables.items():
                 if service in entries:
                     del entries[service]
@@ -103,6 +120,8 @@ class RedisSide:
         data = self._call(partial(self._client.get, self._key(table)))
         old: list[ModelEntry] = []
         if isinstance(data, bytes):
+            if table == SHARED:
+                self._expected.clear()
             try:
                 old = ModelTable.decode(data).entries
             except (ValueError, msgspec.DecodeError):
@@ -111,6 +130,8 @@ class RedisSide:
         return self._tables.setdefault(table, entries)
 
     def _write(self, table: str) -> None:
+        if table == SHARED and self._expected and time.monotonic() < self._expected_until:
+            return  # `rewrite` comes by
         self._call(partial(self._client.set, self._key(table), self._encoded(table)))
 
     def _encoded(self, table: str) -> bytes:

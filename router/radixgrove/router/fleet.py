@@ -273,7 +273,8 @@ class Fleet:
             if alive:
                 replica.seen = time.monotonic()
         for replica_id in known.keys() - listed.keys():
-            if not self._remembering() or self._table is not None:
+            fenced = entry is not None and replica_id not in entry.attempts
+            if fenced or not self._remembering():
                 del known[replica_id]
         current = {registration.generation for registration in listed.values()}
         self._dead[name] = {
