@@ -6,11 +6,16 @@ import asyncio
 import time
 from collections.abc import Iterator
 
+import aiohttp
 import pytest
 import redis
 
 from radixgrove.operator.redisside import RedisSide, connect
 from radixgrove.protocol.modeltable import SHARED, ModelEntry, demand_key, table_key
+from radixgrove.protocol.settings import RouterSettings
+from radixgrove.router import fleet
+from radixgrove.router.fleet import Fleet
+from radixgrove.router.redis_link import RedisLink
 from tests.conftest import RedisServer
 from tests.router.conftest import MakeReplica, MakeRouter
 from tests.router.harness import Answer, Router, completion, eventually, prompt
@@ -223,3 +228,22 @@ async def test_last_table_stays_in_force_when_it_is_lost_or_malformed(
 
 async def _is(work: object, expected: object) -> bool:
     return bool(await work == expected)  # type: ignore[misc]
+
+
+async def test_router_waits_for_the_table_no_longer_than_its_patience(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "TABLE_PATIENCE_SECONDS", 1.0)
+    settings = RouterSettings(redis_url=redis_server.url, model_table=SHARED)
+    link = RedisLink(redis_server.url, lambda _: None)
+    waiting = Fleet(settings, "router", link, aiohttp.ClientSession)
+    assert not waiting.informed
+    tasks = [asyncio.create_task(work) for work in (link.run(), waiting.run())]
+    try:
+        started = time.monotonic()
+        await eventually(lambda: waiting.informed, what="the router goes by what is there")
+        assert time.monotonic() - started >= 1.0
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -41,6 +42,7 @@ JANITOR_SECONDS = 5.0
 LEASE_GRACE_MS = 30_000  # a paused worker may come back to its sets
 REMEMBER_SECONDS = 15.0  # registered replicas outlive a Redis that went or lost everything
 MODEL_MEMORY_SECONDS = 300.0  # a model without replicas is away for so long, then unknown
+TABLE_PATIENCE_SECONDS = 60.0  # of a new router, with an operator that does not write
 MAX_REPLICAS = 1024  # of one service
 MAX_RESERVATION_MS = 3_600_000
 
@@ -78,7 +80,7 @@ class Fleet:
         self._dead: dict[str, dict[str, str]] = {}  # service → dead generation → replica id
         self._changed = asyncio.Event()
         self._next_janitor = 0.0
-        self._polled = False  # Redis was read once
+        self._first_poll = math.inf  # monotonic time at which Redis was first read
         self._demand = DemandReport(settings.redis_prefix, router_id)
         self._rebuild()
 
@@ -101,10 +103,14 @@ class Fleet:
 
     @property
     def informed(self) -> bool:
-        """Whether this router has ever known what there is to serve."""
-        if self._link is None:
+        """Whether this router has ever known what there is to serve.
+
+        Where the operator's table does not come, the replicas that are there have to do.
+        """
+        if self._link is None or self._table is not None:
             return True
-        return self._polled and (self._settings.model_table is None or self._table is not None)
+        patience = 0.0 if self._settings.model_table is None else TABLE_PATIENCE_SECONDS
+        return time.monotonic() - self._first_poll >= patience
 
     def only_service(self) -> Service | None:
         """The service, when there is just one."""
@@ -218,7 +224,7 @@ class Fleet:
                 changed = True
         if changed:
             self._rebuild()
-        self._polled = True
+        self._first_poll = min(self._first_poll, time.monotonic())
         if self._settings.model_table is not None:
             await self._demand.send(link, self.services)
         if time.monotonic() >= self._next_janitor:
