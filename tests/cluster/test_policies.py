@@ -1,0 +1,146 @@
+"""Who reaches what: the NetworkPolicies of chart and operator, and pod security, as enforced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.harness import demo, pods, release
+from tests.cluster.harness.cluster import Cluster
+from tests.cluster.harness.kubectl import KubectlError
+from tests.cluster.harness.served import Served, message, reason
+from tests.cluster.harness.traffic import Client
+from tests.cluster.harness.volumes import Mounts
+from tests.cluster.harness.waiting import wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+ENGINE = {"contextLength": 512, "kvTokens": 2048, "maxRunning": 2, "settings": {"cpu_threads": 1}}
+RENDEZVOUS = 29500
+ANY_OTHER = 41234  # as NCCL and Gloo would choose one
+
+_LISTEN = """
+import http.server, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # the first process of a pod ignores it
+http.server.HTTPServer(("", int(sys.argv[1])), http.server.BaseHTTPRequestHandler).serve_forever()
+"""
+_CONNECT = """
+import socket, sys
+for where in sys.argv[1:]:
+    host, port = where.rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port)), 2).close()
+        print(where)
+    except OSError:
+        pass
+"""
+
+
+@pytest.fixture
+def served(installed: Cluster, worker_mounts: Mounts) -> Iterator[Served]:
+    """A service whose pods also listen where ranks of a group would meet."""
+    spec = demo.spec(worker_mounts, 1, engine=ENGINE)
+    spec["podOverrides"]["spec"]["containers"] += [
+        {
+            "name": f"listener-{port}",
+            "image": release.image("worker"),
+            "imagePullPolicy": "Never",
+            "command": ["/usr/bin/python3", "-c", _LISTEN, str(port)],
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            },
+        }
+        for port in (RENDEZVOUS, ANY_OTHER)
+    ]
+    service = Served(installed.kubectl, demo.NAMESPACE, "guarded")
+    service.apply(spec)
+    service.wait_until_ready(1)
+    yield service
+    service.delete()
+
+
+@pytest.fixture
+def stranger(
+    installed: Cluster, namespace: str, environment_image: str, client: Client
+) -> list[Client]:
+    """Pods of nobody: one beside the workers, one in a namespace of its own."""
+    manifest = pods.pod("stranger", environment_image, ["sleep", "infinity"])
+    installed.kubectl.apply(manifest, namespace=namespace)
+    pods.wait_until_ready(installed.kubectl, namespace, "stranger")
+    return [client, Client(installed.kubectl, namespace, "stranger")]
+
+
+def reached(strangers: list[Client], targets: list[str]) -> list[set[str]]:
+    """Which of the `host:port` targets each stranger can connect to."""
+    return [set(stranger.python(_CONNECT, *targets).split()) for stranger in strangers]
+
+
+def address_of(cluster: Cluster, namespace: str, selector: str) -> str:
+    pod = cluster.kubectl.items("pods", "-n", namespace, f"--selector={selector}")[0]
+    return str(pod["status"]["podIP"])
+
+
+def test_a_stranger_reaches_the_router_alone_until_the_policies_are_gone(
+    installed: Cluster, served: Served, stranger: list[Client], client: Client
+) -> None:
+    worker = address_of(installed, served.namespace, "serving.radixgrove.io/service=guarded")
+    component = "app.kubernetes.io/name=radixgrove,app.kubernetes.io/component"
+    routers = address_of(installed, release.NAMESPACE, f"{component}=router")
+    operator = address_of(installed, release.NAMESPACE, f"{component}=operator")
+    api = f"radixgrove-router.{release.NAMESPACE}.svc:80"
+    closed = [
+        *(f"{worker}:{port}" for port in (8100, 8101, RENDEZVOUS, ANY_OTHER)),
+        f"radixgrove-redis.{release.NAMESPACE}.svc:6379",
+        f"{routers}:8001",
+        f"{operator}:8080",
+    ]
+    assert reached(stranger, [api, *closed]) == [{api}, {api}]
+    # The very ports that are closed to strangers serve the router.
+    url = served.status()["url"]
+    assert "Paris" in client.ask(url, served.name, "What is the capital of France? One word.")
+
+    before = served.pods()
+    release.install(installed, {"networkPolicy": {"enabled": False}})
+    try:
+        # Operator and router were replaced, for their settings have changed.
+        routers = address_of(installed, release.NAMESPACE, f"{component}=router")
+        everything = {*(target for target in closed[:5]), f"{routers}:8001"}
+        wait_until(
+            lambda: reached(stranger, sorted(everything)) == [everything, everything],
+            "strangers reach everything", timeout=60,
+        )  # fmt: skip
+    finally:
+        release.install(installed)
+    wait_until(
+        lambda: reached(stranger, [api, *closed[:5]]) == [{api}, {api}],
+        "strangers reach the router alone again", timeout=60,
+    )  # fmt: skip
+    assert served.pods() == before
+
+
+@pytest.mark.parametrize("namespace", [demo.NAMESPACE, release.NAMESPACE])
+def test_the_api_server_refuses_pods_below_restricted(
+    installed: Cluster, worker_mounts: Mounts, environment_image: str, namespace: str
+) -> None:
+    manifest = pods.pod("root", environment_image, ["sleep", "infinity"])
+    manifest["spec"]["securityContext"] = {}
+    with pytest.raises(KubectlError, match='violates PodSecurity "restricted'):
+        installed.kubectl.apply(manifest, namespace=namespace)
+
+
+def test_a_service_whose_pods_are_refused_says_so(
+    installed: Cluster, worker_mounts: Mounts
+) -> None:
+    service = Served(installed.kubectl, demo.NAMESPACE, "refused")
+    spec = demo.spec(worker_mounts, 1) | {"model": {"source": "file:///models/small"}}
+    service.apply(spec)
+    try:
+        status = service.wait(
+            lambda s: reason(s, "Ready") == "False/PodRefused", "its pods are refused", timeout=60
+        )
+        assert "restricted" in message(status, "Ready")
+        assert "hostPath" in message(status, "Ready")
+    finally:
+        service.delete()
