@@ -10,7 +10,7 @@ import pytest
 from operator_builders import CONFIG, SERVICE, spec
 
 from radixgrove.operator import names
-from radixgrove.operator.modelcache import COMPLETE, RETRY_SECONDS, Cache, Step, decide
+from radixgrove.operator.modelcache import COMPLETE, Cache, Step, decide
 from radixgrove.operator.observe import JobState, Pod
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.render.models import User, resolve_job_name
@@ -114,7 +114,7 @@ def test_a_failed_download_says_why_and_is_tried_again_later() -> None:
     found = step(hub(revision=COMMIT), jobs={claim: job}, claims={claim: {}})
     assert (found.reason, found.message) == ("Unauthorized", "set model.tokenSecret")
     assert found.delete_jobs == []
-    assert found.requeue_at == NOW + RETRY_SECONDS
+    assert found.requeue_at == NOW + CONFIG.model_cache.retry_after
     later = step(hub(revision=COMMIT), jobs={claim: job}, claims={claim: {}}, now=NOW + 61)
     assert later.delete_jobs == [job]
 

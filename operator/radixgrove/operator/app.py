@@ -123,7 +123,8 @@ class App:
     def service_event(self, kind: str | None, body: Object) -> None:
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
         if kind == "DELETED":
-            self.store.service_gone(key)
+            for other in self.store.service_gone(key):
+                self.queue.add(other)
         else:
             self.store.service_seen(body)
         self.queue.add(key)

@@ -39,6 +39,7 @@ class ModelCacheDefaults(ConfigModel):
     storage_class: str | None = None
     access_mode: AccessMode = AccessMode.READ_WRITE_MANY
     hub_endpoint: str = "https://huggingface.co"
+    retry_after: float = Field(60.0, gt=0)  # seconds from a download's failure to the next try
 
 
 class SharedRouter(ConfigModel):

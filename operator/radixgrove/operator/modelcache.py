@@ -23,7 +23,6 @@ from radixgrove.operator.revision import ModelAt
 from radixgrove.operator.spec import AccessMode, InferenceServiceSpec, Model
 from radixgrove.operator.statusmodel import ModelStatus
 
-RETRY_SECONDS = 60.0
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 COMPLETE = f"{names.GROUP}/complete"  # annotation of a filled claim
 
@@ -128,7 +127,7 @@ def _resolve(
         step.apply.append(models.resolve_job(service, model, config))
         return step
     if job.failed:
-        return _failed(status, job, now)
+        return _failed(status, job, config, now)
     revision = _said(job).get("revision", "")
     if not (job.succeeded and revision):
         return _under_way(status, job, "Resolving", "looking up the revision")
@@ -165,7 +164,7 @@ def _fetch(
         step.apply = [claim, models.download_job(name, service, model, revision, config)]
         return step
     if job.failed:
-        step = _failed(status, job, now)
+        step = _failed(status, job, config, now)
         step.at, step.apply = at, [claim]
         return step
     step = _under_way(status, job, "Downloading", f"revision {revision} into {name}")
@@ -181,7 +180,7 @@ def _under_way(status: ModelStatus, job: JobState, reason: str, message: str) ->
     return Step(status, reason=reason, message=message)
 
 
-def _failed(status: ModelStatus, job: JobState, now: float) -> Step:
+def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: float) -> Step:
     """A Job that gave up is deleted after a while, and thereby tried again."""
     said = _said(job)
     step = Step(
@@ -189,7 +188,7 @@ def _failed(status: ModelStatus, job: JobState, now: float) -> Step:
         reason=said.get("reason", "DownloadFailed"),
         message=said.get("message", "the download ended without a word; see its pod's log"),
     )
-    retry_at = (job.finished_at or now) + RETRY_SECONDS
+    retry_at = (job.finished_at or now) + config.model_cache.retry_after
     if now >= retry_at:
         step.delete_jobs.append(job)
         step.requeue_at = now + 1.0

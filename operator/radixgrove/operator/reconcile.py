@@ -158,11 +158,10 @@ class Reconciler:
 
     def _gone(self, key: Key) -> None:
         """Children go by garbage collection; routers and neighbours are told."""
-        self._store.service_gone(key)
+        for other in self._store.service_gone(key):
+            self._enqueue(other)
         self._serving.pop(key, None)
         metrics.forget(*key)
-        for neighbour in self._store.services():
-            self._enqueue(neighbour.key)
         try:
             self._redis.drop(names.service_key(*key))
         except RedisAway as error:

@@ -39,6 +39,14 @@ class Neighbour:
     def key(self) -> Key:
         return (self.service.namespace, self.service.name)
 
+    def shares_with(self, other: Neighbour) -> bool:
+        """Whether both want one name, or use one claim."""
+        same_claim = bool(self.claim) and (self.service.namespace, self.claim) == (
+            other.service.namespace,
+            other.claim,
+        )
+        return same_claim or not set(self.names).isdisjoint(other.names)
+
     @property
     def age(self) -> tuple[float, str, str]:
         """Older ones sort first; no two are equal."""
@@ -63,11 +71,22 @@ class Store:
             else:
                 self._services[_key(body)] = neighbour
 
-    def service_gone(self, key: Key) -> None:
+    def service_gone(self, key: Key) -> list[Key]:
+        """The services to look at for it: whom it kept from a name, a claim's care, or GPUs.
+
+        Not all of them: when hundreds are deleted, each would cost hundreds of looks.
+        """
         with self._lock:
-            self._services.pop(key, None)
+            gone = self._services.pop(key, None)
             self._placements.pop(key, None)
             self._waiting.pop(key, None)
+            if gone is None:
+                return []
+            return [
+                other.key
+                for other in self._services.values()
+                if other.key in self._waiting or other.shares_with(gone)
+            ]
 
     def version(self, key: Key) -> str:
         """resourceVersion of the service as last seen; "" for one that was not."""
