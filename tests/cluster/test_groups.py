@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -72,32 +73,79 @@ def test_a_killed_process_recreates_the_whole_group_once_and_no_old_rank_serves(
     assert all(ERROR.match(failure) for failure in traffic.failures), traffic.failures
 
 
+def test_an_evicted_rank_drains_its_group_and_no_request_fails(
+    pair: Served, client: Client
+) -> None:
+    pair.scale(2)
+    status = pair.wait_until_ready(2)
+    evicted = groups.members(pair)[1]
+    pair.kubectl.wait_for(
+        "pdb", pair.name, "-n", pair.namespace, what="lets one pod go",
+        that=lambda budget: budget["status"].get("disruptionsAllowed") == 1,
+    )  # fmt: skip
+    with Traffic(client, status["url"], pair.name, clients=4, tokens=30) as traffic:
+        traffic.wait_for_more(4)
+        evict(pair, evicted)
+        wait_until(
+            lambda: evicted.uid not in pair.pods().values(), "the pod is gone", timeout=60
+        )  # fmt: skip
+        pair.wait_until_ready(2)
+        traffic.wait_for_more(4)
+    assert traffic.failures == []
+    pair.scale(1)
+    pair.wait_until_ready(1)
+
+
+def test_a_group_out_of_its_budget_is_kept_for_diagnosis_and_not_served(
+    pair: Served, client: Client, faults: Faults
+) -> None:
+    pair.patch({"recovery": {"maxRestarts": 0}})
+    pods, before = groups.members(pair), pair.status()
+    faults.kill_container(pair.namespace, pods[1].name)
+    status = pair.wait(
+        lambda s: reason(s, "Ready") == "False/RestartBudgetExhausted", "its budget is exhausted"
+    )
+    assert status["lastAttempt"] == before["lastAttempt"]
+    assert [pod.uid for pod in groups.members(pair)] == [pod.uid for pod in pods]
+    with Traffic(client, status["url"], pair.name, clients=1) as traffic:
+        traffic.wait_for_more(2)
+    assert [outcome.text for outcome in traffic.outcomes if not outcome.failure] == []
+    pair.patch({"recovery": {"maxRestarts": 10}})
+    pair.kubectl.run(
+        "annotate", KIND, pair.name, "-n", pair.namespace,
+        "serving.radixgrove.io/restart=1", "--overwrite",
+    )  # fmt: skip
+    groups.wait_until_recreated(pair, pods)
+
+
 def test_two_services_that_each_need_every_gpu_run_one_after_the_other(
     installed: Cluster, worker_mounts: Mounts
 ) -> None:
     namespace, kubectl = demo.NAMESPACE, installed.kubectl
     services = [Served(kubectl, namespace, name) for name in ("all-gpus-1", "all-gpus-2")]
     spec = groups.spec(worker_mounts, gpus_per_node=8)
-    try:
-        for service in services:
-            service.apply(spec)
-        ready = wait_until(
-            lambda: [s for s in services if reason(s.status(), "Ready") == "True/Serving"],
-            "one of the two is ready", timeout=240,
-        )  # fmt: skip
-        assert len(ready) == 1
-        (second,) = set(services) - set(ready)
-        second.wait(
-            lambda s: reason(s, "Ready") == "False/InsufficientGPUs", "it says what it misses"
-        )
-        assert [pod.name for pod in groups.members(second) if pod.node] == []
-        assert second.status()["groups"][0].get("restarts", 0) == 0
-        ready[0].delete()
-        second.wait_until_ready(1)
-        assert {pod.node for pod in groups.members(second)} == {n.name for n in installed.nodes}
-    finally:
-        for service in services:
-            service.delete()
+    two, others = installed.nodes[:2], installed.nodes[2:]
+    with groups.cordoned(installed, *others):
+        try:
+            for service in services:
+                service.apply(spec)
+            ready = wait_until(
+                lambda: [s for s in services if reason(s.status(), "Ready") == "True/Serving"],
+                "one of the two is ready", timeout=240,
+            )  # fmt: skip
+            assert len(ready) == 1
+            (second,) = set(services) - set(ready)
+            second.wait(
+                lambda s: reason(s, "Ready") == "False/InsufficientGPUs", "it says what it misses"
+            )
+            assert [pod.name for pod in groups.members(second) if pod.node] == []
+            assert second.status()["groups"][0].get("restarts", 0) == 0
+            ready[0].delete()
+            second.wait_until_ready(1)
+            assert {pod.node for pod in groups.members(second)} == {node.name for node in two}
+        finally:
+            for service in services:
+                service.delete()
 
 
 def test_what_does_not_concern_the_engine_restarts_no_pod(
@@ -129,10 +177,12 @@ def test_what_does_not_concern_the_engine_restarts_no_pod(
 def test_an_operator_killed_in_the_middle_of_anything_converges(
     pair: Served, installed: Cluster, faults: Faults
 ) -> None:
-    old = groups.members(pair)
+    old, attempt = groups.members(pair), pair.status()["lastAttempt"]
     faults.kill_container(pair.namespace, old[1].name)
     wait_until(
-        lambda: pair.status()["groups"][0]["restarts"], "recovery has begun", timeout=60
+        lambda: pair.status()["groups"][0]["phase"] == "Waiting"
+        or pair.status()["lastAttempt"] > attempt,
+        "recovery has begun", timeout=60,
     )  # fmt: skip
     kill_operator(installed, faults)
     groups.wait_until_recreated(pair, old)
@@ -184,6 +234,17 @@ def children(served: Served) -> list[dict[str, Any]]:
     return served.kubectl.items(
         kinds, "-n", served.namespace, f"--selector={SERVICE_LABEL}={served.name}"
     )
+
+
+def evict(served: Served, pod: groups.Member) -> None:
+    """Through the Eviction API, as `kubectl drain` does it."""
+    body = {
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": pod.name, "namespace": served.namespace},
+    }
+    path = f"/api/v1/namespaces/{served.namespace}/pods/{pod.name}/eviction"
+    served.kubectl.run("create", "--raw", path, "--filename=-", text=json.dumps(body))
 
 
 def kill_operator(cluster: Cluster, faults: Faults) -> None:

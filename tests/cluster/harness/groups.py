@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.cluster.harness import demo
+from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.kubectl import condition
+from tests.cluster.harness.node import Node
 from tests.cluster.harness.served import SERVICE_LABEL, Served
 from tests.cluster.harness.volumes import Mounts
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 # Short, so that a test sees in seconds what takes minutes with the defaults.
-RECOVERY = {"backoff": "2s", "stableAfter": "5s", "nodeGrace": "10s"}
+RECOVERY = {"backoff": "2s", "stableAfter": "5s", "nodeGrace": "5s"}
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,27 @@ def server(text: str) -> str:
 def wait_until_recreated(
     served: Served, old: Sequence[Member], *, timeout: float = 180
 ) -> dict[str, Any]:
-    """Waits until the one group is ready with pods of which none is in `old`; the status."""
+    """Waits until the one group is ready and every pod in `old` gone or leaving; the status.
+
+    Pods of a lost node go on leaving until it is back.
+    """
     uids = {member.uid for member in old}
 
     def ready(status: dict[str, Any]) -> bool:
         if status.get("readyReplicas") != 1 or len(status.get("groups", [])) != 1:
             return False
-        return not uids & set(served.pods().values())
+        return uids.isdisjoint(member.uid for member in members(served))
 
     return served.wait(ready, "the group is ready with new pods only", timeout=timeout)
+
+
+@contextmanager
+def cordoned(cluster: Cluster, *nodes: Node) -> Iterator[None]:
+    """Nothing is scheduled on these nodes meanwhile."""
+    for node in nodes:
+        cluster.kubectl.run("cordon", node.name)
+    try:
+        yield
+    finally:
+        for node in nodes:
+            cluster.kubectl.run("uncordon", node.name)
