@@ -94,8 +94,8 @@ def uninstall(cluster: Cluster, name: str = "radixgrove", namespace: str = NAMES
 
 
 def is_installed(cluster: Cluster, name: str = "radixgrove", namespace: str = NAMESPACE) -> bool:
-    """Whether Helm knows the release."""
-    listed = json.loads(helm(cluster, "list", "-n", namespace, "--all", "--output=json"))
+    """Whether the release is there, and its last installation or upgrade went well."""
+    listed = json.loads(helm(cluster, "list", "-n", namespace, "--deployed", "--output=json"))
     return any(found["name"] == name for found in listed)
 
 

@@ -49,8 +49,9 @@ def claim_directory(
 
 
 def offer_volumes(kubectl: Kubectl, directory: Path, count: int, *, capacity: str = "20Gi") -> None:
-    """Makes empty volumes that any claim without a storage class may bind, each once."""
-    for index in range(count):
+    """Makes more empty volumes that any claim without a storage class may bind, each once."""
+    offered = len(list(directory.glob("volume-*")))
+    for index in range(offered, offered + count):
         path = directory / f"volume-{index}"
         path.mkdir(parents=True)
         path.chmod(0o777)  # pods run under any user, and fsGroup does not reach a host path
