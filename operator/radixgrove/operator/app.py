@@ -37,14 +37,17 @@ _REDIS_TIMEOUT = 3.0
 
 
 class App:
-    """One leading operator. `start` once the lease is held, `stop` when it ends."""
+    """One leading operator. `start` once the lease is held, `stop` when it ends.
 
-    def __init__(self, kube: Kube, config: OperatorConfig) -> None:
+    Setting `stopping` makes everything of it end, `start` too.
+    """
+
+    def __init__(self, kube: Kube, config: OperatorConfig, stopping: threading.Event) -> None:
         self.config = config
         self.store = Store()
         self.queue: WorkQueue[Key] = WorkQueue()
         self._kube = kube
-        self._stopping = threading.Event()
+        self._stopping = stopping
         self._threads: list[threading.Thread] = []
         self._busy_since: dict[str, float] = {}
         self._lagging: dict[Key, str] = {}
@@ -97,10 +100,8 @@ class App:
         while not self._stopping.is_set():
             try:
                 return act()
-            except KubeError as error:
+            except (KubeError, NotLeading) as error:
                 logger.error("cannot start yet: %s", error)
-            except NotLeading:
-                return None
             self._stopping.wait(2.0)
         return None
 
@@ -182,8 +183,8 @@ class App:
             try:
                 return reconciler.reconcile(key), False
             except NotLeading as error:
+                # A late renewal may still come; once the lease is lost, the whole process ends.
                 logger.warning("%s/%s: %s", *key, error)
-                return None, False
             except Incomplete as error:
                 metrics.RECONCILE_ERRORS.labels("incomplete").inc()
                 logger.warning("%s/%s: incomplete: %s", *key, error)

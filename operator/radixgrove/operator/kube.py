@@ -70,7 +70,7 @@ class KubeError(Exception):
 
 
 class NotLeading(Exception):
-    """This process may write nothing any more."""
+    """This process may write nothing: its lease is over, or nearly so and not yet renewed."""
 
 
 def api_client() -> client.ApiClient:

@@ -129,7 +129,7 @@ def run(config: OperatorConfig) -> int:
     election = LeaderElection(config, identity)
     api = api_client()
     unfenced = Kube(api, lambda seconds: True, config.election.duration / 3)
-    app = App(Kube(api, election.may_write, config.request_timeout), config)
+    app = App(Kube(api, election.may_write, config.request_timeout), config, stop)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
