@@ -33,28 +33,41 @@ def plane() -> Iterator[ControlPlane]:
         yield running
 
 
-@pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     from operator_process import RedisServer
 
-    with RedisServer(tmp_path) as server:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
-@pytest.fixture
-def operator(
-    plane: ControlPlane, redis_server: RedisServer, tmp_path: Path
+@pytest.fixture(scope="module")
+def shared_operator(
+    plane: ControlPlane, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OperatorProcess]:
-    """A running operator in cluster mode."""
+    """An operator in cluster mode, not started yet, of all tests of a file."""
     from operator_process import OperatorProcess
 
-    process = OperatorProcess(plane, tmp_path, redis_server.port)
-    process.start()
+    process = OperatorProcess(plane, tmp_path_factory.mktemp("operator"), redis_server.port)
     try:
         yield process
     finally:
-        process.kill()
-        sys.stderr.write(process.log.read_text()[-20000:])
+        process.stop()
+
+
+@pytest.fixture
+def operator(shared_operator: OperatorProcess) -> Iterator[OperatorProcess]:
+    """The file's operator, running; its log of this test is shown when the test fails."""
+    shared_operator.ensure()
+    before = len(shared_operator.log.read_bytes())
+    yield shared_operator
+    sys.stderr.write(shared_operator.log.read_bytes()[before:].decode()[-20000:])
+
+
+@pytest.fixture
+def no_operator(shared_operator: OperatorProcess) -> None:
+    """The file's operator has ended and given its lease back."""
+    shared_operator.stop()
 
 
 @pytest.fixture

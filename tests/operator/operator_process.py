@@ -67,27 +67,25 @@ def roles(
     return objects
 
 
+def account(home: str = NAMESPACE) -> list[dict[str, Any]]:
+    """The operator's own namespace and service account."""
+    meta = {"name": ACCOUNT, "namespace": home}
+    return [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": home}},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
+    ]
+
+
 def install(plane: ControlPlane, namespaces: list[str], home: str = NAMESPACE) -> None:
     """What the chart would install before the operator starts."""
-    plane.kubectl.apply(
-        crd.custom_resource_definition(),
-        *(
-            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
-            for name in {home, *namespaces}
-        ),
-    )
+    plane.kubectl.apply(crd.custom_resource_definition())
     plane.kubectl.run(
         "wait", "--for=condition=Established", f"crd/{names.PLURAL}.{names.GROUP}", "--timeout=60s"
     )
-    account = {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": {"name": ACCOUNT, "namespace": home},
-    }
-    plane.kubectl.apply(account, *roles(namespaces, home))
+    plane.kubectl.apply(*account(home), *roles(namespaces, home))
 
 
-def namespace_with_models(name: str) -> list[dict[str, Any]]:
+def namespace_with_models(name: str, labels: dict[str, str] | None = None) -> list[dict[str, Any]]:
     """A namespace with a claim `models`, bound to a volume of the namespace's name."""
     size = {"storage": "1Gi"}
     volume = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
@@ -97,7 +95,11 @@ def namespace_with_models(name: str) -> list[dict[str, Any]]:
         "claimRef": {"name": "models", "namespace": name},
     }
     return [
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}},
+        {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": name, "labels": labels or {}},
+        },
         {
             "apiVersion": "v1",
             "kind": "PersistentVolume",
@@ -115,7 +117,7 @@ def namespace_with_models(name: str) -> list[dict[str, Any]]:
 
 @dataclass
 class OperatorProcess:
-    """`start`, `kill`, `stop`; its log lies in `log`."""
+    """`start`, `ensure`, `kill`, `stop`; its log lies in `log`."""
 
     plane: ControlPlane
     directory: Path
@@ -154,6 +156,11 @@ class OperatorProcess:
                 stdout=log,
                 stderr=log,
             )
+
+    def ensure(self) -> None:
+        """Starts it unless it runs."""
+        if self.process is None or self.process.poll() is not None:
+            self.start()
 
     def signal(self, number: int) -> None:
         assert self.process is not None

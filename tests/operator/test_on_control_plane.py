@@ -1,125 +1,23 @@
-"""The operator as a process on a real control plane with pretended nodes."""
+"""Services from resource to model, by the operator as a process, on pretended nodes."""
 
 from __future__ import annotations
 
 import json
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from operator_process import OperatorProcess, RedisServer
+from resources import RGSVC, ready, reason, service, sets, table
 
 from radixgrove.operator import names
-from radixgrove.protocol.modeltable import (
-    Demand,
-    ModelEntry,
-    ModelTable,
-    demand_field,
-    demand_key,
-    table_key,
-)
+from radixgrove.protocol.modeltable import Demand, demand_field, demand_key
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kubectl import KubectlError, condition
 from tests.cluster.harness.kwok import LATE
 from tests.cluster.harness.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
-
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
-RGSVC = f"{names.PLURAL}.{names.GROUP}"
-
-
-def service(name: str, namespace: str, **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": names.API_VERSION,
-        "kind": names.KIND,
-        "metadata": {"name": name, "namespace": namespace},
-        "spec": {"model": {"source": "pvc://models/demo"}} | spec,
-    }
-
-
-def ready(resource: dict[str, Any]) -> bool:
-    status = resource.get("status", {})
-    return (
-        condition(resource, "Ready") == "True"
-        and status.get("readyReplicas") == (resource["spec"]["replicas"])
-    )
-
-
-def reason(resource: dict[str, Any], kind: str = "Ready") -> str:
-    conditions = resource.get("status", {}).get("conditions", [])
-    return next((c["reason"] for c in conditions if c["type"] == kind), "")
-
-
-def sets(plane: ControlPlane, namespace: str) -> list[str]:
-    found = plane.kubectl.items("statefulsets", "-n", namespace)
-    return sorted(item["metadata"]["name"] for item in found)
-
-
-def table(server: RedisServer) -> dict[str, ModelEntry]:
-    data = server.client.get(table_key("radixgrove", "shared"))
-    if data is None:
-        return {}
-    return {entry.service: entry for entry in ModelTable.decode(data).entries}  # type: ignore[arg-type]
-
-
-# ---- the resource --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_are_admitted(plane: ControlPlane, namespace: str, path: Path) -> None:
-    plane.kubectl.run("create", "-n", namespace, "--dry-run=server", "-f", str(path))
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        (
-            {"hardware": {"nodes": 2, "gpusPerNode": 8}, "parallelism": {"tp": 8}},
-            r"tp \* pp \* dp must equal nodes \* gpusPerNode",
-        ),
-        (
-            {"hardware": {"nodes": 2, "gpusPerNode": 2}, "parallelism": {"tp": 4}},
-            "tp must not exceed gpusPerNode",
-        ),
-        (
-            {"hardware": {"gpusPerNode": 8}, "parallelism": {"tp": 8, "ep": 3}},
-            r"ep must divide tp \* dp",
-        ),
-        ({"autoscaling": {"min": 3, "max": 2}}, "min must not exceed max"),
-        ({"rollout": {"maxUnavailable": 0}}, "cannot both be 0"),
-        ({"model": {"source": "ftp://x"}}, "spec.model.source"),
-        ({"model": {"source": "s3://b/x", "revision": "main"}}, "revision is for hf://"),
-        ({"router": {"policy": "random"}}, "belong to a dedicated router"),
-        ({"engine": {"pageSize": 0}}, "spec.engine.pageSize"),
-        ({"replicas": -1}, "spec.replicas"),
-    ],
-    ids=str,
-)
-def test_wrong_specs_are_refused_by_the_api_server(
-    plane: ControlPlane, namespace: str, spec: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(KubectlError, match=said):
-        plane.kubectl.apply(service("wrong", namespace, **spec))
-
-
-@pytest.mark.parametrize("name", ["a" * 41, "9lives", "with.dot"])
-def test_a_name_must_fit_a_service(plane: ControlPlane, namespace: str, name: str) -> None:
-    with pytest.raises(KubectlError, match="a name"):
-        plane.kubectl.apply(service(name, namespace))
-
-
-def test_defaults_are_filled_in(plane: ControlPlane, namespace: str) -> None:
-    plane.kubectl.apply(service("plain", namespace))
-    spec = plane.kubectl.json("get", RGSVC, "plain", "-n", namespace)["spec"]
-    assert spec["replicas"] == 1
-    assert spec["hardware"]["gpusPerNode"] == 1
-    assert spec["recovery"]["nodeGrace"] == "30s"
-
-
-# ---- from resource to served model ---------------------------------------------------------------
 
 
 def test_a_service_becomes_ready_and_routers_learn_of_it(
@@ -321,166 +219,6 @@ def test_evictions_take_one_group_at_a_time(
         that=lambda b: b["status"].get("disruptionsAllowed") == 1,
     )  # fmt: skip
     evict(f"{second}-0")
-
-
-# ---- life of the operator ------------------------------------------------------------------------
-
-
-def test_an_operator_killed_in_the_middle_converges_after_its_restart(
-    plane: ControlPlane, operator: OperatorProcess, namespace: str
-) -> None:
-    plane.kubectl.apply(service("llama", namespace, replicas=3))
-    wait_until(lambda: sets(plane, namespace), "the first group", timeout=30)
-    operator.kill()
-    plane.kubectl.patch(RGSVC, "llama", "-n", namespace, body={"spec": {"replicas": 2}})
-    operator.start()
-    plane.kubectl.wait_for(
-        RGSVC, "llama", "-n", namespace, that=lambda r: ready(r) and r["status"]["replicas"] == 2,
-        what="has two groups", timeout=90,
-    )  # fmt: skip
-    assert len(sets(plane, namespace)) == 2
-
-
-def test_at_rest_it_writes_nothing(
-    plane: ControlPlane, operator: OperatorProcess, namespace: str
-) -> None:
-    plane.kubectl.apply(service("llama", namespace, replicas=2))
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
-    user = "system:serviceaccount:radixgrove:radixgrove-operator"
-
-    def busy() -> list[str]:
-        requests = plane.audit.read(user)
-        return [r.resource for r in requests if r.writes and "leases" not in r.resource]
-
-    wait_until(lambda: not busy(), "writes end", timeout=90, interval=4.0)
-    assert busy() == []
-
-
-def test_a_bystanders_write_costs_at_most_one_of_ours(
-    plane: ControlPlane, operator: OperatorProcess, namespace: str
-) -> None:
-    plane.kubectl.apply(service("llama", namespace))
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
-    user = "system:serviceaccount:radixgrove:radixgrove-operator"
-    wait_until(
-        lambda: not [r for r in plane.audit.read(user) if r.writes and "leases" not in r.resource],
-        "writes end", timeout=90, interval=4.0,
-    )  # fmt: skip
-    plane.kubectl.patch("pdb", "llama", "-n", namespace, body={"spec": {"minAvailable": 7}})
-    plane.kubectl.wait_for(
-        "pdb",
-        "llama",
-        "-n",
-        namespace,
-        that=lambda b: b["spec"]["minAvailable"] == 0,
-        what="is restored",
-    )
-    plane.kubectl.delete("networkpolicy", "llama-workers", "-n", namespace)
-    plane.kubectl.wait_for(
-        "networkpolicy", "llama-workers", "-n", namespace, that=bool, what="is restored"
-    )
-    wrote = [r for r in plane.audit.read(user) if r.writes and "leases" not in r.resource]
-    assert len(wrote) == 2, [(w.verb, w.resource, w.name) for w in wrote]
-
-
-def test_a_leader_stopped_past_its_lease_writes_nothing_when_it_continues(
-    plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    plane.kubectl.apply(service("llama", namespace))
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
-    operator.signal(signal.SIGSTOP)
-    second = OperatorProcess(plane, tmp_path, redis_server.port)
-    second.start()
-    try:
-        wait_until(lambda: '"leading"' in second.log.read_text(), "the second leads", timeout=60)
-        log_before = len(operator.log.read_text())
-        plane.kubectl.run("scale", RGSVC, "llama", "-n", namespace, "--replicas=2")
-        plane.kubectl.wait_for(
-            RGSVC, "llama", "-n", namespace, what="is scaled by the second",
-            that=lambda r: ready(r) and r["status"]["replicas"] == 2,
-        )  # fmt: skip
-        operator.signal(signal.SIGCONT)
-        assert operator.process is not None
-        assert operator.process.wait(30) == 1
-        operator.process = None
-        assert "the lease was lost" in operator.log.read_text()[log_before:]
-        assert len(sets(plane, namespace)) == 2
-    finally:
-        second.stop()
-
-
-# ---- neighbours and modes ------------------------------------------------------------------------
-
-
-def test_kserves_resource_of_the_same_name_lives_beside_ours(
-    plane: ControlPlane, operator: OperatorProcess, namespace: str
-) -> None:
-    version = {
-        "name": "v1beta1",
-        "served": True,
-        "storage": True,
-        "schema": {
-            "openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-        },
-    }
-    plane.kubectl.apply(
-        {
-            "apiVersion": "apiextensions.k8s.io/v1",
-            "kind": "CustomResourceDefinition",
-            "metadata": {"name": "inferenceservices.serving.kserve.io"},
-            "spec": {
-                "group": "serving.kserve.io",
-                "scope": "Namespaced",
-                "names": {
-                    "kind": "InferenceService",
-                    "plural": "inferenceservices",
-                    "singular": "inferenceservice",
-                    "shortNames": ["isvc"],
-                },
-                "versions": [version],
-            },
-        }
-    )
-    crd_name = "crd/inferenceservices.serving.kserve.io"
-    try:
-        plane.kubectl.run("wait", "--for=condition=Established", crd_name, "--timeout=30s")
-        theirs = service("theirs", namespace) | {"apiVersion": "serving.kserve.io/v1beta1"}
-        wait_until(lambda: _applies(plane, theirs), "theirs is admitted", timeout=30)
-        plane.kubectl.apply(service("ours", namespace))
-        plane.kubectl.wait_for("rgsvc", "ours", "-n", namespace, that=ready, what="is ready")
-        assert "theirs" not in plane.kubectl.run("get", "rgsvc", "-n", namespace)
-        assert sets(plane, namespace) == ["ours-0-a1"]
-    finally:
-        plane.kubectl.delete("crd", "inferenceservices.serving.kserve.io")
-
-
-def _applies(plane: ControlPlane, manifest: dict[str, Any]) -> bool:
-    try:
-        plane.kubectl.apply(manifest)
-    except KubectlError:
-        return False
-    return True
-
-
-def test_namespaced_mode_sees_only_its_namespace(
-    plane: ControlPlane, redis_server: RedisServer, namespace: str, tmp_path: Path
-) -> None:
-    election = {"duration": 6.0, "renew_every": 1.0, "lease": "radixgrove-operator"}
-    operator = OperatorProcess(
-        plane, tmp_path, redis_server.port, [namespace], {"election": election}
-    )
-    plane.kubectl.run("create", "namespace", f"{namespace}-other")
-    operator.start()
-    try:
-        plane.kubectl.apply(service("seen", namespace), service("unseen", f"{namespace}-other"))
-        plane.kubectl.wait_for(RGSVC, "seen", "-n", namespace, that=ready, what="is ready")
-        assert sets(plane, f"{namespace}-other") == []
-        unseen = plane.kubectl.json("get", RGSVC, "unseen", "-n", f"{namespace}-other")
-        assert "status" not in unseen
-    finally:
-        operator.kill()
-        plane.kubectl.run("delete", "namespace", f"{namespace}-other", "--wait=false")
 
 
 def test_an_idle_service_sleeps_and_a_held_request_wakes_it(

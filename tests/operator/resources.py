@@ -1,0 +1,48 @@
+"""Services on a control plane: what their kubectl output, children and model table show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from operator_process import RedisServer
+
+from radixgrove.operator import names
+from radixgrove.protocol.modeltable import ModelEntry, ModelTable, table_key
+from tests.cluster.harness.control_plane import ControlPlane
+from tests.cluster.harness.kubectl import condition
+
+RGSVC = f"{names.PLURAL}.{names.GROUP}"
+
+
+def service(name: str, namespace: str, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"model": {"source": "pvc://models/demo"}} | spec,
+    }
+
+
+def ready(resource: dict[str, Any]) -> bool:
+    status = resource.get("status", {})
+    return (
+        condition(resource, "Ready") == "True"
+        and status.get("readyReplicas") == (resource["spec"]["replicas"])
+    )
+
+
+def reason(resource: dict[str, Any], kind: str = "Ready") -> str:
+    conditions = resource.get("status", {}).get("conditions", [])
+    return next((c["reason"] for c in conditions if c["type"] == kind), "")
+
+
+def sets(plane: ControlPlane, namespace: str) -> list[str]:
+    found = plane.kubectl.items("statefulsets", "-n", namespace)
+    return sorted(item["metadata"]["name"] for item in found)
+
+
+def table(server: RedisServer) -> dict[str, ModelEntry]:
+    data = server.client.get(table_key("radixgrove", "shared"))
+    if data is None:
+        return {}
+    return {entry.service: entry for entry in ModelTable.decode(data).entries}  # type: ignore[arg-type]

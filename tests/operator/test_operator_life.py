@@ -1,0 +1,364 @@
+"""The operator's own life: killed, stopped, stormed, at rest, and beside neighbours."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from operator_process import ACCOUNT, NAMESPACE, OperatorProcess, RedisServer, install
+from resources import RGSVC, ready, reason, service, sets, table
+
+from radixgrove.operator import names
+from tests.cluster.harness.audit import Request
+from tests.cluster.harness.control_plane import ControlPlane
+from tests.cluster.harness.kubectl import KubectlError
+from tests.cluster.harness.waiting import wait_until
+
+pytestmark = pytest.mark.cluster
+
+CHILDREN = (
+    "statefulsets,deployments,pods,services,configmaps,serviceaccounts,pdb,networkpolicies,jobs"
+)
+
+
+def user(home: str = NAMESPACE) -> str:
+    return f"system:serviceaccount:{home}:{ACCOUNT}"
+
+
+def writes(plane: ControlPlane, namespace: str) -> list[str]:
+    """The operator's writes in a namespace since the last look."""
+    return [
+        f"{request.verb} {request.resource}/{request.name}"
+        for request in plane.audit.read(user())
+        if request.writes and request.namespace == namespace
+    ]
+
+
+def wait_for_rest(plane: ControlPlane, namespace: str) -> None:
+    """Until it has written nothing there for longer than it waits between looks at a start."""
+    last = time.monotonic()
+
+    def rested() -> bool:
+        nonlocal last
+        if writes(plane, namespace):
+            last = time.monotonic()
+        return time.monotonic() - last > 6.0
+
+    wait_until(rested, "the operator is at rest", timeout=90, interval=1.0)
+
+
+def children(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
+    return plane.kubectl.items(CHILDREN, "-n", namespace, f"-l={names.MANAGED_BY}={names.MANAGER}")
+
+
+# ---- killed --------------------------------------------------------------------------------------
+
+
+def test_killed_while_scaling_it_converges_after_its_restart(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    plane.kubectl.apply(service("llama", namespace, replicas=3))
+    wait_until(lambda: sets(plane, namespace), "the first group", timeout=30)
+    operator.kill()
+    plane.kubectl.patch(RGSVC, "llama", "-n", namespace, body={"spec": {"replicas": 2}})
+    operator.start()
+    plane.kubectl.wait_for(
+        RGSVC, "llama", "-n", namespace, that=lambda r: ready(r) and r["status"]["replicas"] == 2,
+        what="has two groups", timeout=90,
+    )  # fmt: skip
+    assert len(sets(plane, namespace)) == 2
+
+
+def test_killed_while_rolling_it_ends_the_rollout_after_its_restart(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    rollout = {"maxUnavailable": 0, "maxSurge": 1}
+    plane.kubectl.apply(service("llama", namespace, replicas=2, rollout=rollout))
+    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    before = set(sets(plane, namespace))
+    patch = {"spec": {"engine": {"pageSize": 32}}}
+    plane.kubectl.patch(RGSVC, "llama", "-n", namespace, body=patch)
+    wait_until(lambda: set(sets(plane, namespace)) - before, "the first new group", timeout=30)
+    operator.kill()
+    assert before & set(sets(plane, namespace)), "the rollout was not over yet"
+    operator.start()
+    wait_until(
+        lambda: len(sets(plane, namespace)) == 2 and not before & set(sets(plane, namespace)),
+        "only groups of the new revision are left",
+        timeout=90,
+    )
+    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+
+
+def test_a_pod_replaced_while_it_was_dead_costs_the_whole_group(
+    plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str
+) -> None:
+    plane.kubectl.apply(service("big", namespace, hardware={"nodes": 2, "gpusPerNode": 8}))
+    plane.kubectl.wait_for(RGSVC, "big", "-n", namespace, that=ready, what="is ready")
+    operator.kill()
+    pod = ("pod", "big-0-a1-1", "-n", namespace)
+    lost = plane.kubectl.json("get", *pod)["metadata"]["uid"]
+    plane.kubectl.delete(*pod, "--grace-period=0", "--force")
+    plane.kubectl.wait_for(
+        *pod, what="stands again, as if nothing had happened", timeout=60,
+        that=lambda p: p["metadata"]["uid"] != lost and p["status"].get("phase") == "Running",
+    )  # fmt: skip
+    operator.start()
+    wait_until(lambda: sets(plane, namespace) == ["big-0-a2"], "the next attempt", timeout=60)
+    seen = plane.kubectl.wait_for(RGSVC, "big", "-n", namespace, that=ready, what="is ready")
+    assert [group["restarts"] for group in seen["status"]["groups"]] == [1]
+    assert table(redis_server)[f"{namespace}.big"].attempts == ["big-0-a2-0"]
+
+
+def test_a_service_deleted_while_it_was_dead_goes_at_once_and_routers_learn_of_it_later(
+    plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str
+) -> None:
+    plane.kubectl.apply(service("llama", namespace, router={"dedicated": True}))
+    plane.kubectl.apply(service("shared", namespace))
+    for name in ("llama", "shared"):
+        plane.kubectl.wait_for(RGSVC, name, "-n", namespace, that=ready, what="is ready")
+    operator.kill()
+    for name in ("llama", "shared"):
+        plane.kubectl.delete(RGSVC, name, "-n", namespace)
+    wait_until(lambda: children(plane, namespace) == [], "nothing is left", timeout=60)
+    assert f"{namespace}.shared" in table(redis_server)
+    operator.start()
+    wait_until(
+        lambda: f"{namespace}.shared" not in table(redis_server), "routers forget it", timeout=60
+    )
+
+
+# ---- storms --------------------------------------------------------------------------------------
+
+
+def test_a_storm_of_patches_ends_in_what_the_last_one_says(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    plane.kubectl.apply(service("llama", namespace))
+    for turn in range(40):
+        spec = {"replicas": turn % 4, "engine": {"pageSize": 16 << turn % 3}}
+        plane.kubectl.patch(RGSVC, "llama", "-n", namespace, body={"spec": spec})
+    last = {"spec": {"replicas": 2, "engine": {"pageSize": 32}}}
+    plane.kubectl.patch(RGSVC, "llama", "-n", namespace, body=last)
+
+    def settled(resource: dict[str, Any]) -> bool:
+        status = resource.get("status", {})
+        return (
+            ready(resource)
+            and status["observedGeneration"] == resource["metadata"]["generation"]
+            and status["updatedReplicas"] == len(status["groups"]) == 2
+        )
+
+    plane.kubectl.wait_for(
+        RGSVC, "llama", "-n", namespace, that=settled, what="settles", timeout=120
+    )
+    wait_until(lambda: len(sets(plane, namespace)) == 2, "old groups are gone", timeout=60)
+
+    def leaked() -> list[str]:
+        """What belongs to a group or a revision that is no more."""
+        found = children(plane, namespace)
+        groups = [thing for thing in found if names.ATTEMPT in thing["metadata"]["labels"]]
+        live = set(sets(plane, namespace))
+        return [
+            f"{thing['kind']}/{thing['metadata']['name']}"
+            for thing in groups
+            if not any(thing["metadata"]["name"].startswith(name) for name in live)
+        ]
+
+    wait_until(lambda: leaked() == [], "nothing of old groups is left", timeout=60)
+    maps = plane.kubectl.items("configmaps", "-n", namespace, f"-l={names.SERVICE}=llama")
+    assert len(maps) == 1
+
+
+def test_deleted_twice_and_made_again_it_is_served_by_children_of_the_new_one(
+    plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str
+) -> None:
+    ours = service("llama", namespace, replicas=2)
+    for _ in range(3):
+        plane.kubectl.apply(ours)
+        wait_until(lambda: sets(plane, namespace), "a first group", timeout=60)
+        for _ in range(2):
+            plane.kubectl.delete(RGSVC, "llama", "-n", namespace, wait=False)
+    plane.kubectl.apply(ours)
+    seen = plane.kubectl.wait_for(
+        RGSVC, "llama", "-n", namespace, that=ready, what="is ready", timeout=90
+    )
+
+    def owners() -> set[str]:
+        owned = plane.kubectl.items("statefulsets,pdb,configmaps", "-n", namespace,
+                                    f"-l={names.SERVICE}=llama")  # fmt: skip
+        return {owner["uid"] for o in owned for owner in o["metadata"]["ownerReferences"]}
+
+    wait_until(lambda: owners() == {seen["metadata"]["uid"]}, "only its own are left", timeout=60)
+    assert len(table(redis_server)[f"{namespace}.llama"].attempts) == 2
+
+
+# ---- at rest -------------------------------------------------------------------------------------
+
+
+def test_at_rest_services_of_every_kind_cost_no_write(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    plane.kubectl.run(
+        "label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted"
+    )
+    scaling = {"min": 1, "max": 2, "targets": {"queue": 4}}
+    expected = {
+        "plain": "Serving",
+        "routed": "Serving",
+        "scaled": "Serving",
+        "suspended": "Suspended",
+        "refused": "PodRefused",
+        "starved": "InsufficientGPUs",
+    }
+    plane.kubectl.apply(
+        service("plain", namespace, replicas=2),
+        service("routed", namespace, router={"dedicated": True}),
+        service("scaled", namespace, autoscaling=scaling),
+        service("suspended", namespace, suspend=True),
+        service("refused", namespace, hardware={"network": "roce"}),
+        service("starved", namespace, hardware={"gpusPerNode": 16}),
+    )
+
+    def reasons() -> dict[str, str]:
+        found = plane.kubectl.items(RGSVC, "-n", namespace)
+        return {item["metadata"]["name"]: reason(item) for item in found}
+
+    wait_until(lambda: reasons() == expected, "all say how they stand", timeout=60, interval=1.0)
+    wait_for_rest(plane, namespace)
+    assert reasons() == expected
+
+
+def test_a_bystanders_write_costs_at_most_one_of_ours(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    plane.kubectl.apply(service("llama", namespace))
+    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_for_rest(plane, namespace)
+    plane.kubectl.patch("pdb", "llama", "-n", namespace, body={"spec": {"minAvailable": 7}})
+    plane.kubectl.wait_for(
+        "pdb", "llama", "-n", namespace, what="is restored",
+        that=lambda b: b["spec"]["minAvailable"] == 0,
+    )  # fmt: skip
+    plane.kubectl.delete("networkpolicy", "llama-workers", "-n", namespace)
+    plane.kubectl.wait_for(
+        "networkpolicy", "llama-workers", "-n", namespace, that=bool, what="is restored"
+    )
+    wrote = writes(plane, namespace)
+    assert len(wrote) == 2, wrote
+
+
+# ---- neighbours and modes ------------------------------------------------------------------------
+
+
+def test_kserves_resource_of_the_same_name_lives_beside_ours(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    version = {
+        "name": "v1beta1",
+        "served": True,
+        "storage": True,
+        "schema": {
+            "openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+        },
+    }
+    plane.kubectl.apply(
+        {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {"name": "inferenceservices.serving.kserve.io"},
+            "spec": {
+                "group": "serving.kserve.io",
+                "scope": "Namespaced",
+                "names": {
+                    "kind": "InferenceService",
+                    "plural": "inferenceservices",
+                    "singular": "inferenceservice",
+                    "shortNames": ["isvc"],
+                },
+                "versions": [version],
+            },
+        }
+    )
+    crd_name = "crd/inferenceservices.serving.kserve.io"
+    try:
+        plane.kubectl.run("wait", "--for=condition=Established", crd_name, "--timeout=30s")
+        theirs = service("theirs", namespace) | {"apiVersion": "serving.kserve.io/v1beta1"}
+        wait_until(lambda: _applies(plane, theirs), "theirs is admitted", timeout=30)
+        plane.kubectl.apply(service("ours", namespace))
+        plane.kubectl.wait_for("rgsvc", "ours", "-n", namespace, that=ready, what="is ready")
+        assert "theirs" not in plane.kubectl.run("get", "rgsvc", "-n", namespace)
+        assert "theirs" in plane.kubectl.run("get", "isvc", "-n", namespace)
+        assert sets(plane, namespace) == ["ours-0-a1"]
+    finally:
+        plane.kubectl.delete("crd", "inferenceservices.serving.kserve.io")
+
+
+def _applies(plane: ControlPlane, manifest: dict[str, Any]) -> bool:
+    try:
+        plane.kubectl.apply(manifest)
+    except KubectlError:
+        return False
+    return True
+
+
+def test_a_leader_stopped_past_its_lease_writes_nothing_when_it_continues(
+    plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    plane.kubectl.apply(service("llama", namespace))
+    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    operator.signal(signal.SIGSTOP)
+    second = OperatorProcess(plane, tmp_path, redis_server.port)
+    second.start()
+    try:
+        wait_until(lambda: '"leading"' in second.log.read_text(), "the second leads", timeout=60)
+        log_before = len(operator.log.read_text())
+        plane.kubectl.run("scale", RGSVC, "llama", "-n", namespace, "--replicas=2")
+        plane.kubectl.wait_for(
+            RGSVC, "llama", "-n", namespace, what="is scaled by the second",
+            that=lambda r: ready(r) and r["status"]["replicas"] == 2,
+        )  # fmt: skip
+        wait_for_rest(plane, namespace)
+        operator.signal(signal.SIGCONT)
+        assert operator.process is not None
+        assert operator.process.wait(30) == 1
+        operator.process = None
+        assert "the lease was lost" in operator.log.read_text()[log_before:]
+        assert writes(plane, namespace) == []
+        assert len(sets(plane, namespace)) == 2
+    finally:
+        second.stop()
+
+
+def test_namespaced_mode_sees_only_its_namespace(
+    plane: ControlPlane, no_operator: None, redis_server: RedisServer, namespace: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    home, other = f"{namespace}-home", f"{namespace}-other"
+    install(plane, [namespace], home)
+    plane.kubectl.run("create", "namespace", other)
+    plane.audit.read()
+    operator = OperatorProcess(plane, tmp_path, redis_server.port, [namespace], home=home)
+    operator.start()
+    try:
+        plane.kubectl.apply(service("unseen", other), service("seen", namespace))
+        plane.kubectl.wait_for(RGSVC, "seen", "-n", namespace, that=ready, what="is ready")
+        assert sets(plane, other) == []
+        assert "status" not in plane.kubectl.json("get", RGSVC, "unseen", "-n", other)
+    finally:
+        operator.stop()
+        for made in (home, other):
+            plane.kubectl.run("delete", "namespace", made, "--wait=false")
+    asked = plane.audit.read(user(home))
+    assert _across_the_cluster(asked) == {"nodes"}
+    assert {request.namespace for request in asked} == {"", namespace, home}
+    assert [request for request in asked if request.code == 403] == []
+
+
+def _across_the_cluster(requests: Iterable[Request]) -> set[str]:
+    return {request.resource for request in requests if not request.namespace}
