@@ -22,7 +22,7 @@ cluster-down: ## end clusters, and remove whatever killed ones have left
 test-cluster: cluster-build cluster-prepare ## run the tests that need a real Kubernetes (all but the slow ones)
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and not slow" $(CLUSTER_TESTS)
 
-test-cluster-slow: cluster-build cluster-prepare ## the slow ones: the worker's image, which has CUDA
+test-cluster-slow: cluster-build cluster-prepare ## the slow ones: every RBAC verb, and the worker's image, which has CUDA
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" -o timeout=1800
 
 demo-cluster: cluster-prepare ## a cluster, the chart, the demo model and one question; until Ctrl-C
