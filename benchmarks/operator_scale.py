@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{arguments.services} services need {2 * arguments.services} nodes")
     found = run(arguments.nodes, arguments.services, arguments.rest)
     for metric, (value, unit) in summary(found).items():
-        print(f"{metric:<12}{value:>10.1f} {unit}")
+        print(f"{metric:<12}{value:>10.2f} {unit}")
         results.record(
             {
                 "benchmark": "operator_scale",

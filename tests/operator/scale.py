@@ -1,4 +1,4 @@
-"""What a hundred services cost: time to serve them, the operator's memory, its requests at rest."""
+"""What many services cost: time to serve them, memory, requests at rest and as they are deleted."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Scale:
     rest_seconds: float
     rest_writes: int  # without its lease
     rest_reads: int  # watches that the server ended and were begun again included
+    delete_requests: int  # from the deletion of all services at once until it rests
 
     @property
     def reads_a_service_and_minute(self) -> float:
@@ -62,16 +63,19 @@ def measure(
     times = process.cpu_times()
     writes = len([r for r in plane.audit.read(USER) if r.writes and r.resource != _LEASES])
     _wait_for_rest(plane)
+    memory = process.memory_info().rss
     counted = _count_at_rest(plane, rest)
+    plane.kubectl.delete(_RESOURCE, "--all", "-n", namespace, wait=False)
     return Scale(
         services=services,
         ready_seconds=ready,
         cpu_seconds=times.user + times.system,
-        memory_bytes=process.memory_info().rss,
+        memory_bytes=memory,
         writes=writes,
         rest_seconds=rest,
         rest_writes=counted["write"],
         rest_reads=counted["read"],
+        delete_requests=_wait_for_rest(plane),
     )
 
 
@@ -92,13 +96,24 @@ def _count_ready(plane: ControlPlane, namespace: str) -> int:
     return sum(condition(resource, "Ready") == "True" for resource in found)
 
 
-def _wait_for_rest(plane: ControlPlane) -> None:
-    """Until ten seconds have passed in which it wrote nothing but its lease."""
+def _wait_for_rest(plane: ControlPlane) -> int:
+    """Until ten seconds have passed in which it asked for nothing but its lease and one list.
 
-    def quiet() -> bool:
-        return not any(r.writes and r.resource != _LEASES for r in plane.audit.read(USER))
+    Returns the requests until then.
+    """
+    requests = 0
+    last = time.monotonic()
 
-    wait_until(quiet, "the operator is at rest", timeout=300, interval=10.0)
+    def rested() -> bool:
+        nonlocal requests, last
+        new = [r for r in plane.audit.read(USER) if r.resource != _LEASES and r.verb != "watch"]
+        requests += len(new)
+        if len(new) > 1:
+            last = time.monotonic()
+        return time.monotonic() - last > 10.0
+
+    wait_until(rested, "the operator is at rest", timeout=300, interval=1.0)
+    return requests
 
 
 def _count_at_rest(plane: ControlPlane, seconds: float) -> Counter[str]:
@@ -115,6 +130,7 @@ def summary(scale: Scale) -> dict[str, tuple[float, str]]:
         "cpu": (round(scale.cpu_seconds, 1), "s"),
         "memory": (round(scale.memory_bytes / 2**20, 1), "MiB"),
         "writes": (scale.writes / scale.services, "writes/service"),
+        "delete_requests": (scale.delete_requests / scale.services, "requests/service"),
         "rest_writes": (scale.rest_writes, "writes"),
         "rest_reads": (round(scale.reads_a_service_and_minute, 3), "reads/service/min"),
     }

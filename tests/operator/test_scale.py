@@ -1,4 +1,4 @@
-"""A hundred services on two hundred nodes of eight GPUs, all taken."""
+"""Many services on nodes of eight GPUs, all taken; `benchmarks/operator_scale.py` takes more."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-NODES = 200
-SERVICES = 100
+NODES = 60
+SERVICES = 30
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def large_plane() -> Iterator[ControlPlane]:
         yield plane
 
 
-def test_a_hundred_services_become_ready_and_cost_nothing_at_rest(
+def test_many_services_become_ready_cost_nothing_at_rest_and_little_when_they_go(
     large_plane: ControlPlane, tmp_path: Path
 ) -> None:
     from operator_process import OperatorProcess, RedisServer
@@ -39,7 +39,7 @@ def test_a_hundred_services_become_ready_and_cost_nothing_at_rest(
     with RedisServer(tmp_path) as server:
         operator = OperatorProcess(large_plane, tmp_path, server.port)
         try:
-            found = measure(large_plane, operator, "served", SERVICES, rest=60.0)
+            found = measure(large_plane, operator, "served", SERVICES, rest=20.0)
         finally:
             operator.kill()
     print(summary(found))
@@ -47,3 +47,4 @@ def test_a_hundred_services_become_ready_and_cost_nothing_at_rest(
     assert found.reads_a_service_and_minute <= 1.0
     assert found.memory_bytes < 400 * 2**20
     assert found.writes <= 25 * SERVICES
+    assert found.delete_requests <= 25 * SERVICES
