@@ -174,6 +174,7 @@ def test_what_does_not_concern_the_engine_restarts_no_pod(
     wait_until(lambda: pair.pods() == pods, "only the first group is left", timeout=60)
 
 
+@pytest.mark.slow
 def test_an_operator_killed_in_the_middle_of_anything_converges(
     pair: Served, installed: Cluster, faults: Faults
 ) -> None:
@@ -192,7 +193,7 @@ def test_an_operator_killed_in_the_middle_of_anything_converges(
     wait_until(lambda: set(groups.members(pair)) != set(old), "the rollout has begun", timeout=60)
     kill_operator(installed, faults)
     pair.wait_until_ready(1)
-    assert not {pod.uid for pod in groups.members(pair)} & {pod.uid for pod in old}
+    groups.wait_until_recreated(pair, old)
 
     pair.kubectl.delete(KIND, pair.name, "-n", pair.namespace, wait=False)
     kill_operator(installed, faults)
