@@ -51,7 +51,7 @@ def _marks(served: Served, pod: str) -> Iterator[tuple[str, float]]:
     """When a worker first said each phase of its start, in Unix seconds."""
     seen: set[str] = set()
     log = served.kubectl.run("logs", pod, "-n", served.namespace, "--container=worker")
-    for line in log.splitlines():
+    for line in filter(lambda line: line.startswith("{"), log.splitlines()):
         entry: dict[str, Any] = json.loads(line)
         name = _phase(entry["message"]) if seen else "started"
         if name and name not in seen:

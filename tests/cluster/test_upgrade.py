@@ -83,6 +83,7 @@ def test_an_upgrade_under_load_restarts_no_worker_and_fails_no_request(
     assert before.items() < served.pods().items()
 
 
+@pytest.mark.slow
 def test_uninstalling_leaves_no_orphan_and_keeps_services_only_when_told_to(
     installed: Cluster, worker_mounts: Mounts, served: Served, client: Client
 ) -> None:
