@@ -70,7 +70,7 @@ def test_killed_while_scaling_it_converges_after_its_restart(
         RGSVC, "llama", "-n", namespace, that=lambda r: ready(r) and r["status"]["replicas"] == 2,
         what="has two groups", timeout=90,
     )  # fmt: skip
-    assert len(sets(plane, namespace)) == 2
+    wait_until(lambda: len(sets(plane, namespace)) == 2, "the third has gone", timeout=30)
 
 
 def test_killed_while_rolling_it_ends_the_rollout_after_its_restart(
