@@ -1,0 +1,53 @@
+"""Far more requests than one small worker can hold, through two frontends that share its port."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import UpProcess, chat_body, wait_idle
+
+SETTINGS = "replicas: 1\nworker: {frontends: 2, max_running: 2, max_queued: 4}\n"
+REQUESTS = 60
+
+
+@pytest.fixture
+def small(tmp_path: Path, demo_model_dir: Path) -> Iterator[UpProcess]:
+    config = tmp_path / "settings.yaml"
+    config.write_text(SETTINGS)
+    up = UpProcess(tmp_path / "log", ("--config", str(config)))
+    try:
+        up.start()
+        yield up
+    finally:
+        up.kill()
+
+
+def test_every_request_of_an_overload_ends(small: UpProcess) -> None:
+    worker = small.status()["replicas"][0]["url"]
+
+    def ask(number: int) -> httpx.Response:
+        url = (worker, small.url)[number % 2]
+        body = chat_body(f"Count to {number}.", max_tokens=4)
+        return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        answers = list(pool.map(ask, range(REQUESTS)))
+    statuses = Counter(answer.status_code for answer in answers)
+    assert set(statuses) <= {200, 429, 503}
+    assert statuses[200] >= 6  # what fits into the batch and the queue
+    assert statuses[429] + statuses[503] > 0, "the queue is bounded"
+    for answer in answers:
+        if answer.status_code != 200:
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["code"]
+    wait_idle(small)
+    for url in (worker, small.url):
+        assert httpx.get(f"{url}/readyz").status_code == 200
+        answer = httpx.post(f"{url}/v1/chat/completions", json=chat_body("Hello"), timeout=60)
+        assert answer.status_code == 200
