@@ -1,0 +1,149 @@
+"""Models are downloaded once, by a Job of the cluster, from a hub that misbehaves and from S3."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from radixgrove.worker import demo_model
+from tests.cluster.harness import demo, release
+from tests.cluster.harness.cluster import Cluster
+from tests.cluster.harness.served import Served, reason
+from tests.cluster.harness.traffic import Client
+from tests.cluster.harness.volumes import Mounts
+from tests.cluster.harness.waiting import wait_until
+from tests.hub import COMMIT, Hub
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+ENGINE = {"contextLength": 256, "kvTokens": 1024, "maxRunning": 1, "settings": {"cpu_threads": 1}}
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A model of the demo model's kind and tokenizer, but small: 13 MB of random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = tmp_path_factory.mktemp("model")
+    original = demo_model.ensure()
+    config = AutoConfig.from_pretrained(original)
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 64, 128, 2
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(original / name, directory)
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+@pytest.fixture
+def hub(cluster: Cluster, release_images: None, files: Mapping[str, bytes]) -> Iterator[Hub]:
+    """A hub on this machine that pods reach, as the release's endpoint."""
+    with Hub(files, host=cluster.addresses.bridge) as running:
+        release.install(cluster, {"modelCache": {"hubEndpoint": running.url, "size": "1Gi"}})
+        yield running
+    release.install(cluster)
+
+
+@pytest.fixture(scope="module")
+def volumes(cluster: Cluster) -> None:
+    cluster.offer_volumes(2)
+
+
+def spec_of(mounts: Mounts, source: str, **model: Any) -> dict[str, Any]:
+    return demo.spec(mounts, 1, engine=ENGINE) | {"model": {"source": source, **model}}
+
+
+def claim_of(served: Served) -> dict[str, Any]:
+    name = served.status()["model"]["claim"]
+    found: dict[str, Any] = served.kubectl.json("get", "pvc", name, "-n", served.namespace)
+    return found
+
+
+def test_two_services_share_one_download_that_is_cut_and_once_corrupt(
+    cluster: Cluster, hub: Hub, volumes: None, worker_mounts: Mounts, client: Client
+) -> None:
+    hub.cut_after, hub.corrupt = 3_000_000, 1
+    services = [Served(cluster.kubectl, demo.NAMESPACE, name) for name in ("first", "second")]
+    for service in services:
+        service.apply(spec_of(worker_mounts, "hf://org/model"))
+    try:
+        for service in services:
+            status = service.wait_until_ready(1)
+            assert reason(status, "ModelCached") == "True/Cached"
+            assert status["model"]["revision"] == COMMIT
+            # An error raises; random weights may well have nothing to say.
+            client.ask(status["url"], service.name, "Say anything.")
+
+        small = [name for name, _ in hub.requests if name != "model.safetensors"]
+        assert len(small) == len(set(small))
+        # Cut, then resumed; that was corrupt, then whole.
+        ranges = [wanted for name, wanted in hub.requests if name == "model.safetensors"]
+        assert [bool(wanted) for wanted in ranges] == [False, True, False]
+        claim = claim_of(services[0])
+        owners = {owner["name"] for owner in claim["metadata"]["ownerReferences"]}
+        assert owners == {"first", "second"}
+    finally:
+        services[0].delete()
+    assert claim_of(services[1])["metadata"]["name"] == claim["metadata"]["name"]
+    services[1].delete()
+    wait_until(
+        lambda: cluster.kubectl.get("pvc", claim["metadata"]["name"], "-n", demo.NAMESPACE) is None,
+        "the claim leaves with its last user",
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def bucket(cluster: Cluster, files: Mapping[str, bytes]) -> Iterator[str]:
+    """The URL of an S3 server that pods reach, with the model below s3://models/small."""
+    server = ThreadedMotoServer(cluster.addresses.bridge, 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    s3 = boto3.client(
+        "s3", region_name="us-east-1", endpoint_url=url,
+        aws_access_key_id="key", aws_secret_access_key="secret",
+    )  # fmt: skip
+    s3.create_bucket(Bucket="models")
+    for name, content in files.items():
+        s3.put_object(Bucket="models", Key=f"small/{name}", Body=content)
+    yield url
+    server.stop()
+
+
+def test_a_model_of_a_bucket_is_served(
+    installed: Cluster, bucket: str, volumes: None, worker_mounts: Mounts, client: Client
+) -> None:
+    kubectl = installed.kubectl
+    data = {**CREDENTIALS, "AWS_ENDPOINT_URL": bucket}
+    kubectl.apply(
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": "bucket"},
+            "data": {key: base64.b64encode(value.encode()).decode() for key, value in data.items()},
+        },
+        namespace=demo.NAMESPACE,
+    )
+    served = Served(kubectl, demo.NAMESPACE, "bucketed")
+    served.apply(
+        spec_of(
+            worker_mounts, "s3://models/small", credentialsSecret="bucket", cache={"size": "1Gi"}
+        )
+    )
+    try:
+        status = served.wait_until_ready(1)
+        # An error raises; random weights may well have nothing to say.
+        client.ask(status["url"], served.name, "Say anything.")
+        assert "secret" not in json.dumps(served.read())
+    finally:
+        served.delete()
