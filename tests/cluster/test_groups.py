@@ -214,14 +214,17 @@ def test_deletes_and_patches_in_quick_succession_leave_no_child(
     for turn in range(10):
         served.patch({"engine": {"maxRunning": 1 + turn}})
     served.wait_until_ready(1)
-    assert len(groups.members(served)) == 2
-    owners = {
-        owner["uid"]
-        for child in children(served)
-        for owner in child["metadata"].get("ownerReferences", [])
-        if owner["kind"] == "InferenceService"
-    }
-    assert owners == {first}
+
+    def owners() -> set[str]:
+        return {
+            owner["uid"]
+            for child in children(served)
+            for owner in child["metadata"].get("ownerReferences", [])
+            if owner["kind"] == "InferenceService"
+        }
+
+    wait_until(lambda: len(groups.members(served)) == 2, "one group is left", timeout=120)
+    wait_until(lambda: owners() == {first}, "only its own children are left", timeout=60)
     served.delete()
     wait_until(lambda: not children(served), "no child is left", timeout=60)
 

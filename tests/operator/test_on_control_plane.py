@@ -108,8 +108,12 @@ def test_a_new_revision_rolls_by_whole_groups(
         what="runs the new revision",
     )  # fmt: skip
     wait_until(lambda: len(sets(plane, namespace)) == 2, "old groups are gone", timeout=30)
-    maps = plane.kubectl.items("configmaps", "-n", namespace, f"-l={names.SERVICE}=llama")
-    assert len(maps) == 1
+
+    def revisions() -> list[dict[str, Any]]:
+        return plane.kubectl.items("configmaps", "-n", namespace, f"-l={names.SERVICE}=llama")
+
+    wait_until(lambda: len(revisions()) == 1, "the old revision is gone", timeout=30)
+    maps = revisions()
     assert yaml.safe_load(maps[0]["data"]["worker.yaml"])["page_size"] == 32
 
 

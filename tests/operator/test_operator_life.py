@@ -170,8 +170,11 @@ def test_a_storm_of_patches_ends_in_what_the_last_one_says(
         ]
 
     wait_until(lambda: leaked() == [], "nothing of old groups is left", timeout=60)
-    maps = plane.kubectl.items("configmaps", "-n", namespace, f"-l={names.SERVICE}=llama")
-    assert len(maps) == 1
+    wait_until(
+        lambda: len(plane.kubectl.items("configmaps", "-n", namespace, f"-l={names.SERVICE}=llama"))
+        == 1,
+        "one revision is left", timeout=60,
+    )  # fmt: skip
 
 
 def test_deleted_twice_and_made_again_it_is_served_by_children_of_the_new_one(
@@ -194,7 +197,10 @@ def test_deleted_twice_and_made_again_it_is_served_by_children_of_the_new_one(
         return {owner["uid"] for o in owned for owner in o["metadata"]["ownerReferences"]}
 
     wait_until(lambda: owners() == {seen["metadata"]["uid"]}, "only its own are left", timeout=60)
-    assert len(table(redis_server)[f"{namespace}.llama"].attempts) == 2
+    wait_until(
+        lambda: len(table(redis_server)[f"{namespace}.llama"].attempts) == 2,
+        "routers are told of two groups", timeout=60,
+    )  # fmt: skip
 
 
 # ---- at rest -------------------------------------------------------------------------------------
