@@ -102,7 +102,7 @@ priorityClassName: {{ . }}
 {{- with .Values.pods.priorityClassName -}}{{- $_ := set $pods "priority_class" . -}}{{- end -}}
 {{- with .Values.pods.runtimeClassName -}}{{- $_ := set $pods "runtime_class" . -}}{{- end -}}
 {{- with .Values.pods.caBundle -}}{{- $_ := set $pods "ca_bundle" . -}}{{- end -}}
-{{- $cache := dict "size" .Values.modelCache.size "access_mode" .Values.modelCache.accessMode "hub_endpoint" .Values.modelCache.hubEndpoint -}}
+{{- $cache := dict "size" .Values.modelCache.size "access_mode" .Values.modelCache.accessMode "hub_endpoint" .Values.modelCache.hubEndpoint "retry_after" .Values.modelCache.retryAfter -}}
 {{- with .Values.modelCache.storageClass -}}{{- $_ := set $cache "storage_class" . -}}{{- end -}}
 namespace: {{ .Release.Namespace }}
 namespaces: {{ toJson .Values.operator.namespaces }}
