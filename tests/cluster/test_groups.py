@@ -174,7 +174,6 @@ def test_what_does_not_concern_the_engine_restarts_no_pod(
     wait_until(lambda: pair.pods() == pods, "only the first group is left", timeout=60)
 
 
-@pytest.mark.slow
 def test_an_operator_killed_in_the_middle_of_anything_converges(
     pair: Served, installed: Cluster, faults: Faults
 ) -> None:
