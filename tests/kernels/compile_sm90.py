@@ -2,14 +2,20 @@
 
 A process of its own: Triton must not be in interpreter mode here. Prints one line a kernel:
 name, registers a thread, bytes of stack (spills), bytes of shared memory.
+
+    python compile_sm90.py [products]
+
+With `products`: instead, the products that the tuner asks about for the models of the benchmarks.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +37,14 @@ from radixgrove.kernels import (
     sampling,
 )
 from radixgrove.kernels.linear import SkinnyWorkspace
-from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
+from radixgrove.kernels.products import Scratch, multiply
+from radixgrove.kernels.tuning import (
+    FOLDED_CANDIDATES,
+    GEMV_CANDIDATES,
+    SKINNY_CANDIDATES,
+    Projection,
+    own_candidates,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MODULES = (activation, all_reduce, attention, gather, linear, norm, pages, rope, rows, sampling)
@@ -100,7 +113,7 @@ def launch_all(dtype: torch.dtype) -> None:
     heads, kv_heads, dim, hidden = 16, 8, 128, 1024
     index32, index64 = zeros(4, kind=torch.int32), zeros(4, kind=torch.int64)
     x, weight = zeros(4, hidden), zeros(hidden)
-    norm.rms_norm(x, weight, 1e-6)
+    norm.rms_norm(x, weight, 1e-6, ahead=zeros(64, hidden))
     norm.add_rms_norm(x, zeros(4, hidden), weight, 1e-6)
     activation.silu_and_mul(zeros(4, 2 * hidden))
     gather.embed(zeros(64, hidden), index32)
@@ -152,6 +165,38 @@ def launch_linear(dtype: torch.dtype, hidden: int) -> None:
     many = torch.zeros(16, hidden, dtype=dtype)
     for candidate in SKINNY_CANDIDATES if dtype != torch.float32 else ():
         linear.skinny(many, weight, silu=True, config=candidate.skinny, workspace=workspace)
+    for candidate in FOLDED_CANDIDATES if dtype != torch.float32 else ():
+        config = candidate.skinny
+        linear.skinny(many, weight, norm=one[0], config=config, workspace=workspace, ahead=True)
+
+
+def launch_products(hidden: int, inner: int, qkv: int, attended: int, vocab: int) -> None:
+    """Our kernels for a decoder layer and the head, at the token counts that have some."""
+
+    def projection(rows: int, columns: int, **options: bool) -> Projection:
+        return Projection([torch.empty(rows, columns, dtype=torch.bfloat16)], **options)
+
+    layer = (
+        projection(qkv, hidden),
+        projection(hidden, attended, residual=True),
+        projection(2 * inner, hidden, silu=True),
+        projection(hidden, inner, residual=True),
+        projection(vocab, hidden, every_token=False, wide=True),
+    )
+    chip = SimpleNamespace(multi_processor_count=multiprocessors(torch.device("cpu")))
+    setattr(torch.cuda, "get_device_properties", lambda device: chip)  # noqa: B010
+    scratch = Scratch(torch.device("cpu"))
+    for tokens in (1, 16, 32, 64, 128):
+        for kind in layer:
+            x = torch.zeros(tokens, kind.weights[0].shape[1], dtype=torch.bfloat16)
+            target = torch.zeros(tokens, kind.outputs, dtype=x.dtype)
+            options: dict[str, Any] = {"norm": x[0], "silu": kind.silu}
+            if kind.wide:
+                options["out"] = target.float()
+            if kind.residual:
+                options = {"residual": target}
+            for choice in own_candidates(tokens, kind, scratch):
+                multiply(x, kind.weights[0], choice=choice, scratch=scratch, **options)
 
 
 def launch_sampling() -> None:
@@ -184,7 +229,11 @@ def launch_smallest() -> None:
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     compile_only()
-    launch_all(torch.bfloat16)
-    launch_all(torch.float32)
-    launch_sampling()
-    launch_smallest()
+    if sys.argv[1:] == ["products"]:
+        launch_products(1024, 3072, 4096, 2048, 151936)  # Qwen3-0.6B
+        launch_products(4096, 14336, 6144, 4096, 128256)  # Llama-3.1-8B
+    else:
+        launch_all(torch.bfloat16)
+        launch_all(torch.float32)
+        launch_sampling()
+        launch_smallest()

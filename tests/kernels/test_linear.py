@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import linear
+from radixgrove.kernels import linear, ops
 from radixgrove.kernels.linear import GemvConfig, SkinnyConfig, SkinnyWorkspace
 
 from .helpers import DTYPES, assert_close, sizes
@@ -93,6 +93,66 @@ def test_skinny(
         )
         assert_close(out, case.exact(), SLACK * {torch.float32: 3e-6}.get(dtype, 1e-2))
         assert not workspace.counters.any(), "counters must be zero between launches"
+
+
+@DTYPES
+@ENDINGS
+@sizes([2, 33], [16, 64, 128])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_skinny_takes_the_norm_before(
+    tokens: int, splits: int, ending: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of rows of different lengths: each token has a scale of its own."""
+    case = Case(tokens, 70, 300, ending, True, torch.zeros((), dtype=dtype, device=device))
+    case.x *= torch.linspace(0.01, 30, tokens, device=device)[:, None].to(dtype)
+    workspace = SkinnyWorkspace(device, partials=1 << 20)
+    config = SkinnyConfig(block_n=32, block_k=32, splits=splits, stages=2)
+    for _ in range(2):
+        options = case.options()
+        out = linear.skinny(
+            case.x, case.weight, case.bias, **options, config=config, workspace=workspace
+        )
+        assert_close(out, case.exact(), SLACK * {torch.float32: 3e-6}.get(dtype, 1e-2))
+        assert case.residual is None or out is options["residual"]
+        assert not workspace.counters.any(), "counters must be zero between launches"
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_skinny_rounds_before_the_scale_and_only_there(splits: int, device: torch.device) -> None:
+    case = Case(5, 40, 320, "plain", True, torch.zeros((), dtype=torch.bfloat16, device=device))
+    assert case.norm is not None
+    wide = case.x.double()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    rounded = (case.x.float() * case.norm.float()).bfloat16()
+    expected = rounded.double() @ case.weight.double().t() * scale
+    out = torch.empty(5, 40, device=device)
+    config = SkinnyConfig(block_n=16, block_k=64, splits=splits, stages=2)
+    workspace = SkinnyWorkspace(device, partials=1 << 18)
+    options: dict[str, Any] = {"norm": case.norm, "eps": 1e-5, "out": out, "config": config}
+    linear.skinny(case.x, case.weight, **options, workspace=workspace)
+    assert_close(out, expected, 2e-6)
+
+
+def test_a_workspace_has_room_for_the_norms_squares(device: torch.device) -> None:
+    config = SkinnyConfig(block_n=32, splits=2)
+    exact = SkinnyWorkspace(device, partials=2 * 2 * (32 + 1) * 16)
+    assert exact.fits(config, 3, 64, silu=False)
+    assert not SkinnyWorkspace(device, partials=2 * 2 * (32 + 1) * 16 - 1).fits(
+        config, 3, 64, silu=False
+    )
+
+
+@pytest.mark.parametrize("kernel", ["gemv", "skinny", "any"])
+def test_a_float32_output_keeps_the_whole_sum(kernel: str, device: torch.device) -> None:
+    tokens = 1 if kernel == "gemv" else 3
+    like = torch.zeros((), dtype=torch.bfloat16, device=device)
+    case = Case(tokens, 40, 96, "plain", False, like)
+    out = torch.empty(tokens, 40, device=device)
+    if kernel == "any":
+        assert ops.linear(case.x, case.weight, out=out) is out
+    else:
+        assert getattr(linear, kernel)(case.x, case.weight, out=out) is out
+    assert_close(out, case.exact(), 1e-6)
 
 
 def test_skinny_refuses_what_it_cannot_do(device: torch.device) -> None:

@@ -20,13 +20,17 @@ log = logging.getLogger(__name__)
 class Choice:
     """The kernel of one shape; what torch takes of cuBLAS when none is set.
 
-    `deferred`: the product is faster without the residual, to which the norm after it adds it.
+    `folded`: `skinny` applies the norm before the product too. `deferred`: the product is faster
+    without the residual, to which the norm after it adds it. `ahead`: its weights are asked for
+    while what comes before ends: by the norm's kernel, or by `skinny` where that is first.
     """
 
     gemv: GemvConfig | None = None
     skinny: SkinnyConfig | None = None
     cublaslt: CublasLtConfig | None = None
+    folded: bool = False
     deferred: bool = False
+    ahead: bool = False
 
 
 CUBLAS = Choice()
@@ -69,17 +73,22 @@ def multiply(
             config=choice.gemv,
             out=out,
         )
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
+    ahead = choice.ahead
+    if norm is not None and not choice.folded:
+        x = rms_norm(x, norm, eps, ahead=weight if ahead else None)
+        norm, ahead = None, False
     if choice.skinny is not None:
         return skinny(
             x,
             weight,
             bias,
+            norm=norm,
+            eps=eps,
             silu=silu,
             residual=residual,
             config=choice.skinny,
             workspace=scratch.skinny,
+            ahead=ahead,
             out=out,
         )
     if not silu:
@@ -102,6 +111,8 @@ def _plain(
         if residual is not None:
             return residual.add_(y)
         return y if out is None else out.copy_(y)
+    if out is not None and out.dtype != x.dtype:
+        return torch.mm(x, weight.t(), out.dtype, out=out)
     if choice.cublaslt is not None and scratch.cublaslt is not None:
         try:
             return scratch.cublaslt.matmul(x, weight, choice.cublaslt, residual=residual, out=out)

@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 # Token counts that are measured; others take the next larger one's choice.
 BUCKETS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
-# Past this many tokens an addition to the residual costs enough to ask who should do it.
+# Past this many tokens an addition to the residual costs enough to ask who should do it, and
+# products no longer wait for their weights.
 _MANY_TOKENS = 256
 GEMV_CANDIDATES = (
     Choice(gemv=GemvConfig(rows=2, block_k=1024, warps=4)),
@@ -48,15 +49,24 @@ SKINNY_CANDIDATES = tuple(
     for block_k, stages in ((128, 4), (64, 6))
     for splits in (1, 2, 4)
 )
-# Up to this many tokens `skinny` wins with any ending, past it by fusing SiLU-and-multiply only.
-_SKINNY_WITHOUT_SILU = 32
+# With the norm before the product too, which takes registers: more threads share them.
+FOLDED_CANDIDATES = tuple(
+    Choice(skinny=replace(config, warps=8), folded=True)
+    for choice in SKINNY_CANDIDATES
+    if (config := choice.skinny) is not None
+)
+# What a block of compute capability 9.0 has, less some for what the compiler needs beside tiles.
+_SHARED_MEMORY_BYTES = 225 << 10
+# Up to this many tokens `skinny` may win with any ending, past it by what it fuses only.
+_SKINNY_WITHOUT_SILU = 64
+_SKINNY_ONE_TILE = 32  # up to here the first tile that fits has always won
 # A kernel has to win by this much, so that noise does not choose.
 MARGIN = 0.985
 # One much slower than the best is timed once only.
 _HOPELESS = 1.3
 _REPEATS = 4
 _COLD_BYTES = 256 << 20  # of weights in a row, so that the L2 cache does not hold them
-_FORMAT = 2  # of the file
+_FORMAT = 3  # of the file
 _Key = tuple[int, int, int, bool]  # token bucket, N, K, silu
 _Shape = tuple[torch.dtype, _Key]
 
@@ -67,6 +77,7 @@ class Projection:
 
     `weights`: of several layers, the same shape. `every_token`: it multiplies all tokens of a
     prefill step, not only those that are sampled from. Without `residual` a norm precedes it.
+    `wide`: its output is float32.
     """
 
     weights: Sequence[Tensor]
@@ -74,6 +85,7 @@ class Projection:
     residual: bool = False
     biased: bool = False
     every_token: bool = True
+    wide: bool = False
 
     @property
     def outputs(self) -> int:
@@ -131,9 +143,10 @@ class LinearTuner:
         scratch = self.scratch(device)
         jobs: dict[object, tuple[_Trial, Choice]] = {}
         for bucket, projection in _work(projections, max_batch, max_tokens):
-            for choice in _own_candidates(bucket, projection, scratch):
+            for choice in own_candidates(bucket, projection, scratch):
                 if projection.key(bucket) not in known:
-                    endings = projection.silu, projection.residual, projection.biased
+                    kind = projection
+                    endings = kind.silu, kind.residual, kind.biased, kind.wide
                     job = choice, next_power_of_2(bucket), endings
                     jobs.setdefault(job, (_Trial(projection, bucket, scratch), choice))
         # A compilation leaves Python for most of its time.
@@ -199,23 +212,36 @@ def _work(
                 yield bucket, projection
 
 
-def _own_candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
+def own_candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
     """Of our kernels, those worth timing for a shape."""
     if bucket == 1:
         return list(GEMV_CANDIDATES)
-    if bucket > (MAX_SKINNY_TOKENS if projection.silu else _SKINNY_WITHOUT_SILU):
+    if bucket > MAX_SKINNY_TOKENS:
         return []
-    n = projection.outputs
-    device = projection.weights[0].device
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return [
-        choice
-        for choice in SKINNY_CANDIDATES
-        if (config := choice.skinny) is not None
-        and config.splits == _splits(cdiv(n, config.block_n), multiprocessors)
-        and (config.block_k == 128 or bucket > _SKINNY_WITHOUT_SILU)
+    fitting = partial(_fits, bucket=bucket, projection=projection, scratch=scratch)
+    own = list(filter(fitting, SKINNY_CANDIDATES))
+    if not projection.silu:
+        own = own[: bucket <= _SKINNY_WITHOUT_SILU]
+    elif bucket <= _SKINNY_ONE_TILE:
+        own = own[:1]
+    if not projection.residual:
+        own += list(filter(fitting, FOLDED_CANDIDATES))[:1]
+    return own
+
+
+def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch) -> bool:
+    """Whether a `skinny` kernel has the memory that it needs, and the chip enough programs."""
+    config = choice.skinny
+    if config is None:
+        return False
+    weight, n = projection.weights[0], projection.outputs
+    chip = torch.cuda.get_device_properties(weight.device)
+    shared = config.shared_memory_bytes(bucket, weight.itemsize, silu=projection.silu)
+    return (
+        config.splits == _splits(cdiv(n, config.block_n), chip.multi_processor_count)
+        and shared <= _SHARED_MEMORY_BYTES
         and scratch.skinny.fits(config, bucket, n, projection.silu)
-    ]
+    )
 
 
 def _splits(tiles: int, multiprocessors: int) -> int:
@@ -226,7 +252,8 @@ def _splits(tiles: int, multiprocessors: int) -> int:
 def _candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
     """cuBLAS first, then all that may beat it."""
     library = [CUBLAS]
-    if bucket > 1 and not projection.biased and scratch.cublaslt is not None:
+    narrow = not (projection.biased or projection.wide)
+    if bucket > 1 and narrow and scratch.cublaslt is not None:
         try:
             found = scratch.cublaslt.candidates(bucket, projection.weights[0])
             library += [Choice(cublaslt=config) for config in found]
@@ -235,7 +262,7 @@ def _candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[C
     deferred = []
     if bucket > _MANY_TOKENS and projection.residual and not projection.biased:
         deferred = [replace(choice, deferred=True) for choice in library]
-    return library + deferred + _own_candidates(bucket, projection, scratch)
+    return library + deferred + own_candidates(bucket, projection, scratch)
 
 
 def _submit(
@@ -302,7 +329,10 @@ class _Trial:
             choice=choice,
             scratch=self._scratch,
         )
-        if not projection.residual:
+        if projection.wide:
+            wide = torch.empty(len(x), projection.outputs, device=self.device)
+            product(norm=of_inputs, out=wide)
+        elif not projection.residual:
             product(norm=of_inputs, silu=projection.silu)
         elif choice.deferred:
             add_rms_norm(product(), residual, of_outputs, 1e-6)
@@ -322,25 +352,23 @@ class _Timed:
 def _fastest(bucket: int, projection: Projection, scratch: Scratch) -> Choice:
     trial = _Trial(projection, bucket, scratch)
     pool = torch.cuda.graph_pool_handle()
-    timed = []
-    for choice in _candidates(bucket, projection, scratch):
-        try:
-            steps = partial(trial.run_once, choice), partial(trial.run, choice)
-            graph = _record(*steps, trial.device, pool)
-        except Exception:  # a config that this device or Triton cannot build is just not chosen
-            if choice == CUBLAS:
-                raise
-            log.debug("linear candidate %s failed", choice, exc_info=True)
-            continue
-        graph.replay()
-        timed.append(_Timed(choice, graph, _replay(graph)))
+    timed = _time(_candidates(bucket, projection, scratch), trial, pool)
     cublas = timed[0]
     limit = _HOPELESS * min(one.milliseconds for one in timed)
     timed = [one for one in timed if one.milliseconds <= limit or one is cublas]
-    _repeat(timed, trial.device)
-    best = min(timed, key=lambda one: one.milliseconds)
-    if best.milliseconds >= MARGIN * cublas.milliseconds:
-        best = cublas
+    leaders = (one.choice for one in _fastest_kinds(timed))
+    early = [
+        replace(choice, ahead=True)
+        for choice in leaders
+        if _may_come_ahead(choice, bucket, projection)
+    ]
+    timed_early = _time(early, trial, pool)
+    _repeat([*timed, *timed_early], trial.device)
+    best = cublas
+    for others in (timed, timed_early):  # what is simpler stays unless it is slower
+        fastest = min(others, key=lambda one: one.milliseconds, default=best)
+        if fastest.milliseconds < MARGIN * best.milliseconds:
+            best = fastest
     log.debug(
         "%s: %.4f ms by %s, %.4f by cuBLAS",
         projection.key(bucket),
@@ -349,6 +377,37 @@ def _fastest(bucket: int, projection: Projection, scratch: Scratch) -> Choice:
         cublas.milliseconds,
     )
     return best.choice
+
+
+def _time(choices: Sequence[Choice], trial: _Trial, pool: _POOL_HANDLE) -> list[_Timed]:
+    """Each once; one that this device or Triton cannot build is just not chosen."""
+    timed = []
+    for choice in choices:
+        try:
+            steps = partial(trial.run_once, choice), partial(trial.run, choice)
+            graph = _record(*steps, trial.device, pool)
+        except Exception:
+            if choice == CUBLAS:
+                raise
+            log.debug("linear candidate %s failed", choice, exc_info=True)
+            continue
+        graph.replay()
+        timed.append(_Timed(choice, graph, _replay(graph)))
+    return timed
+
+
+def _fastest_kinds(timed: Sequence[_Timed]) -> list[_Timed]:
+    """The fastest of the library's kernels, of ours behind a norm, and of ours with the norm."""
+    best: dict[tuple[bool, bool], _Timed] = {}
+    for one in sorted(timed, key=lambda one: one.milliseconds):
+        best.setdefault((one.choice.skinny is None, one.choice.folded), one)
+    return list(best.values())
+
+
+def _may_come_ahead(choice: Choice, bucket: int, projection: Projection) -> bool:
+    """Whether tokens are so few that they wait for weights, and something can ask for them."""
+    by_norm = not projection.residual and choice.gemv is None
+    return 1 < bucket <= _MANY_TOKENS and (by_norm or choice.skinny is not None)
 
 
 def _repeat(timed: Sequence[_Timed], device: torch.device) -> None:
@@ -428,7 +487,7 @@ def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
             triton.__version__,
             str(cublaslt.version()),  # algorithms are one version's
             str(dtype),
-            repr((_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES)),
+            repr((_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES, FOLDED_CANDIDATES)),
         )
     )
     name = blake2b(identity.encode(), digest_size=8).hexdigest()
@@ -444,7 +503,9 @@ def _read(path: Path) -> dict[_Key, Choice]:
                 gemv=GemvConfig(**e["gemv"]) if e["gemv"] else None,
                 skinny=SkinnyConfig(**e["skinny"]) if e["skinny"] else None,
                 cublaslt=CublasLtConfig(bytes.fromhex(e["cublaslt"])) if e["cublaslt"] else None,
+                folded=bool(e["folded"]),
                 deferred=bool(e["deferred"]),
+                ahead=bool(e["ahead"]),
             )
             for e in entries
         }
@@ -462,7 +523,9 @@ def _write(path: Path, known: dict[_Key, Choice]) -> None:
             "gemv": asdict(choice.gemv) if choice.gemv else None,
             "skinny": asdict(choice.skinny) if choice.skinny else None,
             "cublaslt": choice.cublaslt.algorithm.hex() if choice.cublaslt else None,
+            "folded": choice.folded,
             "deferred": choice.deferred,
+            "ahead": choice.ahead,
         }
         for (tokens, n, k, silu), choice in sorted(known.items())
     ]
