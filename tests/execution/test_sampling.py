@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from radixgrove.kernels import sampling as kernels
+from radixgrove.kernels import race, thresholds
 from radixgrove.protocol.sampling import SamplingParams
 from radixgrove.worker.execution.sampling.draw import draw
 from radixgrove.worker.execution.sampling.edits import edit_logits
@@ -184,11 +184,11 @@ def test_the_few_candidates_shortcut_draws_what_the_whole_vocabulary_does(
     rows, positions = torch.tensor([0, 1]), torch.tensor([3, 4])
     got = draw(logits, rows, positions, bench.state, Need.RANDOM | Need.FILTER)
     floats, integers = bench.state.floats(rows), bench.state.integers(rows)
-    thresholds = kernels.sampling_thresholds_reference(
+    least = thresholds.sampling_thresholds_reference(
         logits, floats["temperature"], integers["top_k"].int(), floats["top_p"], floats["min_p"]
     )
-    expected = kernels.sample_reference(
-        logits, floats["temperature"], integers["seed"], positions, thresholds
+    expected = race.sample_reference(
+        logits, floats["temperature"], integers["seed"], positions, least
     )
     assert got.tolist() == expected.tolist()
 

@@ -28,13 +28,16 @@ from radixgrove.kernels import (
     activation,
     all_reduce,
     attention,
+    decode,
     gather,
     linear,
     norm,
     pages,
+    penalties,
+    race,
     rope,
     rows,
-    sampling,
+    thresholds,
 )
 from radixgrove.kernels.linear import SkinnyWorkspace
 from radixgrove.kernels.products import Scratch, multiply
@@ -47,7 +50,20 @@ from radixgrove.kernels.tuning import (
 )
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-MODULES = (activation, all_reduce, attention, gather, linear, norm, pages, rope, rows, sampling)
+MODULES = (
+    activation,
+    all_reduce,
+    attention,
+    decode,
+    gather,
+    linear,
+    norm,
+    pages,
+    race,
+    rope,
+    rows,
+    thresholds,
+)
 
 
 class _Hopper:
@@ -81,8 +97,8 @@ def compile_only() -> None:
     for module in MODULES:
         if hasattr(module, "pdl"):
             setattr(module, "pdl", always_pdl)  # noqa: B010
-    setattr(attention, "_multiprocessors", multiprocessors)  # noqa: B010
-    setattr(sampling, "_has_fast_logarithm", lambda x: True)  # noqa: B010
+    setattr(decode, "_multiprocessors", multiprocessors)  # noqa: B010
+    setattr(race, "_has_fast_logarithm", lambda x: True)  # noqa: B010
 
 
 def always_pdl(x: torch.Tensor) -> dict[str, bool]:
@@ -128,7 +144,8 @@ def launch_all(dtype: torch.dtype) -> None:
     rows.gather_rows(
         index64, lens, tokens_known, table, 16, index32, index32, index64, index32, index64
     )
-    rows.append_samples(index64, index64, lens, tokens_known, 8)
+    inputs = (index64, lens, tokens_known, table, 16, index32, index32, index64, index32, index64)
+    rows.gather_rows(*inputs, zeros(64, hidden), zeros(4, hidden))
     for tokens in (4, 80, 800):
         qkv = zeros(tokens, (heads + 2 * kv_heads) * dim)
         where = zeros(tokens, kind=torch.int64)
@@ -136,14 +153,14 @@ def launch_all(dtype: torch.dtype) -> None:
         rope.rope_store(qkv, angles, where, where, layer, weight[:dim], weight[:dim])
     q = zeros(4, heads, dim)
     for count in (4, 16, 3000):
-        attention.decode_attention(
+        decode.decode_attention(
             zeros(count, heads, dim),
             layer,
             zeros(count, kind=torch.int32),
             zeros(count, kind=torch.int32),
             table,
             1.0,
-            attention.DecodeWorkspace(count, heads, kv_heads, dim, torch.device("cpu")),
+            decode.DecodeWorkspace(count, heads, kv_heads, dim, torch.device("cpu")),
         )
     addresses, counts = zeros(2, kind=torch.int64), zeros(all_reduce.PROGRAMS, kind=torch.int32)
     for rows_reduced in (1, 64, 256):
@@ -203,12 +220,24 @@ def launch_sampling() -> None:
     logits, one = torch.zeros(4, 151936), torch.zeros(4)
     index32, index64 = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     for kind in (torch.bfloat16, torch.float32):
-        sampling.argmax(logits.to(kind))
-        sampling.sample(logits.to(kind), one, index64, index64)
-        sampling.sample(logits.to(kind), one, index64, index64, one)
-        sampling.sampling_thresholds(logits.to(kind), one, index32, one, one)
+        race.argmax(logits.to(kind))
+        race.sample(logits.to(kind), one, index64, index64)
+        race.sample(logits.to(kind), one, index64, index64, one)
+        thresholds.sampling_thresholds(logits.to(kind), one, index32, one, one)
+    # As a decode step calls them.
+    floats, integers = torch.zeros(9, 6), torch.zeros(9, 4, dtype=torch.int64)
+    known = torch.zeros(9, 64, dtype=torch.int32)
+    history = race.History(known[:, 0].contiguous(), known, 8)
+    where: dict[str, Any] = {"rows": index64, "history": history, "out": index64.clone()}
+    race.argmax(logits, **where)
+    least = thresholds.sampling_thresholds(
+        logits, floats[:, 0], integers[:, 1], floats[:, 1], floats[:, 2], rows=index64
+    )
+    for filtered in (None, least):
+        columns = (floats[:, 0], integers[:, 0], history.lens)
+        race.sample(logits, *columns, filtered, **where)
     counts = torch.zeros(4, 151936, dtype=torch.int32)
-    sampling.penalize(logits, index32, counts, one, one, one)
+    penalties.penalize(logits, index32, counts, one, one, one)
 
 
 def launch_smallest() -> None:
@@ -221,9 +250,9 @@ def launch_smallest() -> None:
     norm.rms_norm(one, one[0], 1.0)
     activation.silu_and_mul(torch.zeros(1, 2))
     gather.embed(one, index)
-    sampling.sample(one, one[0], index, index)
-    sampling.sampling_thresholds(one, one[0], index.int(), one[0], one[0])
-    sampling.penalize(one, index.int(), one.int(), one[0], one[0], one[0])
+    race.sample(one, one[0], index, index)
+    thresholds.sampling_thresholds(one, one[0], index.int(), one[0], one[0])
+    penalties.penalize(one, index.int(), one.int(), one[0], one[0], one[0])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,13 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     loaded = sys.modules.get("triton")
     if loaded is not None and not loaded.knobs.runtime.interpret:
-        stale = ("triton", "radixgrove.kernels", "radixgrove.worker.execution.attention.triton")
+        execution = "radixgrove.worker.execution"
+        stale = (
+            "triton",
+            "radixgrove.kernels",
+            f"{execution}.attention.triton",
+            f"{execution}.sampling.draw",
+        )
         for name in [n for n in sys.modules if n.startswith(stale)]:
             del sys.modules[name]
 

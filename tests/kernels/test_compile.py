@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 
 KERNELS = {
     "_all_reduce_kernel",
-    "_append_samples_kernel",
     "_copy_pages_kernel",
     "_decode_kernel",
     "_extend_kernel",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import random, sampling
+from radixgrove.kernels import penalties, race, random, thresholds
+from radixgrove.kernels.race import History
 
 from .helpers import assert_close
 
@@ -28,19 +31,17 @@ def test_sample_draws_what_the_reference_draws(
     temperature = torch.tensor([0.0, 0.3, 0.6, 1.0, 1.5, 2.0], device=device)
     seed = int64(0, 1, -1, 1 << 62, 12345, -(1 << 63), device=device)
     position = int64(0, 1, 2, 1000, 131071, 5, device=device)
-    tokens = sampling.sample(logits, temperature, seed, position)
-    assert tokens.tolist() == (
-        sampling.sample_reference(logits, temperature, seed, position).tolist()
-    )
+    tokens = race.sample(logits, temperature, seed, position)
+    assert tokens.tolist() == (race.sample_reference(logits, temperature, seed, position).tolist())
 
 
 def test_greedy_takes_the_first_of_equal_logits(device: torch.device) -> None:
     logits = torch.zeros(2, 3000, device=device)
     logits[0, [2500, 17, 1400]] = 1.0
     zeros = torch.zeros(2, dtype=torch.int64, device=device)
-    tokens = sampling.sample(logits, torch.zeros(2, device=device), zeros, zeros)
+    tokens = race.sample(logits, torch.zeros(2, device=device), zeros, zeros)
     assert tokens.tolist() == [17, 0]
-    assert sampling.argmax(logits).tolist() == [17, 0]
+    assert race.argmax(logits).tolist() == [17, 0]
 
 
 def test_sample_never_leaves_the_vocabulary(device: torch.device) -> None:
@@ -48,7 +49,7 @@ def test_sample_never_leaves_the_vocabulary(device: torch.device) -> None:
     temperature = torch.tensor([0.0, 1.0], device=device)
     for value in (float("-inf"), float("nan")):
         logits = torch.full((2, 2000), value, device=device)
-        tokens = sampling.sample(logits, temperature, zeros, zeros)
+        tokens = race.sample(logits, temperature, zeros, zeros)
         assert ((tokens >= 0) & (tokens < 2000)).all()
 
 
@@ -57,9 +58,9 @@ def test_a_rows_token_does_not_depend_on_its_batch(device: torch.device) -> None
     temperature = torch.full((9,), 1.0, device=device)
     seed = torch.arange(9, device=device) * 7919
     position = torch.arange(9, device=device)
-    together = sampling.sample(logits, temperature, seed, position)
+    together = race.sample(logits, temperature, seed, position)
     alone = [
-        sampling.sample(logits[i : i + 1], temperature[:1], seed[i : i + 1], position[i : i + 1])
+        race.sample(logits[i : i + 1], temperature[:1], seed[i : i + 1], position[i : i + 1])
         for i in range(9)
     ]
     assert together.tolist() == torch.cat(alone).tolist()
@@ -68,7 +69,7 @@ def test_a_rows_token_does_not_depend_on_its_batch(device: torch.device) -> None
 def test_sample_reads_strided_rows(device: torch.device) -> None:
     wide = make_logits(3, 600, device)
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
-    tokens = sampling.sample(wide[:, :500], torch.zeros(3, device=device), zeros, zeros)
+    tokens = race.sample(wide[:, :500], torch.zeros(3, device=device), zeros, zeros)
     assert tokens.tolist() == wide[:, :500].argmax(-1).tolist()
 
 
@@ -80,11 +81,84 @@ def test_draws_follow_the_distribution(device: torch.device) -> None:
     seed = torch.full((count,), 42, dtype=torch.int64, device=device)
     position = torch.arange(count, device=device)
     temperature = torch.full((count,), 2.0, device=device)
-    tokens = sampling.sample(logits, temperature, seed, position)
+    tokens = race.sample(logits, temperature, seed, position)
     observed = torch.bincount(tokens, minlength=5)
     expected = probabilities * count
     chi_square = ((observed - expected) ** 2 / expected).sum().item()
     assert chi_square < 23.5, observed.tolist()  # 4 degrees of freedom, p = 1e-4
+
+
+class TestRows:
+    """Parameters that stand in tables of all rows, in columns, and samples that go there."""
+
+    DUMMY = 6
+
+    @pytest.fixture
+    def floats(self, device: torch.device) -> Tensor:
+        """Temperature, top-p and min-p of seven rows; the dummy row is greedy."""
+        floats = torch.tensor([0.0, 0.5, 1.0, 1.5, 0.7, 2.0, 0.0], device=device)
+        return torch.stack([floats, 0.5 + floats / 5, floats / 50], dim=1)
+
+    @pytest.fixture
+    def integers(self, device: torch.device) -> Tensor:
+        """Seeds and top-k."""
+        seeds = int64(5, -1, 1 << 62, -(1 << 63), 77, 0, 9, device=device)
+        return torch.stack([seeds, int64(0, 3, 40, 0, 1, 900, 0, device=device)], dim=1)
+
+    @pytest.fixture
+    def history(self, device: torch.device) -> History:
+        lens = torch.tensor([1, 9, 3, 2, 7, 5, 1], dtype=torch.int32, device=device)
+        tokens = torch.full((7, 12), -1, dtype=torch.int32, device=device)
+        return History(lens, tokens, self.DUMMY)
+
+    @pytest.mark.parametrize("chosen", [[4], [3, 0, 5, 1], [2, 6, 6, 6]])
+    @pytest.mark.parametrize("how", ["greedy", "random", "filtered"])
+    def test_are_read_and_written_in_place(
+        self,
+        how: str,
+        chosen: list[int],
+        floats: Tensor,
+        integers: Tensor,
+        history: History,
+        device: torch.device,
+    ) -> None:
+        rows = int64(*chosen, device=device)
+        logits = make_logits(len(chosen), 2500, device)
+        out = torch.full((len(chosen) + 1,), -7, dtype=torch.int64, device=device)
+        before = history.lens.clone()
+        temperature, top_p, min_p = floats.unbind(1)
+        seed, top_k = integers.unbind(1)
+        least = expected_least = None
+        if how == "filtered":
+            filters = (temperature, top_k, top_p, min_p)
+            least = thresholds.sampling_thresholds(logits, *filters, rows=rows)
+            own = (column[rows].contiguous() for column in filters)
+            expected_least = thresholds.sampling_thresholds_reference(logits, *own)
+        options: dict[str, Any] = {"rows": rows, "history": history, "out": out[:-1]}
+        if how == "greedy":
+            tokens = race.argmax(logits, **options)
+            expected = logits.argmax(-1)
+        else:
+            tokens = race.sample(logits, temperature, seed, history.lens, least, **options)
+            expected = race.sample_reference(
+                logits, temperature[rows], seed[rows], before[rows].long(), expected_least
+            )
+        assert tokens.tolist() == expected.tolist() == out[:-1].tolist()
+        assert out[-1] == -7
+        for row in range(self.DUMMY + 1):
+            known = int(before[row])
+            appended = row in chosen and row != self.DUMMY
+            assert history.lens[row] == known + appended
+            written = [int(expected[chosen.index(row)])] if appended else [-1]
+            assert history.tokens[row, known : known + 1].tolist() == written
+            others = torch.cat([history.tokens[row, :known], history.tokens[row, known + 1 :]])
+            assert (others == -1).all()
+
+    def test_without_rows_nothing_is_written(self, device: torch.device) -> None:
+        empty = torch.zeros(0, 50, device=device)
+        none = torch.zeros(0, device=device)
+        assert race.sample(empty, none, none.long(), none.long()).shape == (0,)
+        assert race.argmax(empty).shape == (0,)
 
 
 FILTERS = {
@@ -117,9 +191,9 @@ def test_thresholds_keep_the_same_tokens(
         torch.full((4,), top_p, device=device),
         torch.full((4,), min_p, device=device),
     )
-    threshold = sampling.sampling_thresholds(*arguments, candidates=candidates)
+    threshold = thresholds.sampling_thresholds(*arguments, candidates=candidates)
     kept = logits >= threshold[:, None]
-    expected = logits >= sampling.sampling_thresholds_reference(*arguments)[:, None]
+    expected = logits >= thresholds.sampling_thresholds_reference(*arguments)[:, None]
     # Sums in another order may put the value at the edge of the nucleus on the other side.
     assert all(len(logits[i][kept[i] != expected[i]].unique()) <= 1 for i in range(4))
     assert kept[3].all(), "greedy rows are not filtered"
@@ -133,7 +207,7 @@ def test_top_p_is_the_smallest_nucleus(device: torch.device) -> None:
     one = torch.ones(1, device=device)
     none = torch.zeros(1, dtype=torch.int32, device=device)
     for top_p, kept in ((0.3, 1), (0.5, 2), (0.69, 2), (0.85, 3), (0.95, 4)):
-        threshold = sampling.sampling_thresholds(
+        threshold = thresholds.sampling_thresholds(
             probabilities.log(), one, none, one * top_p, one * 0.0
         )
         assert (probabilities.log() >= threshold).sum().item() == kept
@@ -143,7 +217,7 @@ def test_top_k_keeps_ties(device: torch.device) -> None:
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]], device=device)
     one = torch.ones(1, device=device)
     two = torch.full((1,), 2, dtype=torch.int32, device=device)
-    threshold = sampling.sampling_thresholds(logits, one, two, one, one * 0.0)
+    threshold = thresholds.sampling_thresholds(logits, one, two, one, one * 0.0)
     assert (logits >= threshold).sum().item() == 4
 
 
@@ -151,7 +225,7 @@ def test_filtered_tokens_are_never_drawn(device: torch.device) -> None:
     count = 64
     logits = make_logits(1, 300, device).expand(count, 300).contiguous()
     threshold = logits[0].sort(descending=True).values[4].expand(count).contiguous()
-    tokens = sampling.sample(
+    tokens = race.sample(
         logits,
         torch.full((count,), 5.0, device=device),
         torch.zeros(count, dtype=torch.int64, device=device),
@@ -167,16 +241,16 @@ def test_filtered_tokens_are_never_drawn(device: torch.device) -> None:
 def test_penalize(vocab: int, device: torch.device) -> None:
     logits = make_logits(4, vocab, device)
     counts = torch.randint(0, 3, (7, vocab), dtype=torch.int32, device=device)
-    counts[:, ::5] |= sampling.PROMPT_BIT
+    counts[:, ::5] |= penalties.PROMPT_BIT
     rows = torch.tensor([6, 0, 3, 1], dtype=torch.int32, device=device)
-    penalties = (
+    own = (
         torch.tensor([1.0, 1.3, 1.0, 2.0], device=device),
         torch.tensor([0.0, 0.5, 0.0, -1.0], device=device),
         torch.tensor([0.0, 0.0, 1.0, 0.7], device=device),
     )
     out, expected = logits.clone(), logits.double()
-    sampling.penalize(out, rows, counts, *penalties)
-    sampling.penalize_reference(expected, rows, counts, *(p.double() for p in penalties))
+    penalties.penalize(out, rows, counts, *own)
+    penalties.penalize_reference(expected, rows, counts, *(p.double() for p in own))
     assert_close(out, expected)
     assert torch.equal(out[0], logits[0]), "no penalty, no change"
 

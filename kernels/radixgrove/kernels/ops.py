@@ -19,17 +19,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from radixgrove.kernels import activation, gather, norm, pages, rope, sampling
+from radixgrove.kernels import activation, gather, norm, pages, penalties, rope
 from radixgrove.kernels import linear as _linear
 from radixgrove.kernels import rows as _rows
+from radixgrove.kernels.penalties import PROMPT_BIT
 from radixgrove.kernels.products import multiply
-from radixgrove.kernels.sampling import PROMPT_BIT
 from radixgrove.kernels.tuning import LinearTuner
 
 __all__ = [
     "PROMPT_BIT",
     "add_rms_norm",
-    "append_samples",
     "defers_residual",
     "embed",
     "gather_pages",
@@ -39,8 +38,6 @@ __all__ = [
     "penalize",
     "rms_norm",
     "rope_store",
-    "sample",
-    "sampling_thresholds",
     "scatter_pages",
     "silu_and_mul",
     "tuner",
@@ -104,16 +101,15 @@ def linear(
         norm, eps: weight [K] and epsilon of an RMSNorm applied to x first.
         silu: SiLU-and-multiply the two halves of the product; excludes `bias`.
         residual: [T, N] contiguous, updated in place and returned.
-        out: [T, N] contiguous, where to write a product without any ending.
+        out: [T, N] contiguous, where to write a product without any ending; x's dtype or float32.
 
     Returns:
-        [T, N], x's dtype.
+        [T, N], x's dtype or that of `out`.
     """
     if not x.is_cuda:
-        y = _linear.linear_reference(
-            x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual
+        return _linear.linear_reference(
+            x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual, out=out
         )
-        return y if out is None else out.copy_(y)
     return multiply(
         x,
         weight,
@@ -164,18 +160,25 @@ def gather_rows(
     positions: Tensor,
     token_ids: Tensor,
     slots: Tensor,
+    embedding: Tensor | None = None,
+    hidden: Tensor | None = None,
 ) -> None:
     """A decode step's inputs from the request table; see `rows.gather_rows`."""
     function = _rows.gather_rows if rows.is_cuda else _rows.gather_rows_reference
-    function(rows, lens, tokens, pages, page_size, rows32, kv_lens, positions, token_ids, slots)
-
-
-def append_samples(
-    rows: Tensor, sampled: Tensor, lens: Tensor, tokens: Tensor, dummy_row: int
-) -> None:
-    """A step's samples into the request table; see `rows.append_samples`."""
-    function = _rows.append_samples if rows.is_cuda else _rows.append_samples_reference
-    function(rows, sampled, lens, tokens, dummy_row)
+    function(
+        rows,
+        lens,
+        tokens,
+        pages,
+        page_size,
+        rows32,
+        kv_lens,
+        positions,
+        token_ids,
+        slots,
+        embedding,
+        hidden,
+    )
 
 
 def kv_indices(
@@ -200,27 +203,6 @@ def penalize(
     presence: Tensor,
     frequency: Tensor,
 ) -> None:
-    """Apply penalties to float32 logits in place; see `sampling.penalize`."""
-    function = sampling.penalize if logits.is_cuda else sampling.penalize_reference
+    """Apply penalties to float32 logits in place; see `penalties.penalize`."""
+    function = penalties.penalize if logits.is_cuda else penalties.penalize_reference
     function(logits, rows, counts, repetition, presence, frequency)
-
-
-def sampling_thresholds(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor:
-    """Smallest surviving logit a row, [B]; see `sampling.sampling_thresholds`."""
-    if logits.is_cuda:
-        return sampling.sampling_thresholds(logits, temperature, top_k, top_p, min_p)
-    return sampling.sampling_thresholds_reference(logits, temperature, top_k, top_p, min_p)
-
-
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    thresholds: Tensor | None = None,
-) -> Tensor:
-    """One token a row, [B] int64: greedy at temperature 0, else seeded; see `sampling.sample`."""
-    function = sampling.sample if logits.is_cuda else sampling.sample_reference
-    return function(logits, temperature, seed, position, thresholds)

@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""The two ends of a decode step over the request table: its inputs gathered, its samples appended.
+"""A decode step's inputs, gathered from the request table.
 
-Each is a dozen tiny index operations, which as launches of their own would cost a small model a
+That is a dozen tiny index operations, which as launches of their own would cost a small model a
 tenth of its step.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import cdiv, gdc_launch_dependents, gdc_wait, jit, pdl, tl
@@ -23,6 +24,8 @@ def gather_rows_reference(
     positions: Tensor,
     token_ids: Tensor,
     slots: Tensor,
+    embedding: Tensor | None = None,
+    hidden: Tensor | None = None,
 ) -> None:
     """See `gather_rows`."""
     known = lens.index_select(0, rows)
@@ -32,17 +35,8 @@ def gather_rows_reference(
     positions.copy_(last)
     token_ids.copy_(tokens[rows, last])
     slots.copy_(pages[rows, last // page_size].long() * page_size + last % page_size)
-
-
-def append_samples_reference(
-    rows: Tensor, sampled: Tensor, lens: Tensor, tokens: Tensor, dummy_row: int
-) -> None:
-    """See `append_samples`."""
-    known = lens.index_select(0, rows)
-    flat = rows * tokens.shape[1] + known
-    tokens.view(-1).index_copy_(0, flat, sampled.int())
-    lens.index_copy_(0, rows, known + 1)
-    lens[dummy_row].fill_(1)
+    if embedding is not None and hidden is not None:
+        torch.index_select(embedding, 0, token_ids, out=hidden)
 
 
 @jit(
@@ -53,7 +47,6 @@ def append_samples_reference(
         "positions_ptr",
         "token_ids_ptr",
         "slots_ptr",
-        "count",
     )
 )
 def _gather_rows_kernel(
@@ -61,33 +54,43 @@ def _gather_rows_kernel(
     lens_ptr,
     tokens_ptr,
     pages_ptr,
+    embedding_ptr,
     rows32_ptr,
     kv_lens_ptr,
     positions_ptr,
     token_ids_ptr,
     slots_ptr,
-    count,
+    hidden_ptr,
     tokens_stride,
     pages_stride,
+    width,
     PAGE: tl.constexpr,
+    EMBED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = item < count
+    """One program: one row and a part of its embedding; the first part's stores the rest."""
+    item = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row = tl.load(rows_ptr + item, mask=mask, other=0)
-    known = tl.load(lens_ptr + row, mask=mask, other=1)
+    row = tl.load(rows_ptr + item)
+    known = tl.load(lens_ptr + row)
     last = (known - 1).to(tl.int64)
-    token = tl.load(tokens_ptr + row * tokens_stride + last, mask=mask, other=0)
-    page = tl.load(pages_ptr + row * pages_stride + last // PAGE, mask=mask, other=0)
-    tl.store(rows32_ptr + item, row.to(tl.int32), mask=mask)
-    tl.store(kv_lens_ptr + item, known, mask=mask)
-    tl.store(positions_ptr + item, last, mask=mask)
-    tl.store(token_ids_ptr + item, token, mask=mask)
-    tl.store(slots_ptr + item, page.to(tl.int64) * PAGE + last % PAGE, mask=mask)
+    token = tl.load(tokens_ptr + row * tokens_stride + last)
+    if part == 0:
+        page = tl.load(pages_ptr + row * pages_stride + last // PAGE)
+        tl.store(rows32_ptr + item, row.to(tl.int32))
+        tl.store(kv_lens_ptr + item, known)
+        tl.store(positions_ptr + item, last)
+        tl.store(token_ids_ptr + item, token)
+        tl.store(slots_ptr + item, page.to(tl.int64) * PAGE + last % PAGE)
+    if EMBED:
+        column = part * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        values = tl.load(embedding_ptr + token.to(tl.int64) * width + column, mask=inside)
+        tl.store(hidden_ptr + item * width + column, values, mask=inside)
 
 
 def gather_rows(
@@ -101,6 +104,8 @@ def gather_rows(
     positions: Tensor,
     token_ids: Tensor,
     slots: Tensor,
+    embedding: Tensor | None = None,
+    hidden: Tensor | None = None,
 ) -> None:
     """What a decode step reads of its rows: each one's last token, and where that is.
 
@@ -111,75 +116,31 @@ def gather_rows(
         rows32, kv_lens: [B] int32, written: the rows, and their lengths.
         positions, slots: [B] int64, written: the last token's position and place in the pool.
         token_ids: [B] int32, written.
+        embedding: [vocabulary, width] contiguous; with `hidden` only.
+        hidden: [B, width] contiguous, written: the last token's embedding.
     """
     count = rows.numel()
     if count:
-        block = 64
-        _gather_rows_kernel[(cdiv(count, block),)](
+        block = 1024
+        width = 0 if embedding is None else embedding.shape[1]
+        _gather_rows_kernel[(count, max(1, cdiv(width, block)))](
             rows,
             lens,
             tokens,
             pages,
+            embedding,
             rows32,
             kv_lens,
             positions,
             token_ids,
             slots,
-            count,
+            hidden,
             tokens.stride(0),
             pages.stride(0),
+            width,
             PAGE=page_size,
+            EMBED=embedding is not None,
             BLOCK=block,
-            num_warps=2,
-            **pdl(rows),
-        )
-
-
-@jit(varying=("rows_ptr", "sampled_ptr", "count"))
-def _append_samples_kernel(
-    rows_ptr,
-    sampled_ptr,
-    lens_ptr,
-    tokens_ptr,
-    count,
-    dummy_row,
-    tokens_stride,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    row = tl.load(rows_ptr + item, mask=item < count, other=dummy_row)
-    mask = (item < count) & (row != dummy_row)
-    sampled = tl.load(sampled_ptr + item, mask=mask, other=0)
-    known = tl.load(lens_ptr + row, mask=mask, other=0)
-    tl.store(tokens_ptr + row * tokens_stride + known, sampled.to(tl.int32), mask=mask)
-    tl.store(lens_ptr + row, known + 1, mask=mask)
-
-
-def append_samples(
-    rows: Tensor, sampled: Tensor, lens: Tensor, tokens: Tensor, dummy_row: int
-) -> None:
-    """Add each row's sample to its tokens and 1 to its length; the dummy row keeps its length of 1.
-
-    Args:
-        rows: [B] int64, distinct but for `dummy_row`. sampled: [B] int64.
-        lens: [max_rows] int32. tokens: [max_rows, max_tokens] int32; both updated in place.
-    """
-    count = rows.numel()
-    if count:
-        block = 64
-        _append_samples_kernel[(cdiv(count, block),)](
-            rows,
-            sampled,
-            lens,
-            tokens,
-            count,
-            dummy_row,
-            tokens.stride(0),
-            BLOCK=block,
-            num_warps=2,
+            num_warps=4,
             **pdl(rows),
         )

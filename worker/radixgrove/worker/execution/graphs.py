@@ -105,9 +105,12 @@ class DecodeGraphs:
         self._kv_lens = self._full(largest, 1, torch.int32)
         self._rows32 = self._full(largest, table.dummy_row, torch.int32)
         self._indptr = torch.arange(largest + 1, dtype=torch.int32, device=self._device)
+        self._embedding = model.embedding
+        shape = (largest, model.config.hidden_size)
+        self._hidden = torch.empty(shape, dtype=model.dtype, device=self._device)
         self._tokens = self._full(largest, 0, torch.int64)
         self._logits = torch.empty(
-            (largest, model.config.vocab_size), dtype=model.dtype, device=self._device
+            (largest, model.config.vocab_size), dtype=model.logits_dtype, device=self._device
         )
         attention.prepare_capture(largest, table.pages.shape[1])
         self._recorder = Recorder(self._device)
@@ -148,15 +151,22 @@ class DecodeGraphs:
             positions=self._positions[:size],
             token_ids=self._token_ids[:size],
             slots=self._slots[:size],
+            embedding=self._embedding,
+            hidden=self._hidden[:size],
         )
 
     def _compute(self, batch: AttentionBatch, size: int) -> None:
-        hidden = self._model.hidden_states(self._token_ids[:size], batch, self._attention)
+        hidden = self._model.hidden_states(
+            self._token_ids[:size],
+            batch,
+            self._attention,
+            embedded=None if self._embedding is None else self._hidden[:size],
+        )
         self._model.logits(hidden, out=self._logits[:size])
 
     def _draw(self, size: int, need: int) -> None:
-        tokens = self._sampler.draw_and_append(self._logits[:size], self._rows[:size], need)
-        self._tokens[:size].copy_(tokens)
+        logits, rows = self._logits[:size], self._rows[:size]
+        self._sampler.draw_and_append(logits, rows, need, out=self._tokens[:size])
 
     def _batch(self, rows: list[int], size: int) -> AttentionBatch:
         return AttentionBatch(

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import ops
+from radixgrove.kernels.race import History
 from radixgrove.worker.execution.transfer import to_device
 from radixgrove.worker.plan import NewRow, StepPlan
 
@@ -85,12 +85,21 @@ class RequestTable:
     def append(self, rows: Tensor, sampled: Tensor) -> None:
         """Add each row's sample to its tokens; `rows` [S] int64, `sampled` [S] int64.
 
-        Device work only, so that it can be captured; `advance` does the host's part.
+        For a CPU; on CUDA the kernel that draws a sample adds it. `advance` does the host's part.
         """
-        ops.append_samples(rows, sampled, self.lens, self.tokens, self.dummy_row)
+        known = self.lens.index_select(0, rows)
+        flat = rows * self.tokens.shape[1] + known
+        self.tokens.view(-1).index_copy_(0, flat, sampled.int())
+        self.lens.index_copy_(0, rows, known + 1)
+        self.lens[self.dummy_row].fill_(1)
+
+    @property
+    def history(self) -> History:
+        """Where a kernel adds samples."""
+        return History(self.lens, self.tokens, self.dummy_row)
 
     def advance(self, rows: list[int]) -> None:
-        """The host's mirror of `append`."""
+        """The host's mirror of an added sample."""
         for row in rows:
             self.host_lens[row] += 1
 

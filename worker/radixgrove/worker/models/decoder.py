@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from radixgrove.kernels.tuning import Projection
@@ -95,28 +96,33 @@ class DecoderLayer:
             wanted: [S] int64; the last layer goes on with these positions only, once the KV of all
                 is stored.
         """
-        attention = context.attention
         qkv = stream.into(self._qkv, context, self._input_norm)
-        q = context.ops.rope_store(
-            qkv,
-            context.rotation,
-            context.slots,
-            attention.pool[self._index],
-            self._q_norm,
-            self._k_norm,
-            context.eps,
-        )
+        attended = self._attend(qkv, context, wanted)
         if wanted is not None:
             stream.select(wanted)
-            if not wanted.shape[0]:
-                return
-        kv = qkv.view(qkv.shape[0], -1, q.shape[2])[:, q.shape[1] :]
-        attended = attention.attend(self._index, q, kv).flatten(1)
-        if wanted is not None:
-            attended = attended.index_select(0, wanted)
+        if attended is None:
+            return
         stream.add(self._output, attended, context)
         gated = stream.into(self._gate_up, context, self._mlp_norm, silu=True)
         stream.add(self._down, gated, context)
+
+    def _attend(self, qkv: Tensor, context: StepContext, wanted: Tensor | None) -> Tensor | None:
+        """Store K and V and attend: [T, H * D], or [S, H * D] at the wanted positions if any."""
+        attention = context.attention
+        norms = self._q_norm, self._k_norm, context.eps
+        nothing_wanted = wanted is not None and not wanted.shape[0]
+        if attention.takes_qkv:
+            attended = attention.attend_qkv(self._index, qkv, context.rotation, *norms)
+        else:
+            pages = attention.pool[self._index]
+            q = context.ops.rope_store(qkv, context.rotation, context.slots, pages, *norms)
+            if nothing_wanted:
+                return None
+            kv = qkv.view(qkv.shape[0], -1, q.shape[2])[:, q.shape[1] :]
+            attended = attention.attend(self._index, q, kv)
+        if wanted is None:
+            return attended.flatten(1)
+        return None if nothing_wanted else attended.flatten(1).index_select(0, wanted)
 
 
 class Decoder:
@@ -153,7 +159,8 @@ class Decoder:
     def projections(self) -> list[Projection]:
         """What the tuner measures: each kind of product, over all layers, and the head."""
         first, *others = self._layers
-        head = Projection([self._head.weight], every_token=False)
+        wide = self.logits_dtype != self.dtype
+        head = Projection([self._head.weight], every_token=False, wide=wide)
         return [*first.projections(others), head]
 
     def prepare(self) -> None:
@@ -171,6 +178,7 @@ class Decoder:
         batch: AttentionBatch,
         attention: AttentionBackend,
         wanted: Tensor | None = None,
+        embedded: Tensor | None = None,
     ) -> Tensor:
         """One forward pass over a planned batch.
 
@@ -178,6 +186,7 @@ class Decoder:
             token_ids: [T] int32 or int64.
             batch: geometry for which `attention.plan` has been called.
             wanted: [S] int64, the positions in the step whose states are wanted; all when None.
+            embedded: [T, hidden], rows of `embedding` for the tokens, if at hand; overwritten.
 
         Returns:
             [S, hidden] or [T, hidden], before the final norm, which `logits` applies.
@@ -186,17 +195,28 @@ class Decoder:
         context = StepContext(
             self.group, self._ops, self.config.norm_eps, attention, rotation, batch.slots
         )
-        stream = ResidualStream(self._embedding.embed(token_ids, context))
+        if embedded is None:
+            embedded = self._embedding.embed(token_ids, context)
+        stream = ResidualStream(embedded)
         for layer in self._layers[:-1]:
             layer(stream, context)
         self._layers[-1](stream, context, wanted)
         return stream.value()
 
+    @property
+    def embedding(self) -> Tensor | None:
+        """The embeddings of all tokens, [vocab_size, hidden]; None where ranks share them."""
+        return self._embedding.weight if self.group.size == 1 else None
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return self._ops.logits_dtype(self.dtype)
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Final norm and head: [N, hidden] -> [N, vocab_size], whole on every rank.
 
         Args:
-            out: where to leave them; they are in the model's dtype.
+            out: where to leave them, `logits_dtype`.
         """
         return self._head.logits(
             hidden, self._norm, self.config.norm_eps, self._ops, self.group, out

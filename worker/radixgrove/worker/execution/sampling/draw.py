@@ -10,17 +10,58 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import random, sampling
+from radixgrove.kernels import race, random, thresholds
 from radixgrove.worker.execution.sampling.state import Need, SamplingState
+from radixgrove.worker.execution.table import RequestTable
 
 # Candidates the CPU's filters look at before they fall back on sorting the whole vocabulary.
 _CANDIDATES = 512
 
 
+def draw_by_kernels(
+    logits: Tensor,
+    rows: Tensor,
+    state: SamplingState,
+    table: RequestTable,
+    need: int,
+    out: Tensor | None,
+) -> Tensor:
+    """One token a row, added to the table: two kernels, three with filters, which read what they
+    need of each row where it stands.
+
+    Args:
+        logits: [S, V], the model's dtype or float32.
+        rows: [S] int64, distinct but for the table's dummy row.
+        need: union over the rows; only `RANDOM` and `FILTER` count.
+        out: [S] int64, where to write; allocated when None.
+
+    Returns:
+        [S] int64.
+    """
+    history = table.history
+    if not need & Need.RANDOM:
+        return race.argmax(logits, rows=rows, history=history, out=out)
+    temperature = state.column("temperature")
+    least = None
+    if need & Need.FILTER:
+        filters = (state.column(name) for name in ("top_k", "top_p", "min_p"))
+        least = thresholds.sampling_thresholds(logits, temperature, *filters, rows=rows)
+    return race.sample(
+        logits,
+        temperature,
+        state.column("seed"),
+        table.lens,
+        least,
+        rows=rows,
+        history=history,
+        out=out,
+    )
+
+
 def draw(
     logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, need: int
 ) -> Tensor:
-    """One token a row.
+    """One token a row, on a CPU.
 
     Args:
         logits: [S, V], the model's dtype or float32.
@@ -32,18 +73,12 @@ def draw(
         [S] int64.
     """
     if not need & Need.RANDOM:
-        if logits.is_cuda:
-            return sampling.argmax(logits)
-        return logits.max(-1).indices  # `argmax` is several times slower in bfloat16 on a CPU
+        return logits.max(-1).indices  # `argmax` is several times slower in bfloat16
     floats, integers = state.floats(rows), state.integers(rows)
     temperature, seed = floats["temperature"], integers["seed"]
     if not need & Need.FILTER:
-        sample = sampling.sample if logits.is_cuda else sampling.sample_reference
-        return sample(logits, temperature, seed, positions)
+        return race.sample_reference(logits, temperature, seed, positions)
     filters = (integers["top_k"].int(), floats["top_p"], floats["min_p"])
-    if logits.is_cuda:
-        thresholds = sampling.sampling_thresholds(logits, temperature, *filters)
-        return sampling.sample(logits, temperature, seed, positions, thresholds)
     return _draw_few(logits.float(), temperature, seed, positions, *filters)
 
 
@@ -74,10 +109,8 @@ def _draw_few(
     by_mass = (k >= vocab) & (((top_p < 1.0) & reaches) | (weights[:, -1] < min_p))
     complete = greedy | limited | by_mass | (values.shape[1] == vocab)
     if not bool(complete.all()):
-        thresholds = sampling.sampling_thresholds_reference(
-            logits, temperature, top_k, top_p, min_p
-        )
-        return sampling.sample_reference(logits, temperature, seed, positions, thresholds)
+        least = thresholds.sampling_thresholds_reference(logits, temperature, top_k, top_p, min_p)
+        return race.sample_reference(logits, temperature, seed, positions, least)
     threshold = values.gather(1, k.clamp(max=values.shape[1]).long()[:, None] - 1)
     nucleus_end = (cumulative >= (top_p * mass)[:, None]).int().argmax(-1, keepdim=True)
     nucleus = torch.maximum(threshold, values.gather(1, nucleus_end))

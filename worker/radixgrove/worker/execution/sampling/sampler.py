@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixgrove.worker.execution.sampling.draw import draw
+from radixgrove.worker.execution.sampling.draw import draw, draw_by_kernels
 from radixgrove.worker.execution.sampling.edits import edit_logits
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
 from radixgrove.worker.execution.sampling.state import EDITS, Need, SamplingState
@@ -75,12 +75,19 @@ class Sampler:
         width = max(self.logprob_width(row) for row in asking_rows)
         return Sampled(tokens, asking_rows, token_logprobs(raw, chosen, width))
 
-    def draw_and_append(self, logits: Tensor, rows: Tensor, need: int) -> Tensor:
-        """The part that is captured: device work only, shapes alone decide what runs."""
+    def draw_and_append(
+        self, logits: Tensor, rows: Tensor, need: int, out: Tensor | None = None
+    ) -> Tensor:
+        """The part that is captured: device work only, shapes alone decide what runs.
+
+        The tokens, [S] int64, are in `out` if given.
+        """
+        if logits.is_cuda:
+            return draw_by_kernels(logits, rows, self._state, self._table, need, out)
         positions = self._table.lens.index_select(0, rows).long()
         tokens = draw(logits, rows, positions, self._state, need)
         self._table.append(rows, tokens)
-        return tokens
+        return tokens if out is None else out.copy_(tokens)
 
     def logprob_width(self, row: int) -> int:
         params = self._state.params[row]

@@ -122,6 +122,13 @@ class SamplingState:
             0, rows, to_device(np.array(integers, dtype=np.int64), self._device)
         )
 
+    def column(self, name: str) -> Tensor:
+        """One of `FLOATS` or `INTEGERS`, of all rows: a strided view, for kernels that take the
+        rows they need."""
+        if name in self.FLOATS:
+            return self._floats[:, self.FLOATS.index(name)]
+        return self._integers[:, self.INTEGERS.index(name)]
+
     def floats(self, rows: Tensor) -> dict[str, Tensor]:
         """Each of `FLOATS` as [S] float32."""
         columns = self._floats.index_select(0, rows).T.contiguous()
