@@ -11,6 +11,7 @@
 #   kernels       time and bandwidth of each kernel
 #   offline       the named workloads, nine in all; MODELS and WORKLOADS choose
 #   pdl           bs1_decode with and without programmatic dependent launch
+#   fused         only if named: decode with RoPE and KV store inside attention, and apart
 #   profile       phases, GPU idle share, Chrome trace
 #   profile_small the same for the small model
 #   serving       a whole worker over HTTP, 256 streams at once; MODELS chooses, SERVING_OPTIONS go
@@ -97,6 +98,15 @@ run_pdl() {
     done
 }
 
+run_fused() {
+    local fused
+    for fused in 0 1; do
+        echo "RoPE and KV store inside decode attention: $fused"
+        RADIXGROVE_FUSED_DECODE=$fused python3 benchmarks/offline.py --model qwen3-0.6b \
+            --workload bs64_decode bs1_decode --label "fused=$fused" || return
+    done
+}
+
 run_profile() {
     python3 benchmarks/profile_engine.py --model llama-3.1-8b --trace "$OUT/llama-nano256.json.gz"
 }
@@ -121,9 +131,9 @@ run_tp() {
         --workload bs1_decode bs64_decode nano256
 }
 
-declare -A LIMITS=([compile]=300 [tests]=200 [flashinfer]=100 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
+declare -A LIMITS=([compile]=300 [tests]=200 [flashinfer]=100 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90 [fused]=120
     [profile]=120 [profile_small]=120 [serving]=180 [tp]=240)
-declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
+declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8 [fused]=12
     [profile]=26 [profile_small]=52 [serving]=30 [tp]=8)
 declare -A STATUS SECONDS_OF
 

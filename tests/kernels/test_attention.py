@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from radixgrove.kernels import attention
-from radixgrove.kernels.attention import MAX_PROGRAMS, DecodeConfig, DecodeWorkspace
+from radixgrove.kernels import attention, decode
+from radixgrove.kernels.decode import MAX_PROGRAMS, DecodeConfig, DecodeWorkspace
+from radixgrove.kernels.rope import rope_store_reference
 from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
 
 from .helpers import DTYPES, PagedKv, assert_close
@@ -51,7 +52,7 @@ def test_decode(
     workspace = DecodeWorkspace(len(lengths), heads, kv_heads, head_dim, device)
     indptr = torch.arange(len(lengths) + 1)
     for _ in range(2):  # the second run finds the counters as the first left them
-        out = attention.decode_attention(
+        out = decode.decode_attention(
             q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace
         )
         assert_close(out, exact(q, kv, indptr, 0.3))
@@ -83,7 +84,7 @@ def test_decode_deals_any_lengths_to_any_number_of_programs(
     workspace = DecodeWorkspace(len(lengths), 2 * kv_heads, kv_heads, 16, device)
     workspace.partials.fill_(float("nan"))
     workspace.stats.fill_(float("nan"))
-    out = attention.decode_attention(
+    out = decode.decode_attention(
         q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace, config=config
     )
     assert_close(out, exact(q, kv, torch.arange(len(lengths) + 1), 0.3))
@@ -91,16 +92,14 @@ def test_decode_deals_any_lengths_to_any_number_of_programs(
 
 
 def test_decode_gives_each_of_many_rows_a_program(device: torch.device) -> None:
-    lengths = [1 + 7 * index % 40 for index in range(3 * 4 * attention._multiprocessors(device))]
+    lengths = [1 + 7 * index % 40 for index in range(3 * 4 * decode._multiprocessors(device))]
     kv = PagedKv.random(
         lengths, page_size=16, kv_heads=1, head_dim=16, dtype=torch.bfloat16, device=device
     )
     q = torch.randn(len(lengths), 2, 16, device=device).bfloat16()
     workspace = DecodeWorkspace(len(lengths), 2, 1, 16, device)
     workspace.stats.fill_(float("nan"))
-    out = attention.decode_attention(
-        q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace
-    )
+    out = decode.decode_attention(q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace)
     assert_close(out, exact(q, kv, torch.arange(len(lengths) + 1), 0.3))
     assert workspace.stats.isnan().all(), "no row is shared"
 
@@ -108,16 +107,14 @@ def test_decode_gives_each_of_many_rows_a_program(device: torch.device) -> None:
 def test_decode_merges_a_row_that_many_programs_share(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(attention, "_multiprocessors", lambda _device: 16)
+    monkeypatch.setattr(decode, "_multiprocessors", lambda _device: 16)
     kv = PagedKv.random(
         [1000, 65, 64], page_size=16, kv_heads=2, head_dim=32, dtype=torch.float32, device=device
     )
     q = torch.randn(3, 4, 32, device=device)
     workspace = DecodeWorkspace(3, 4, 2, 32, device)
     workspace.stats.fill_(float("nan"))
-    out = attention.decode_attention(
-        q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace
-    )
+    out = decode.decode_attention(q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace)
     assert_close(out, exact(q, kv, torch.arange(4), 0.3))
     parts = workspace.stats.view(-1, 2 * 16)[:, 0].isfinite().sum()
     assert parts > 2 * 8, "each KV head of the long row should reach into many shares"
@@ -130,9 +127,9 @@ def test_decode_of_nothing_and_of_too_much(device: torch.device) -> None:
     workspace = DecodeWorkspace(1, 2, 1, 16, device)
     empty = torch.zeros(0, 2, 16, device=device)
     arguments = (kv.pages, kv.rows, kv.kv_lens, kv.page_table, 1.0, workspace)
-    assert attention.decode_attention(empty, *arguments).shape == (0, 2, 16)
+    assert decode.decode_attention(empty, *arguments).shape == (0, 2, 16)
     with pytest.raises(ValueError, match="batch 2 exceeds"):
-        attention.decode_attention(torch.zeros(2, 2, 16, device=device), *arguments)
+        decode.decode_attention(torch.zeros(2, 2, 16, device=device), *arguments)
 
 
 @DTYPES
@@ -226,9 +223,27 @@ class Step:
             backend.plan_captured(self.batch, len(self.kv.rows))
         else:
             backend.plan(self.batch)
+        if backend.takes_qkv:
+            self.check_qkv(backend, pool)
         flat[:, self.batch.slots] = torch.stack([self.k, self.v])
         kv = torch.cat((self.k, self.v), dim=1)
         assert_close(backend.attend(1, self.q, kv), expected, self.bound())
+
+    def check_qkv(self, backend: AttentionBackend, pool: Tensor) -> None:
+        """From the projection: against the same step, rotated and stored before."""
+        head_dim = self.q.shape[2]
+        angles = torch.rand(int(self.kv.kv_lens.max()), head_dim // 2, device=self.q.device) * 6
+        rotation = torch.cat((angles.cos(), angles.sin()), dim=1), self.batch.positions
+        heads = torch.cat((self.q, self.k, self.v), dim=1)
+        norms = torch.rand(2, head_dim, device=self.q.device).to(self.q.dtype).unbind()
+        fused = backend.attend_qkv(1, heads.flatten(1), rotation, *norms, 1e-6)
+        stored = pool[1].clone()
+        q = rope_store_reference(
+            heads.flatten(1), *rotation, self.batch.slots, pool[1], *norms, 1e-6
+        )
+        assert_close(stored, pool[1])
+        kv = heads[:, self.q.shape[1] :]
+        assert_close(backend.attend(1, q, kv), fused, self.bound())
 
     def bound(self) -> float | None:
         # torch's attention on a CPU rounds its weights to bfloat16
@@ -296,6 +311,29 @@ def test_backends_replan_captured_decodes(backend_name: str, device: torch.devic
     for chosen in ([0, 1], [3, 2]):
         part = PagedKv(kv.pages, kv.rows[chosen], kv.kv_lens[chosen], kv.page_table)
         Step(part, [], 2, 4).check(backend, pool, captured=True)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS[1:])
+def test_our_decode_takes_projections_where_nothing_is_prefilled(
+    backend_name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = PagedKv.random(
+        [20, 9], page_size=16, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device
+    )
+    pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
+    decodes, mixed = Step(kv, [], 2, 4), Step(kv, [3], 1, 4)
+    backend = make_backend(backend_name, pool, 4)
+    backend.prepare_capture(2, kv.page_table.shape[1])
+    for step, takes in ((decodes, True), (mixed, False), (decodes, True)):
+        backend.plan(step.batch)
+        assert backend.takes_qkv is takes
+    backend.plan(mixed.batch)
+    backend.plan_captured(decodes.batch, 2)
+    assert backend.takes_qkv
+    monkeypatch.setenv("RADIXGROVE_FUSED_DECODE", "0")
+    unfused = make_backend(backend_name, pool, 4)
+    unfused.plan(decodes.batch)
+    assert not unfused.takes_qkv
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """From the fused QKV projection to attention's inputs in one kernel: q/k RMSNorm (Qwen3), rotary
-position embedding (Su et al. 2021, the half-split layout) and the store of K and V into pages.
+position embedding (Su et al. 2021, the half-split layout) and the store of K and V into pages; or
+the same as the beginning of decode attention.
 """
 
 from __future__ import annotations
@@ -51,6 +52,30 @@ def rope_store_reference(
     return rotate_reference(q, cos_sin, positions)
 
 
+@jit
+def _normalized(x, scale, weight):
+    """x times its scale and the norm's weight, rounded as a separate RMSNorm leaves it."""
+    return (x.to(tl.float32) * scale[:, None] * weight.to(tl.float32)[None, :]).to(x.dtype)
+
+
+@jit
+def _turn(low, high, norm_ptr, eps, cos, sin, HALF: tl.constexpr, NORM: tl.constexpr):
+    """Halves of heads [N, >= HALF], zero past HALF: normalised, rotated, in their own type."""
+    low_wide = low.to(tl.float32)
+    high_wide = high.to(tl.float32)
+    if NORM:
+        lane = tl.arange(0, low.shape[1])
+        low_weight = tl.load(norm_ptr + lane, mask=lane < HALF, other=0.0)
+        high_weight = tl.load(norm_ptr + HALF + lane, mask=lane < HALF, other=0.0)
+        square = tl.sum(low_wide * low_wide + high_wide * high_wide, axis=1) / (2 * HALF)
+        scale = 1.0 / tl.sqrt(square + eps)
+        low_wide = _normalized(low, scale, low_weight).to(tl.float32)
+        high_wide = _normalized(high, scale, high_weight).to(tl.float32)
+    new_low = low_wide * cos - high_wide * sin
+    new_high = high_wide * cos + low_wide * sin
+    return new_low.to(low.dtype), new_high.to(low.dtype)
+
+
 @jit(varying=("tokens", "positions_ptr", "slots_ptr"))
 def _rope_store_kernel(
     qkv_ptr,
@@ -87,25 +112,12 @@ def _rope_store_kernel(
     high = tl.load(source + HALF, mask=mask, other=0.0)
     is_query = head < HEADS
     if head < HEADS + KV_HEADS:
-        low_wide = low.to(tl.float32)
-        high_wide = high.to(tl.float32)
-        if NORM:
-            norm_ptr = q_norm_ptr if is_query else k_norm_ptr
-            low_weight = tl.load(norm_ptr + lane, mask=lane < HALF, other=0.0).to(tl.float32)
-            high_weight = tl.load(norm_ptr + HALF + lane, mask=lane < HALF, other=0.0)
-            square = tl.sum(low_wide * low_wide + high_wide * high_wide, axis=1) / (2 * HALF)
-            scale = (1.0 / tl.sqrt(square + eps))[:, None]
-            # Rounded as a separate RMSNorm would leave it.
-            low_wide = (low_wide * scale * low_weight[None, :]).to(low.dtype).to(tl.float32)
-            high_wide = (high_wide * scale * high_weight.to(tl.float32)[None, :]).to(low.dtype)
-            high_wide = high_wide.to(tl.float32)
+        norm_ptr = q_norm_ptr if is_query else k_norm_ptr
         position = tl.load(positions_ptr + token, mask=alive, other=0)
         angles = cos_sin_ptr + position[:, None] * (2 * HALF) + lane[None, :]
         cos = tl.load(angles, mask=mask, other=0.0)
         sin = tl.load(angles + HALF, mask=mask, other=0.0)
-        new_low = (low_wide * cos - high_wide * sin).to(low.dtype)
-        high = (high_wide * cos + low_wide * sin).to(low.dtype)
-        low = new_low
+        low, high = _turn(low, high, norm_ptr, eps, cos, sin, HALF, NORM)
     if is_query:
         target = q_out_ptr + (token[:, None] * HEADS + head) * (2 * HALF) + lane[None, :]
     else:
@@ -173,4 +185,80 @@ def rope_store(
             num_warps=4 if block_t == 16 else 1,
             **pdl(qkv),
         )
+    return q
+
+
+@jit
+def decode_queries(
+    source_ptr,
+    source_stride,
+    cos_sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    table,
+    row,
+    kv_head,
+    kv_len,
+    has_newest,
+    eps,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RAW: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """The queries of a pair (row, KV head), [BLOCK_G, BLOCK_D], for the program that attends.
+
+    From a raw projection they still have to be normalised and rotated, and the program that attends
+    to the pair's newest token stores that token's K and V: it then finds them in their page.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    group = tl.arange(0, BLOCK_G)
+    dim = tl.arange(0, BLOCK_D)
+    mask = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    source = source_ptr + row.to(tl.int64) * source_stride
+    heads = source + (kv_head * GROUP + group)[:, None] * HEAD_DIM
+    q = tl.load(heads + dim[None, :], mask=mask, other=0.0)
+    if RAW:
+        # The other half is loaded again: to exchange halves between threads costs more. Whatever
+        # is needed is asked for at once, before anything waits.
+        other_dim = tl.where(dim < HALF, dim + HALF, dim - HALF)
+        other = tl.load(heads + other_dim[None, :], mask=mask, other=0.0)
+        angles = cos_sin_ptr + (kv_len - 1).to(tl.int64) * HEAD_DIM
+        angle = tl.where(dim < HALF, dim, dim - HALF)
+        q_cos = tl.load(angles + angle, mask=dim < HEAD_DIM, other=0.0)
+        q_sin = tl.load(angles + HALF + angle, mask=dim < HEAD_DIM, other=0.0)
+        if NORM:
+            weight = tl.load(q_norm_ptr + dim, mask=dim < HEAD_DIM, other=0.0)
+            other_weight = tl.load(q_norm_ptr + other_dim, mask=dim < HEAD_DIM, other=0.0)
+        if has_newest:
+            page = tl.load(table + (kv_len - 1) // PAGE).to(tl.int64)
+            place = (page * PAGE + (kv_len - 1) % PAGE) * KV_HEADS + kv_head
+            newest = source + (KV_HEADS * GROUP + kv_head) * HEAD_DIM
+            lane = tl.arange(0, BLOCK_D // 2)[None, :]
+            inside = lane < HALF
+            low = tl.load(newest + lane, mask=inside, other=0.0)
+            high = tl.load(newest + HALF + lane, mask=inside, other=0.0)
+            value = tl.load(newest + KV_HEADS * HEAD_DIM + dim, mask=dim < HEAD_DIM)
+            cos = tl.load(angles + lane, mask=inside, other=0.0)
+            sin = tl.load(angles + HALF + lane, mask=inside, other=0.0)
+            low, high = _turn(low, high, k_norm_ptr, eps, cos, sin, HALF, NORM)
+            tl.store(k_pages_ptr + place * HEAD_DIM + lane, low, mask=inside)
+            tl.store(k_pages_ptr + place * HEAD_DIM + HALF + lane, high, mask=inside)
+            tl.store(v_pages_ptr + place * HEAD_DIM + dim, value, mask=dim < HEAD_DIM)
+        dtype = q.dtype
+        if NORM:
+            wide = q.to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) / HEAD_DIM + eps)
+            q = _normalized(q, scale, weight)
+            other = _normalized(other, scale, other_weight)
+        q_sin = tl.where(dim < HALF, -q_sin, q_sin)
+        q = (q.to(tl.float32) * q_cos[None, :] + other.to(tl.float32) * q_sin[None, :]).to(dtype)
+        # What some threads of the block have stored, others read behind this.
+        tl.debug_barrier()
     return q

@@ -52,6 +52,9 @@ class AttentionBackend(ABC):
         self.head_dim = head_dim
         self.scale = scale
         self.page_size = pool.shape[3]
+        # Of the planned batch, and so set by `plan` and `plan_captured`: whether its layers call
+        # `attend_qkv`, which begins with what otherwise comes before `attend`.
+        self.takes_qkv = False
 
     def warm_up(self, report: Callable[[str, float | None], None]) -> None:  # noqa: B027
         """Compile whatever needs compiling; `report` gets a line and the fraction done.
@@ -79,6 +82,27 @@ class AttentionBackend(ABC):
         Returns:
             [T, num_heads, head_dim], q's dtype.
         """
+
+    def attend_qkv(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Normalise (optionally) and rotate q and k, store k and v, attend; if `takes_qkv`.
+
+        Args:
+            qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], heads of q, then k, then v.
+            rotation: what the arithmetic of the backend's device makes of the step's positions.
+            q_norm, k_norm: [head_dim] each, both or none. eps: of their RMSNorm.
+
+        Returns:
+            [T, num_heads, head_dim], qkv's dtype.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not take projections")
 
     def prepare_capture(self, max_batch: int, max_pages: int) -> None:  # noqa: B027
         """Allocate static buffers for CUDA graphs of up to `max_batch` decode rows."""

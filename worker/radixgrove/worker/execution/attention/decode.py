@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 from torch import Tensor
 
-from radixgrove.kernels.attention import DecodeWorkspace, decode_attention
+from radixgrove.kernels.decode import DecodeWorkspace, decode_attention, rope_decode_attention
 from radixgrove.worker.execution.attention.base import AttentionBatch
 
 
 class PagedDecode:
     """The decode rows of a step, eager or captured, over one pool.
 
-    The kernel reads lengths and pages on the device, so a captured step needs no plan.
+    The kernel reads lengths and pages on the device, so a captured step needs no plan. `takes_qkv`:
+    it begins with RoPE and the store of K and V where a step has nothing but decode rows;
+    `RADIXGROVE_FUSED_DECODE=0` leaves those to a kernel of their own.
     """
 
     def __init__(self, pool: Tensor, num_heads: int, scale: float) -> None:
@@ -20,6 +24,7 @@ class PagedDecode:
         self._scale = scale
         self._eager = self._captured = self._make_workspace(1)
         self._workspace = self._eager
+        self.takes_qkv = os.environ.get("RADIXGROVE_FUSED_DECODE") != "0"
 
     def _make_workspace(self, max_batch: int) -> DecodeWorkspace:
         kv_heads, head_dim = self._pool.shape[4:]
@@ -51,4 +56,35 @@ class PagedDecode:
             self._scale,
             self._workspace,
             out=out,
+        )
+
+    def run_qkv(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """See `AttentionBackend.attend_qkv`, for a batch of decode rows only.
+
+        A row's position and place in the pages follow from its length, as in the batch's
+        `positions` and `slots`.
+        """
+        cos_sin, _positions = rotation
+        count = qkv.shape[0]
+        return rope_decode_attention(
+            qkv,
+            cos_sin,
+            self._pool[layer],
+            batch.rows[:count],
+            batch.kv_lens[:count],
+            batch.page_table,
+            self._scale,
+            self._workspace,
+            q_norm,
+            k_norm,
+            eps,
         )

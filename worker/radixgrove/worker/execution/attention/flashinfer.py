@@ -187,6 +187,7 @@ class FlashInferAttention(AttentionBackend):
         if prefixed < batch.num_prefills:
             self._plan_fresh(batch.q_lens_host[prefixed:])
         self._decode.plan(batch.num_decodes)
+        self.takes_qkv = self._decode.takes_qkv and not batch.num_prefills
 
     def prepare_capture(self, max_batch: int, max_pages: int) -> None:
         self._decode.prepare_capture(max_batch)
@@ -195,6 +196,7 @@ class FlashInferAttention(AttentionBackend):
         self._batch = batch
         self._prefixed_tokens = 0
         self._decode.plan_captured()
+        self.takes_qkv = self._decode.takes_qkv
 
     def _plan_prefixed(self, batch: AttentionBatch, chunks: int) -> None:
         """The first `chunks` prefill chunks, over pages."""
@@ -265,6 +267,17 @@ class FlashInferAttention(AttentionBackend):
         if q.shape[0] > tokens:
             self._decode.run(layer, q[tokens:], self._batch, out[tokens:])
         return out
+
+    def attend_qkv(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        return self._decode.run_qkv(layer, qkv, rotation, q_norm, k_norm, eps, self._batch)
 
 
 def count_prefixed(batch: AttentionBatch) -> int:

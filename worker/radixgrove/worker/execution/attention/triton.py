@@ -27,10 +27,12 @@ class TritonAttention(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> None:
         self._batch = batch
         self._decode.plan(batch.num_decodes)
+        self.takes_qkv = self._decode.takes_qkv and not batch.num_prefills
 
     def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
         self._batch = batch
         self._decode.plan_captured()
+        self.takes_qkv = self._decode.takes_qkv
 
     def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         batch = self._batch
@@ -51,3 +53,14 @@ class TritonAttention(AttentionBackend):
         if q.shape[0] > tokens:  # more than the batch has when a graph is captured
             self._decode.run(layer, q[tokens:], batch, out[tokens:])
         return out
+
+    def attend_qkv(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        return self._decode.run_qkv(layer, qkv, rotation, q_norm, k_norm, eps, self._batch)
