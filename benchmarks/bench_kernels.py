@@ -8,23 +8,42 @@ Times are medians of graph replays over inputs that together exceed the L2 cache
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from unittest import mock
 
 import results
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import activation, attention, norm, rope, sampling
+from radixgrove.kernels import (
+    activation,
+    attention,
+    decode,
+    norm,
+    race,
+    rope,
+    thresholds,
+    tuning,
+)
 from radixgrove.kernels.linear import MAX_SKINNY_TOKENS
 from radixgrove.kernels.products import CUBLAS, Choice, Scratch, multiply
-from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
+from radixgrove.kernels.tuning import (
+    GEMV_CANDIDATES,
+    SKINNY_CANDIDATES,
+    LinearTuner,
+    Projection,
+    bucket_of,
+)
 
 DTYPE = torch.bfloat16
 PAGE = 16
+FEW_TOKENS = (1, 8, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +80,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").to(DTYPE)
 
 
-def microseconds(calls: list[Callable[[], object]], repeats: int = 7) -> float:
+def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
     """Median time of one call; `calls` do the same on different memory, one after another."""
     for call in calls[:2]:
         call()
@@ -113,8 +132,7 @@ def bench_linear() -> None:
     scratch = Scratch(torch.device("cuda", torch.cuda.current_device()))
     for shape in SHAPES:
         for name, (n, k, silu) in shape.weights().items():
-            copies = max(2, int(2e8 / (n * k * 2)) + 1)
-            weights = [random(n, k) / k**0.5 for _ in range(min(copies, 32))]
+            weights = cold_weights(n, k)
             for tokens in (1, 16, 64, 128, 256):
                 x = random(tokens, k)
                 candidates = [CUBLAS]
@@ -144,6 +162,112 @@ def time_candidates(
             yield candidate, microseconds(linear_calls(candidate, x, weights, silu, scratch))
         except Exception as error:
             print(f"    {candidate} failed: {str(error).splitlines()[0][:100]}")
+
+
+def bench_norms() -> None:
+    """A norm and the product after it, in every way that they can be had together."""
+    scratch = Scratch(torch.device("cuda", torch.cuda.current_device()))
+    for shape in SHAPES:
+        for name, (n, k, silu) in shape.weights().items():
+            if name in ("o", "down"):
+                continue
+            weights = cold_weights(n, k)
+            gain = random(k)
+            head = name == "head"
+            kind = Projection(weights, silu=silu, every_token=not head, wide=head)
+            for tokens in FEW_TOKENS:
+                x = random(tokens, k)
+                out = torch.empty(tokens, kind.outputs, device="cuda") if head else None
+                options = {"scratch": scratch, "silu": silu, "norm": gain, "out": out}
+                best: dict[str, float] = {}
+                for choice in every_choice(bucket_of(tokens), kind, scratch):
+                    calls = [partial(multiply, x, w, choice=choice, **options) for w in weights]
+                    try:
+                        us = microseconds(calls)
+                    except Exception as error:
+                        print(f"    {choice} failed: {str(error).splitlines()[0][:100]}")
+                        continue
+                    way = describe(choice)
+                    best[way] = min(us, best.get(way, us))
+                for way, us in best.items():
+                    show(way, f"{shape.name} {name} T={tokens}", us, n * k * 2)
+            del weights
+
+
+def every_choice(bucket: int, kind: Projection, scratch: Scratch) -> list[Choice]:
+    """All that the tuner may take, with and without asking for weights ahead."""
+    choices = tuning.candidates(bucket, kind, scratch)
+    early = [c for c in choices if tuning.may_come_ahead(c, bucket, kind)]
+    return [*choices, *(replace(choice, ahead=True) for choice in early)]
+
+
+def describe(choice: Choice) -> str:
+    if choice.gemv is not None:
+        return "gemv with norm"
+    kernel = "library" if choice.skinny is None else "skinny"
+    way = f"{kernel} with norm" if choice.folded else f"norm, {kernel}"
+    return f"{way}, ahead" if choice.ahead else way
+
+
+def cold_weights(n: int, k: int) -> list[Tensor]:
+    """So many that the L2 cache holds none of them when its turn comes again."""
+    copies = max(2, int(2e8 / (n * k * 2)) + 1)
+    return [random(n, k) / k**0.5 for _ in range(min(copies, 32))]
+
+
+class Layers:
+    """Products and norms of decoder layers, each with weights of its own, as a tuner chose them."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._sizes = {name: size for name, size in shape.weights().items() if name != "head"}
+        self._weights = {name: cold_weights(n, k) for name, (n, k, _) in self._sizes.items()}
+        self._gain = random(shape.hidden)
+        self.count = min(map(len, self._weights.values()))
+
+    def tune(self, largest: int) -> LinearTuner:
+        """A tuner that has read no earlier measurement."""
+        kinds = [
+            Projection(self._weights[name], silu=silu, residual=name in ("o", "down"))
+            for name, (_, _, silu) in self._sizes.items()
+        ]
+        tuner = LinearTuner()
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            mock.patch.dict(os.environ, RADIXGROVE_CACHE_DIR=directory),
+        ):
+            tuner.tune(kinds, largest, largest)
+        return tuner
+
+    def run(self, layer: int, tuner: LinearTuner, h: Tensor, attended: Tensor) -> None:
+        def product(name: str, x: Tensor, **options: Tensor) -> Tensor:
+            silu, weight = self._sizes[name][2], self._weights[name][layer]
+            choice = tuner.choose(x.shape[0], weight, silu=silu)
+            scratch = tuner.scratch(x.device)
+            return multiply(x, weight, choice=choice, scratch=scratch, silu=silu, **options)
+
+        product("qkv", h, norm=self._gain)
+        product("o", attended, residual=h)
+        gated = product("gate_up", h, norm=self._gain)
+        product("down", gated, residual=h)
+
+
+def bench_layers() -> None:
+    """A decoder layer without attention, as tuned without and with what joins norm and product."""
+    for shape in SHAPES:
+        layers = Layers(shape)
+        with (
+            mock.patch.object(tuning, "FOLDED_CANDIDATES", ()),
+            mock.patch.object(tuning, "may_come_ahead", return_value=False),
+        ):
+            apart = layers.tune(max(FEW_TOKENS))
+        joined = layers.tune(max(FEW_TOKENS))
+        for tokens in FEW_TOKENS:
+            h, attended = random(tokens, shape.hidden), random(tokens, shape.heads * shape.head_dim)
+            for way, tuner in (("layer, apart", apart), ("layer, joined", joined)):
+                h.zero_()  # what is added to it would grow without end
+                calls = [partial(layers.run, i, tuner, h, attended) for i in range(layers.count)]
+                show(way, f"{shape.name} T={tokens}", microseconds(calls))
+        del layers
 
 
 def bench_elementwise() -> None:
@@ -181,15 +305,41 @@ def bench_attention() -> None:
             rows = torch.arange(batch, dtype=torch.int32, device="cuda")
             lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
             q = random(batch, shape.heads, shape.head_dim)
-            workspace = attention.DecodeWorkspace(
+            workspace = decode.DecodeWorkspace(
                 batch, shape.heads, shape.kv_heads, shape.head_dim, q.device
             )
             moved = batch * context * shape.kv_heads * shape.head_dim * 4
-            call = partial(
-                attention.decode_attention, *(q, pages, rows, lens, order, 0.1, workspace)
-            )
+            call = partial(decode.decode_attention, *(q, pages, rows, lens, order, 0.1, workspace))
             show("decode", f"{shape.name} {batch}x{context}", microseconds([call] * 4), moved)
         bench_extend(shape)
+
+
+def bench_rope_decode() -> None:
+    """Decode attention behind `rope_store`, and in one kernel with it."""
+    for shape in SHAPES:
+        norms = random(2, shape.head_dim).unbind() if shape.name.startswith("qwen3") else ()
+        for batch, context in ((1, 640), (8, 640), (64, 200), (64, 800), (256, 200), (256, 800)):
+            counts = -(-context // PAGE)
+            pages = random(2, batch * counts + 1, PAGE, shape.kv_heads, shape.head_dim)
+            order = torch.randperm(batch * counts, device="cuda").int().view(batch, counts)
+            rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+            lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+            positions = lens.long() - 1
+            slots = order[:, -1].long() * PAGE + positions % PAGE
+            angles = torch.randn(context, shape.head_dim, device="cuda")
+            qkv = random(batch, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
+            workspace = decode.DecodeWorkspace(
+                batch, shape.heads, shape.kv_heads, shape.head_dim, qkv.device
+            )
+            where = (rows, lens, order, 0.1, workspace)
+            store = partial(rope.rope_store, qkv, angles, positions, slots, pages, *norms)
+            attend = partial(decode.decode_attention, random(batch, shape.heads, shape.head_dim))
+            fused = partial(decode.rope_decode_attention, qkv, angles, pages, *where, *norms)
+            moved = batch * context * shape.kv_heads * shape.head_dim * 4
+            label = f"{shape.name} {batch}x{context}"
+            apart = 2 * microseconds([store, partial(attend, pages, *where)] * 4)
+            show("rope_store, decode", label, apart, moved)
+            show("rope in decode", label, microseconds([fused] * 4), moved)
 
 
 def bench_extend(shape: Shape) -> None:
@@ -215,15 +365,15 @@ def bench_sampling() -> None:
             top_k = torch.full((batch,), 50, dtype=torch.int32, device="cuda")
             top_p = torch.full((batch,), 0.95, device="cuda")
             label = f"{shape.name} B={batch}"
-            us = microseconds([partial(sampling.sample, logits, temperature, index, index)] * 4)
+            us = microseconds([partial(race.sample, logits, temperature, index, index)] * 4)
             show("sample", label, us, batch * shape.vocab * 2)
-            us = microseconds([partial(sampling.argmax, logits)] * 4)
+            us = microseconds([partial(race.argmax, logits)] * 4)
             show("argmax", label, us, batch * shape.vocab * 2)
             us = microseconds([partial(torch.argmax, logits, -1)] * 4)
             show("torch argmax", label, us, batch * shape.vocab * 2)
             for values in (logits, logits.float()):
                 call = partial(
-                    sampling.sampling_thresholds, values, temperature, top_k, top_p, top_p * 0.0
+                    thresholds.sampling_thresholds, values, temperature, top_k, top_p, top_p * 0.0
                 )
                 kind = str(values.dtype).removeprefix("torch.")
                 show(f"thresholds {kind}", label, microseconds([call] * 4))
@@ -231,8 +381,11 @@ def bench_sampling() -> None:
 
 BENCHES = {
     "linear": bench_linear,
+    "norms": bench_norms,
+    "layers": bench_layers,
     "elementwise": bench_elementwise,
     "attention": bench_attention,
+    "rope_decode": bench_rope_decode,
     "sampling": bench_sampling,
 }
 

@@ -27,6 +27,22 @@ def test_rms_norm_reads_strided_rows(device: torch.device) -> None:
     assert_close(norm.rms_norm(x, weight, 1e-6), norm.rms_norm_reference(x, weight, 1e-6))
 
 
+@pytest.mark.parametrize("shape", [(1, 8), (40, 96), (7, 100), (3, 5), (3000, 3072)], ids=str)
+@sizes([0, 1, 5], [64, 256])
+def test_rms_norm_may_ask_for_weights(
+    tokens: int, shape: tuple[int, int], device: torch.device
+) -> None:
+    """Of any size and alignment; only that it changes nothing can be seen."""
+    x = torch.randn(tokens, 96, device=device).bfloat16()
+    ahead = torch.randn(shape, device=device).bfloat16()
+    before = ahead.clone()
+    weight = torch.randn(96, device=device).bfloat16()
+    for weights in (ahead, ahead[1:]):
+        out = norm.rms_norm(x, weight, 1e-5, ahead=weights)
+        assert torch.equal(out, norm.rms_norm(x, weight, 1e-5))
+    assert torch.equal(ahead, before)
+
+
 @DTYPES
 @sizes([0, 1, 5], [333])
 def test_add_rms_norm_updates_the_residual(

@@ -107,11 +107,9 @@ def test_skinny_takes_the_norm_before(
     case.x *= torch.linspace(0.01, 30, tokens, device=device)[:, None].to(dtype)
     workspace = SkinnyWorkspace(device, partials=1 << 20)
     config = SkinnyConfig(block_n=32, block_k=32, splits=splits, stages=2)
-    for _ in range(2):
-        options = case.options()
-        out = linear.skinny(
-            case.x, case.weight, case.bias, **options, config=config, workspace=workspace
-        )
+    for ahead in (False, True):
+        options = case.options() | {"config": config, "workspace": workspace, "ahead": ahead}
+        out = linear.skinny(case.x, case.weight, case.bias, **options)
         assert_close(out, case.exact(), SLACK * {torch.float32: 3e-6}.get(dtype, 1e-2))
         assert case.residual is None or out is options["residual"]
         assert not workspace.counters.any(), "counters must be zero between launches"

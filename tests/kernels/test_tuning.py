@@ -202,7 +202,7 @@ class TestFastest:
                     raise RuntimeError("cannot be built")
                 return SimpleNamespace(replay=lambda: replay(choice), choice=choice)
 
-            monkeypatch.setattr(tuning, "_candidates", lambda *_: list(times))
+            monkeypatch.setattr(tuning, "candidates", lambda *_: list(times))
             monkeypatch.setattr(tuning, "_record", record)
             monkeypatch.setattr(tuning, "_replay", lambda graph: graph.replay())
             monkeypatch.setattr(tuning, "_timing_event", Event)
@@ -278,14 +278,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class TestCandidates:
     def test_one_token_is_for_gemv(self, hopper: Any) -> None:
-        found = tuning._candidates(1, projection(64, 32), hopper)
+        found = tuning.candidates(1, projection(64, 32), hopper)
         assert found == [CUBLAS, *GEMV_CANDIDATES]
 
     @pytest.mark.parametrize(("n", "splits"), [(1024, 4), (4096, 2), (6144, 1), (128256, 1)])
     def test_few_tokens_split_k_until_the_chip_is_full(
         self, n: int, splits: int, hopper: Any
     ) -> None:
-        found = tuning._candidates(32, projection(n, 32), hopper)
+        found = tuning.candidates(32, projection(n, 32), hopper)
         assert found[:3] == [CUBLAS, Choice(cublaslt=ALGORITHM), Choice(cublaslt=ALGORITHM)]
         ours = [choice for choice in found[3:] if choice.skinny]
         assert [choice.skinny.splits for choice in ours if choice.skinny] == [splits] * 2
@@ -293,7 +293,7 @@ class TestCandidates:
 
     def test_our_kernels_end_where_libraries_are_better(self, hopper: Any) -> None:
         def ours(bucket: int, **options: Any) -> list[tuple[int, bool]]:
-            found = tuning._candidates(bucket, projection(8192, 32, **options), hopper)
+            found = tuning.candidates(bucket, projection(8192, 32, **options), hopper)
             return [(c.skinny.block_k, c.folded) for c in found if c.skinny is not None]
 
         assert ours(64) == [(128, False), (128, True)]
@@ -305,21 +305,21 @@ class TestCandidates:
         assert ours(192, silu=True) == []
 
     def test_many_tokens_may_leave_the_residual_to_the_norm(self, hopper: Any) -> None:
-        found = tuning._candidates(512, projection(64, 32, residual=True), hopper)
+        found = tuning.candidates(512, projection(64, 32, residual=True), hopper)
         assert [choice.deferred for choice in found] == [False] * 3 + [True] * 3
         assert found[3] == Choice(deferred=True)
         for other in (
-            tuning._candidates(512, projection(64, 32), hopper),
-            tuning._candidates(256, projection(64, 32, residual=True), hopper),
-            tuning._candidates(512, projection(64, 32, residual=True, biased=True), hopper),
+            tuning.candidates(512, projection(64, 32), hopper),
+            tuning.candidates(256, projection(64, 32, residual=True), hopper),
+            tuning.candidates(512, projection(64, 32, residual=True, biased=True), hopper),
         ):
             assert not any(choice.deferred for choice in other)
 
     def test_no_algorithms_with_a_bias_or_without_the_library(self, hopper: Any) -> None:
         biased = projection(64, 32, biased=True)
-        assert tuning._candidates(512, biased, hopper) == [CUBLAS]
+        assert tuning.candidates(512, biased, hopper) == [CUBLAS]
         hopper.cublaslt = None
-        assert tuning._candidates(512, projection(64, 32), hopper) == [CUBLAS]
+        assert tuning.candidates(512, projection(64, 32), hopper) == [CUBLAS]
 
 
 class TestCompiling:
@@ -471,9 +471,9 @@ class TestOnDevice:
     def choices(self, tokens: int, scratch: Scratch, **options: Any) -> list[Choice]:
         weight = torch.zeros(self.N, self.K, dtype=torch.bfloat16, device="cuda")
         kind = Projection([weight], **options)
-        found = tuning._candidates(tokens, kind, scratch)
+        found = tuning.candidates(tokens, kind, scratch)
         assert len(found) > 1
-        ahead = [c for c in found if tuning._may_come_ahead(c, tokens, kind)]
+        ahead = [c for c in found if tuning.may_come_ahead(c, tokens, kind)]
         return found + [replace(choice, ahead=True) for choice in ahead]
 
     @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])

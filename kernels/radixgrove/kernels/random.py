@@ -2,7 +2,7 @@
 
 The random number that decides token `index` at `position` of a sequence depends on nothing else,
 so a request draws the same tokens whatever batch, step, rank or device computes them. The Triton
-sampler (`sampling.py`) computes the same bits.
+sampler (`race.py`) computes the same bits.
 
 A 64-bit key is mixed from (seed, position) by `mix`, the 32-bit finalizer "lowbias32" of Chris
 Wellons' hash prospector (multiplications and xor-shifts). Each index then goes through one such

@@ -249,7 +249,7 @@ def _splits(tiles: int, multiprocessors: int) -> int:
     return next((ways for ways in (4, 2) if tiles * ways <= multiprocessors), 1)
 
 
-def _candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
+def candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
     """cuBLAS first, then all that may beat it."""
     library = [CUBLAS]
     narrow = not (projection.biased or projection.wide)
@@ -352,7 +352,7 @@ class _Timed:
 def _fastest(bucket: int, projection: Projection, scratch: Scratch) -> Choice:
     trial = _Trial(projection, bucket, scratch)
     pool = torch.cuda.graph_pool_handle()
-    timed = _time(_candidates(bucket, projection, scratch), trial, pool)
+    timed = _time(candidates(bucket, projection, scratch), trial, pool)
     cublas = timed[0]
     limit = _HOPELESS * min(one.milliseconds for one in timed)
     timed = [one for one in timed if one.milliseconds <= limit or one is cublas]
@@ -360,7 +360,7 @@ def _fastest(bucket: int, projection: Projection, scratch: Scratch) -> Choice:
     early = [
         replace(choice, ahead=True)
         for choice in leaders
-        if _may_come_ahead(choice, bucket, projection)
+        if may_come_ahead(choice, bucket, projection)
     ]
     timed_early = _time(early, trial, pool)
     _repeat([*timed, *timed_early], trial.device)
@@ -404,7 +404,7 @@ def _fastest_kinds(timed: Sequence[_Timed]) -> list[_Timed]:
     return list(best.values())
 
 
-def _may_come_ahead(choice: Choice, bucket: int, projection: Projection) -> bool:
+def may_come_ahead(choice: Choice, bucket: int, projection: Projection) -> bool:
     """Whether tokens are so few that they wait for weights, and something can ask for them."""
     by_norm = not projection.residual and choice.gemv is None
     return 1 < bucket <= _MANY_TOKENS and (by_norm or choice.skinny is not None)
