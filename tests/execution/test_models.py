@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from radixgrove.kernels.norm import rms_norm_reference
 from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
 from radixgrove.worker.execution.build import build_executor
 from radixgrove.worker.models.config import ModelError, load_config, parse_config
-from radixgrove.worker.models.ops import TorchOps
+from radixgrove.worker.models.ops import KernelOps, TorchOps
 from radixgrove.worker.plan import Executor
 
 from . import reference, tiny
@@ -195,3 +196,14 @@ def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
 def _edit_config(directory: Path, **changes: Any) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_logits_on_cuda_are_float32() -> None:
+    """In bfloat16 the logits' last rounding alone would set decoding apart from scoring."""
+    torch.manual_seed(0)
+    ops = KernelOps()
+    x, weight, norm = (torch.randn(*shape).bfloat16() for shape in ((5, 96), (40, 96), (96,)))
+    logits = ops.head(x, weight, norm, 1e-5, None)
+    assert logits.dtype == ops.logits_dtype(torch.bfloat16) == torch.float32
+    exact = rms_norm_reference(x, norm, 1e-5).double() @ weight.double().t()
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-4, atol=1e-4)

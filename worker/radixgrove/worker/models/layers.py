@@ -249,6 +249,6 @@ class VocabTable:
         """[N, hidden] before `norm` -> [N, vocab_size], whole on every rank; in `out` if given."""
         if out is not None and group.size == 1 and self._head.layout == torch.strided:
             return ops.head(hidden, self._head, norm, eps, out)
-        part = ops.linear(hidden, self._head, None, norm=norm, eps=eps, silu=False, residual=None)
+        part = ops.head(hidden, self._head, norm, eps, None)
         logits = group.all_gather(part)[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)

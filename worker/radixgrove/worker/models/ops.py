@@ -16,6 +16,8 @@ from radixgrove.kernels import ops as kernels
 
 Rotation = tuple[Tensor, Tensor]
 _MKLDNN = torch.ops.mkldnn
+# Up to here a call costs more than the work it does.
+_FEW_ELEMENTS = 8192
 
 
 def choose_ops(device: torch.device) -> Ops:
@@ -55,8 +57,14 @@ class Ops(Protocol):
         """Whether `linear` without its residual, then `add_rms_norm`, is the faster way."""
         ...
 
-    def head(self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
-        """`rms_norm(x) @ weight.T` into `out` [T, N], for a weight in its plain form."""
+    def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What `head` returns for a model of `dtype`."""
+        ...
+
+    def head(
+        self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor | None
+    ) -> Tensor:
+        """`rms_norm(x) @ weight.T`, [T, N]; in `out`, if given, for a weight in its plain form."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -131,13 +139,27 @@ class TorchOps:
     def defers_residual(self, tokens: int, weight: Tensor) -> bool:
         return False
 
-    def head(self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
-        return torch.mm(self.rms_norm(x, norm, eps), weight.t(), out=out)
+    def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def head(
+        self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor | None
+    ) -> Tensor:
+        x = self.rms_norm(x, norm, eps)
+        if out is None:
+            return self._product(x, weight, None)
+        return torch.mm(x, weight.t(), out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        size = x.shape[-1]
+        if x.numel() <= _FEW_ELEMENTS:
+            # Of x beside -x the mean is 0 and the variance the mean square, which makes of
+            # `layer_norm`, one call and in float32, an RMSNorm.
+            normed = torch.layer_norm(torch.cat((x, -x), -1), (2 * size,), eps=eps)
+            return normed[..., :size] * weight
         # Fewer and cheaper calls than `F.rms_norm`; the sum is in float32 for every dtype.
         norm: Tensor = torch.linalg.vector_norm(x, 2, -1, keepdim=True, dtype=torch.float32)
-        scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+        scale = norm.square_().mul_(1 / size).add_(eps).rsqrt_()
         return (x * scale).to(x.dtype).mul_(weight)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -225,7 +247,17 @@ class KernelOps:
     def defers_residual(self, tokens: int, weight: Tensor) -> bool:
         return kernels.defers_residual(tokens, weight)
 
-    def head(self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor) -> Tensor:
+    def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """float32: two logits of 16 differ by a whole eighth in bfloat16, which alone would set
+        decoding apart from scoring by a KL of 1e-3.
+        """
+        return torch.float32
+
+    def head(
+        self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor | None
+    ) -> Tensor:
+        if out is None:
+            out = x.new_empty((x.shape[0], weight.shape[0]), dtype=self.logits_dtype(x.dtype))
         return kernels.linear(x, weight, norm=norm, eps=eps, out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
