@@ -9,6 +9,7 @@
 #   flashinfer    those of its attention backend
 #   correctness   against Hugging Face; MODEL_DIR=<dir> adds that model to the random ones
 #   kernels       time and bandwidth of each kernel
+#   norms         a norm and the product after it, joined and apart; whole layers as tuned either way
 #   offline       the named workloads, nine in all; MODELS and WORKLOADS choose
 #   pdl           bs1_decode with and without programmatic dependent launch
 #   fused         only if named: decode with RoPE and KV store inside attention, and apart
@@ -75,7 +76,9 @@ run_flashinfer() { kernel_tests flashinfer; }
 
 run_correctness() { python3 benchmarks/gpu_correctness.py ${MODEL_DIR:+--model "$MODEL_DIR"}; }
 
-run_kernels() { python3 benchmarks/bench_kernels.py; }
+run_kernels() { python3 benchmarks/bench_kernels.py --only linear elementwise attention sampling; }
+
+run_norms() { python3 benchmarks/bench_kernels.py --only norms layers; }
 
 run_offline() {
     # One process a model, so that a failure or a leak of one does not reach the other.
@@ -131,9 +134,9 @@ run_tp() {
         --workload bs1_decode bs64_decode nano256
 }
 
-declare -A LIMITS=([compile]=300 [tests]=200 [flashinfer]=100 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90 [fused]=120
+declare -A LIMITS=([compile]=300 [tests]=200 [flashinfer]=100 [correctness]=200 [kernels]=120 [norms]=300 [offline]=200 [pdl]=90 [fused]=120
     [profile]=120 [profile_small]=120 [serving]=180 [tp]=240)
-declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8 [fused]=12
+declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [norms]=24 [offline]=16 [pdl]=8 [fused]=12
     [profile]=26 [profile_small]=52 [serving]=30 [tp]=8)
 declare -A STATUS SECONDS_OF
 
