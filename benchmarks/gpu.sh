@@ -134,7 +134,7 @@ run_tp() {
         --workload bs1_decode bs64_decode nano256
 }
 
-declare -A LIMITS=([compile]=300 [tests]=200 [flashinfer]=100 [correctness]=200 [kernels]=120 [norms]=300 [offline]=200 [pdl]=90 [fused]=120
+declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [correctness]=200 [kernels]=120 [norms]=300 [offline]=200 [pdl]=90 [fused]=120
     [profile]=120 [profile_small]=120 [serving]=180 [tp]=240)
 declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [norms]=24 [offline]=16 [pdl]=8 [fused]=12
     [profile]=26 [profile_small]=52 [serving]=30 [tp]=8)

@@ -3,9 +3,10 @@
 A process of its own: Triton must not be in interpreter mode here. Prints one line a kernel:
 name, registers a thread, bytes of stack (spills), bytes of shared memory.
 
-    python compile_sm90.py [products]
+    python compile_sm90.py [products | decode]
 
-With `products`: instead, the products that the tuner asks about for the models of the benchmarks.
+With `products`: instead, the products that the tuner asks about for the models of the benchmarks;
+with `decode`: decode attention from their projections, for few, many and very many rows.
 """
 
 from __future__ import annotations
@@ -162,6 +163,18 @@ def launch_all(dtype: torch.dtype) -> None:
             1.0,
             decode.DecodeWorkspace(count, heads, kv_heads, dim, torch.device("cpu")),
         )
+    decode.rope_decode_attention(
+        zeros(4, (heads + 2 * kv_heads) * dim),
+        zeros(64, dim, kind=torch.float32),
+        layer,
+        index32,
+        index32.clone(),
+        table,
+        1.0,
+        decode.DecodeWorkspace(4, heads, kv_heads, dim, torch.device("cpu")),
+        weight[:dim],
+        weight[:dim],
+    )
     addresses, counts = zeros(2, kind=torch.int64), zeros(all_reduce.PROGRAMS, kind=torch.int32)
     for rows_reduced in (1, 64, 256):
         part = zeros(rows_reduced, hidden)
@@ -216,6 +229,28 @@ def launch_products(hidden: int, inner: int, qkv: int, attended: int, vocab: int
                 multiply(x, kind.weights[0], choice=choice, scratch=scratch, **options)
 
 
+def launch_decode(heads: int, kv_heads: int, dim: int, *, norm: bool) -> None:
+    """Decode attention that begins with RoPE, in every form that the number of rows chooses."""
+
+    def zeros(*shape: int, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=kind)
+
+    table = zeros(9, 64, kind=torch.int32)
+    for count in (4, 64, 256):
+        index = zeros(count, kind=torch.int32)
+        decode.rope_decode_attention(
+            zeros(count, (heads + 2 * kv_heads) * dim),
+            zeros(64, dim, kind=torch.float32),
+            zeros(2, 8, 16, kv_heads, dim),
+            index,
+            index.clone(),
+            table,
+            1.0,
+            decode.DecodeWorkspace(count, heads, kv_heads, dim, torch.device("cpu")),
+            *(zeros(2, dim).unbind() if norm else ()),
+        )
+
+
 def launch_sampling() -> None:
     logits, one = torch.zeros(4, 151936), torch.zeros(4)
     index32, index64 = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
@@ -258,7 +293,10 @@ def launch_smallest() -> None:
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
     compile_only()
-    if sys.argv[1:] == ["products"]:
+    if sys.argv[1:] == ["decode"]:
+        launch_decode(16, 8, 128, norm=True)  # Qwen3-0.6B
+        launch_decode(32, 8, 128, norm=False)  # Llama-3.1-8B
+    elif sys.argv[1:] == ["products"]:
         launch_products(1024, 3072, 4096, 2048, 151936)  # Qwen3-0.6B
         launch_products(4096, 14336, 6144, 4096, 128256)  # Llama-3.1-8B
     else:

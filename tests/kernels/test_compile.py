@@ -59,7 +59,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_products_keep_their_sums_in_registers(tmp_path: Path) -> None:
+def test_products_for_hopper_keep_their_sums_in_registers(tmp_path: Path) -> None:
     """At the shapes of Qwen3-0.6B and Llama-3.1-8B, in every form that the tuner asks about."""
     kernels = compiled(tmp_path, "products")
     assert {name for name, *_ in kernels} == {"_gemv_kernel", "_skinny_kernel", "_rms_norm_kernel"}
@@ -67,3 +67,13 @@ def test_products_keep_their_sums_in_registers(tmp_path: Path) -> None:
     for name, registers, stack, shared in kernels:
         assert stack == 0, f"{name} spills {stack} bytes at {registers} registers"
         assert shared <= SHARED_MEMORY_BYTES, f"{name} needs {shared} bytes of shared memory"
+
+
+@pytest.mark.slow
+def test_decode_from_a_projection_keeps_to_its_registers(tmp_path: Path) -> None:
+    """At the shapes of Qwen3-0.6B and Llama-3.1-8B: as many blocks fit as without RoPE and norm."""
+    kernels = compiled(tmp_path, "decode")
+    assert {name for name, *_ in kernels} == {"_decode_kernel", "_shared_decode_kernel"}
+    for name, registers, stack, shared in kernels:
+        assert stack == 0, f"{name} spills {stack} bytes at {registers} registers"
+        assert shared <= 40_000, f"{name}: no more than five blocks fit beside each other"

@@ -97,36 +97,44 @@ class Case:
         torch.testing.assert_close(pages, stored, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-@DTYPES
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+LENGTHS = [1, 16, 17, 65, 130]  # a first token, and both sides of borders of pages and blocks
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"),
-    [(2, 2, 64), (4, 2, 128), (9, 3, 64), (8, 2, 128), (7, 1, 128), (8, 1, 64), (6, 2, 24)],
+    ("heads", "kv_heads", "head_dim", "norm"),
+    [
+        (2, 2, 64, True),
+        (4, 2, 128, True),
+        (9, 3, 64, False),
+        (8, 2, 128, False),
+        (7, 1, 128, False),
+        (8, 1, 64, True),
+        (6, 2, 24, True),
+    ],
     ids=["mha", "gqa2", "gqa3", "gqa4", "gqa7", "gqa8", "odd-dim"],
 )
 def test_equals_rope_store_then_attention(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    norm: bool,
-    dtype: torch.dtype,
-    device: torch.device,
+    heads: int, kv_heads: int, head_dim: int, norm: bool, device: torch.device
 ) -> None:
-    lengths = [1, 15, 16, 17, 32, 33, 64, 65, 130]  # first tokens, and both sides of page borders
-    Case(lengths, heads, kv_heads, head_dim, norm=norm, dtype=dtype, device=device).check()
+    Case(LENGTHS, heads, kv_heads, head_dim, norm=norm, device=device).check()
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 64])
+@DTYPES
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+def test_each_type(dtype: torch.dtype, norm: bool, device: torch.device) -> None:
+    Case(LENGTHS, 4, 2, 64, norm=norm, dtype=dtype, device=device).check()
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [200]], ids=["first", "firsts", "long"])
 def test_any_page_size(lengths: list[int], page_size: int, device: torch.device) -> None:
     Case(lengths, 6, 2, 32, page_size=page_size, norm=True, device=device).check()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
-    kv_heads=st.integers(1, 3),
-    norm=st.booleans(),
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5),
+    kv_heads=st.integers(1, 2),
     config=st.builds(
         DecodeConfig,
         block_n=st.just(16),
@@ -134,15 +142,15 @@ def test_any_page_size(lengths: list[int], page_size: int, device: torch.device)
         warps=st.just(1),
         programs=st.integers(1, MAX_PROGRAMS),
         least=st.integers(1, 5),
-        merge=st.sampled_from([1, 2, 4]),
+        merge=st.sampled_from([1, 4]),
     ),
 )
 def test_the_program_with_the_last_block_stores_first(
-    lengths: list[int], kv_heads: int, norm: bool, config: DecodeConfig
+    lengths: list[int], kv_heads: int, config: DecodeConfig
 ) -> None:
     """However rows are cut up: reading a place before it is written would give NaN."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    Case(lengths, 2 * kv_heads, kv_heads, 16, norm=norm, device=device).check(config)
+    Case(lengths, 2 * kv_heads, kv_heads, 16, norm=kv_heads > 1, device=device).check(config)
 
 
 def test_a_program_for_each_of_many_rows(device: torch.device) -> None:
