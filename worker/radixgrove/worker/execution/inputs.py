@@ -30,6 +30,8 @@ def step_inputs(plan: StepPlan, table: RequestTable, device: torch.device) -> St
     Only the plan's integers travel; tokens, positions and slots are gathered on the device, since a
     decode's token may be a sample that never reached the host.
     """
+    if not plan.prefills:
+        return _decode_inputs(plan.decodes, table, device)
     prefills, decodes = plan.prefills, plan.decodes
     num_prefills, num_decodes = len(prefills), len(decodes)
     q_lens = [chunk.length for chunk in prefills]
@@ -73,4 +75,30 @@ def step_inputs(plan: StepPlan, table: RequestTable, device: torch.device) -> St
         batch=batch,
         sampled_rows=row.index_select(0, chosen),
         sampled_tokens=offset.index_select(0, chosen + 1) - 1,
+    )
+
+
+def _decode_inputs(rows: list[int], table: RequestTable, device: torch.device) -> StepInputs:
+    """Inputs of a step of decodes alone, in half as many operations: one token a row, its last."""
+    row = to_device(np.array(rows, dtype=np.int64), device)
+    kv_lens = table.lens.index_select(0, row)
+    positions = kv_lens.long() - 1
+    token = torch.arange(len(rows) + 1, device=device)
+    batch = AttentionBatch(
+        num_prefills=0,
+        num_decodes=len(rows),
+        num_prefill_tokens=0,
+        rows=row.int(),
+        qo_indptr=token.int(),
+        kv_lens=kv_lens,
+        page_table=table.pages,
+        slots=table.slots(row, positions),
+        positions=positions,
+        kv_lens_host=[table.host_lens[r] for r in rows],
+    )
+    return StepInputs(
+        token_ids=table.tokens[row, positions],
+        batch=batch,
+        sampled_rows=row,
+        sampled_tokens=token[:-1],
     )

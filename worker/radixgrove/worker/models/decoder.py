@@ -10,6 +10,7 @@ from torch import Tensor
 from radixgrove.kernels.tuning import Projection
 from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.models.config import ModelConfig
+from radixgrove.worker.models.hugepages import use_huge_pages
 from radixgrove.worker.models.layers import (
     Linear,
     Placement,
@@ -71,6 +72,10 @@ class DecoderLayer:
         for name, vector in self._vectors.items():
             if vector is not None:
                 yield WeightPart(name, vector, tuple(vector.shape))
+
+    def matrices(self) -> list[Tensor]:
+        """The weights of its products."""
+        return [x.weight for x in (self._qkv, self._output, self._gate_up, self._down)]
 
     def prepare(self, ops: Ops) -> int:
         """See `Decoder.prepare`; bytes of the parameters."""
@@ -171,6 +176,9 @@ class Decoder:
         if not tied:
             head = head or self._head.weight.nbytes
         self.weights_bytes = layers + self._norm.nbytes + self._embedding.weight.nbytes + head
+        if self.device.type == "cpu":
+            matrices = [weight for layer in self._layers for weight in layer.matrices()]
+            use_huge_pages([*matrices, self._head.head])
 
     def hidden_states(
         self,

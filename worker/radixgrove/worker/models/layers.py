@@ -230,6 +230,11 @@ class VocabTable:
             self._part = replace(self._part, target=self.weight)
         return size
 
+    @property
+    def head(self) -> Tensor:
+        """The table as `logits` reads it, once prepared."""
+        return self._head
+
     def embed(self, token_ids: Tensor, context: StepContext) -> Tensor:
         """[T] int -> [T, hidden]."""
         if context.group.size == 1:

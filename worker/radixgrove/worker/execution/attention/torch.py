@@ -33,10 +33,11 @@ class _Group:
     """Decode rows attended together, their pages padded to the longest."""
 
     tokens: Tensor | slice  # of the step
-    size: int
     pages: Tensor  # [size * n] int64
-    length: int  # KV tokens, when the rows are equally long
-    mask: Tensor | None  # [size, 1, 1, n * page_size] additive, when they are not
+    gathered: Tensor  # [2, size * n, page_size, KV, D], where each layer's pages are copied
+    k: Tensor  # [size, KV, L, D], the part of `gathered` that is attended to
+    v: Tensor
+    mask: Tensor | None  # [size, 1, 1, L] additive, when the rows are not equally long
 
 
 class TorchAttention(AttentionBackend):
@@ -109,13 +110,20 @@ class TorchAttention(AttentionBackend):
                 in_rows, in_lens = rows[index], kv_lens[index]
             mask = None
             if any(lengths[i] != longest for i in group):
-                beyond = torch.arange(num_pages * self.page_size, device=rows.device)
+                beyond = torch.arange(longest, device=rows.device)
                 mask = torch.zeros(
                     (len(group), beyond.numel()), dtype=self.pool.dtype, device=rows.device
                 ).masked_fill_(beyond >= in_lens[:, None], float("-inf"))[:, None, None]
             pages = table.index_select(0, in_rows)[:, :num_pages].long().flatten()
-            groups.append(_Group(chosen, len(group), pages, longest, mask))
+            gathered = self.pool.new_empty((2, pages.shape[0], *self.pool.shape[3:]))
+            k, v = self._heads_first(gathered, len(group), longest)
+            groups.append(_Group(chosen, pages, gathered, k, v, mask))
         return groups
+
+    def _heads_first(self, pages: Tensor, rows: int, length: int) -> Tensor:
+        """[2, rows * n, page_size, KV, D] -> [2, rows, KV, length, D], a view."""
+        by_row = pages.view(2, rows, -1, self.num_kv_heads, self.head_dim)
+        return by_row[:, :, :length].transpose(2, 3)
 
     def _num_pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -133,12 +141,11 @@ class TorchAttention(AttentionBackend):
 
     def _decode(self, kv: Tensor, q: Tensor, group: _Group) -> Tensor:
         """[size, H, D] -> [size, H, D]."""
-        pages = kv.index_select(1, group.pages)
-        k, v = pages.view(2, group.size, -1, self.num_kv_heads, self.head_dim).transpose(2, 3)
-        if group.mask is None:
-            k, v = k[:, :, : group.length], v[:, :, : group.length]
+        torch.index_select(kv, 1, group.pages, out=group.gathered)
         grouped = q.view(q.shape[0], self.num_kv_heads, -1, self.head_dim)
-        out = scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask, scale=self.scale)
+        out = scaled_dot_product_attention(
+            grouped, group.k, group.v, attn_mask=group.mask, scale=self.scale
+        )
         return out.flatten(1, 2)
 
     def _prefill(self, kv: Tensor, q: Tensor, chunk: _Chunk, out: Tensor) -> None:

@@ -1,0 +1,70 @@
+"""What the CPU does its own way: norms of few and many rows, and where its weights lie."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from radixgrove.kernels.norm import rms_norm_reference
+from radixgrove.worker.models.hugepages import use_huge_pages
+from radixgrove.worker.models.ops import TorchOps
+
+_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def _gives_huge_pages() -> bool:
+    """At once, that is, which Linux does since 6.1."""
+    if sys.platform != "linux" or not _THP.exists() or "[never]" in _THP.read_text():
+        return False
+    return tuple(map(int, platform.release().split(".")[:2])) >= (6, 1)
+
+
+@pytest.mark.parametrize("shape", [(1, 576), (14, 576), (15, 576), (300, 576), (2, 3, 64)], ids=str)
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e3])
+def test_rms_norm(shape: tuple[int, ...], size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator) * size + size  # a mean far from 0
+    weight = torch.randn(shape[-1], generator=generator)
+    kept = x.clone()
+    exact = rms_norm_reference(x.double(), weight.double(), 1e-5).float()
+    torch.testing.assert_close(TorchOps().rms_norm(x, weight, 1e-5), exact)
+    assert torch.equal(x, kept)
+    rounded = x.bfloat16()
+    exact = rms_norm_reference(rounded.double(), weight.bfloat16().double(), 1e-5).bfloat16()
+    result = TorchOps().rms_norm(rounded, weight.bfloat16(), 1e-5)
+    torch.testing.assert_close(result, exact, rtol=2**-7, atol=0)
+
+
+def _huge_bytes(tensor: torch.Tensor) -> int:
+    """Huge pages in the mappings that the tensor lies in."""
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            low, high = (int(bound, 16) for bound in first.split("-"))
+            inside = low < end and high > begin
+        elif inside and first == "AnonHugePages:":
+            found += int(rest[0]) * 1024
+    return found
+
+
+@pytest.mark.skipif(not _gives_huge_pages(), reason="no transparent huge pages")
+def test_weights_move_to_huge_pages_and_stay_what_they_are() -> None:
+    weight = torch.arange(4 << 20)  # 32 MiB
+    kept = weight.clone()
+    use_huge_pages([weight])
+    assert torch.equal(weight, kept)
+    # Everything but a block at each end, which may lie beside what is not mapped.
+    assert _huge_bytes(weight) >= 24 << 20
+
+
+def test_huge_pages_are_advice() -> None:
+    use_huge_pages([torch.empty(0), torch.zeros(3)])
+    packed = torch.ops.mkldnn._reorder_linear_weight(torch.eye(64), None)
+    use_huge_pages([packed])
+    assert torch.equal(packed.to_dense(), torch.eye(64))
