@@ -19,6 +19,23 @@ if not Path("/proc/driver/nvidia").exists():
     # Triton chooses its interpreter while it is imported, by whichever test comes first.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Files of cluster tests by what they share; `pytest -n` runs groups side by side, each in a process
+# with a cluster or a control plane of its own. What is not named here is of the group "nodes".
+_GROUPS = {
+    "tests/cluster/test_autoscale.py": "load",
+    "tests/cluster/test_rollout.py": "load",
+    "tests/cluster/test_upgrade.py": "load",
+    "tests/cluster/test_groups.py": "groups",
+    "tests/cluster/test_node_loss.py": "groups",
+    "tests/operator/": "operator",
+}
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("cluster"):
+        groups = (name for path, name in _GROUPS.items() if item.nodeid.startswith(path))
+        item.add_marker(pytest.mark.xdist_group(next(groups, "nodes")))
+
 
 def wait_until(
     condition: Callable[[], bool], *, deadline: float = 10.0, what: str = "the condition"

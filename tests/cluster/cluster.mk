@@ -3,6 +3,9 @@
 CLUSTER_PYTHON ?= python
 # Folders or files to take `cluster` tests from; all by default.
 CLUSTER_TESTS ?=
+# Most of a test is waiting: two processes, each with its own clusters or control plane. The groups
+# of tests/conftest.py start in the order of the files.
+SIDE_BY_SIDE ?= -n 2 --dist loadgroup --no-loadscope-reorder
 CLUSTER := $(CLUSTER_PYTHON) -m tests.cluster.harness
 
 .PHONY: cluster-build cluster-prepare cluster-up cluster-down test-cluster test-cluster-slow demo-cluster
@@ -20,7 +23,7 @@ cluster-down: ## end clusters, and remove whatever killed ones have left
 	$(CLUSTER) down
 
 test-cluster: cluster-build cluster-prepare ## run the tests that need a real Kubernetes (all but the slow ones)
-	$(CLUSTER_PYTHON) -m pytest -m "cluster and not slow" $(CLUSTER_TESTS)
+	$(CLUSTER_PYTHON) -m pytest -m "cluster and not slow" $(SIDE_BY_SIDE) $(CLUSTER_TESTS)
 
 test-cluster-slow: cluster-build cluster-prepare ## the slow ones: every RBAC verb, and the worker's image, which has CUDA
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" -o timeout=1800

@@ -107,7 +107,7 @@ def test_a_group_out_of_its_budget_is_kept_for_diagnosis_and_not_served(
     )
     assert status["lastAttempt"] == before["lastAttempt"]
     assert [pod.uid for pod in groups.members(pair)] == [pod.uid for pod in pods]
-    with Traffic(client, status["url"], pair.name, clients=1) as traffic:
+    with Traffic(client, status["url"], pair.name, clients=2) as traffic:
         traffic.wait_for_more(2)
     assert [outcome.text for outcome in traffic.outcomes if not outcome.failure] == []
     pair.patch({"recovery": {"maxRestarts": 10}})

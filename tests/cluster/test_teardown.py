@@ -32,7 +32,7 @@ with {kind}({arguments}) as running:
 
 @dataclass(frozen=True)
 class Machine:
-    """What all clusters share, and none may change."""
+    """What all clusters share, and none may change; without what is another cluster's own."""
 
     mounts: frozenset[str]
     paths: frozenset[str]
@@ -40,8 +40,10 @@ class Machine:
     @classmethod
     def look(cls) -> Machine:
         mountinfo = Path("/proc/self/mountinfo").read_text().splitlines()
+        mounts = {line.split()[4] for line in mountinfo}
+        own = tuple(f"{state.state_root() / name}/" for name in state.names())
         return cls(
-            mounts=frozenset(line.split()[4] for line in mountinfo),
+            mounts=frozenset(mount for mount in mounts if not f"{mount}/".startswith(own)),
             paths=frozenset(path for path in _SHARED_PATHS if Path(path).exists()),
         )
 
