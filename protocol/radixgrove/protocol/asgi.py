@@ -127,10 +127,12 @@ class RequestContext:
             await self.app(scope, receive, send)
             return
         started = time.perf_counter()
-        identity = request_id(header(scope, REQUEST_ID_HEADER))
+        context = state(scope)
+        # There already when the request was refused before it got here.
+        identity = context.get(REQUEST_ID) or request_id(header(scope, REQUEST_ID_HEADER))
         trace = trace_context(header(scope, TRACEPARENT_HEADER))
-        fields: dict[str, Any] = {}
-        state(scope).update({REQUEST_ID: identity, TRACE: trace, FIELDS: fields})
+        fields: dict[str, Any] = context.setdefault(FIELDS, {})
+        context.update({REQUEST_ID: identity, TRACE: trace})
         id_header = (REQUEST_ID_HEADER.encode(), identity.encode())
         status = 0
         ended = False

@@ -216,8 +216,10 @@ class BoundedHttp(_HttpTools):
                 % (error.status, len(body), REQUEST_ID_HEADER.encode(), identity.encode(), body)
             )
         self.transport.close()
-        if FIELDS in context:  # the application waits for the body, and will write the line
-            context[FIELDS]["status"] = error.status
+        if self._arriving() is not None and not self.pipeline:
+            # The application waits for the body, or is about to, and will write the line.
+            context[REQUEST_ID] = identity
+            context.setdefault(FIELDS, {})["status"] = error.status
             return
         trace = trace_context(header(scope, TRACEPARENT_HEADER))
         seconds = self.loop.time() - self._began_at
