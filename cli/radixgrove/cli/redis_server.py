@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import secrets
 import shutil
 import socket
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +36,9 @@ class EmbeddedRedis:
     port: int
 
     @classmethod
-    def prepare(cls, binary: str, directory: Path) -> EmbeddedRedis:
-        """Choose a port and a password; both live in a private file, not on a command line."""
-        port, password = free_port(), secrets.token_urlsafe(24)
+    def prepare(cls, binary: str, directory: Path, port: int) -> EmbeddedRedis:
+        """Choose a password; it lives in a private file, not on a command line."""
+        password = secrets.token_urlsafe(24)
         config = directory / "redis.conf"
         write_private(
             config,
@@ -56,10 +58,21 @@ class EmbeddedRedis:
             return False
 
 
+def free_ports(count: int, taken: Collection[int] = ()) -> list[int]:
+    """Different ports of the loopback interface that nobody holds, none of them in `taken`."""
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(found) < count:
+            probe = held.enter_context(socket.socket())
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+            if port not in taken:
+                found.append(port)
+    return found
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def write_private(path: Path, content: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 
 from radixgrove.cli.demonstration import Shown, demonstrate
-from radixgrove.cli.redis_server import free_port
+from radixgrove.cli.redis_server import free_ports
 
 _PR_SET_CHILD_SUBREAPER = 36
 _START_DEADLINE = 1800.0
@@ -34,9 +34,9 @@ def main() -> int:
     # A failure to become the reaper would make the last check see nothing.
     if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError("this kernel has no child subreapers")
-    port = free_port()
+    port, management_port = free_ports(2)
     command = [sys.executable, "-m", "radixgrove.cli", "up", "--replicas", "2"]
-    command += ["--port", str(port), "--management-port", str(free_port())]
+    command += ["--port", str(port), "--management-port", str(management_port)]
     cluster = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         _await_ready(cluster)

@@ -84,8 +84,8 @@ def _announce_ready(cluster: Cluster, seconds: float) -> None:
     )
     key = " -H 'authorization: Bearer YOUR_KEY'" if cluster.router.api_keys_file else ""
     other = "" if cluster.router.port == 8000 else f" --url {cluster.endpoint.removesuffix('/v1')}"
-    manage = f"http://{cluster.router.management_host}:{cluster.router.management_port}"
-    other_manage = "" if cluster.router.management_port == 8001 else f" --management-url {manage}"
+    default = cluster.router.management_port == 8001
+    other_manage = "" if default else f" --management-url {cluster.management_url}"
     click.echo(
         f"\nradixgrove is ready after {seconds:.1f} s\n"
         f"  endpoint   {cluster.endpoint}\n"
