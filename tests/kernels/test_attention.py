@@ -322,6 +322,7 @@ def test_our_decode_takes_projections_where_nothing_is_prefilled(
     )
     pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
     decodes, mixed = Step(kv, [], 2, 4), Step(kv, [3], 1, 4)
+    monkeypatch.setenv("RADIXGROVE_FUSED_DECODE", "1")
     backend = make_backend(backend_name, pool, 4)
     backend.prepare_capture(2, kv.page_table.shape[1])
     for step, takes in ((decodes, True), (mixed, False), (decodes, True)):
@@ -330,7 +331,7 @@ def test_our_decode_takes_projections_where_nothing_is_prefilled(
     backend.plan(mixed.batch)
     backend.plan_captured(decodes.batch, 2)
     assert backend.takes_qkv
-    monkeypatch.setenv("RADIXGROVE_FUSED_DECODE", "0")
+    monkeypatch.delenv("RADIXGROVE_FUSED_DECODE")
     unfused = make_backend(backend_name, pool, 4)
     unfused.plan(decodes.batch)
     assert not unfused.takes_qkv

@@ -14,8 +14,8 @@ class PagedDecode:
     """The decode rows of a step, eager or captured, over one pool.
 
     The kernel reads lengths and pages on the device, so a captured step needs no plan. `takes_qkv`:
-    it begins with RoPE and the store of K and V where a step has nothing but decode rows;
-    `RADIXGROVE_FUSED_DECODE=0` leaves those to a kernel of their own.
+    with `RADIXGROVE_FUSED_DECODE=1` it begins with RoPE and the store of K and V where a step has
+    nothing but decode rows; they are a kernel of their own otherwise.
     """
 
     def __init__(self, pool: Tensor, num_heads: int, scale: float) -> None:
@@ -24,7 +24,7 @@ class PagedDecode:
         self._scale = scale
         self._eager = self._captured = self._make_workspace(1)
         self._workspace = self._eager
-        self.takes_qkv = os.environ.get("RADIXGROVE_FUSED_DECODE") != "0"
+        self.takes_qkv = os.environ.get("RADIXGROVE_FUSED_DECODE") == "1"
 
     def _make_workspace(self, max_batch: int) -> DecodeWorkspace:
         kv_heads, head_dim = self._pool.shape[4:]
