@@ -89,7 +89,9 @@ def wait_until_recreated(
     def ready(status: dict[str, Any]) -> bool:
         if status.get("readyReplicas") != 1 or len(status.get("groups", [])) != 1:
             return False
-        return uids.isdisjoint(member.uid for member in members(served))
+        # The status may still be that of an attempt before the pods that are there now.
+        told = {pod["uid"] for pod in status["groups"][0].get("pods", [])}
+        return uids.isdisjoint(told) and told == {member.uid for member in members(served)}
 
     return served.wait(ready, "the group is ready with new pods only", timeout=timeout)
 
