@@ -250,6 +250,12 @@ class Step:
         return 2e-2 if self.q.dtype == torch.bfloat16 else None
 
 
+@pytest.fixture(autouse=True)
+def _decode_from_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a backend can; what it does otherwise is tested beside."""
+    monkeypatch.setenv("RADIXGROVE_FUSED_DECODE", "1")
+
+
 BACKENDS = [
     "torch",
     "triton",
@@ -322,7 +328,6 @@ def test_our_decode_takes_projections_where_nothing_is_prefilled(
     )
     pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
     decodes, mixed = Step(kv, [], 2, 4), Step(kv, [3], 1, 4)
-    monkeypatch.setenv("RADIXGROVE_FUSED_DECODE", "1")
     backend = make_backend(backend_name, pool, 4)
     backend.prepare_capture(2, kv.page_table.shape[1])
     for step, takes in ((decodes, True), (mixed, False), (decodes, True)):
