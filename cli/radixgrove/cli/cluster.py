@@ -119,13 +119,13 @@ class Cluster:
 
     @property
     def endpoint(self) -> str:
-        return f"http://{_reachable(self.router.host)}:{self.router.port}/v1"
+        return f"http://{_in_url(_local(self.router.host))}:{self.router.port}/v1"
 
     @property
     def management_url(self) -> str:
         # Without a key the router's management listens on this machine alone.
         host = self.router.management_host if self.router.management_key else "127.0.0.1"
-        return f"http://{_reachable(host)}:{self.router.management_port}"
+        return f"http://{_in_url(_local(host))}:{self.router.management_port}"
 
     async def start(self) -> None:
         """Start all parts and wait until the whole answers.
@@ -242,8 +242,7 @@ class Cluster:
             await asyncio.sleep(_POLL)
 
     def _endpoint_ready(self) -> bool:
-        host = "127.0.0.1" if self.router.host in ("0.0.0.0", "::", "") else self.router.host
-        return _is_ready(host, self.router.port)
+        return _is_ready(_local(self.router.host), self.router.port)
 
     def _routes_to_all(self) -> bool:
         """Whether the router has heard of every replica."""
@@ -278,10 +277,12 @@ def _check_port_free(settings: RouterSettings) -> None:
             ) from error
 
 
-def _reachable(host: str) -> str:
-    """How this machine reaches what listens on `host`, as in a URL."""
-    if host in ("0.0.0.0", "::", ""):
-        return "127.0.0.1"
+def _local(host: str) -> str:
+    """Where this machine reaches what listens on `host`."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+
+
+def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
