@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,9 @@ def test_nodes_are_ready_and_offer_gpus(cluster: Cluster) -> None:
 
 
 def test_a_service_name_reaches_a_pod_from_both_nodes(reaches: Reaches) -> None:
-    assert reaches("stranger-here")
-    assert reaches("stranger-there")
+    # Each node's kube-proxy learns of the endpoint in its own time.
+    for pod in ("stranger-here", "stranger-there"):
+        wait_until(partial(reaches, pod), f"the Service answers {pod}", timeout=30)
 
 
 def test_a_network_policy_holds_while_it_exists(
@@ -81,7 +83,7 @@ def test_a_network_policy_holds_while_it_exists(
     strangers = ("stranger-here", "stranger-there")
     kubectl.apply(DENY_ALL_BUT_FRIENDS, namespace=namespace)
     wait_until(lambda: not any(map(reaches, strangers)), "strangers are kept out", timeout=30)
-    assert reaches("friend")
+    wait_until(lambda: reaches("friend"), "the friend is let in", timeout=30)
     kubectl.delete("networkpolicy", "friends-only", "-n", namespace)
     wait_until(lambda: all(map(reaches, strangers)), "strangers are let in again", timeout=30)
 

@@ -96,7 +96,11 @@ def test_a_stranger_reaches_the_router_alone_until_the_policies_are_gone(
         f"{routers}:8001",
         f"{operator}:8080",
     ]
-    assert reached(stranger, [api, *closed]) == [{api}, {api}]
+    # A policy reaches the node of a new pod, and an endpoint every node, in its own time.
+    wait_until(
+        lambda: reached(stranger, [api, *closed]) == [{api}, {api}],
+        "strangers reach the router alone", timeout=60,
+    )  # fmt: skip
     # The very ports that are closed to strangers serve the router.
     url = served.status()["url"]
     assert "Paris" in client.ask(url, served.name, "What is the capital of France? One word.")
