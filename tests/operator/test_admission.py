@@ -64,4 +64,4 @@ def test_defaults_are_filled_in(plane: ControlPlane, namespace: str) -> None:
     spec = plane.kubectl.json("get", RGSVC, "plain", "-n", namespace)["spec"]
     assert spec["replicas"] == 1
     assert spec["hardware"]["gpusPerNode"] == 1
-    assert spec["recovery"]["nodeGrace"] == "30s"
+    assert spec["recovery"]["nodeGrace"] == "10s"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_builders import CONFIG, SERVICE, spec
@@ -36,6 +37,7 @@ class Cluster:
     names_used: set[str] = field(default_factory=set)
     known: set[str] = field(default_factory=lambda: {"r1"})
     others: list[gang.Placement] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)  # nodes that hang, unknown to Kubernetes
     uids: int = 0
     last_attempt: int = 0
 
@@ -59,6 +61,7 @@ class Cluster:
                 placements=[*own, *self.others],
                 others_wait=False,
                 holds_lease=lambda _: False,
+                silent_nodes=lambda pods: {pod.node for pod in pods} & self.silent,
                 config=CONFIG,
                 now=self.now,
             )
@@ -165,6 +168,35 @@ def test_one_lost_pod_recreates_its_group_once_and_touches_no_other() -> None:
     assert {r.index: r.restarts for r in made.records} == {0: 1, 1: 0}
 
 
+def test_the_next_attempt_avoids_a_machine_that_hangs_while_kubernetes_thinks_it_well() -> None:
+    made = cluster(replicas=1)
+    made.silent = {"n1"}  # frozen seconds ago; its peer has noticed and ended
+    made.pods(lambda pod: replace(pod, restarts=1), only=0)
+    (new,) = made.reconcile().create
+    assert (new.attempt, new.avoid) == (2, ("n1",))
+    made.settle()
+    made.silent = set()
+    made.pods(lambda pod: replace(pod, restarts=1), only=0)
+    assert made.reconcile().records[0].avoid == [], "only the last failure counts"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_next_attempt_avoids_the_node_that_was_lost(nodes: int) -> None:
+    made = cluster(nodes=nodes, replicas=1)
+    made.nodes["n0"] = Node("n0", reachable=False, since=made.now - 3600)
+    (new,) = made.reconcile().create
+    assert new.avoid == ("n0",)
+
+
+def test_an_eviction_speaks_against_no_node() -> None:
+    made = cluster(replicas=1)
+    made.silent = {"n1"}
+    made.pods(lambda pod: replace(pod, deleted_at=made.now + 100), only=1)
+    plan = made.reconcile()
+    assert [group.name for group, _ in plan.drain] == ["llama-0-a1"]
+    assert plan.records[0].avoid == []
+
+
 def test_an_eviction_drains_before_it_deletes() -> None:
     made = cluster()
     victim = made.groups["llama-0-a1"]
@@ -268,6 +300,7 @@ EVENTS: dict[str, Callable[[Cluster], object]] = {
     "rank 0 gone": lambda c: c.pods(lambda p: None, only=0),
     "eviction": lambda c: c.pods(lambda p: replace(p, deleted_at=c.now + 30), only=1),
     "node silent": lambda c: c.nodes.update(n0=Node("n0", False, c.now)),
+    "node hangs": lambda c: c.silent.add("n0"),
     "node gone": lambda c: c.nodes.pop("n1", None),
     "node back": lambda c: c.nodes.update(n0=Node("n0"), n1=Node("n1")),
     "new revision": lambda c: setattr(c, "target", "r2" if c.target == "r1" else "r3"),

@@ -15,7 +15,7 @@ from radixgrove.operator.spec import Recovery
 from radixgrove.operator.statusmodel import GroupPhase, GroupStatus
 
 NODES = {"n0": Node("n0"), "n1": Node("n1")}
-RECOVERY = Recovery()
+RECOVERY = Recovery.model_validate({"nodeGrace": "30s"})
 NOW = 1_000_000.0
 
 
@@ -102,6 +102,25 @@ def test_a_silent_node_fails_its_group_after_the_grace_and_not_before(nodes: int
 def test_a_worker_that_still_holds_its_lease_is_not_lost() -> None:
     silent = {"n0": Node("n0", reachable=False, since=NOW - 1000), "n1": Node("n1")}
     assert fault(HEALTHY, nodes=silent, lease=True) is None
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("lost", [{"n0": Node("n0", reachable=False, since=NOW)}, {}])
+def test_a_pod_that_never_ran_on_its_lost_node_is_not_waited_for(
+    nodes: int, lost: dict[str, Node]
+) -> None:
+    starting = [pod(0, phase="Pending", running=False, ready=False)]
+    starting += [pod(rank, ready=False) for rank in range(1, nodes)]
+    found = fault(group(*starting, nodes=nodes), nodes={**lost, "n1": Node("n1")}, lease=True)
+    assert found is not None
+    assert found.node == "n0"
+
+
+def test_a_pod_that_is_not_placed_or_starts_on_a_living_node_is_waited_for() -> None:
+    unplaced = pod(0, node="", phase="Pending", running=False, ready=False)
+    starting = pod(1, phase="Pending", running=False, ready=False)
+    waiting = group(unplaced, starting)
+    assert fault(waiting, remember(waiting, GroupStatus(index=0), RECOVERY, NOW)) is None
 
 
 def test_a_pod_that_does_not_end_is_given_up_after_its_grace() -> None:

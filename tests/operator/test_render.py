@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from operator_builders import CONFIG, MODEL, SERVICE, revision
 
 from radixgrove.operator import names
-from radixgrove.operator.config import PodDefaults
+from radixgrove.operator.config import NetworkPolicies, PodDefaults
 from radixgrove.operator.merge import strategic_merge
 from radixgrove.operator.render import group, models, policies, router
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.revision import revision_of
-from radixgrove.operator.spec import InferenceServiceSpec, Router
+from radixgrove.operator.spec import InferenceServiceSpec, Model, Router
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
@@ -121,11 +121,78 @@ def test_tcp_keeps_nccl_off_rdma_and_every_network_names_its_interface() -> None
     assert env["NCCL_SOCKET_IFNAME"] == env["GLOO_SOCKET_IFNAME"] == "ens3"
 
 
+@pytest.mark.parametrize("child", ["group", "download", "router"])
+def test_chart_wide_defaults_reach_every_child_and_replace_nothing(child: str) -> None:
+    config = CONFIG.model_copy(
+        update={
+            "images": CONFIG.images.model_copy(update={"pull_secrets": ["pull"]}),
+            "pods": PodDefaults(
+                tolerations=[{"key": "gpu", "operator": "Exists"}],
+                node_selector={"pool": "ai", "nvidia.com/gpu.product": "any"},
+                priority_class="high",
+                runtime_class="nvidia",
+                env={"HTTPS_PROXY": "http://proxy"},
+                ca_bundle="ca",
+            ),
+        }
+    )
+    frozen = revision(hardware={"gpuType": "H100"})
+    workload = {
+        "group": group.stateful_set(SERVICE, frozen, 0, 1, config),
+        "download": models.download_job(
+            "model-1", SERVICE, Model(source="hf://org/model"), "c0ffee", config
+        ),
+        "router": router.router_objects(SERVICE, Router(dedicated=True), config)[0],
+    }[child]
+    kubernetes_validate.validate(workload, KUBERNETES, strict=True)
+    pod = workload["spec"]["template"]["spec"]
+    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    assert pod["imagePullSecrets"] == [{"name": "pull"}]
+    assert pod["priorityClassName"] == "high"
+    assert pod["nodeSelector"]["pool"] == "ai"
+    wanted = {"group": "H100"}.get(child, "any")
+    assert pod["nodeSelector"]["nvidia.com/gpu.product"] == wanted, "the service's own wins"
+    assert pod.get("runtimeClassName") == ("nvidia" if child == "group" else None)
+    env = environment(pod)
+    assert env["HTTPS_PROXY"] == "http://proxy"
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert env["SSL_CERT_FILE"] == f"{mounts['ca']}/ca.crt"
+    assert {"name": "ca", "configMap": {"name": "ca"}} in pod["volumes"]
+
+
 def test_shared_memory_is_sized_and_counted_in_the_memory_limit() -> None:
     pod = worker(hardware={"memory": "8Gi", "sharedMemory": "2Gi"})
     shm = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
     assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
     assert pod["containers"][0]["resources"]["limits"]["memory"] == "10240Mi"
+
+
+def test_nodes_of_the_last_failure_are_avoided_where_others_exist() -> None:
+    plain = group.stateful_set(SERVICE, revision(), 3, 7, CONFIG)
+    assert "nodeAffinity" not in plain["spec"]["template"]["spec"]["affinity"]
+    rendered = group.stateful_set(SERVICE, revision(), 3, 7, CONFIG, ["gpu-1", "gpu-2"])
+    kubernetes_validate.validate(rendered, KUBERNETES, strict=True)
+    affinity = rendered["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    assert list(affinity) == ["preferredDuringSchedulingIgnoredDuringExecution"]
+    (term,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    # One value each is what the API server admits; all of them must hold.
+    assert term["preference"]["matchFields"] == [
+        {"key": "metadata.name", "operator": "NotIn", "values": [node]}
+        for node in ("gpu-1", "gpu-2")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"schedulerName": "volcano"}, "volcano"),
+        ({}, None),
+    ],
+)
+def test_another_scheduler_places_the_pods_when_told_to(
+    fields: dict[str, Any], said: str | None
+) -> None:
+    assert worker(**fields).get("schedulerName") == said
 
 
 def test_the_startup_probe_lasts_as_long_as_the_resource_says() -> None:
@@ -243,6 +310,34 @@ def test_only_routers_reach_the_serving_port_and_no_policy_names_rendezvous() ->
             for rule in serving["from"]] == ["router"]  # fmt: skip
     ports = {port["port"] for rule in (serving, management) for port in rule["ports"]}
     assert ports == {names.API_PORT, names.MANAGEMENT_PORT}
+
+
+def test_scrapers_and_the_operator_reach_metrics_and_management_ports() -> None:
+    scraper = {"namespaceSelector": {"matchLabels": {"team": "monitoring"}}}
+    config = CONFIG.model_copy(update={"network_policies": NetworkPolicies(scrape_from=[scraper])})
+    for policy, ports in (
+        (policies.worker_network_policy(SERVICE, False, config), {8100, 8101}),
+        (policies.worker_network_policy(SERVICE, True, config), {8100, 8101}),
+        (policies.router_network_policy(SERVICE, config), {8001}),
+    ):
+        kubernetes_validate.validate(policy, KUBERNETES, strict=True)
+        rule = policy["spec"]["ingress"][1]
+        assert {port["port"] for port in rule["ports"]} == ports
+        operator, *scrapers = rule["from"]
+        assert scrapers == [scraper]
+        assert operator["namespaceSelector"]["matchLabels"] == {
+            "kubernetes.io/metadata.name": CONFIG.namespace
+        }
+        assert operator["podSelector"]["matchLabels"][names.COMPONENT] == "operator"
+
+
+def test_a_dedicated_router_alone_reaches_its_services_workers() -> None:
+    policy = policies.worker_network_policy(SERVICE, True, CONFIG)
+    (peer,) = policy["spec"]["ingress"][0]["from"]
+    deployment = router.router_objects(SERVICE, Router(dedicated=True), CONFIG)[0]
+    assert peer == {
+        "podSelector": {"matchLabels": deployment["spec"]["template"]["metadata"]["labels"]}
+    }
 
 
 @given(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixgrove.operator.store import Store
+from radixgrove.operator.store import Store, name_conflict, neighbour_of
 
 
 def service(own: str, claim: str = "", namespace: str = "here", **model: Any) -> dict[str, Any]:
@@ -57,3 +57,35 @@ def test_a_service_that_went_before_concerns_nobody() -> None:
     store = store_of(service("gone", name="llama"), service("same", name="llama"))
     assert store.service_gone(("here", "gone")) == [("here", "same")]
     assert store.service_gone(("here", "gone")) == []
+
+
+def conflict(own: dict[str, Any], *others: dict[str, Any]) -> str:
+    found = neighbour_of(own)
+    assert found is not None
+    return name_conflict(found, store_of(own, *others).services())
+
+
+def aged(body: dict[str, Any], day: int) -> dict[str, Any]:
+    body["metadata"]["creationTimestamp"] = f"2026-01-{day:02}T00:00:00Z"
+    return body
+
+
+def test_the_older_service_keeps_a_name_whether_it_is_a_name_or_an_alias() -> None:
+    old = aged(service("old", namespace="there", name="llama", aliases=["big"]), 1)
+    young = aged(service("young", name="other", aliases=["big"]), 2)
+    assert "big belongs to the older there/old" in conflict(young, old)
+    assert conflict(old, young) == ""
+    assert conflict(aged(service("third", name="qwen"), 3), old, young) == ""
+
+
+def test_of_two_made_at_once_exactly_one_keeps_the_name() -> None:
+    one, two = aged(service("one", name="llama"), 1), aged(service("two", name="llama"), 1)
+    assert sorted([bool(conflict(one, two)), bool(conflict(two, one))]) == [False, True]
+
+
+def test_behind_routers_of_their_own_services_share_names() -> None:
+    old, young = aged(service("old", name="llama"), 1), aged(service("young", name="llama"), 2)
+    young["spec"]["router"] = {"dedicated": True}
+    assert conflict(young, old) == ""
+    old["spec"]["router"] = {"dedicated": True}
+    assert conflict(aged(service("third", name="llama"), 3), old) == ""

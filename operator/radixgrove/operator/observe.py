@@ -174,6 +174,11 @@ def node_of(node: Object) -> Node:
     return Node(node["metadata"]["name"])
 
 
+def is_available(deployment: Object) -> bool:
+    """Whether one pod of it is ready at least."""
+    return int(deployment.get("status", {}).get("availableReplicas", 0)) > 0
+
+
 def job_of(job: Object, pods: Iterable[Object]) -> JobState:
     conditions = {
         c["type"]: c for c in job.get("status", {}).get("conditions", []) if c["status"] == "True"

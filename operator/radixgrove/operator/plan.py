@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from radixgrove.operator import clock, gang, names, recovery, rollout
 from radixgrove.operator.config import OperatorConfig
 from radixgrove.operator.diagnosis import Problem, problem
-from radixgrove.operator.observe import Group, World
+from radixgrove.operator.observe import Group, Pod, World
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.spec import InferenceServiceSpec
 from radixgrove.operator.statusmodel import GroupPhase, GroupStatus
@@ -34,6 +34,7 @@ class Situation:
     placements: Sequence[gang.Placement]  # of all groups in sight, this service's included
     others_wait: bool  # for a partly placed group
     holds_lease: Callable[[Group], bool]
+    silent_nodes: Callable[[Sequence[Pod]], Collection[str]]  # of pods that do not answer
     config: OperatorConfig
     now: float
 
@@ -47,6 +48,7 @@ class NewAttempt:
     index: int
     attempt: int
     revision: str
+    avoid: tuple[str, ...] = ()  # nodes it would rather not run on
 
     def name(self, service: str) -> str:
         return names.group_name(service, self.index, self.attempt)
@@ -174,6 +176,8 @@ def _look_after(
     if record.phase is GroupPhase.FAILED:
         plan.events.append(("GroupFailed", f"group {record.index}: {record.detail}"))
         return record
+    if not found.fault.drain:
+        record = record.model_copy(update={"avoid": _suspects(situation, group, found.fault)})
     plan.events.append(("GroupRecovery", f"group {record.index}: {found.fault.message}"))
     if found.fault.drain:
         plan.drain.append((group, RECOVERY))
@@ -182,6 +186,22 @@ def _look_after(
         plan.delete.append(group)
     del live[record.index]
     return record
+
+
+def _suspects(situation: Situation, group: Group, fault: recovery.Fault) -> list[str]:
+    """Nodes that the next attempt avoids where it can.
+
+    A machine that hangs counts as healthy for most of a minute, while its peers notice within
+    seconds: so the pods are asked, too.
+    """
+    nodes = situation.world.nodes
+    heard = [
+        pod
+        for pod in group.pods
+        if pod.node in nodes and nodes[pod.node].reachable and pod.node != fault.node
+    ]
+    lost = {pod.node for pod in group.pods if pod.node} - {pod.node for pod in heard}
+    return sorted(lost | set(situation.silent_nodes(heard)))
 
 
 def _give_way(
@@ -284,7 +304,8 @@ def _start(situation: Situation, plan: Plan, record: GroupStatus) -> GroupStatus
         plan.again_at(situation.now + 5.0)
         return record.model_copy(update={"detail": f"waits until {plan.waits_for} is placed"})
     plan.last_attempt = attempt = plan.last_attempt + 1
-    plan.create.append(NewAttempt(record.index, attempt, record.revision))
+    avoid = tuple(record.avoid)
+    plan.create.append(NewAttempt(record.index, attempt, record.revision, avoid))
     return record.model_copy(
         update={
             "attempt": attempt,

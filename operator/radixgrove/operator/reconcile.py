@@ -17,6 +17,8 @@ from pydantic import ValidationError
 
 from radixgrove.operator import clock, metrics, modelcache, names, status
 from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.diagnosis import pod_problem
+from radixgrove.operator.events import event
 from radixgrove.operator.keys import Keys
 from radixgrove.operator.kube import Kube, KubeError, controllers, covers
 from radixgrove.operator.observe import (
@@ -26,10 +28,12 @@ from radixgrove.operator.observe import (
     World,
     group_of,
     highest_attempt,
+    is_available,
     job_of,
     node_of,
+    pod_of,
 )
-from radixgrove.operator.plan import Plan, Situation, as_placements, make_plan
+from radixgrove.operator.plan import NewAttempt, Plan, Situation, as_placements, make_plan
 from radixgrove.operator.redisside import RedisAway, RedisSide
 from radixgrove.operator.render import group as render_group
 from radixgrove.operator.render import models, policies
@@ -84,6 +88,7 @@ class _Look:
     target: Revision | None = None
     invalid: str = ""
     name_taken: str = ""
+    router: str = ""  # why the service's own router does not answer
 
     @property
     def key(self) -> Key:
@@ -248,7 +253,10 @@ class Reconciler:
         for child in self._guards(look, same_namespace, own):
             with look.trying():
                 self._kube.apply_cached(child)
-        self._remove_router(look)
+        if look.spec.router.dedicated:
+            look.router = self._router(look)
+        else:
+            self._remove_router(look)
         self._remove_policies(look)
         self._model(look, own, same_namespace)
         step = look.model
@@ -278,13 +286,25 @@ class Reconciler:
         if look.spec.router.dedicated:
             yield from render_router.router_objects(service, look.spec.router, config)
 
+    def _router(self, look: _Look) -> str:
+        """Why the service's own router does not answer; "" when it does, or nobody knows."""
+        service = look.service
+        with look.trying():
+            name = render_router.router_name(service)
+            deployment = self._kube.get("Deployment", service.namespace, name)
+            if deployment is None or is_available(deployment):
+                return ""
+            labels = names.labels(service.name, names.ROUTER)
+            pods = map(pod_of, self._kube.list("Pod", service.namespace, labels))
+            found = next(filter(None, map(pod_problem, pods)), None)
+            return f"its own router does not answer: {found.message if found else 'it starts'}"
+        return ""
+
     def _remove_router(self, look: _Look) -> None:
         """A router of the service's own that is not wanted any more."""
         service = look.service
         name = render_router.router_name(service)
         with look.trying():
-            if look.spec.router.dedicated:
-                return
             deployment = self._kube.get("Deployment", service.namespace, name)
             if deployment is None or not controllers([deployment], service.uid):
                 return
@@ -355,6 +375,7 @@ class Reconciler:
                 placements=[*own, *self._store.placements(besides=look.key)],
                 others_wait=self._store.somebody_waits(device, besides=look.key),
                 holds_lease=lambda group: self._holds_lease(look, group),
+                silent_nodes=self._probe.silent_nodes,
                 config=self._config,
                 now=look.now,
             )
@@ -387,7 +408,7 @@ class Reconciler:
                 self._kube.delete("StatefulSet", namespace, group.name, group.uid)
         for new in plan.create:
             with look.trying():
-                self._create(look, new.index, new.attempt, look.revisions[new.revision])
+                self._create(look, new)
         self._keep_groups(look, plan)
         self._remove_revisions(look, plan)
 
@@ -407,10 +428,12 @@ class Reconciler:
         )
         self._redis.put(table, look.created, entry)
 
-    def _create(self, look: _Look, index: int, attempt: int, revision: Revision) -> None:
-        service, config = look.service, self._config
+    def _create(self, look: _Look, new: NewAttempt) -> None:
+        service, config, revision = look.service, self._config, look.revisions[new.revision]
         self._kube.apply_cached(render_group.revision_config_map(service, revision, config))
-        stateful_set = render_group.stateful_set(service, revision, index, attempt, config)
+        stateful_set = render_group.stateful_set(
+            service, revision, new.index, new.attempt, config, new.avoid
+        )
         made = self._kube.apply(stateful_set)
         self._companions(made)
 
@@ -427,6 +450,7 @@ class Reconciler:
     def _keep_groups(self, look: _Look, plan: Plan) -> None:
         """Undoes what others did to live groups. A set rendered by another version stays as is."""
         leaving = {group.name for group in plan.delete} | {group.name for group, _ in plan.drain}
+        avoid = {(record.index, record.attempt): record.avoid for record in plan.records}
         for stateful_set in look.sets:
             meta = stateful_set["metadata"]
             labels, annotations = meta["labels"], meta.get("annotations", {})
@@ -440,8 +464,9 @@ class Reconciler:
             index, attempt = int(labels[names.GROUP_INDEX]), int(labels[names.ATTEMPT])
             with look.trying():
                 desired = render_group.stateful_set(
-                    look.service, revision, index, attempt, self._config
-                )
+                    look.service, revision, index, attempt, self._config,
+                    avoid.get((index, attempt), ()),
+                )  # fmt: skip
                 same = (
                     annotations.get(names.RENDERED)
                     == desired["metadata"]["annotations"][names.RENDERED]
@@ -496,6 +521,7 @@ class Reconciler:
             model=look.model,
             autoscaling=self._autoscaling(look.key),
             name_taken=look.name_taken,
+            router=look.router,
             invalid=look.invalid,
             failures=look.failures,
             phases=self._probe.phases(groups),
@@ -515,30 +541,8 @@ class Reconciler:
         metrics.GROUP_RECOVERIES.labels(namespace, name).inc(recovered)
 
     def _event(self, look: _Look, kind: str, reason: str, message: str) -> None:
-        meta = look.body["metadata"]
-        stamp = clock.to_text(look.now).split(".")[0] + "Z"
-        digest = names.digest([meta["uid"], reason, message, stamp])
-        event = {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {"name": f"{meta['name']}.{digest}", "namespace": meta["namespace"]},
-            "involvedObject": {
-                "apiVersion": names.API_VERSION,
-                "kind": names.KIND,
-                "name": meta["name"],
-                "namespace": meta["namespace"],
-                "uid": meta["uid"],
-            },
-            "reason": reason,
-            "message": message,
-            "type": kind,
-            "source": {"component": names.FIELD_MANAGER},
-            "firstTimestamp": stamp,
-            "lastTimestamp": stamp,
-            "count": 1,
-        }
         try:
-            self._kube.create(event)
+            self._kube.create(event(look.body, kind, reason, message, look.now))
         except KubeError as error:
             if error.status != 409:  # said already
                 raise

@@ -1,7 +1,8 @@
 """When a group has failed, and when it may try again. Pure decisions.
 
 A group lives and dies whole, and only positive evidence kills it: a pod replaced or restarted
-after all ranks once ran, a pod that leaves, a pod on a node nobody hears from. Pod UIDs and restart
+after all ranks once ran, a pod that leaves, a pod on a node nobody hears from. There is patience
+for what runs, which may be heard again; none for a pod that has not begun. Pod UIDs and restart
 counts are compared with recorded ones, because a StatefulSet may have replaced a pod before anybody
 looked. A group of one pod is the kubelet's to restart: that is only counted.
 """
@@ -21,10 +22,12 @@ MAX_BACKOFF = 300.0
 
 @dataclass(frozen=True)
 class Fault:
-    """Why an attempt is over. `drain`: rank 0 still answers, let it finish what it has."""
+    """Why an attempt is over. `drain`: rank 0 still answers, let it finish what it has. `node`:
+    where a pod was lost."""
 
     message: str
     drain: bool = False
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ def assess(
     now: float,
 ) -> Assessment:
     """Whether the attempt is over. `holds_lease` is asked only about pods that seem lost."""
+    stranded = _stranded(group, nodes)
+    if stranded is not None:
+        return Assessment(stranded)
     lost = _lost(group, nodes, seconds(recovery.node_grace), now)
     if lost.fault is not None and holds_lease(group):
         lost = Assessment(recheck_at=now + 5.0)
@@ -51,13 +57,22 @@ def assess(
     return Assessment(fault) if fault else lost
 
 
+def _stranded(group: Group, nodes: Mapping[str, Node]) -> Fault | None:
+    """A pod bound to a node that went silent before the pod ran: its group has not served yet."""
+    for pod in group.pods:
+        node = nodes.get(pod.node)
+        if pod.node and not pod.running and not (node and node.reachable):
+            return Fault(f"{pod.name} never ran on node {pod.node}, which is lost", node=pod.node)
+    return None
+
+
 def _lost(group: Group, nodes: Mapping[str, Node], grace: float, now: float) -> Assessment:
     """Pods on nodes that nobody hears from, and pods that do not end."""
     recheck: float | None = None
     for pod in group.pods:
         for since, message in _silences(pod, nodes):
             if now >= since + grace:
-                return Assessment(Fault(f"{pod.name} {message}"))
+                return Assessment(Fault(f"{pod.name} {message}", node=pod.node))
             recheck = min(recheck or since + grace, since + grace)
     return Assessment(recheck_at=recheck)
 

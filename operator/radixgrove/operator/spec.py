@@ -239,9 +239,9 @@ class Recovery(SpecModel):
         "10m", description="A group ready this long has its failures forgotten."
     )
     node_grace: Duration = Field(
-        "30s",
-        description="How long a pod may sit on an unreachable node, or past its termination, "
-        "before its group moves.",
+        "10s",
+        description="How long a pod may sit on a node that Kubernetes has declared unreachable, or "
+        "past its termination, before its group moves; longer while its worker renews its lease.",
     )
 
 

@@ -43,6 +43,7 @@ class Facts:
     model: Step
     autoscaling: AutoscalingStatus | None
     name_taken: str = ""  # the model name or alias, and whose it is
+    router: str = ""  # why the service's own router does not answer
     invalid: str = ""  # why the engine's settings are refused
     failures: Sequence[str] = ()  # requests that the API server refused, Redis away
     phases: Sequence[str] = ()  # what starting workers say they do
@@ -128,6 +129,8 @@ def _ready(facts: Facts, ready: int, desired: int) -> Verdict:
     blocking = _blocking(facts)
     if blocking is not None and (facts.name_taken or facts.spec.suspend or not ready):
         return blocking
+    if ready and facts.router:
+        return Verdict("Ready", False, "RouterNotReady", facts.router)
     if ready:
         return Verdict("Ready", True, "Serving", f"{ready} of {desired} groups are ready")
     if desired == 0:
@@ -183,6 +186,8 @@ def _progressing(facts: Facts, ready: int, desired: int) -> Verdict:
     if ready < desired:
         reason, message = _hindrance(facts)
         return Verdict("Progressing", reason != "RestartBudgetExhausted", reason, message)
+    if facts.router and desired:
+        return Verdict("Progressing", True, "RouterNotReady", facts.router)
     if len(facts.plan.records) > desired:
         return Verdict("Progressing", True, "Draining", "groups are leaving")
     return Verdict("Progressing", False, "Settled", "")

@@ -7,8 +7,9 @@ memory of failures.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.alias_generators import to_camel
 
 from radixgrove.operator.spec import MAX_GROUPS, MAX_NODES, Parallelism
@@ -53,11 +54,16 @@ class GroupStatus(StatusModel):
     all_ran: bool = Field(False, description="Every rank of this attempt has run once.")
     was_ready: bool = Field(False, description="This attempt has been ready once.")
     pods: list[PodRecord] = Field([], max_length=MAX_NODES)
+    avoid: list[Annotated[str, StringConstraints(max_length=253)]] = Field(
+        [],
+        description="Nodes that its last failure speaks against.",
+        max_length=MAX_NODES,
+    )
 
 
 class ModelStatus(StatusModel):
     name: str = Field("", max_length=128)
-    aliases: list[str] = Field([], max_length=16)
+    aliases: list[Annotated[str, StringConstraints(max_length=128)]] = Field([], max_length=16)
     source: str = Field("", max_length=512)
     requested_revision: str = Field("", max_length=128)
     revision: str = Field("", description="Resolved revision.", max_length=128)

@@ -1,14 +1,20 @@
-"""What starting workers say they are doing, over their management port."""
+"""What workers say themselves: how far a start is, and whether a machine is there at all."""
 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import urllib3
 
 from radixgrove.operator import names
-from radixgrove.operator.observe import Group
+from radixgrove.operator.observe import Group, Pod
+
+_CONNECT_SECONDS = 1.0
+_ANSWER_SECONDS = 2.0
+_AT_ONCE = 16
 
 
 class WorkerProbe:
@@ -16,7 +22,9 @@ class WorkerProbe:
 
     def __init__(self, management_key: str) -> None:
         self._pool = urllib3.PoolManager(
-            num_pools=32, timeout=urllib3.Timeout(connect=1.0, read=2.0), retries=False
+            num_pools=32,
+            timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=_ANSWER_SECONDS),
+            retries=False,
         )
         self._headers = {"Authorization": f"Bearer {management_key}"}
 
@@ -31,6 +39,20 @@ class WorkerProbe:
                 lines.append(f"group {group.index}: {phase}")
         return lines
 
+    def silent_nodes(self, pods: Sequence[Pod]) -> set[str]:
+        """Nodes of pods that run as far as the API server knows, and do not answer.
+
+        Nobody at all answers: then it is this process that hears nothing.
+        """
+        asked = [p for p in pods if p.address and p.phase == "Running" and p.deleted_at is None]
+        if not asked:
+            return set()
+        with ThreadPoolExecutor(min(len(asked), _AT_ONCE)) as pool:
+            answers = list(pool.map(_answers, [pod.address for pod in asked]))
+        if not any(answers):
+            return set()
+        return {pod.node for pod, answer in zip(asked, answers, strict=True) if not answer}
+
     def _phase(self, address: str) -> str:
         host = f"[{address}]" if ":" in address else address
         url = f"http://{host}:{names.MANAGEMENT_PORT}/status"
@@ -41,3 +63,17 @@ class WorkerProbe:
             return ""
         phase = said.get("phase") if isinstance(said, dict) else None
         return str(phase.get("message", ""))[:128] if isinstance(phase, dict) else ""
+
+
+def _answers(address: str) -> bool:
+    """Whether a pod's machine is there: also one that refuses the connection is."""
+    try:
+        with socket.create_connection((address, names.API_PORT), _CONNECT_SECONDS) as connection:
+            connection.settimeout(_ANSWER_SECONDS)
+            connection.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+            connection.recv(1)
+    except (ConnectionRefusedError, ConnectionResetError):
+        return True
+    except OSError:
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from radixgrove.operator import names
@@ -58,12 +59,21 @@ def group_labels(service: Service, revision: Revision, index: int, attempt: int)
 
 
 def stateful_set(
-    service: Service, revision: Revision, index: int, attempt: int, config: OperatorConfig
+    service: Service,
+    revision: Revision,
+    index: int,
+    attempt: int,
+    config: OperatorConfig,
+    avoid: Sequence[str] = (),
 ) -> Object:
-    """The pods of one attempt, all started at once; no template change restarts them."""
+    """The pods of one attempt, all started at once; no template change restarts them.
+
+    `avoid`: nodes on which they run only if there are no others.
+    """
     name = names.group_name(service.name, index, attempt)
     labels = group_labels(service, revision, index, attempt)
-    template = {"metadata": {"labels": labels}, "spec": _pod_spec(service, revision, name, config)}
+    spec = _pod_spec(service, revision, name, config, avoid)
+    template = {"metadata": {"labels": labels}, "spec": spec}
     template = strategic_merge(template, revision.pod_overrides)
     template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **labels}
     rendered: Object = {
@@ -151,7 +161,9 @@ def _selector(labels: dict[str, str]) -> dict[str, str]:
 # ---- the pod -------------------------------------------------------------------------------------
 
 
-def _pod_spec(service: Service, revision: Revision, name: str, config: OperatorConfig) -> Object:
+def _pod_spec(
+    service: Service, revision: Revision, name: str, config: OperatorConfig, avoid: Sequence[str]
+) -> Object:
     hardware = revision.hardware
     drain = float(revision.engine.settings.get("drain_timeout", DRAIN_TIMEOUT))
     spec: Object = {
@@ -166,7 +178,7 @@ def _pod_spec(service: Service, revision: Revision, name: str, config: OperatorC
     config_map = revision_config_map(service, revision, config)["metadata"]["name"]
     items = [{"key": "worker.yaml", "path": "worker.yaml"}]
     spec["volumes"].append({"name": "config", "configMap": {"name": config_map, "items": items}})
-    affinity = _affinity(service, revision, name)
+    affinity = _affinity(service, revision, name, avoid)
     if affinity:
         spec["affinity"] = affinity
     if hardware.gpu_type:
@@ -273,7 +285,7 @@ def _resources(revision: Revision, config: OperatorConfig) -> Object:
     return {key: value for key, value in resources.items() if value}
 
 
-def _affinity(service: Service, revision: Revision, name: str) -> Object:
+def _affinity(service: Service, revision: Revision, name: str, avoid: Sequence[str]) -> Object:
     group = {"matchLabels": {names.SERVICE: service.name}}
     index, attempt = name.rsplit("-", 2)[1:]
     own = {
@@ -300,6 +312,13 @@ def _affinity(service: Service, revision: Revision, name: str) -> Object:
             {"topologyKey": "kubernetes.io/hostname", "labelSelector": own}
         ]
     affinity["podAntiAffinity"] = anti
+    if avoid:
+        fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in avoid]
+        affinity["nodeAffinity"] = {
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {"weight": 100, "preference": {"matchFields": fields}}
+            ]
+        }
     if revision.topology_key and revision.hardware.nodes > 1:
         affinity["podAffinity"] = {
             "requiredDuringSchedulingIgnoredDuringExecution": [
