@@ -166,6 +166,25 @@ def test_values_reach_the_operator() -> None:
     ]
 
 
+def test_chart_wide_defaults_reach_every_pod() -> None:
+    for name, spec in pods(render(CASES["everything"])):
+        assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists"}], name
+        assert spec["nodeSelector"] == {"pool": "ai"}, name
+        assert spec["priorityClassName"] == "high", name
+        assert spec["imagePullSecrets"] == [{"name": "pull"}], name
+
+
+@pytest.mark.parametrize("part", ["operator", "router"])
+def test_whoever_talks_to_redis_trusts_the_ca_bundle(part: str) -> None:
+    deployment = find(render(CASES["everything"]), "Deployment", f"radixgrove-{part}")
+    spec = deployment["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    trusted = next(e["value"] for e in container["env"] if e["name"] == "SSL_CERT_FILE")
+    mount = next(m for m in container["volumeMounts"] if trusted == f"{m['mountPath']}/ca.crt")
+    volume = next(v for v in spec["volumes"] if v["name"] == mount["name"])
+    assert volume["configMap"] == {"name": "ca"}
+
+
 def test_a_changed_configuration_restarts_operator_and_router_only() -> None:
     def stamp(values: dict[str, Any]) -> list[str]:
         objects = render(values)
@@ -242,6 +261,21 @@ def test_users_roles_are_aggregated() -> None:
     labels = edit["metadata"]["labels"]
     assert labels["rbac.authorization.k8s.io/aggregate-to-edit"] == "true"
     assert labels["rbac.authorization.k8s.io/aggregate-to-admin"] == "true"
+    assert allowed(edit, "inferenceservices") == {"create", "update", "patch", "delete"}
+    assert allowed(edit, "inferenceservices/scale") >= {"update", "patch"}
+    assert allowed(edit, "inferenceservices/status") == set(), "the operator's alone"
+    view = find(objects, "ClusterRole", "rg-radixgrove-view")
+    # What may view may edit, and what may edit may administer: Kubernetes' own roles say so.
+    assert view["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-view"] == "true"
+    for resource in ("inferenceservices", "inferenceservices/status", "inferenceservices/scale"):
+        assert allowed(view, resource) >= {"get"}
+    assert allowed(view, "inferenceservices") == {"get", "list", "watch"}
+
+
+def allowed(role: dict[str, Any], resource: str) -> set[str]:
+    """Verbs of a role on one of our resources."""
+    rules = [rule for rule in role["rules"] if rule["apiGroups"] == ["serving.radixgrove.io"]]
+    return {verb for rule in rules if resource in rule["resources"] for verb in rule["verbs"]}
 
 
 # ---- network, monitoring -------------------------------------------------------------------------

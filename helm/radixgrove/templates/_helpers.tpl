@@ -79,6 +79,26 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end -}}
 
+{{- /* The CA bundle in pods of the chart's own, which need it for a Redis behind TLS. */ -}}
+{{- define "radixgrove.ca-env" -}}
+{{- if .Values.pods.caBundle -}}
+- {name: SSL_CERT_FILE, value: /etc/radixgrove-ca/ca.crt}
+{{- end -}}
+{{- end -}}
+
+{{- define "radixgrove.ca-mount" -}}
+{{- if .Values.pods.caBundle -}}
+- {name: ca, mountPath: /etc/radixgrove-ca, readOnly: true}
+{{- end -}}
+{{- end -}}
+
+{{- define "radixgrove.ca-volume" -}}
+{{- with .Values.pods.caBundle -}}
+- name: ca
+  configMap: {name: {{ . }}}
+{{- end -}}
+{{- end -}}
+
 {{- define "radixgrove.proxy" -}}
 {{- $env := dict -}}
 {{- with .Values.pods.proxy.http -}}{{- $_ := set $env "HTTP_PROXY" . -}}{{- end -}}
