@@ -101,13 +101,17 @@ class _Look:
             yield
         except KubeError as error:
             logger.warning("%s/%s: %s", *self.key, error)
-            self.failures.append(f"{error} ({error.status})"[:500])
+            self._failed(f"{error} ({error.status})"[:500])
         except RedisAway as error:
             logger.warning("%s/%s: Redis does not answer: %s", *self.key, error)
-            self.failures.append("Redis does not answer; routers keep what they know")
+            self._failed("Redis does not answer; routers keep what they know")
         except InvalidEngine as error:  # of a revision that an older operator has accepted
             logger.warning("%s/%s: %s", *self.key, error)
-            self.failures.append(f"a revision of an older operator: {error}")
+            self._failed(f"a revision of an older operator: {error}")
+
+    def _failed(self, words: str) -> None:
+        if words not in self.failures:
+            self.failures.append(words)
 
 
 class Reconciler:
@@ -133,6 +137,7 @@ class Reconciler:
         self._autoscaling = autoscaling
         self._enqueue = enqueue
         self._serving: dict[Key, list[str]] = {}
+        self._outdated: dict[Key, str] = {}  # what the CRD dropped of a status
 
     def serving(self, key: Key) -> Sequence[str]:
         """Replica ids of the service's groups that routers may use, as last decided."""
@@ -166,6 +171,7 @@ class Reconciler:
         for other in self._store.service_gone(key):
             self._enqueue(other)
         self._serving.pop(key, None)
+        self._outdated.pop(key, None)
         metrics.forget(*key)
         try:
             self._redis.drop(names.service_key(*key))
@@ -175,24 +181,30 @@ class Reconciler:
     def _begin(self, body: Object) -> _Look | None:
         meta = body["metadata"]
         try:
+            before = InferenceServiceStatus.model_validate(body.get("status") or {})
+        except ValidationError:
+            before = InferenceServiceStatus()  # damaged by hand: start from what is there
+        try:
             spec = InferenceServiceSpec.model_validate(body.get("spec", {}))
         except ValidationError as error:
             # The API server's schema is that of another version of the operator.
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            logger.error("%s/%s: spec.%s: %s", meta["namespace"], meta["name"], where, first["msg"])
-            self._kube.patch(
-                names.KIND, meta["namespace"], meta["name"],
-                {"status": _invalid(body, f"spec.{where}: {first['msg']}")}, sub="status",
-            )  # fmt: skip
+            words = f"spec.{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+            self._refuse(body, before, words)
             return None
-        try:
-            before = InferenceServiceStatus.model_validate(body.get("status") or {})
-        except ValidationError:
-            before = InferenceServiceStatus()  # damaged by hand: start from what is there
         service = Service(meta["namespace"], meta["name"], meta["uid"])
         created = clock.from_text(meta.get("creationTimestamp")) or 0.0
         return _Look(body, spec, service, created, before, time.time())
+
+    def _refuse(self, body: Object, before: InferenceServiceStatus, words: str) -> None:
+        meta = body["metadata"]
+        said = status.refused(meta.get("generation", 0), words, before, time.time())
+        old = body.get("status") or {}
+        if any(old.get(key) != value for key, value in said.items()):
+            logger.error("%s/%s: %s", meta["namespace"], meta["name"], words)
+            self._kube.patch(
+                names.KIND, meta["namespace"], meta["name"], {"status": said}, sub="status"
+            )
 
     def _observe(self, look: _Look) -> None:
         namespace = look.service.namespace
@@ -389,13 +401,13 @@ class Reconciler:
 
     def _act(self, look: _Look, plan: Plan) -> None:
         """The plan's steps in its order; a step that fails stops those that rely on it."""
-        namespace, name = look.key
+        namespace = look.service.namespace
         if plan.create or plan.drain or plan.delete:
             records = {
                 "groups": [_dump(record) for record in plan.records],
                 "lastAttempt": plan.last_attempt,
             }
-            self._kube.patch(names.KIND, namespace, name, {"status": records}, sub="status")
+            self._write_status(look, records)
         with look.trying():
             self._tell_routers(look, plan)
         for group, because in plan.drain:
@@ -522,15 +534,16 @@ class Reconciler:
             autoscaling=self._autoscaling(look.key),
             name_taken=look.name_taken,
             router=look.router,
+            outdated=self._outdated.get(look.key, ""),
             invalid=look.invalid,
             failures=look.failures,
             phases=self._probe.phases(groups),
         )
         after = status.compute(facts, look.before, look.now)
         namespace, name = look.key
-        body = _difference(look.body.get("status") or {}, _dump(after))
+        body = status.difference(look.body.get("status") or {}, _dump(after))
         if body:
-            self._kube.patch(names.KIND, namespace, name, {"status": body}, sub="status")
+            self._write_status(look, body)
         events = [("Normal", *event) for event in plan.events]
         for kind, reason, message in [*events, *status.transitions(look.before, after)]:
             with look.trying():
@@ -539,6 +552,20 @@ class Reconciler:
         metrics.GROUPS.labels(namespace, name, "desired").set(after.desired_replicas)
         recovered = sum(1 for reason, _ in plan.events if reason == "GroupRecovery")
         metrics.GROUP_RECOVERIES.labels(namespace, name).inc(recovered)
+
+    def _write_status(self, look: _Look, body: Object) -> None:
+        """A CRD that is older than this operator drops what it does not know, in silence."""
+        answer = self._kube.patch(names.KIND, *look.key, {"status": body}, sub="status")
+        kept = answer.get("status") or {}
+        dropped = [f"status.{k}" for k, v in body.items() if v and not covers(kept.get(k), v)]
+        if not dropped:
+            self._outdated.pop(look.key, None)
+            return
+        words = f"the installed CRD is of another version and drops {', '.join(sorted(dropped))}"
+        if self._outdated.get(look.key) != words:
+            logger.error("%s/%s: %s", *look.key, words)
+            self._outdated[look.key] = words
+            self._enqueue(look.key)
 
     def _event(self, look: _Look, kind: str, reason: str, message: str) -> None:
         try:
@@ -567,26 +594,3 @@ def _mounted(stateful_set: Object) -> list[str]:
     """Names of the ConfigMaps that a group's pods read."""
     volumes = stateful_set["spec"]["template"]["spec"].get("volumes", [])
     return [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
-
-
-def _difference(before: Object, after: Object) -> Object:
-    """A merge patch from one to the other, at the first level."""
-    changed = {key: value for key, value in after.items() if before.get(key) != value}
-    return changed | dict.fromkeys(before.keys() - after.keys())
-
-
-def _invalid(body: Object, message: str) -> Object:
-    now = clock.to_text(float(int(time.time()))).replace(".000Z", "Z")
-    return {
-        "observedGeneration": body["metadata"].get("generation", 0),
-        "conditions": [
-            {
-                "type": "Ready",
-                "status": "False",
-                "reason": "InvalidSpec",
-                "message": message[:4096],
-                "lastTransitionTime": now,
-                "observedGeneration": body["metadata"].get("generation", 0),
-            }
-        ],
-    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from radixgrove.operator import clock, names
 from radixgrove.operator.diagnosis import problem
@@ -44,6 +45,7 @@ class Facts:
     autoscaling: AutoscalingStatus | None
     name_taken: str = ""  # the model name or alias, and whose it is
     router: str = ""  # why the service's own router does not answer
+    outdated: str = ""  # what an older CRD drops of this status
     invalid: str = ""  # why the engine's settings are refused
     failures: Sequence[str] = ()  # requests that the API server refused, Redis away
     phases: Sequence[str] = ()  # what starting workers say they do
@@ -109,6 +111,24 @@ def transitions(
         text = f"{condition.type} is {condition.status}: {condition.message or condition.reason}"
         events.append((kind, condition.reason, text[:1024]))
     return events
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """A merge patch from one status to the other, at the first level."""
+    changed = {key: value for key, value in after.items() if before.get(key) != value}
+    return changed | dict.fromkeys(before.keys() - after.keys())
+
+
+def refused(
+    generation: int, message: str, before: InferenceServiceStatus, now: float
+) -> dict[str, Any]:
+    """What changes in a status when this version cannot read the spec; groups stay in mind."""
+    verdict = Verdict("Ready", False, "InvalidSpec", message)
+    condition = _condition(verdict, generation, before, now)
+    return {
+        "observedGeneration": generation,
+        "conditions": [condition.model_dump(mode="json", by_alias=True)],
+    }
 
 
 # ---- the four conditions -------------------------------------------------------------------------
@@ -200,6 +220,8 @@ def _model_cached(facts: Facts) -> Verdict:
 def _degraded(facts: Facts, ready: int, desired: int) -> Verdict:
     if facts.failures:
         return Verdict("Degraded", True, "RequestRefused", "; ".join(facts.failures))
+    if facts.outdated:
+        return Verdict("Degraded", True, "OutdatedCRD", facts.outdated)
     if facts.invalid and facts.groups:
         return Verdict("Degraded", True, "InvalidEngine", facts.invalid)
     failed = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)

@@ -1,0 +1,279 @@
+"""One look at one service after the other: what is read leads to what is written and said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+from memory_kube import MemoryKube, node
+from operator_builders import CONFIG
+
+from radixgrove.operator import names
+from radixgrove.operator.keys import Keys
+from radixgrove.operator.observe import Pod
+from radixgrove.operator.reconcile import Incomplete, Reconciler
+from radixgrove.operator.redisside import RedisSide
+from radixgrove.operator.store import Key, Store
+from radixgrove.operator.workers import WorkerProbe
+from radixgrove.protocol.modeltable import ModelEntry
+
+KEY = ("team-a", "llama")
+
+
+class Table:
+    """Stands for Redis: what routers are told, and who still holds a lease."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, ModelEntry] = {}
+        self.leases: set[tuple[str, str]] = set()
+
+    def put(self, table: str, created: float, entry: ModelEntry) -> None:
+        self.entries[entry.service] = entry
+
+    def drop(self, service: str) -> None:
+        self.entries.pop(service, None)
+
+    def holds_lease(self, service: str, replica_id: str) -> bool:
+        return (service, replica_id) in self.leases
+
+
+class Probe:
+    """Stands for requests to pods."""
+
+    def __init__(self) -> None:
+        self.hung: set[str] = set()
+
+    def phases(self, groups: Sequence[Any]) -> list[str]:
+        return []
+
+    def silent_nodes(self, pods: Sequence[Pod]) -> set[str]:
+        return {pod.node for pod in pods} & self.hung
+
+
+class Operator:
+    def __init__(self, **spec: Any) -> None:
+        self.kube, self.table, self.probe = MemoryKube(), Table(), Probe()
+        self.store = Store()
+        self.enqueued: list[Key] = []
+        keys = Keys(self.kube, CONFIG)
+        self._reconciler = Reconciler(
+            self.kube, self.store, keys, cast(RedisSide, self.table),
+            cast(WorkerProbe, self.probe), CONFIG, lambda key: None, self.enqueued.append,
+        )  # fmt: skip
+        for number in range(4):
+            self.node(f"n{number}")
+        self.apply(**spec)
+
+    def apply(self, **spec: Any) -> None:
+        wanted = {"model": {"source": "pvc://models/llama"}, **spec}
+        live = self.kube.get(names.KIND, *KEY)
+        if live is None:
+            metadata = {"namespace": KEY[0], "name": KEY[1], "generation": 1}
+            live = {"kind": names.KIND, "metadata": metadata}
+        self.kube.add(live | {"spec": wanted})
+
+    def node(self, name: str, **fields: str) -> None:
+        self.store.node_seen(self.kube.add(node(name, **fields)))
+
+    def look(self) -> list[str]:
+        """One reconciliation; what it wrote."""
+        self.kube.written.clear()
+        self.store.service_seen(self.resource)
+        self._reconciler.reconcile(KEY)
+        return list(self.kube.written)
+
+    def settle(self, *nodes: str) -> None:
+        for _ in range(4):
+            self.look()
+            self.kube.run_pods(*nodes or ("n0", "n1"))
+        assert self.look() == []
+
+    @property
+    def resource(self) -> dict[str, Any]:
+        return self.kube.the(names.KIND, KEY[1])
+
+    def sets(self) -> list[str]:
+        return [found["metadata"]["name"] for found in self.kube.of("StatefulSet")]
+
+    def pod(self, name: str) -> dict[str, Any]:
+        return self.kube.the("Pod", name)
+
+    def condition(self, kind: str = "Ready") -> str:
+        found = self.resource["status"]["conditions"]
+        return next(f"{c['status']}/{c['reason']}" for c in found if c["type"] == kind)
+
+    def message(self, kind: str = "Ready") -> str:
+        found = self.resource["status"]["conditions"]
+        return str(next(c["message"] for c in found if c["type"] == kind))
+
+    def events(self) -> list[str]:
+        return [found["reason"] for found in self.kube.of("Event")]
+
+
+TWO_NODES = {"hardware": {"nodes": 2, "gpusPerNode": 8}}
+
+
+def test_a_service_is_made_served_and_then_left_alone() -> None:
+    operator = Operator(**TWO_NODES)
+    operator.settle()
+    assert operator.sets() == ["llama-0-a1"]
+    assert operator.condition() == "True/Serving"
+    assert operator.table.entries["team-a.llama"].attempts == ["llama-0-a1-0"]
+    assert "Serving" in operator.events()
+
+
+def test_a_pod_on_an_unreachable_node_is_moved_unless_its_worker_renews_its_lease() -> None:
+    operator = Operator(**TWO_NODES)
+    operator.settle()
+    operator.table.leases = {("team-a.llama", "llama-0-a1-0")}
+    operator.node("n1", ready="Unknown")  # for longer than any grace
+    operator.look()
+    assert operator.sets() == ["llama-0-a1"]
+    operator.table.leases.clear()
+    operator.look()
+    assert operator.sets() == ["llama-0-a2"]
+    assert "GroupRecovery" in operator.events()
+
+
+def test_the_next_attempt_would_rather_not_run_on_a_machine_that_hangs() -> None:
+    operator = Operator(**TWO_NODES)
+    operator.settle()
+    operator.probe.hung = {"n1"}
+    operator.pod("llama-0-a1-0")["status"]["containerStatuses"][0]["restartCount"] = 1
+    operator.look()
+    pods = operator.kube.the("StatefulSet", "llama-0-a2")["spec"]["template"]["spec"]
+    assert "'values': ['n1']" in str(pods["affinity"]["nodeAffinity"])
+    operator.settle("n0", "n2")
+    assert operator.condition() == "True/Serving"
+    # It is remembered with the attempt, whose set is still restored when somebody changes it.
+    operator.kube.the("StatefulSet", "llama-0-a2")["spec"]["updateStrategy"]["type"] = "Other"
+    assert operator.look() == ["patch StatefulSet/llama-0-a2"]
+    assert operator.kube.the("StatefulSet", "llama-0-a2")["spec"]["template"]["spec"] == pods
+
+
+def test_a_group_that_comes_back_in_the_middle_of_a_rollout_reads_its_own_settings() -> None:
+    rollout = {"maxUnavailable": 0, "maxSurge": 1}
+    operator = Operator(**TWO_NODES, rollout=rollout)
+    operator.settle()
+    old = settings_of(operator, "llama-0-a1")
+    operator.apply(**TWO_NODES, rollout=rollout, engine={"pageSize": 32})
+    operator.look()
+    assert operator.sets() == ["llama-0-a1", "llama-1-a2"]
+    assert settings_of(operator, "llama-1-a2") != old
+    operator.pod("llama-0-a1-1")["metadata"]["uid"] = "replaced"
+    operator.look()
+    assert operator.sets() == ["llama-0-a3", "llama-1-a2"]
+    assert settings_of(operator, "llama-0-a3") == old
+    operator.kube.run_pods("n0", "n1", of="llama-0-a3")
+    operator.look()
+    operator.pod("llama-0-a3-1")["metadata"]["uid"] = "replaced again"
+    operator.look()
+    operator.look()
+    assert operator.sets() == ["llama-1-a2"], "the next attempt waits for its back-off"
+    assert old in {found["metadata"]["name"] for found in operator.kube.of("ConfigMap")}
+
+
+def settings_of(operator: Operator, name: str) -> str:
+    volumes = operator.kube.the("StatefulSet", name)["spec"]["template"]["spec"]["volumes"]
+    return str(next(v["configMap"]["name"] for v in volumes if "configMap" in v))
+
+
+def test_children_of_a_deleted_namesake_are_waited_out() -> None:
+    operator = Operator()
+    operator.settle("n0")
+    operator.resource["metadata"]["uid"] = "made-anew"  # its children still have the old owner
+    with pytest.raises(Incomplete, match="belongs to another owner"):
+        operator.look()
+    assert operator.condition("Degraded") == "True/RequestRefused"
+    owners = {
+        owner["uid"]
+        for found in [*operator.kube.of("NetworkPolicy"), *operator.kube.of("ServiceAccount")]
+        for owner in found["metadata"]["ownerReferences"]
+        if owner["kind"] == names.KIND
+    }
+    assert "made-anew" not in owners
+    assert "llama-0-a1" in operator.sets(), "left to the garbage collector"
+    assert operator.table.entries["team-a.llama"].attempts == ["llama-0-a2-0"], "a name of its own"
+    # The garbage collector has come by.
+    for key, found in list(operator.kube.objects.items()):
+        stale = found["metadata"].get("ownerReferences", [{}])[0].get("uid")
+        if stale not in (None, "made-anew") and key[2] != "llama-0-a2" and key[0] != "Secret":
+            del operator.kube.objects[key]
+    for kind, namespace, name in list(operator.kube.objects):
+        operator.kube.changed(kind, namespace, name, None)
+    operator.settle("n0")
+    assert operator.condition() == "True/Serving"
+
+
+# ---- its own router ------------------------------------------------------------------------------
+
+DEDICATED = {"router": {"dedicated": True, "auth": {"keysSecret": "missing"}}}
+
+
+def test_a_service_is_not_ready_before_its_own_router_is() -> None:
+    operator = Operator(**DEDICATED)
+    operator.settle("n0")
+    assert operator.condition() == "False/RouterNotReady"
+    assert operator.condition("Progressing") == "True/RouterNotReady"
+    operator.kube.the("Deployment", "llama-router")["status"] = {"availableReplicas": 1}
+    operator.look()
+    assert operator.condition() == "True/Serving"
+    assert operator.condition("Progressing") == "False/Settled"
+
+
+def test_what_keeps_its_own_router_from_starting_is_said() -> None:
+    operator = Operator(**DEDICATED)
+    operator.settle("n0")
+    words = 'secret "missing" not found'
+    waiting = {"reason": "CreateContainerConfigError", "message": words}
+    operator.kube.add(
+        {
+            "kind": "Pod",
+            "metadata": {
+                "name": "llama-router-x",
+                "namespace": KEY[0],
+                "labels": names.labels(KEY[1], names.ROUTER),
+            },
+            "status": {"containerStatuses": [{"name": "router", "state": {"waiting": waiting}}]},
+        }
+    )
+    operator.look()
+    assert words in operator.message()
+
+
+def test_a_router_that_is_not_wanted_any_more_goes() -> None:
+    operator = Operator(**DEDICATED)
+    operator.settle("n0")
+    operator.apply()
+    operator.look()
+    assert operator.kube.of("Deployment") == []
+    assert operator.condition() == "True/Serving"
+
+
+# ---- other versions ------------------------------------------------------------------------------
+
+
+def test_a_crd_that_drops_parts_of_the_status_is_told_until_it_is_renewed() -> None:
+    operator = Operator()
+    operator.settle("n0")
+    operator.kube.dropped = {"summary"}
+    operator.apply(replicas=2)
+    operator.look()
+    assert operator.enqueued == [KEY], "to say so in the status"
+    operator.look()
+    assert operator.condition("Degraded") == "True/OutdatedCRD"
+    assert "status.summary" in operator.message("Degraded")
+    operator.kube.dropped = set()
+    operator.settle("n0", "n1")
+    assert operator.condition("Degraded") == "False/AsExpected"
+
+
+def test_a_spec_of_another_version_is_told_once() -> None:
+    operator = Operator(unheard_of=1)
+    assert operator.look() == ["patch InferenceService/llama"]
+    assert operator.condition() == "False/InvalidSpec"
+    assert "spec.unheard_of" in operator.message()
+    since = operator.resource["status"]["conditions"][0]["lastTransitionTime"]
+    assert operator.look() == [], "or its own write would wake it for ever"
+    assert operator.resource["status"]["conditions"][0]["lastTransitionTime"] == since
