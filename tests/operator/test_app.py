@@ -1,13 +1,22 @@
-"""What the operator's threads do while its lease is in doubt: a late renewal costs no work."""
+"""The operator's threads: a lease in doubt, a silent watch, and what probes hear of it."""
 
 from __future__ import annotations
 
 import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from memory_kube import MemoryKube
 from operator_builders import CONFIG
 
+from radixgrove.operator import app as module
+from radixgrove.operator import metrics, names
 from radixgrove.operator.app import App
+from radixgrove.operator.health import HealthServer
 from radixgrove.operator.kube import Kube, NotLeading
 
 KEY = ("team-a", "llama")
@@ -65,3 +74,108 @@ def test_a_start_in_doubt_goes_on_until_the_process_stops() -> None:
     stopping.set()
     starting.join(10)
     assert not starting.is_alive()
+
+
+# ---- liveness ------------------------------------------------------------------------------------
+
+
+def resource(version: str) -> dict[str, Any]:
+    return {
+        "kind": names.KIND,
+        "metadata": {
+            "namespace": KEY[0], "name": KEY[1], "uid": "u", "resourceVersion": version,
+        },
+        "spec": {"model": {"source": "pvc://models/llama"}},
+    }  # fmt: skip
+
+
+class Turns(threading.Event):
+    """Instead of the wait between two comparisons: something happens, until nothing is left."""
+
+    def __init__(self, *happens: Callable[[], object]) -> None:
+        super().__init__()
+        self._happens = iter(happens)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        following = next(self._happens, None)
+        if following is None:
+            return True
+        following()
+        return False
+
+
+def nothing() -> None:
+    pass
+
+
+def test_a_watch_that_fell_silent_is_healed_and_told_to_the_liveness_probe() -> None:
+    kube, said = MemoryKube(), list[str]()
+    listen = lambda: said.append(app.trouble())  # noqa: E731
+    app = App(kube, CONFIG, Turns(nothing, listen, listen, listen, listen))
+    kube.add(resource("1"))  # of which no event comes
+    app._guard()
+    # Lagging once is no silence; at the very same version twice it is.
+    assert said == ["", "the watch is silent", "", ""]
+    assert app.queue.get(5) == KEY
+    assert [found.key for found in app.store.services()] == [KEY]
+
+
+def test_a_watch_that_is_merely_late_is_not_silent() -> None:
+    kube, said = MemoryKube(), list[str]()
+
+    def newer() -> None:
+        """The event of the version before arrives, and the next version is there already."""
+        if kube.of(names.KIND):
+            app.service_event(None, kube.of(names.KIND)[0])
+        kube.add(resource("1"))
+        said.append(app.trouble())
+
+    app = App(kube, CONFIG, Turns(*[newer] * 5))
+    app._guard()
+    assert said == [""] * 5
+    assert app.trouble() == ""
+
+
+def test_a_service_whose_deletion_was_not_heard_is_looked_at() -> None:
+    app = App(MemoryKube(), CONFIG, Turns(nothing))
+    app.store.service_seen(resource("1"))
+    app._guard()
+    assert app.queue.get(5) == KEY
+
+
+def test_a_loop_or_a_look_that_hangs_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = App(MemoryKube(), CONFIG, threading.Event())
+    clock = [1000.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    app.beat()
+    app._busy_since["reconciler-0"] = clock[0]
+    clock[0] += 59
+    assert app.trouble() == ""
+    clock[0] += 2
+    assert app.trouble() == "the event loop is stuck"
+    clock[0] += 600
+    app.beat()
+    assert app.trouble() == "a reconciliation is stuck"
+
+
+def test_probes_and_metrics_are_answered_whether_it_leads_or_not() -> None:
+    trouble = [""]
+
+    def ask(path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=5) as said:
+                return said.status, said.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    metrics.LEADER.set(0)  # a standby
+    with HealthServer(0, lambda: trouble[0]) as server:
+        assert ask("/readyz")[0] == ask("/livez")[0] == 200
+        status, text = ask("/metrics")
+        assert status == 200
+        for name in ("queue_depth", "reconcile_seconds_count", "leader"):
+            assert f"\nradixgrove_operator_{name} " in text
+        assert "# TYPE radixgrove_operator_reconcile_errors_total counter" in text
+        trouble[0] = "the watch is silent"
+        assert ask("/livez") == (503, '{"status": "the watch is silent"}')
+        assert ask("/")[0] == 404
