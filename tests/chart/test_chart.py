@@ -126,6 +126,18 @@ def test_every_pod_meets_the_restricted_pod_security_standard(values: dict[str, 
             assert own["capabilities"] == {"drop": ["ALL"]}, name
 
 
+def test_whoever_scrapes_a_router_has_the_management_key() -> None:
+    """With API keys configured its metrics ask for one, or for this."""
+    objects = render(CASES["everything"])
+    (endpoint,) = find(objects, "ServiceMonitor", "radixgrove-router")["spec"]["endpoints"]
+    secret = endpoint["authorization"]["credentials"]
+    (container,) = find(objects, "Deployment", "radixgrove-router")["spec"]["template"]["spec"][
+        "containers"
+    ]
+    sources = {entry["name"]: entry.get("valueFrom") for entry in container["env"]}
+    assert sources["RADIXGROVE_MANAGEMENT_KEY"] == {"secretKeyRef": secret}
+
+
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES)
 def test_operator_and_router_understand_their_configuration(values: dict[str, Any]) -> None:
     objects = render(values)

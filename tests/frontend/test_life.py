@@ -301,6 +301,17 @@ def test_every_route_but_health_needs_a_key(keyed: Frontend) -> None:
     assert httpx.get(f"{keyed.url}/readyz").status_code == 200
 
 
+def test_whoever_scrapes_metrics_needs_no_api_key(
+    start_frontend: StartFrontend, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: key-a\n")
+    frontend = start_frontend(api_keys_file=str(keys), management_key="m")
+    for key, path, status in (("m", "/metrics", 200), ("m", "/v1/models", 401)):
+        with frontend.client(key) as client:
+            assert client.get(path).status_code == status
+
+
 def test_the_key_decides_the_sharing_domain(keyed: Frontend) -> None:
     for key in ("key-a", "key-b"):
         body = json.loads(chat_body(stream=False, user="public", principal="public"))

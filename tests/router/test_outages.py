@@ -247,6 +247,38 @@ async def test_keys_make_principals_and_principals_do_not_share(
     assert [await ask("key-a"), await ask("key-b")] == [0, 0]
 
 
+async def test_every_route_but_health_needs_a_key(make_router: MakeRouter, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: key-a\n")
+    router = await make_router(ready=False, api_keys_file=str(keys), management_key="m")
+    routes = ["/v1/models", f"/v1/models/{MODEL}", "/metrics", "/v1/chat/completions"]
+    routes += ["/v1/completions", "/v1/responses", "/nothing", "/docs", "/status", "/livez/x"]
+    for path in routes:
+        for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
+            for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "key-a"}):
+                async with router.client.request(
+                    method, router.url + path, headers=header
+                ) as response:
+                    assert response.status == 401, (method, path)
+                    if method != "HEAD":
+                        assert (await response.json())["error"]["code"] == "invalid_api_key"
+    assert (await router.get("/livez")).status == 200
+    assert (await router.get("/readyz")).status == 503
+
+
+async def test_whoever_scrapes_metrics_needs_no_api_key(
+    make_router: MakeRouter, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: key-a\n")
+    router = await make_router(ready=False, api_keys_file=str(keys), management_key="m")
+    for key, path, status in [
+        *(("m", "/metrics", 200), ("key-a", "/metrics", 200), ("m", "/v1/models", 401)),
+    ]:
+        answer = await router.get(path, authorization=f"Bearer {key}")
+        assert answer.status == status, (key, path)
+
+
 async def test_processes_share_one_port_and_a_dead_one_is_replaced(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:

@@ -17,6 +17,7 @@ from radixgrove.protocol.blocks import PUBLIC_DOMAIN
 from radixgrove.protocol.settings import Sharing
 
 LOCAL_PRINCIPAL = "local"
+PUBLIC_PATHS = frozenset({"/livez", "/readyz"})  # of router and worker: no key is asked for
 PRINCIPAL_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")
 # Names that the cache uses as sharing domains of their own.
 RESERVED_PRINCIPALS = frozenset({PUBLIC_DOMAIN})
@@ -77,10 +78,10 @@ class ApiKeys:
         """
         if self._entries is None:
             return LOCAL_PRINCIPAL
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
+        key = bearer_key(authorization)
+        if key is None:
             raise errors.unauthorized(given=False)
-        digest = _digest(key.strip())
+        digest = _digest(key)
         found: str | None = None
         # Every entry is compared, so that the time does not tell which one matched.
         for candidate, principal in self._entries:
@@ -102,11 +103,22 @@ def sharing_domain(sharing: Sharing, principal: str, salt: str | None) -> str:
     return f"{domain}#{sha256(salt.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
+def bearer_key(authorization: str | None) -> str | None:
+    """The key of an `Authorization: Bearer KEY` header; None when there is none."""
+    scheme, _, key = (authorization or "").partition(" ")
+    return key.strip() or None if scheme.lower() == "bearer" else None
+
+
 def same_secret(given: str | None, expected: str | None) -> bool:
     """Constant-time comparison; false when either side has no secret."""
     if not given or not expected:
         return False
     return hmac.compare_digest(_digest(given), _digest(expected))
+
+
+def may_scrape(path: str, authorization: str | None, management_key: str | None) -> bool:
+    """Whether a request reads metrics with the management key: a scraper needs no API key."""
+    return path == "/metrics" and same_secret(bearer_key(authorization), management_key)
 
 
 def _digest(key: str) -> bytes:

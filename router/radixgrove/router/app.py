@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from radixgrove.protocol import asgi, errors
 from radixgrove.protocol.asgi import App, Message, Receive, Scope, Send
-from radixgrove.protocol.auth import ApiKeys, same_secret
+from radixgrove.protocol.auth import PUBLIC_PATHS, ApiKeys, bearer_key, may_scrape, same_secret
 from radixgrove.protocol.errors import ApiError
 from radixgrove.protocol.responses import ModelList, ModelObject
 from radixgrove.protocol.settings import LogLevel, RouterSettings
@@ -32,12 +32,14 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 class _FastPath:
     """Completions go straight to the proxy: FastAPI's own handling would cost as much as the rest.
 
-    FastAPI keeps everything else, and the two routes too, for their 405.
+    FastAPI keeps everything else, behind `guard`, and the two routes too, for their 405. The proxy
+    authenticates by itself: it needs the principal.
     """
 
-    def __init__(self, app: FastAPI, proxy: Proxy) -> None:
+    def __init__(self, app: FastAPI, proxy: Proxy, guard: Callable[[Scope], None]) -> None:
         self._app = app
         self._proxy = proxy
+        self._guard = guard
         for path in (CHAT, COMPLETIONS):
             app.router.routes.append(Route(path, self, methods=["POST"]))
 
@@ -46,6 +48,8 @@ class _FastPath:
         if path in (CHAT, COMPLETIONS) and scope["method"] == "POST":
             await self._proxy.handle(scope, receive, send, chat=path == CHAT)
         else:
+            if scope["type"] == "http":
+                self._guard(scope)
             await self._app(scope, receive, send)
 
 
@@ -84,15 +88,13 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
         return app.api_route(path, methods=["GET", "HEAD"])
 
     @get("/v1/models")
-    async def models(request: Request) -> Response:
-        keys.authenticate(request.headers.get("authorization"))
+    async def models() -> Response:
         services = sorted(fleet.services, key=lambda service: service.model)
         data = [_model(service, name) for service in services for name in service.models]
         return _json(ModelList(data))
 
     @get("/v1/models/{model:path}")
-    async def model(request: Request, model: str) -> Response:
-        keys.authenticate(request.headers.get("authorization"))
+    async def model(model: str) -> Response:
         return _json(_model(fleet.resolve(model), model))
 
     @get("/livez")
@@ -114,8 +116,25 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
     async def metrics() -> Response:
         return Response(metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
-    built = asgi.build(_FastPath(app, proxy), max_body_bytes=settings.max_body_bytes)
+    management = _management_key(settings)
+
+    def guard(scope: Scope) -> None:
+        """Deny by default: every path but the public ones needs an API key.
+
+        Raises:
+            ApiError: 401.
+        """
+        path, given = scope["path"], asgi.header(scope, "authorization")
+        if path not in PUBLIC_PATHS and not may_scrape(path, given, management):
+            keys.authenticate(given)
+
+    built = asgi.build(_FastPath(app, proxy, guard), max_body_bytes=settings.max_body_bytes)
     return _Farewell(built, proxy)
+
+
+def _management_key(settings: RouterSettings) -> str | None:
+    key = settings.management_key
+    return key.get_secret_value() if key is not None else None
 
 
 def _model(service: Service, name: str) -> ModelObject:
@@ -139,13 +158,13 @@ def make_management_app(
     set_log_level: Callable[[LogLevel], Awaitable[None]],
 ) -> App:
     """Operations, on a port and with a key of their own."""
-    key = settings.management_key.get_secret_value() if settings.management_key else None
+    key = _management_key(settings)
     app = _fastapi()
 
     def authorize(request: Request) -> None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if key is not None and not (scheme.lower() == "bearer" and same_secret(given, key)):
-            raise errors.unauthorized(given=bool(given))
+        given = bearer_key(request.headers.get("authorization"))
+        if key is not None and not same_secret(given, key):
+            raise errors.unauthorized(given=given is not None)
 
     @app.get("/status")
     async def status_(request: Request) -> Response:

@@ -144,8 +144,7 @@ class ManagementApp:
     def _authenticate(self, authorization: str | None) -> None:
         if self._key is None:
             return
-        scheme, _, given = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not auth.same_secret(given.strip(), self._key):
+        if not auth.same_secret(auth.bearer_key(authorization), self._key):
             raise errors.unauthorized(given=bool(authorization))
 
 

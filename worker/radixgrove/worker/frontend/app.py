@@ -12,11 +12,18 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 import msgspec
+from pydantic import SecretStr
 from starlette.routing import Route, Router
 
 from radixgrove.protocol import asgi, errors, requests, responses
 from radixgrove.protocol.asgi import ClientDisconnected, Receive, Scope, Send
-from radixgrove.protocol.auth import ApiKeys, same_secret, sharing_domain
+from radixgrove.protocol.auth import (
+    PUBLIC_PATHS,
+    ApiKeys,
+    may_scrape,
+    same_secret,
+    sharing_domain,
+)
 from radixgrove.protocol.blocks import TOKEN_BYTES
 from radixgrove.protocol.errors import ApiError
 from radixgrove.protocol.prompts import EncodedPrompt
@@ -37,7 +44,6 @@ from radixgrove.worker.frontend.sequence import Sequence
 
 _log = logging.getLogger(__name__)
 
-PUBLIC_PATHS = frozenset({"/livez", "/readyz"})
 PING_SECONDS = 15.0  # proxies commonly cut streams that are silent for a minute
 STALL_SECONDS = 120.0  # a client that reads nothing for so long loses its request
 HOUSEKEEPING_SECONDS = 1.0
@@ -63,8 +69,8 @@ class Frontend:
         self.engine = engine
         self.draining = False
         self._keys = keys
-        secret = settings.internal_key
-        self._internal_key = secret.get_secret_value() if secret is not None else None
+        self._internal_key = _plain(settings.internal_key)
+        self._management_key = _plain(settings.management_key)
         self._flights: set[RequestInFlight] = set()
         self._in_flight = 0  # from the first byte of a completion request to its last
         # What the engine could hold at all: more requests need not be read.
@@ -119,12 +125,15 @@ class Frontend:
         """Deny by default: every path but the public ones needs an API key or the internal key."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
+            path = scope["path"] if scope["type"] == "http" else None
+            if path is not None and path not in PUBLIC_PATHS:
                 state = asgi.state(scope)
                 given = asgi.header(scope, INTERNAL_KEY_HEADER)
                 state[_INTERNAL] = same_secret(given, self._internal_key)
-                if not state[_INTERNAL]:
-                    state[_PRINCIPAL] = self._keys.authenticate(asgi.header(scope, "authorization"))
+                authorization = asgi.header(scope, "authorization")
+                scrapes = may_scrape(path, authorization, self._management_key)
+                if not state[_INTERNAL] and not scrapes:
+                    state[_PRINCIPAL] = self._keys.authenticate(authorization)
             await app(scope, receive, send)
 
         return guarded
@@ -428,6 +437,10 @@ class _StreamFailed(Exception):
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.message)
         self.error = error
+
+
+def _plain(secret: SecretStr | None) -> str | None:
+    return secret.get_secret_value() if secret is not None else None
 
 
 # Ids of routers' reservations; the engine appends `:<sequence>`.
