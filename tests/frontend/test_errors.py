@@ -287,6 +287,8 @@ def test_refusals_of_the_engine(
     assert error_of(response, status)["code"] == code
     if status in (429, 503):
         assert response.headers["retry-after"] == "3"
+    if status == 429:  # codex reads the seconds from the text
+        assert "try again in 3s" in response.json()["error"]["message"]
 
 
 def test_one_refused_choice_ends_all_others(frontend: Frontend) -> None:

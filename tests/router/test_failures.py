@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 import redis
 
@@ -169,6 +170,48 @@ async def test_first_byte_deadline(
     answer = await router.complete(prompt(1))
     assert (answer.status, answer.error["code"]) == (504, "timeout")
     await eventually(lambda: replica.counters.aborted == 1, what="the abort upstream")
+
+
+async def test_job_that_takes_too_long_is_not_done_twice(
+    pair: tuple[Router, list[SimulatedReplica]],
+    redis_server: RedisServer,
+    make_router: MakeRouter,
+) -> None:
+    """Neither by the router, on the other replica, nor by OpenAI's client, which retries a 504."""
+    _, replicas = pair
+    router = await make_router(redis_server, first_byte_timeout=0.4, retries=2)
+    for replica in replicas:
+        replica.behaviour.hang = True
+    async with openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="none") as client:
+        with pytest.raises(openai.InternalServerError) as raised:
+            await client.completions.create(model=MODEL, prompt=prompt(1), max_tokens=2)
+    assert raised.value.status_code == 504
+    assert sum(replica.counters.requests for replica in replicas) == 1
+
+
+async def test_error_event_of_the_replica_is_the_only_one(make_router: MakeRouter) -> None:
+    """However the network joins it with what came before."""
+    events = b'data: {"choices": []}\n\ndata: {"error": {"message": "mine", "code": null}}\n\n'
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        body, kind = b"{}", b"application/json"
+        if head.startswith(b"POST"):
+            size = int(head.partition(b"content-length: ")[2].partition(b"\r")[0])
+            await reader.readexactly(size)
+            body, kind = events, b"text/event-stream"
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: %b\r\n\r\n%b" % (kind, body)
+        )
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        router = await make_router(replicas=[f"{MODEL}=http://127.0.0.1:{port}"])
+        broken = await router.complete("x", stream=True)
+    assert broken.cut
+    assert broken.body == events
 
 
 async def test_silence_in_mid_stream_is_an_error_event(
@@ -335,6 +378,34 @@ async def test_headers_that_reveal_are_for_those_who_may_ask(
     router = await make_router(redis_server, reveal_replica=False)
     answer = await router.complete(prompt(1))  # asks
     assert "x-radixgrove-replica" not in answer.headers
+    open_hearted = await make_router(redis_server)
+    asked = await open_hearted.complete(prompt(1))
+    silent = await open_hearted.post(
+        "/v1/completions", completion(prompt(1)), headers={"x-radixgrove-debug": "0"}
+    )
+    for name in ("x-radixgrove-replica", "x-radixgrove-matched-tokens"):
+        assert name in asked.headers
+        assert name not in silent.headers
+
+
+async def test_prompts_never_reach_the_log(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, log_json=True, log_level="debug")
+    canary = prompt(4711)
+    assert (await router.complete(canary)).status == 200
+    assert (await router.complete(canary, temperature=canary)).status == 400
+    replica.behaviour.break_after = 0
+    assert (await router.complete(canary)).status == 502
+
+    def statuses() -> list[int]:
+        lines = [json.loads(line) for line in router.log.read_text().splitlines()]
+        return [line["status"] for line in lines if line.get("path") == "/v1/completions"]
+
+    await eventually(lambda: len(statuses()) == 3, what="the lines of the access log")
+    assert statuses() == [200, 400, 502]
+    assert canary[:16] not in router.log.read_text()
 
 
 async def test_errors_have_openais_shape(pair: tuple[Router, list[SimulatedReplica]]) -> None:

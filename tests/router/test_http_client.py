@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -293,6 +294,21 @@ async def test_unread_bodies_make_the_server_wait() -> None:
             await asyncio.sleep(0.2)
         assert written < size
         assert len(await read(answer, seconds=30)) == size
+
+
+async def test_a_connection_that_nobody_accepts_is_given_up_in_time() -> None:
+    """A full backlog drops what comes, as a host that is gone does: no refusal, only silence."""
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        with contextlib.ExitStack() as waiting:
+            for _ in range(4):
+                filler = waiting.enter_context(socket.socket())
+                filler.setblocking(False)
+                filler.connect_ex(deaf.getsockname())
+            async with pool(connect_timeout=0.3) as client, asyncio.timeout(5):
+                with pytest.raises(ConnectFailed):
+                    await post(client, f"http://127.0.0.1:{deaf.getsockname()[1]}", seconds=60)
 
 
 async def test_nobody_listens() -> None:

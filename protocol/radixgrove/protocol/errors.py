@@ -134,14 +134,15 @@ def unauthorized(given: bool) -> ApiError:
     return ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
-def rate_limited(retry_after: float | None = None, message: str | None = None) -> ApiError:
-    """The queue is full. Clients retry after `retry_after` seconds."""
+def rate_limited(retry_after: float | None = None) -> ApiError:
+    """The queue is full. Clients retry after `retry_after` seconds; some read them in the text."""
+    headers = _retry_after(retry_after)
     return ApiError(
         429,
-        message or "Too many requests are waiting. Please try again later.",
+        f"Too many requests are waiting. Please try again in {headers['retry-after']}s.",
         type="rate_limit_error",
         code="rate_limit_exceeded",
-        headers=_retry_after(retry_after),
+        headers=headers,
     )
 
 
@@ -153,6 +154,20 @@ def overloaded(message: str, retry_after: float | None = None) -> ApiError:
         type="server_error",
         code="service_unavailable",
         headers=_retry_after(retry_after),
+    )
+
+
+def timed_out() -> ApiError:
+    """The answer took longer than it may: sent again, the same job would take as long again.
+
+    OpenAI's clients retry every 5xx by themselves, unless they are told not to.
+    """
+    return ApiError(
+        504,
+        "The model did not answer in time.",
+        type="server_error",
+        code="timeout",
+        headers={"x-should-retry": "false"},
     )
 
 

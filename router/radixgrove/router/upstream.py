@@ -13,6 +13,7 @@ from radixgrove.router.http_client import AnswerBroke, ConnectFailed, Connection
 
 MAX_ANSWER_BYTES = 256 << 20
 EVENT_STREAM = b"text/event-stream"
+ERROR_EVENT = b'data: {"error"'
 RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 BLAMED_STATUSES = frozenset({500, 502, 504})
 
@@ -83,9 +84,7 @@ class Upstream:
         except ConnectFailed:
             raise _no_connection() from None
         except TimeoutError:
-            answer = ApiError(
-                504, "The model did not answer in time.", type="server_error", code="timeout"
-            )
+            answer = errors.timed_out()
             raise AttemptFailed("first_byte_timeout", answer, blame=True, retry=False) from None
         except AnswerBroke:
             raise AttemptFailed("died", _bad_gateway(), blame=True, retry=True) from None
@@ -168,7 +167,7 @@ class Attempt:
     def _note(self, chunk: bytes) -> None:
         """Keeps the end of a stream, and the cached tokens where an answer names them."""
         self._tail = chunk[-64:] if len(chunk) >= 64 else (self._tail + chunk)[-64:]
-        if chunk.startswith(b'data: {"error"'):
+        if chunk.startswith(ERROR_EVENT) or b"\n" + ERROR_EVENT in chunk:
             self.failed_inside = True
         if b'"cached_tokens"' in chunk:
             found = _CACHED_TOKENS.search(chunk)
