@@ -22,7 +22,7 @@ from radixgrove.cli.configuration import (
 )
 from radixgrove.cli.options import setting_options
 from radixgrove.cli.reference import DOCUMENT, updated
-from radixgrove.cli.resolving import ConfigurationUsage, UpParts
+from radixgrove.cli.resolving import ConfigurationUsage, UpParts, resolve_part
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 from tests.cli.test_command import radixgrove
 
@@ -146,6 +146,25 @@ def test_up_gives_each_part_what_is_its_own(write: Any, monkeypatch: pytest.Monk
     assert (worker.page_size, worker.max_queued, worker.port) == (32, 8, 8100)
 
 
+def test_up_takes_the_machines_redis_where_nothing_else_names_one(
+    write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`REDIS_URL` is what other programs call it; without it a Redis is started."""
+    url = "redis://machine:6379/0"
+    assert UpParts(None, {}).router.settings.redis_url is None
+    monkeypatch.setenv("REDIS_URL", url)
+    parts = UpParts(None, {})
+    assert [parts.router.settings.redis_url, parts.worker.settings.redis_url] == [url, url]
+    assert parts.router.sources["redis_url"] == parts.worker.sources["redis_url"] == "REDIS_URL"
+    for named in (
+        UpParts(None, {"redis_url": "redis://own/1"}),
+        UpParts(write("worker: {redis_url: redis://own/1}\n"), {}),
+    ):
+        assert named.worker.settings.redis_url == "redis://own/1"
+        assert named.router.settings.redis_url in ("redis://own/1", None)
+    assert resolve_part("router", None, {}).settings.redis_url is None
+
+
 def test_up_refuses_what_would_mean_two_things(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationUsage, match="max_queued belongs into a section"):
         UpParts(write("max_queued: 7\n"), {})
@@ -179,6 +198,16 @@ def test_a_wrong_setting_is_exit_code_2(write: Any) -> None:
 
 def test_show_is_what_a_file_would_hold() -> None:
     assert [show(value) for value in (None, True, 3, ["a", "b"])] == ["null", "true", "3", "[a, b]"]
+
+
+@pytest.mark.parametrize(
+    ("part", "folders"), [("worker", ("worker", "kernels")), ("router", ("router",))]
+)
+def test_no_setting_is_ignored_by_its_part(part: str, folders: tuple[str, ...]) -> None:
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    source = "".join(path.read_text() for path in files)
+    read = set(re.findall(r"(?:settings|worker)\.(\w+)", source))
+    assert PARTS[part].model_fields.keys() - read == set()
 
 
 def test_the_documentation_lists_every_setting_as_it_is() -> None:

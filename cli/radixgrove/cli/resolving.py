@@ -21,6 +21,9 @@ from radixgrove.cli.configuration import (
 from radixgrove.cli.parts import AMBIGUOUS, WORKER_ADDRESS
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 
+# What other programs call it; a cluster of one's own takes it where nothing else names a Redis.
+REDIS_VARIABLE = "REDIS_URL"
+
 
 class ConfigurationUsage(click.ClickException):
     """A wrong setting: exit code 2, without the usage lines that would hide the reason."""
@@ -83,6 +86,15 @@ class UpParts:
             )
         except ConfigurationError as error:
             raise ConfigurationUsage(error) from None
+        url = os.environ.get(REDIS_VARIABLE)
+        if url and not (self.router.settings.redis_url or self.worker.settings.redis_url):
+            self.router = _with_redis(self.router, url)
+            self.worker = _with_redis(self.worker, url)
+
+
+def _with_redis(part: Resolved[Any], url: str) -> Resolved[Any]:
+    settings = part.settings.model_copy(update={"redis_url": url})
+    return Resolved(settings, part.sources | {"redis_url": REDIS_VARIABLE})
 
 
 def _less(values: Mapping[str, Any], names: set[str] | frozenset[str]) -> dict[str, Any]:

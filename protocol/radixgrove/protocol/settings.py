@@ -117,7 +117,6 @@ class Settings(BaseModel):
     )
     log_level: LogLevel = _field(LogLevel.INFO, "Least severe message to log.", everyday=True)
     log_json: bool = _field(False, "Log JSON lines.")
-    log_prompts: bool = _field(False, "Log prompts and answers. Off: they never reach a log.")
 
 
 class WorkerSettings(Settings):
@@ -195,6 +194,7 @@ class WorkerSettings(Settings):
     max_queued: int = _field(1024, "Waiting requests before 429.", ge=0, le=1 << 20)
     max_queued_tokens: int = _field(4 << 20, "Prompt tokens of waiting requests before 429.", ge=0)
     queue_timeout: float = _field(120.0, "Seconds a request may wait.", gt=0, le=86400)
+    log_prompts: bool = _field(False, "Log prompts and answers. Off: they never reach a log.")
 
 
 class RouterSettings(Settings):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -93,11 +95,20 @@ def _announce_ready(cluster: Cluster, seconds: float) -> None:
         f"  replicas   {', '.join(w.replica_id or '' for w in cluster.workers)}\n"
         f"  try        curl {cluster.endpoint}/chat/completions -H 'content-type: application/json'"
         f"{key} \\\n               -d '{body}'\n"
-        f"  more       radixgrove chat{other}\n"
-        f"             radixgrove ps{other_manage}\n"
+        f"  more       {_command()} chat{other}\n"
+        f"             {_command()} ps{other_manage}\n"
         "  end        Ctrl-C drains and leaves nothing behind\n"
     )
     sys.stdout.flush()
+
+
+def _command() -> str:
+    """How this very command is called again: by its path where the shell would not find it."""
+    called = Path(sys.argv[0])
+    found = shutil.which("radixgrove")
+    if called.name != "radixgrove" or (found and Path(found).resolve() == called.resolve()):
+        return "radixgrove"
+    return shlex.quote(str(called))
 
 
 async def _demonstrate(cluster: Cluster, signals: Signals) -> None:
