@@ -37,10 +37,11 @@ format: setup-dev ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup-dev ## the benchmarks that need no GPU; rows go to benchmarks/results
-	@set -e; for script in cpu_engine router_overhead redis_index router_replay; do \
-	  if [ -f benchmarks/$$script.py ]; then \
-	    echo "== $$script"; $(BIN)/python benchmarks/$$script.py $(BENCH_ARGS); fi; done
+bench: setup-dev ## benchmarks without a GPU, PEERS= a venv of other routers, TRACE= requests to replay
+	$(BIN)/python benchmarks/cpu_engine.py
+	$(BIN)/python benchmarks/router_overhead.py --processes 1,2 $(if $(PEERS),--peers-venv $(PEERS))
+	$(BIN)/python benchmarks/redis_index.py
+	$(if $(TRACE),$(BIN)/python benchmarks/router_replay.py --trace $(TRACE) $(if $(PEERS),--peers-venv $(PEERS)))
 
 lock: setup-dev ## renew requirements/*.txt from pyproject.toml (UPGRADE=--upgrade: newest versions)
 	PATH="$(abspath $(BIN)):$$PATH"; export PATH; set -e; \

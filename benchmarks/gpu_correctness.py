@@ -152,10 +152,21 @@ class Report:
         self.failed = 0
 
     def check(self, what: str, passed: bool, detail: str, **record: Any) -> None:
+        """`what` begins with the model's name."""
         self.failed += not passed
         print(f"{'ok  ' if passed else 'FAIL'}  {what:<58}  {detail}", flush=True)
         results.record(
-            {"benchmark": "correctness", "check": what, "passed": passed, "detail": detail} | record
+            {
+                "benchmark": "correctness",
+                "workload": what,
+                "model": what.partition(" ")[0],
+                "subject": "radixgrove",
+                "metric": "passed",
+                "value": passed,
+                "unit": "1",
+                "detail": detail,
+                **record,
+            }
         )
 
     @contextmanager

@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             {
                 "benchmark": "operator_scale",
                 "workload": f"{arguments.services} services, {arguments.nodes} nodes",
+                "model": None,
                 "subject": "radixgrove",
                 "metric": metric,
                 "value": value,

@@ -190,26 +190,33 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print(f"{model} {workload.name}, {steps} steps after {arguments.skip}")
     print("\n".join(phase_table(phases, steps) + kernel_table(use, steps)))
-    results.record(
-        {
-            "benchmark": "profile",
-            "model": model,
-            "workload": workload.name,
-            "tp": arguments.tp,
-            "steps": steps,
-            "skip": arguments.skip,
-            "attention_backend": engine.info.attention_backend,
-            "step_ms": phases.elapsed / steps * 1e3,
-            "cpu_ms": {p: sum(s) / steps * 1e3 for p, s in phases.seconds.items()},
-            "gpu_busy_ms": use.busy_ms / steps,
-            "gpu_idle_share": use.idle_share,
-            "kernels": [
-                {"name": name, "launches": n / steps, "ms": ms / steps}
-                for name, n, ms in use.kernels
-            ],
-        }
-    )
+    common = {
+        "benchmark": "profile",
+        "workload": workload.name,
+        "model": model,
+        "subject": "radixgrove",
+        "tp": arguments.tp,
+        "steps": steps,
+        "skip": arguments.skip,
+        "attention_backend": engine.info.attention_backend,
+    }
+    for metric, (value, unit) in figures(phases, use, steps).items():
+        results.record(common | {"metric": metric, "value": value, "unit": unit})
     return 0
+
+
+def figures(phases: Phases, use: GpuUse, steps: int) -> dict[str, tuple[float, str]]:
+    """What is recorded: each figure and its unit, the kernels by name."""
+    found = {
+        "step": (phases.elapsed / steps * 1e3, "ms"),
+        "gpu_busy": (use.busy_ms / steps, "ms/step"),
+        "gpu_idle_share": (use.idle_share, "1"),
+    }
+    for phase, seconds in phases.seconds.items():
+        found[f"cpu_{phase}"] = (sum(seconds) / steps * 1e3, "ms/step")
+    for name, _launches, milliseconds in use.kernels:
+        found[f"kernel {name[:80]}"] = (milliseconds / steps, "ms/step")
+    return found
 
 
 if __name__ == "__main__":

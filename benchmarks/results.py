@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+# Every line has these, `model` null where there is none, and `device`, `commit`, `date`.
+KEYS = ("benchmark", "workload", "model", "subject", "metric", "value", "unit")
 _PACKAGES = ("torch", "triton", "flashinfer-python", "transformers")
 
 
@@ -22,11 +24,16 @@ def directory() -> Path:
 
 
 def record(entry: dict[str, Any]) -> None:
-    """Append one measurement to the file named by its `benchmark` key.
+    """Append one figure to the file named by its `benchmark` key.
 
-    An entry has `benchmark, workload, model, subject, metric, value, unit` and what else it likes;
-    `device`, `commit` and `date` are added.
+    An entry has `KEYS` and what else it likes; `device`, `commit` and `date` are added.
+
+    Raises:
+        ValueError: a key is missing.
     """
+    missing = [key for key in KEYS if key not in entry]
+    if missing:
+        raise ValueError(f"a figure needs {', '.join(missing)}")
     path = directory() / f"{entry['benchmark']}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     now = time.gmtime()
