@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,22 +19,33 @@ if not Path("/proc/driver/nvidia").exists():
     # Triton chooses its interpreter while it is imported, by whichever test comes first.
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Files of cluster tests by what they share; `pytest -n` runs groups side by side, each in a process
-# with a cluster or a control plane of its own. What is not named here is of the group "nodes".
-_GROUPS = {
-    "tests/cluster/test_autoscale.py": "load",
-    "tests/cluster/test_rollout.py": "load",
-    "tests/cluster/test_upgrade.py": "load",
-    "tests/cluster/test_groups.py": "groups",
-    "tests/cluster/test_node_loss.py": "groups",
-    "tests/operator/": "operator",
-}
+# Seconds for a test with all its fixtures, a cluster and images to build perhaps among them. Every
+# wait has a deadline of its own: this is for what hangs.
+_CLUSTER_TIMEOUT = 1500
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.get_closest_marker("cluster"):
-        groups = (name for path, name in _GROUPS.items() if item.nodeid.startswith(path))
-        item.add_marker(pytest.mark.xdist_group(next(groups, "nodes")))
+    if item.get_closest_marker("cluster") and item.get_closest_marker("timeout") is None:
+        item.add_marker(pytest.mark.timeout(_CLUSTER_TIMEOUT))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from tests.cluster.side_by_side import ByGroup
+
+    return ByGroup(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if item.get_closest_marker("cluster") is None:
+        return (yield)
+    from tests.cluster.harness import machine
+
+    with machine.shared():
+        return (yield)
 
 
 def wait_until(

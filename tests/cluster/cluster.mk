@@ -4,8 +4,8 @@ CLUSTER_PYTHON ?= python
 # Folders or files to take `cluster` tests from; all by default.
 CLUSTER_TESTS ?=
 # Most of a test is waiting: two processes, each with its own clusters or control plane. The groups
-# of tests/conftest.py start in the order of the files.
-SIDE_BY_SIDE ?= -n 2 --dist loadgroup --no-loadscope-reorder
+# of side_by_side.py start in the order of the files.
+SIDE_BY_SIDE ?= -n 2 --dist loadscope --no-loadscope-reorder
 CLUSTER := $(CLUSTER_PYTHON) -m tests.cluster.harness
 
 .PHONY: cluster-build cluster-prepare cluster-up cluster-down test-cluster test-cluster-slow demo-cluster
