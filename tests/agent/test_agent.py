@@ -42,7 +42,7 @@ def test_second_signal_ends_without_draining(start_agent: StartAgent) -> None:
     wait_until((agent.notes / "draining").exists, what="the frontend's drain")
 
     agent.process.send_signal(signal.SIGINT)
-    agent.end(deadline=10)
+    agent.end()
     assert not (agent.notes / "drained").exists()
 
 
@@ -102,7 +102,7 @@ def test_step_past_its_deadline_is_a_stuck_engine(start_agent: StartAgent) -> No
     agent.wait_ready()
     runtime = next(agent.notes.glob("radixgrove-worker-*"))
     send_to_engine(runtime / "engine.sock", "long-step")
-    assert agent.end(deadline=12) == 4
+    assert agent.end() == 4
     assert "past its deadline" in agent.output
 
 
@@ -147,6 +147,29 @@ def test_a_model_that_is_none_is_refused(start_agent: StartAgent) -> None:
     agent = start_agent(model="/nonexistent/model")
     assert agent.end() == 1
     assert "pass a local Hugging Face directory, or `demo`" in agent.output
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 16), (1, 8)])
+def test_ranks_that_would_stay_idle_are_refused(
+    start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch, nodes: int, ranks: int
+) -> None:
+    """As the operator says it; pp and dp are for workers to come."""
+    monkeypatch.setenv("GROUP_MARKER", "/run/radixgrove/joined")
+    monkeypatch.setenv("NNODES", str(nodes))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    agent = start_agent()
+    assert agent.end() == 1
+    assert f"the group has {ranks} ranks on {nodes} nodes" in agent.output
+    assert "no pipeline or data parallelism yet" in agent.output
+
+
+def test_a_group_of_this_workers_own_ranks_is_served(
+    start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GROUP_MARKER", "/run/radixgrove/joined")
+    monkeypatch.setenv("NNODES", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    start_agent().wait_ready()
 
 
 @pytest.mark.parametrize(

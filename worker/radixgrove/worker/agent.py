@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -95,6 +95,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
     # Until the event loop takes over, SIGTERM must still unwind: a conversion may be running.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
+        check_ranks(settings, os.environ)
         management.check_binding(settings)
         model_dir = resolve_model(settings.model)
         model_files.check(model_dir, weights=settings.load_format is LoadFormat.SAFETENSORS)
@@ -115,6 +116,23 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+def check_ranks(settings: WorkerSettings, environ: Mapping[str, str]) -> None:
+    """Refuse a group of which this worker would leave ranks idle, or make two replicas of one.
+
+    The operator says in the environment how many ranks a group has.
+
+    Raises:
+        AgentError: they are not the `tp` ranks of one node.
+    """
+    ranks = environ.get("WORLD_SIZE", "")
+    if "GROUP_MARKER" in environ and ranks != str(settings.tp):
+        raise AgentError(
+            f"the group has {ranks or 'no'} ranks on {environ.get('NNODES', '?')} nodes, and this "
+            f"worker runs the tp={settings.tp} ranks of one node: it has no pipeline or data "
+            "parallelism yet"
+        )
 
 
 def resolve_model(model: str) -> Path:
