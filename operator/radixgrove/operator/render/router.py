@@ -132,7 +132,7 @@ def _container(service: Service, router: Router, config: OperatorConfig) -> Obje
         ],
         "readinessProbe": http_probe("/readyz?without-replicas=true", "http", period=2, failures=2),
         "livenessProbe": http_probe("/livez", "http", period=10, failures=6),
-        "lifecycle": {"preStop": {"sleep": {"seconds": 3}}},
+        "lifecycle": {"preStop": {"sleep": {"seconds": 5}}},
         "resources": {"requests": {"cpu": "250m", "memory": "256Mi"}},
         "securityContext": container_security_context(),
         "volumeMounts": mounts,
