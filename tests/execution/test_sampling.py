@@ -208,12 +208,13 @@ def test_penalties_equal_their_definition() -> None:
     prompt_lens = [3, 1, 4]
     kinds = [
         params(repetition_penalty=1.5, presence_penalty=0.3, frequency_penalty=0.2),
-        params(),
+        params(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0),
         params(repetition_penalty=0.8, presence_penalty=-1.0, frequency_penalty=-0.5),
     ]
     bench = Bench(3)
     for row in range(3):
         bench.enter(row, kinds[row], tokens[row], prompt_lens[row])
+        bench.table.tokens[row, len(tokens[row]) :] = 7  # left by an earlier request
     expected = logits.clone()
     for row, sampling in enumerate(kinds):
         output = tokens[row][prompt_lens[row] :]

@@ -34,6 +34,7 @@ from radixgrove.kernels import (
     linear,
     norm,
     pages,
+    penalties,
     race,
     rope,
     rows,
@@ -270,6 +271,8 @@ def launch_sampling() -> None:
     for filtered in (None, least):
         columns = (floats[:, 0], integers[:, 0], history.lens)
         race.sample(logits, *columns, filtered, **where)
+    counts = torch.zeros(4, 151936, dtype=torch.int32)
+    penalties.penalize(logits, index32, counts, one, one, one)
 
 
 def launch_smallest() -> None:
@@ -284,6 +287,7 @@ def launch_smallest() -> None:
     gather.embed(one, index)
     race.sample(one, one[0], index, index)
     thresholds.sampling_thresholds(one, one[0], index.int(), one[0], one[0])
+    penalties.penalize(one, index.int(), one.int(), one[0], one[0], one[0])
 
 
 if __name__ == "__main__":

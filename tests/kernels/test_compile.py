@@ -20,6 +20,7 @@ KERNELS = {
     "_gather_rows_kernel",
     "_gemv_kernel",
     "_kv_indices_kernel",
+    "_penalize_kernel",
     "_race_kernel",
     "_race_winner_kernel",
     "_rms_norm_kernel",

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import race, random, thresholds
+from radixgrove.kernels import penalties, race, random, thresholds
 from radixgrove.kernels.race import History
+
+from .helpers import assert_close
 
 
 def make_logits(batch: int, vocab: int, device: torch.device) -> Tensor:
@@ -233,6 +235,24 @@ def test_filtered_tokens_are_never_drawn(device: torch.device) -> None:
     drawn = set(tokens.tolist())
     assert drawn <= set(logits[0].topk(5).indices.tolist())
     assert len(drawn) == 5
+
+
+@pytest.mark.parametrize("vocab", [1, 2048, 3001])
+def test_penalize(vocab: int, device: torch.device) -> None:
+    logits = make_logits(4, vocab, device)
+    counts = torch.randint(0, 3, (7, vocab), dtype=torch.int32, device=device)
+    counts[:, ::5] |= penalties.PROMPT_BIT
+    rows = torch.tensor([6, 0, 3, 1], dtype=torch.int32, device=device)
+    own = (
+        torch.tensor([1.0, 1.3, 1.0, 2.0], device=device),
+        torch.tensor([0.0, 0.5, 0.0, -1.0], device=device),
+        torch.tensor([0.0, 0.0, 1.0, 0.7], device=device),
+    )
+    out, expected = logits.clone(), logits.double()
+    penalties.penalize(out, rows, counts, *own)
+    penalties.penalize_reference(expected, rows, counts, *(p.double() for p in own))
+    assert_close(out, expected)
+    assert torch.equal(out[0], logits[0]), "no penalty, no change"
 
 
 def test_random_bits_are_a_fixed_function() -> None:

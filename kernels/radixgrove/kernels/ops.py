@@ -19,13 +19,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from radixgrove.kernels import activation, gather, norm, pages, rope
+from radixgrove.kernels import activation, gather, norm, pages, penalties, rope
 from radixgrove.kernels import linear as _linear
 from radixgrove.kernels import rows as _rows
+from radixgrove.kernels.penalties import PROMPT_BIT
 from radixgrove.kernels.products import multiply
 from radixgrove.kernels.tuning import LinearTuner
 
 __all__ = [
+    "PROMPT_BIT",
     "add_rms_norm",
     "defers_residual",
     "embed",
@@ -33,6 +35,7 @@ __all__ = [
     "gather_rows",
     "kv_indices",
     "linear",
+    "penalize",
     "rms_norm",
     "rope_store",
     "scatter_pages",
@@ -190,3 +193,16 @@ def kv_indices(
     """Flat page lists of a batch, on its device; see `pages.kv_indices`."""
     function = pages.kv_indices if rows.is_cuda else pages.kv_indices_reference
     function(rows, kv_lens, page_table, page_size, indptr, out, last_page_len)
+
+
+def penalize(
+    logits: Tensor,
+    rows: Tensor,
+    counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """Apply penalties to float32 logits in place; see `penalties.penalize`."""
+    function = penalties.penalize if logits.is_cuda else penalties.penalize_reference
+    function(logits, rows, counts, repetition, presence, frequency)

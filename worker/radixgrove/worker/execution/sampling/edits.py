@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixgrove.kernels import ops
 from radixgrove.worker.execution.sampling.state import Need, SamplingState
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.execution.transfer import to_device
@@ -53,19 +54,17 @@ def _penalize(
     """Repetition (Keskar et al., CTRL, 2019) over prompt and output; presence and frequency, as in
     OpenAI's API, over the output alone."""
     floats = state.floats(rows)
-    prompt_lens = state.integers(rows)["prompt_len"]
-    lens = table.lens.index_select(0, rows)
+    prompt_lens = state.integers(rows)["prompt_len"][:, None]
+    lens = table.lens.index_select(0, rows)[:, None]
     tokens = table.tokens[:, :longest].index_select(0, rows).long()
     positions = torch.arange(longest, device=rows.device)
-    known = (positions < lens[:, None]).float()
-    generated = known * (positions >= prompt_lens[:, None])
-    seen = torch.zeros_like(logits).scatter_add_(1, tokens, known)
-    counts = torch.zeros_like(logits).scatter_add_(1, tokens, generated)
-    repetition = floats["repetition"][:, None]
-    penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits.copy_(torch.where(seen > 0, penalized, logits))
-    logits -= floats["frequency"][:, None] * counts
-    logits -= floats["presence"][:, None] * (counts > 0)
+    counts = torch.zeros_like(logits, dtype=torch.int32)
+    # Positions beyond a prompt mark its first token: whoever writes to one place writes the same.
+    counts.scatter_(1, torch.where(positions < prompt_lens, tokens, tokens[:, :1]), ops.PROMPT_BIT)
+    generated = (positions >= prompt_lens) & (positions < lens)
+    counts.scatter_add_(1, tokens, generated.int())
+    own = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+    ops.penalize(logits, own, counts, floats["repetition"], floats["presence"], floats["frequency"])
 
 
 def _bias(
