@@ -13,7 +13,9 @@ from radixgrove.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_TYPED = re.compile(r"(?:^|[`(\s/])(?<!install )(radixgrove|make) ([a-z][^`\n|#;&)]*)", re.MULTILINE)
+_TYPED = re.compile(
+    r"(?:^|[`(\s/])(?<!install )(radixgrove|make) ([a-z][^`\n|#;&)]*)", re.MULTILINE
+)
 
 
 def typed(program: str) -> list[tuple[str, list[str]]]:
