@@ -1,0 +1,47 @@
+"""Tests that share a cluster run in one process, in the order of their files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+_CONFTEST = """
+from tests.cluster.side_by_side import ByGroup
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByGroup(config, log)
+"""
+_TESTS = """
+import os
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_that_says_where_it_runs(number):
+    with open({log!r}, "a") as log:
+        log.write(f"{{os.environ['PYTEST_XDIST_WORKER']}} {name}\\n")
+"""
+
+
+def test_groups_stay_together_and_in_order(tmp_path: Path) -> None:
+    """Asked of pytest-xdist itself, which may lose what it is told without a word."""
+    log, folder = tmp_path / "log", tmp_path / "tests" / "cluster"
+    folder.mkdir(parents=True)
+    (tmp_path / "conftest.py").write_text(_CONFTEST)
+    load, groups = ["test_autoscale", "test_rollout"], ["test_groups", "test_node_loss"]
+    for name in [*load, *groups]:
+        (folder / f"{name}.py").write_text(_TESTS.format(log=str(log), name=name))
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "xdist.plugin", f"--rootdir={tmp_path}",
+         "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"],
+        cwd=tmp_path, check=True,
+        env={**os.environ, "PYTHONPATH": str(_ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )  # fmt: skip
+    ran = [line.split() for line in log.read_text().splitlines()]
+    for group in (load, groups):
+        lines = [(worker, name) for worker, name in ran if name in group]
+        assert len({worker for worker, _ in lines}) == 1
+        assert [name for _, name in lines] == [name for name in group for _ in range(3)]
