@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
+from radixgrove.worker.execution import build
 from radixgrove.worker.execution.build import build_executor, fit_length
 from radixgrove.worker.execution.memory import (
     GIB,
@@ -88,6 +91,27 @@ def test_cpu_pool_respects_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("radixgrove.worker.execution.memory.host_limit", lambda: 1 << 20)
     with pytest.raises(MemoryShortage, match="less than one page"):
         cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1)
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [([8], 90), ([4, 8], 100), ([1, 2, 4, 8], 120)])
+def test_graphs_are_counted_with_their_static_buffers(
+    sizes: list[int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers of 60 bytes, a largest graph of 30 and others of 10, of which two are captured."""
+    free = 1000
+
+    def capture(chosen: list[int], report: Callable[[str, float], None]) -> None:
+        nonlocal free
+        assert chosen == sizes[-2:]
+        free -= 60
+        for index in range(len(chosen)):
+            report("", 0.0)
+            free -= 10 if index else 30
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2000))
+    runner: Any = SimpleNamespace(capture=capture)
+    assert build._graph_bytes(runner, sizes, torch.device("cuda", 0)) == expected
 
 
 def test_default_length_shrinks_to_the_pool_but_an_explicit_one_is_refused() -> None:

@@ -342,6 +342,29 @@ def test_our_decode_takes_projections_where_nothing_is_prefilled(
     assert not unfused.takes_qkv
 
 
+def test_eager_steps_take_the_workspace_of_captured_ones(device: torch.device) -> None:
+    """A kernel is compiled for a workspace's size: another one would have requests wait for it."""
+    from radixgrove.worker.execution.attention.decode import PagedDecode
+
+    paged = PagedDecode(torch.zeros(1, 2, 2, 16, 2, 32, device=device), 4, 0.3)
+    paged.plan(200)
+    before_capture = paged._workspace
+    paged.plan(1)
+    assert paged._workspace is before_capture
+    paged.prepare_capture(300)
+    paged.plan_captured()
+    captured = paged._workspace
+    assert captured.block_b == 512
+    for decodes in (1, 300):
+        paged.plan(decodes)
+        assert paged._workspace is captured
+    paged.plan(301)
+    assert paged._workspace.max_batch == 512
+    assert paged._workspace is not captured
+    paged.plan_captured()
+    assert paged._workspace is captured, "graphs hold its addresses"
+
+
 @pytest.mark.parametrize(
     ("prefixes", "count"), [([], 0), ([0, 0], 0), ([3, 0], 1), ([0, 3, 0], 2), ([0, 3], 2)]
 )

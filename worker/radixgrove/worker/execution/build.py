@@ -25,7 +25,12 @@ from radixgrove.worker.execution.memory import (
 )
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.table import RequestTable
-from radixgrove.worker.execution.warmup import exercise, measure_prefill, trial_pages
+from radixgrove.worker.execution.warmup import (
+    exercise,
+    measure_prefill,
+    rehearse_mixed_steps,
+    trial_pages,
+)
 from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
 from radixgrove.worker.models.config import ModelConfig, ModelError, load_config
 from radixgrove.worker.models.decoder import Decoder
@@ -195,6 +200,8 @@ def _build(
     )
     if sizes := loaded.graph_sizes(backend):
         runner.capture(sizes, lambda text, done: loaded.say(EngineState.CAPTURING, text, done))
+    if device.type == "cuda":
+        rehearse_mixed_steps(runner, loaded.limits.max_step_tokens)
     speed = measure_prefill(runner, loaded.limits.max_step_tokens, device)
     limit_collectives(group, loaded.limits.step_timeout)
     return runner, EngineInfo(
@@ -256,16 +263,18 @@ def _measure_cuda(loaded: _Loaded, longest: int) -> CudaUse:
 
 
 def _graph_bytes(runner: Runner, sizes: list[int], device: torch.device) -> int:
-    """What capturing all of `sizes` takes: the largest one, and the rest each like the second."""
+    """What capturing all of `sizes` takes: static buffers (a float32 row of logits for each row of
+    a batch is much of it) with the largest one, and the rest each like the second."""
     torch.cuda.empty_cache()
     free = []
 
     def note(*_: object) -> None:
         free.append(torch.cuda.mem_get_info(device)[0])
 
-    runner.capture(sizes[-2:], note)
     note()
-    first, others = free[0] - free[1], free[1] - free[-1]
+    runner.capture(sizes[-2:], note)  # notes before each
+    note()
+    first, others = free[0] - free[2], free[2] - free[-1]
     return max(0, first) + max(0, others) * (len(sizes) - 1)
 
 

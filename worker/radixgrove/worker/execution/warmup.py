@@ -13,6 +13,7 @@ from radixgrove.worker.plan import ExecutorInfo, NewRow, PrefillChunk, StepPlan
 
 # Enough to be bound by the matrix multiplications, little enough not to delay a CPU's start.
 _MEASURED_TOKENS = {"cpu": 256, "cuda": 4096}
+_DECODES = 16  # of a mixed step: more than the few that attention treats apart
 # Everything the sampler can be asked for at once.
 _HEAVIEST = SamplingParams(
     max_tokens=1,
@@ -36,23 +37,29 @@ def trial_pages(tokens: int, rows: int, page_size: int) -> int:
     return -(-tokens // page_size) + rows
 
 
+def _new_row(
+    info: ExecutorInfo, row: int, length: int, pages: range, sampling: SamplingParams
+) -> NewRow:
+    ids = np.arange(length, dtype="<i4") % info.vocab_size
+    return NewRow(
+        row=row,
+        token_ids=ids.tobytes(),
+        prompt_len=length,
+        pages=list(pages),
+        sampling=sampling,
+    )
+
+
 def _prefill_plan(info: ExecutorInfo, tokens: int, rows: int, sampling: SamplingParams) -> StepPlan:
     """A prefill of about `tokens` tokens over `rows` rows, as much of it as fits the pool."""
     longest = min(info.max_model_len - 1, info.num_pages * info.page_size)
     length = max(1, min(tokens // rows, longest))
     pages = -(-length // info.page_size)
     rows = max(1, min(rows, info.num_pages // pages))
-    ids = np.arange(length, dtype="<i4") % info.vocab_size
     return StepPlan(
         step_id=0,
         new_rows=[
-            NewRow(
-                row=row,
-                token_ids=ids.tobytes(),
-                prompt_len=length,
-                pages=list(range(row * pages, (row + 1) * pages)),
-                sampling=sampling,
-            )
+            _new_row(info, row, length, range(row * pages, (row + 1) * pages), sampling)
             for row in range(rows)
         ],
         prefills=[PrefillChunk(row, 0, length, True) for row in range(rows)],
@@ -64,6 +71,37 @@ def exercise(runner: Runner, max_step_tokens: int) -> None:
     rows = min(runner.info.max_rows, max_step_tokens)
     runner.launch(_prefill_plan(runner.info, max_step_tokens, rows, _HEAVIEST))
     runner.collect()
+
+
+def rehearse_mixed_steps(runner: Runner, max_step_tokens: int) -> None:
+    """A step that prefills behind a prefix and decodes: no request waits for what it compiles.
+
+    Does nothing where rows, pages or tokens are too few for one.
+    """
+    info = runner.info
+    page = info.page_size
+    each = -(-2 // page)  # pages of a decode row, of two tokens
+    decodes = min(info.max_rows - 1, (info.num_pages - 2) // each, max_step_tokens - page, _DECODES)
+    if decodes < 1 or info.max_model_len <= 2 * page:
+        return
+    sampling = SamplingParams(max_tokens=2, seed=0, temperature=0.0)
+    rows = list(range(1, decodes + 1))
+    pages = {row: range(2 + (row - 1) * each, 2 + row * each) for row in rows}
+    first = StepPlan(
+        step_id=0,
+        new_rows=[
+            _new_row(info, 0, 2 * page, range(2), sampling),
+            *(_new_row(info, row, 1, pages[row], sampling) for row in rows),
+        ],
+        prefills=[
+            PrefillChunk(0, 0, page, False),
+            *(PrefillChunk(row, 0, 1, True) for row in rows),
+        ],
+    )
+    second = StepPlan(step_id=1, prefills=[PrefillChunk(0, page, page, True)], decodes=rows)
+    for plan in (first, second):
+        runner.launch(plan)
+        runner.collect()
 
 
 def measure_prefill(runner: Runner, max_step_tokens: int, device: torch.device) -> float:

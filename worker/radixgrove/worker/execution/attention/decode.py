@@ -6,8 +6,11 @@ import os
 
 from torch import Tensor
 
+from radixgrove.kernels._triton import next_power_of_2
 from radixgrove.kernels.decode import DecodeWorkspace, decode_attention, rope_decode_attention
-from radixgrove.worker.execution.attention.base import AttentionBatch
+from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
+
+_FIRST_ROWS = 256  # of a step, before anyone says how many there may be
 
 
 class PagedDecode:
@@ -22,7 +25,7 @@ class PagedDecode:
         self._pool = pool
         self._num_heads = num_heads
         self._scale = scale
-        self._eager = self._captured = self._make_workspace(1)
+        self._eager = self._captured = self._make_workspace(_FIRST_ROWS)
         self._workspace = self._eager
         self.takes_qkv = os.environ.get("RADIXGROVE_FUSED_DECODE") == "1"
 
@@ -31,13 +34,17 @@ class PagedDecode:
         return DecodeWorkspace(max_batch, self._num_heads, kv_heads, head_dim, self._pool.device)
 
     def prepare_capture(self, max_batch: int) -> None:
-        """Captured kernels keep addresses: this workspace is not replaced afterwards."""
-        self._captured = self._make_workspace(max_batch)
+        """Captured kernels keep addresses: this workspace is not replaced afterwards.
+
+        Eager steps take it too, one after the other with captured ones: kernels are compiled for a
+        workspace's size, and none should be while requests wait.
+        """
+        self._eager = self._captured = self._make_workspace(max_batch)
 
     def plan(self, decodes: int) -> None:
         """Before an eager step of so many decode rows."""
         if decodes > self._eager.max_batch:
-            self._eager = self._make_workspace(2 * decodes)
+            self._eager = self._make_workspace(next_power_of_2(decodes))
         self._workspace = self._eager
 
     def plan_captured(self) -> None:
@@ -88,3 +95,41 @@ class PagedDecode:
             k_norm,
             eps,
         )
+
+
+class DecodingBackend(AttentionBackend):
+    """What backends have in common whose decode rows take `PagedDecode`."""
+
+    _batch: AttentionBatch  # as planned last
+
+    def __init__(
+        self, pool: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+    ) -> None:
+        super().__init__(
+            pool, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=scale
+        )
+        self._decode = PagedDecode(pool, num_heads, scale)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self._batch = batch
+        self._decode.plan(batch.num_decodes)
+        self.takes_qkv = self._decode.takes_qkv and not batch.num_prefills
+
+    def prepare_capture(self, max_batch: int, max_pages: int) -> None:
+        self._decode.prepare_capture(max_batch)
+
+    def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
+        self._batch = batch
+        self._decode.plan_captured()
+        self.takes_qkv = self._decode.takes_qkv
+
+    def attend_qkv(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        return self._decode.run_qkv(layer, qkv, rotation, q_norm, k_norm, eps, self._batch)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import ops
-from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
-from radixgrove.worker.execution.attention.decode import PagedDecode
+from radixgrove.worker.execution.attention.base import AttentionBatch
+from radixgrove.worker.execution.attention.decode import DecodingBackend
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class _PlanSpace:
         self._turn ^= 1
 
 
-class FlashInferAttention(AttentionBackend):
+class FlashInferAttention(DecodingBackend):
     """See the module.
 
     Raises:
@@ -96,7 +96,6 @@ class FlashInferAttention(AttentionBackend):
             self._workspace, "NHD", backend=self._prefill_kernel
         )
         self._prefixed_tokens = 0  # of the planned step's prefill tokens, those of the paged kernel
-        self._decode = PagedDecode(pool, num_heads, scale)
         self._pages = [(layer[0], layer[1]) for layer in pool]
 
     # ---- compiling ---------------------------------------------------------------------------
@@ -179,24 +178,17 @@ class FlashInferAttention(AttentionBackend):
     # ---- planning ----------------------------------------------------------------------------
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._batch = batch
+        super().plan(batch)
         prefixed = count_prefixed(batch)
         self._prefixed_tokens = sum(batch.q_lens_host[:prefixed])
         if prefixed:
             self._plan_prefixed(batch, prefixed)
         if prefixed < batch.num_prefills:
             self._plan_fresh(batch.q_lens_host[prefixed:])
-        self._decode.plan(batch.num_decodes)
-        self.takes_qkv = self._decode.takes_qkv and not batch.num_prefills
-
-    def prepare_capture(self, max_batch: int, max_pages: int) -> None:
-        self._decode.prepare_capture(max_batch)
 
     def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
-        self._batch = batch
+        super().plan_captured(batch, padded)
         self._prefixed_tokens = 0
-        self._decode.plan_captured()
-        self.takes_qkv = self._decode.takes_qkv
 
     def _plan_prefixed(self, batch: AttentionBatch, chunks: int) -> None:
         """The first `chunks` prefill chunks, over pages."""
@@ -267,17 +259,6 @@ class FlashInferAttention(AttentionBackend):
         if q.shape[0] > tokens:
             self._decode.run(layer, q[tokens:], self._batch, out[tokens:])
         return out
-
-    def attend_qkv(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        return self._decode.run_qkv(layer, qkv, rotation, q_norm, k_norm, eps, self._batch)
 
 
 def count_prefixed(batch: AttentionBatch) -> int:

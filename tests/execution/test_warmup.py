@@ -1,0 +1,73 @@
+"""Steps before the first request: they meet what requests will, and leave nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from radixgrove.protocol.settings import Device, DType, WorkerSettings
+from radixgrove.worker.execution.build import build_rank
+from radixgrove.worker.execution.runner import Runner
+from radixgrove.worker.execution.warmup import rehearse_mixed_steps
+from radixgrove.worker.plan import StepPlan
+
+from . import tiny
+from .driver import Driver, greedy
+
+
+def make_runner(directory: Path, **changes: int) -> Runner:
+    options = {"max_running": 12, "kv_tokens": 1024} | changes
+    settings = WorkerSettings(device=Device.CPU, dtype=DType.FLOAT32, **options)  # type: ignore[arg-type]
+    return build_rank(settings, directory, lambda phase: None, None, 0)[0]
+
+
+def plans_of_rehearsal(
+    runner: Runner, max_step_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> list[StepPlan]:
+    plans: list[StepPlan] = []
+    launch = runner.launch
+
+    def noting(plan: StepPlan) -> None:
+        plans.append(plan)
+        launch(plan)
+
+    monkeypatch.setattr(runner, "launch", noting)
+    rehearse_mixed_steps(runner, max_step_tokens)
+    monkeypatch.undo()
+    return plans
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_chunk_behind_a_prefix_beside_decodes(
+    page_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.save("qwen3", tmp_path)
+    runner = make_runner(tmp_path, page_size=page_size)
+    first, second = plans_of_rehearsal(runner, 512, monkeypatch)
+    (chunk,) = second.prefills
+    assert chunk.start == page_size
+    assert len(second.decodes) == 11
+    pages = [page for row in first.new_rows for page in row.pages]
+    assert len(set(pages)) == len(pages)
+    assert max(pages) < runner.info.num_pages
+
+    prompts = tiny.prompts()[-3:]
+    results = [Driver(r).generate(prompts, greedy(8)) for r in (runner, make_runner(tmp_path))]
+    assert [r.tokens for r in results[0]] == [r.tokens for r in results[1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "max_step_tokens"),
+    [({"max_running": 1}, 512), ({"kv_tokens": 32, "max_model_len": 32}, 512), ({}, 16)],
+    ids=["one row", "two pages", "few tokens"],
+)
+def test_nothing_where_there_is_no_room(
+    options: dict[str, int],
+    max_step_tokens: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiny.save("llama", tmp_path)
+    runner = make_runner(tmp_path, **options)
+    assert plans_of_rehearsal(runner, max_step_tokens, monkeypatch) == []
