@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -113,6 +115,42 @@ def test_skinny_takes_the_norm_before(
         assert_close(out, case.exact(), SLACK * {torch.float32: 3e-6}.get(dtype, 1e-2))
         assert case.residual is None or out is options["residual"]
         assert not workspace.counters.any(), "counters must be zero between launches"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks into the interpreter")
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize(("n", "k", "splits", "warps"), [(40, 96, 1, 1), (70, 328, 3, 4)])
+def test_all_weights_are_asked_for_once(
+    n: int, k: int, splits: int, warps: int, silu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whole pieces of 16 bytes; rows past the end stand for the first, as they are loaded."""
+    asked: Counter[int] = Counter()
+
+    def note(places: Any, sizes: Any) -> None:
+        pairs = np.broadcast_arrays(places.handle.data, sizes.handle.data)
+        for place, size in zip(*(part.flat for part in pairs), strict=True):
+            assert place % 16 == size % 16 == 0
+            asked.update(range(place, place + size, 16))
+
+    monkeypatch.setattr(linear, "prefetch", note)
+    monkeypatch.setattr(linear, "pdl", lambda x: {"PDL": True})
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(linear, name, lambda: None)
+    case = Case(3, n, k, "silu" if silu else "plain", False, torch.zeros(()).bfloat16())
+    config = SkinnyConfig(block_n=32, block_k=32, splits=splits, stages=2, warps=warps)
+    workspace = SkinnyWorkspace(torch.device("cpu"), partials=1 << 20)
+    out = linear.skinny(
+        case.x, case.weight, silu=silu, config=config, workspace=workspace, ahead=True
+    )
+    assert_close(out, case.exact(), 2e-2)
+    first, row = case.weight.data_ptr(), 2 * k
+    padding = -n % 32
+    expected = Counter(range(first, first + case.weight.nbytes, 16))
+    for half in range(2 if silu else 1):
+        begin = first + half * n * row
+        for place in range(begin, begin + row, 16):
+            expected[place] += padding
+    assert asked == expected
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -23,6 +23,7 @@ except ImportError:
     gdc_launch_dependents = gdc_wait = None
 
 __all__ = [
+    "CACHE_LINE",
     "can_prefetch",
     "cdiv",
     "gdc_launch_dependents",
@@ -33,6 +34,8 @@ __all__ = [
     "prefetch",
     "tl",
 ]
+
+CACHE_LINE = 128  # bytes
 
 
 @overload
@@ -61,10 +64,11 @@ def jit(function: Callable[..., Any] | None = None, *, varying: tuple[str, ...] 
 
 @jit
 def prefetch(address, size):  # type: ignore[no-untyped-def]
-    """Ask for `size` bytes from each of a block of pointers to come into the L2 cache, and go on.
+    """Ask for `size` bytes from each of a block of addresses to come into the L2 cache, and go on.
 
-    Compute capability 9.0 and later. Addresses and sizes are multiples of 16 bytes; a size that is
-    not positive asks for nothing. Source: PTX ISA, `cp.async.bulk.prefetch`.
+    Compute capability 9.0 and later. Addresses (pointers or int64) and sizes are multiples of 16
+    bytes; a size that is not positive asks for nothing. A block smaller than the threads of a
+    program is asked for several times over. Source: PTX ISA, `cp.async.bulk.prefetch`.
     """
     tl.inline_asm_elementwise(
         """

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import (
+    CACHE_LINE,
     can_prefetch,
     cdiv,
     gdc_launch_dependents,
@@ -228,6 +229,8 @@ def _skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    THREADS: tl.constexpr,
+    CACHE_LINE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -250,12 +253,19 @@ def _skinny_kernel(
     gain = tl.load(gains + start, mask=start + lane < stop, other=0.0) if NORM else squares
     if PDL:
         if ahead:
-            # Weights do not depend on the kernel before: they come nearer while it ends.
+            # Weights do not depend on the kernel before: they come nearer while it ends. A piece of
+            # a row for every thread: with fewer pieces, several threads would ask for the same.
             size = (stop - start) * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+            pieces: tl.constexpr = max(1, THREADS // BLOCK_N)
+            each = tl.cdiv(tl.cdiv(size, pieces), CACHE_LINE) * CACHE_LINE
+            begin = tl.arange(0, pieces) * each
+            sizes = tl.minimum(size - begin, each)[None, :]
             first = weight_ptr + tl.where(alive, row, 0).to(tl.int64) * k + start
-            prefetch(first, size)
+            places = first.to(tl.int64)[:, None] + begin[None, :]
+            prefetch(places, sizes)
             if SILU:
-                prefetch(first + tl.cast(n, tl.int64) * k, size)
+                upper_first = first + tl.cast(n, tl.int64) * k
+                prefetch(upper_first.to(tl.int64)[:, None] + begin[None, :], sizes)
         gdc_wait()
         gdc_launch_dependents()
     for offset in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
@@ -406,6 +416,8 @@ def skinny(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
+        THREADS=config.warps * 32,
+        CACHE_LINE=CACHE_LINE,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         **pdl(x),

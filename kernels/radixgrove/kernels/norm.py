@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import (
+    CACHE_LINE,
     can_prefetch,
     cdiv,
     gdc_launch_dependents,
@@ -20,7 +21,6 @@ from radixgrove.kernels._triton import (
 
 # Of the weights of the product after a norm, what can arrive while that runs, and then some.
 _AHEAD_BYTES = 16 << 20
-_CACHE_LINE = 128
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,7 +101,7 @@ def _launch(
             x.stride(0),
             eps,
             ahead_bytes,
-            cdiv(share, _CACHE_LINE) * _CACHE_LINE,
+            cdiv(share, CACHE_LINE) * CACHE_LINE,
             ADD=residual is not None,
             BLOCK=block,
             THREADS=warps * 32,
