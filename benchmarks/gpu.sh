@@ -7,12 +7,15 @@
 #   compile       FlashInfer's kernels (in the background, while `tests` runs)
 #   tests         kernel tests, compiled
 #   flashinfer    those of its attention backend
-#   correctness   against Hugging Face; MODEL_DIR=<dir> adds that model to the random ones
+#   correctness   against Hugging Face; MODEL_DIR=<dir> adds that model to the random ones,
+#                 CORRECTNESS_OPTIONS go to gpu_correctness.py
 #   kernels       time and bandwidth of each kernel
-#   norms         a norm and the product after it, joined and apart; whole layers as tuned either way
+#   norms         only if named: a norm and the product after it, joined and apart; whole layers as
+#                 tuned either way
 #   offline       the named workloads, nine in all; MODELS and WORKLOADS choose
 #   pdl           bs1_decode with and without programmatic dependent launch
-#   fused         only if named: decode with RoPE and KV store inside attention, and apart
+#   ways          only if named: decode of the small model (or WAYS_MODEL) with and without norms and prefetch in its
+#                 products, and with and without RoPE and KV store inside attention
 #   profile       phases, GPU idle share, Chrome trace
 #   profile_small the same for the small model
 #   serving       a whole worker over HTTP, 256 streams at once; MODELS chooses, SERVING_OPTIONS go
@@ -20,10 +23,12 @@
 #   tp            two GPUs: bs1_decode, bs64_decode, nano256
 #
 # Environment:
+#   WORKLOADS, ENGINE_OPTIONS    for `offline` and `ways`, in place of theirs, and options of offline.py
 #   OUT       where logs, results and traces go (default benchmarks/results/gpu)
 #   WHEELS    folder of wheels to install beside what python3 has (default .whl)
 #   COMPILED  archive of compiled FlashInfer kernels from an earlier $OUT (default .whl/flashinfer.tar.gz)
 #   PACK      when set, logs, results and tuning end as one archive, $OUT/logs.tar.gz
+#   RADIXGROVE_CACHE_DIR  where tuning is kept, for another run on the same machine (default $OUT/cache)
 #   LIMIT     seconds for every stage, in place of the stage's own limit
 set -uo pipefail
 self=$(realpath "$0")
@@ -35,7 +40,7 @@ COMPILED=${COMPILED:-.whl/flashinfer.tar.gz}
 MODELS=${MODELS:-llama-3.1-8b qwen3-0.6b}
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
-export BENCHMARK_RESULTS="$OUT" RADIXGROVE_CACHE_DIR="$OUT/cache"
+export BENCHMARK_RESULTS="$OUT" RADIXGROVE_CACHE_DIR="${RADIXGROVE_CACHE_DIR:-$OUT/cache}"
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 
 set_up() {
@@ -65,16 +70,24 @@ keep_compiled() {
 run_compile() { python3 benchmarks/compile_attention.py 128 ${MODEL_DIR:+64} && keep_compiled; }
 
 kernel_tests() {
-    # This folder's fixtures only: the project's others need more than a GPU machine may have.
+    # Compiling takes most of the time, so several processes where pytest-xdist is.
+    local workers=()
+    python3 -c 'import xdist' 2>/dev/null && workers=(-n 8)
+    # This folder's fixtures only: the project's others need more than a GPU machine may have. What
+    # compiles without a GPU needs none.
     python3 -m pytest -q --maxfail=10 -c /dev/null --rootdir=. --confcutdir=tests/kernels \
-        --import-mode=importlib -p no:cacheprovider -W ignore tests/kernels -k "$1"
+        --import-mode=importlib -p no:cacheprovider -W ignore "${workers[@]}" \
+        --ignore=tests/kernels/test_compile.py tests/kernels -k "$1"
 }
 
-run_tests() { kernel_tests 'not flashinfer and not hopper'; }
+run_tests() { kernel_tests 'not flashinfer'; }
 
 run_flashinfer() { kernel_tests flashinfer; }
 
-run_correctness() { python3 benchmarks/gpu_correctness.py ${MODEL_DIR:+--model "$MODEL_DIR"}; }
+run_correctness() {
+    # shellcheck disable=SC2086
+    python3 benchmarks/gpu_correctness.py ${MODEL_DIR:+--model "$MODEL_DIR"} ${CORRECTNESS_OPTIONS:-}
+}
 
 run_kernels() { python3 benchmarks/bench_kernels.py --only linear elementwise attention sampling; }
 
@@ -101,13 +114,19 @@ run_pdl() {
     done
 }
 
-run_fused() {
-    local fused
-    for fused in 0 1; do
-        echo "RoPE and KV store inside decode attention: $fused"
-        RADIXGROVE_FUSED_DECODE=$fused python3 benchmarks/offline.py --model qwen3-0.6b \
-            --workload bs64_decode bs1_decode --label "fused=$fused" || return
+run_ways() {
+    local joined fused status=0
+    for joined in 1 0; do
+        for fused in 0 1; do
+            echo "norms and prefetch in products: $joined, RoPE and KV store in attention: $fused"
+            # shellcheck disable=SC2086
+            RADIXGROVE_JOINED_PRODUCTS=$joined RADIXGROVE_FUSED_DECODE=$fused \
+                python3 benchmarks/offline.py --model "${WAYS_MODEL:-qwen3-0.6b}" \
+                --workload ${WORKLOADS:-bs64_decode bs1_decode nano256} \
+                --label "joined=$joined fused=$fused" ${ENGINE_OPTIONS:-} || status=$?
+        done
     done
+    return $status
 }
 
 run_profile() {
@@ -134,9 +153,9 @@ run_tp() {
         --workload bs1_decode bs64_decode nano256
 }
 
-declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [correctness]=200 [kernels]=120 [norms]=300 [offline]=200 [pdl]=90 [fused]=120
+declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [correctness]=200 [kernels]=120 [norms]=200 [offline]=200 [pdl]=90 [ways]=200
     [profile]=120 [profile_small]=120 [serving]=180 [tp]=240)
-declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [norms]=24 [offline]=16 [pdl]=8 [fused]=12
+declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [norms]=24 [offline]=16 [pdl]=8 [ways]=24
     [profile]=26 [profile_small]=52 [serving]=30 [tp]=8)
 declare -A STATUS SECONDS_OF
 

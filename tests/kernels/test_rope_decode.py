@@ -92,8 +92,8 @@ class Case:
     def check(self, config: DecodeConfig | None = None) -> None:
         (out, pages), (expected, stored) = self.run(config), self.apart()
         assert_close(out, expected)
-        # Summed in another order on a GPU, a norm may round another way.
-        tolerance = 1e-2 if self.norms and pages.is_cuda else 0.0
+        # On a GPU a norm's sum has another order, and a rotation other fused multiplications.
+        tolerance = 1e-2 if pages.is_cuda else 0.0
         torch.testing.assert_close(pages, stored, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 

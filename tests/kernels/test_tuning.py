@@ -98,6 +98,9 @@ class TestFile:
         assert path() != first
         versions["v"], names["n"] = 130100, "H200"
         assert path() != first
+        names["n"] = "H100"
+        monkeypatch.setenv("RADIXGROVE_JOINED_PRODUCTS", "0")
+        assert path() != first, "what was chosen among other candidates"
 
 
 class TestChoose:
@@ -303,6 +306,21 @@ class TestCandidates:
         assert ours(96, residual=True) == []
         assert ours(128, silu=True) == [(64, False), (64, True)], "wider tiles have no room"
         assert ours(192, silu=True) == []
+
+    def test_norms_and_products_may_be_kept_apart(
+        self, hopper: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kind = projection(6144, 32)
+
+        def joined() -> set[bool]:
+            found = tuning.candidates(64, kind, hopper)
+            ours = [choice for choice in found if choice.skinny is not None]
+            assert ours
+            return {c.folded or tuning.may_come_ahead(c, 64, kind) for c in (*ours, CUBLAS)}
+
+        assert joined() == {True}
+        monkeypatch.setenv("RADIXGROVE_JOINED_PRODUCTS", "0")
+        assert joined() == {False}
 
     def test_many_tokens_may_leave_the_residual_to_the_norm(self, hopper: Any) -> None:
         found = tuning.candidates(512, projection(64, 32, residual=True), hopper)

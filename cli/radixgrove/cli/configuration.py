@@ -28,7 +28,10 @@ CONFIG_VARIABLE = PREFIX + "CONFIG"
 CLIENT_VARIABLES = frozenset({PREFIX + name for name in ("URL", "API_KEY", "MANAGEMENT_URL")})
 # Read by kernels and ranks where they are needed, in programs without settings too.
 ENGINE_VARIABLES = frozenset(
-    {PREFIX + name for name in ("CACHE_DIR", "FUSED_DECODE", "PDL", "PEER_ALL_REDUCE")}
+    {
+        PREFIX + name
+        for name in ("CACHE_DIR", "FUSED_DECODE", "JOINED_PRODUCTS", "PDL", "PEER_ALL_REDUCE")
+    }
 )
 PARTS: dict[str, type[BaseModel]] = {
     "worker": WorkerSettings,

@@ -224,9 +224,15 @@ def own_candidates(bucket: int, projection: Projection, scratch: Scratch) -> lis
         own = own[: bucket <= _SKINNY_WITHOUT_SILU]
     elif bucket <= _SKINNY_ONE_TILE:
         own = own[:1]
-    if not projection.residual:
+    if not projection.residual and _may_join():
         own += list(filter(fitting, FOLDED_CANDIDATES))[:1]
     return own
+
+
+def _may_join() -> bool:
+    """Whether norms may go into products and weights be asked for ahead; not with
+    `RADIXGROVE_JOINED_PRODUCTS=0`."""
+    return os.environ.get("RADIXGROVE_JOINED_PRODUCTS") != "0"
 
 
 def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch) -> bool:
@@ -407,7 +413,8 @@ def _fastest_kinds(timed: Sequence[_Timed]) -> list[_Timed]:
 def may_come_ahead(choice: Choice, bucket: int, projection: Projection) -> bool:
     """Whether tokens are so few that they wait for weights, and something can ask for them."""
     by_norm = not projection.residual and choice.gemv is None
-    return 1 < bucket <= _MANY_TOKENS and (by_norm or choice.skinny is not None)
+    few = 1 < bucket <= _MANY_TOKENS
+    return few and _may_join() and (by_norm or choice.skinny is not None)
 
 
 def _repeat(timed: Sequence[_Timed], device: torch.device) -> None:
@@ -488,6 +495,7 @@ def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
             str(cublaslt.version()),  # algorithms are one version's
             str(dtype),
             repr((_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES, FOLDED_CANDIDATES)),
+            str(_may_join()),
         )
     )
     name = blake2b(identity.encode(), digest_size=8).hexdigest()
