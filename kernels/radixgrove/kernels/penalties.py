@@ -30,7 +30,7 @@ def penalize_reference(
     logits -= presence[:, None] * (generated > 0) + frequency[:, None] * generated
 
 
-@jit
+@jit(varying=("rows_ptr", "repetition_ptr", "presence_ptr", "frequency_ptr"))
 def _penalize_kernel(
     logits_ptr,
     rows_ptr,
