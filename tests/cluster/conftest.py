@@ -57,7 +57,7 @@ def kubectl(request: pytest.FixtureRequest) -> Kubectl:
 def namespace(kubectl: Kubectl) -> Iterator[str]:
     """A fresh namespace in which only pods of the `restricted` standard are admitted."""
     name = f"test-{secrets.token_hex(4)}"
-    kubectl.apply(pods.namespace(name))
+    pods.make_namespace(kubectl, name)
     yield name
     kubectl.delete("namespace", name, wait=False)
 

@@ -113,9 +113,9 @@ class Cluster:
         self.wait_until_ready()
         return node
 
-    def wait_until_ready(self, *, timeout: float = 120) -> None:
+    def wait_until_ready(self) -> None:
         """Waits until all nodes are Ready, advertise GPUs, enforce policies and resolve names."""
-        wait_until(self._all_ready, "all nodes are Ready", timeout=timeout)
+        wait_until(self._all_ready, "all nodes are Ready")
         for node in self.nodes:
             node.enforce_policies()
             self.advertise_gpus(node)
@@ -123,7 +123,6 @@ class Cluster:
             "daemonset", "coredns", "-n", "kube-system",
             that=lambda d: d["status"].get("numberReady", 0) == len(self.nodes),
             what="cluster DNS serves on every node",
-            timeout=timeout,
         )  # fmt: skip
 
     def build_image(

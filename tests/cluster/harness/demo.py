@@ -53,7 +53,7 @@ def serve(cluster: Cluster, *, replicas: int = 2, timeout: float = 300) -> None:
 
 def prepare_namespace(cluster: Cluster, namespace: str = NAMESPACE) -> Mounts:
     """A `restricted` namespace with claims for the demo model and for this checkout's code."""
-    cluster.kubectl.apply(pods.namespace(namespace))
+    pods.make_namespace(cluster.kubectl, namespace)
     claim_directory(cluster.kubectl, namespace, "models", demo_model.ensure().parent)
     return claim_environment(cluster.kubectl, namespace)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.harness.waiting import wait_until
+from tests.cluster.harness.waiting import PATIENCE, wait_until
 
 Manifest = Mapping[str, Any]
 
@@ -29,7 +29,7 @@ class Kubectl:
     program: Path
     kubeconfig: Path
 
-    def run(self, *arguments: str, text: str | None = None, timeout: float = 60) -> str:
+    def run(self, *arguments: str, text: str | None = None, timeout: float = PATIENCE) -> str:
         """Returns standard output; `text` goes to standard input. Raises `KubectlError`."""
         outcome = subprocess.run(
             [str(self.program), f"--kubeconfig={self.kubeconfig}", *arguments],
@@ -73,15 +73,12 @@ class Kubectl:
         """PATCH of one resource; kind is json, merge or strategic."""
         self.run("patch", *arguments, f"--type={kind}", f"--patch={json.dumps(body)}")
 
-    def delete(self, *arguments: str, wait: bool = True, timeout: float = 60) -> None:
+    def delete(self, *arguments: str, wait: bool = True) -> None:
         """Deletes what the arguments name; what is gone already is no error."""
-        self.run(
-            "delete", *arguments, "--ignore-not-found", f"--wait={str(wait).lower()}",
-            timeout=timeout,
-        )  # fmt: skip
+        self.run("delete", *arguments, "--ignore-not-found", f"--wait={str(wait).lower()}")
 
     def wait_for(
-        self, *arguments: str, that: Callable[[Any], object], what: str, timeout: float = 60
+        self, *arguments: str, that: Callable[[Any], object], what: str, timeout: float = PATIENCE
     ) -> Any:
         """Waits until a resource exists and satisfies `that`; returns it."""
 

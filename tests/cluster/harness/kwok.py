@@ -83,7 +83,7 @@ class PretendedNodes:
         self._kwok = Process("kwok", self._command(stages), state=path)
         self._kwok.start()
         self._control_plane.kubectl.apply(*(self._node(index) for index in range(self._count)))
-        wait_until(self._all_ready, f"{self._count} pretended nodes are Ready", timeout=120)
+        wait_until(self._all_ready, f"{self._count} pretended nodes are Ready")
         return self
 
     def __exit__(

@@ -6,12 +6,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.cluster.harness.kubectl import Kubectl, condition
+from tests.cluster.harness.waiting import PATIENCE
 
 
 def namespace(name: str, *, pod_security: str = "restricted") -> dict[str, Any]:
     """A namespace in which the API server itself enforces a pod security standard."""
     labels = {"pod-security.kubernetes.io/enforce": pod_security}
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+
+
+def make_namespace(kubectl: Kubectl, name: str) -> None:
+    """A `restricted` namespace, unless it is there, in which pods can be made.
+
+    Before the controllers have made its service account, the API server refuses every pod.
+    """
+    kubectl.apply(namespace(name))
+    kubectl.wait_for("serviceaccount", "default", "-n", name, that=bool, what="exists")
 
 
 def pod(
@@ -55,7 +65,9 @@ def pod(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def wait_until_ready(kubectl: Kubectl, namespace: str, *names: str, timeout: float = 60) -> None:
+def wait_until_ready(
+    kubectl: Kubectl, namespace: str, *names: str, timeout: float = PATIENCE
+) -> None:
     """Waits until pods are Ready."""
     for name in names:
         kubectl.wait_for(

@@ -82,7 +82,7 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL; returns when the process has ended."""
-        self._end(signal.SIGKILL, grace=10)
+        self._end(signal.SIGKILL, grace=60)
         if self.running:
             raise RuntimeError(f"{self.name} does not end")
 
@@ -117,7 +117,7 @@ def marked(state: Path) -> Iterator[int]:
             yield int(entry.name)
 
 
-def kill_marked(state: Path, *, timeout: float = 30) -> None:
+def kill_marked(state: Path) -> None:
     """Kills every process of a cluster, also stopped ones, until none is left."""
 
     def none_left() -> bool:
@@ -126,7 +126,7 @@ def kill_marked(state: Path, *, timeout: float = 30) -> None:
             _kill(pid)
         return not pids
 
-    wait_until(none_left, f"no process of {state.name} is left", timeout=timeout, interval=0.05)
+    wait_until(none_left, f"no process of {state.name} is left", interval=0.05)
 
 
 def children(pid: int) -> list[int]:

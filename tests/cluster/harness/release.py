@@ -51,8 +51,11 @@ def values() -> dict[str, Any]:
             "pullPolicy": "Never",
             "redis": {"repository": "radixgrove/redis", "tag": TAG},
         },
-        # Two nodes share the cores of one machine.
-        "router": {"resources": {"requests": {"cpu": "100m", "memory": "128Mi"}}},
+        # Two nodes share the cores of one machine, and so may a worker that a request wakes.
+        "router": {
+            "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},
+            "settings": {"queue_timeout": 60},
+        },
     }
 
 
@@ -63,13 +66,13 @@ def install(
     name: str = "radixgrove",
     namespace: str = NAMESPACE,
     chart: Path = CHART,
-    timeout: int = 180,
+    timeout: int = 480,
 ) -> None:
     """`helm upgrade --install` into a `restricted` namespace; waits until all of it is ready.
 
     `more_values` are merged over `values` by Helm. Raises `HelmError`.
     """
-    cluster.kubectl.apply(pods.namespace(namespace))
+    pods.make_namespace(cluster.kubectl, namespace)
     files = []
     for index, content in enumerate((values(), more_values or {})):
         file = cluster.control_plane.path / f"{namespace}-{name}-values-{index}.json"
@@ -89,7 +92,7 @@ def uninstall(cluster: Cluster, name: str = "radixgrove", namespace: str = NAMES
     """`helm uninstall`; waits until what it deletes is gone. No release is no error."""
     helm(
         cluster, "uninstall", name, f"--namespace={namespace}", "--ignore-not-found",
-        "--cascade=foreground", "--wait", "--timeout=120s",
+        "--cascade=foreground", "--wait", "--timeout=300s",
     )  # fmt: skip
 
 

@@ -8,13 +8,21 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# Seconds for what takes a few where nobody else wants the cores. A deadline of its own has only
+# what takes longer, or what the specification itself puts a time on.
+PATIENCE = 180.0
+
 
 class Timeout(AssertionError):
     """A condition did not become true in time; the message names it and what was last seen."""
 
 
 def wait_until(
-    condition: Callable[[], T], what: str, *, timeout: float, interval: float = 0.2
+    condition: Callable[[], T | None],
+    what: str,
+    *,
+    timeout: float = PATIENCE,
+    interval: float = 0.2,
 ) -> T:
     """Polls `condition` until it returns something true, and returns that.
 
