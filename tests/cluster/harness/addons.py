@@ -59,7 +59,13 @@ def _dns(address: str) -> list[dict[str, Any]]:
         "image": DNS_IMAGE,
         "imagePullPolicy": "Never",
         "args": ["-conf", "/etc/coredns/Corefile"],
-        "readinessProbe": {"httpGet": {"path": "/ready", "port": 8181}, "periodSeconds": 1},
+        # Soon ready, and not given up for a busy moment: its node's pods have no other.
+        "readinessProbe": {
+            "httpGet": {"path": "/ready", "port": 8181},
+            "periodSeconds": 1,
+            "timeoutSeconds": 5,
+            "failureThreshold": 10,
+        },
         "volumeMounts": [{"name": "config", "mountPath": "/etc/coredns"}],
     }
     pod = {

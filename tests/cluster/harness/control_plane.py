@@ -29,6 +29,10 @@ KUBE_PROXY = "system:kube-proxy"
 KUBE_ROUTER = "radixgrove:kube-router"
 KWOK = "radixgrove:kwok"
 
+# Seconds of silence after which a node is lost; pretended nodes renew their leases every 10 s.
+NODE_GRACE = 16
+PRETENDED_NODE_GRACE = 50
+
 # The groups of users that have a static token; the user names hit the built-in roles.
 _GROUPS = {
     ADMIN: "system:masters",
@@ -198,22 +202,19 @@ class ControlPlane:
             ],
         )
         self.etcd.start()
-        wait_until(lambda: self._healthy(self.etcd, f"{self._etcd_url}/health"), "etcd serves",
-                   timeout=30)  # fmt: skip
+        wait_until(lambda: self._healthy(self.etcd, f"{self._etcd_url}/health"), "etcd serves")
         self.api_server.start()
         self.wait_until_serving()
         self.controller_manager.start()
         self.scheduler.start()
         self.kubectl.wait_for(
-            "serviceaccount", "default", "-n", "default", that=bool, what="exists", timeout=60
+            "serviceaccount", "default", "-n", "default", that=bool, what="exists"
         )
 
     def wait_until_serving(self) -> None:
         """Waits until the API server answers that it is ready, e.g. after a restart."""
         url = f"https://{self.address}:{self.port}/readyz"
-        wait_until(
-            lambda: self._healthy(self.api_server, url), "the API server serves", timeout=120
-        )
+        wait_until(lambda: self._healthy(self.api_server, url), "the API server serves")
 
     def _process(self, name: str, flags: Sequence[str]) -> Process:
         process = Process(name, [str(self._programs / name), *flags], state=self.path)
@@ -280,7 +281,8 @@ class ControlPlane:
             f"--service-account-private-key-file={self._signing_key}",
             f"--root-ca-file={self.authority.certificate}",
             "--use-service-account-credentials",
-            "--node-monitor-grace-period=20s",
+            f"--node-monitor-grace-period={NODE_GRACE if self._nodes else PRETENDED_NODE_GRACE}s",
+            "--node-monitor-period=2s",
             # Of each controller; with the default of 20 a second, garbage waits for its turn.
             "--kube-api-qps=200",
             "--kube-api-burst=400",

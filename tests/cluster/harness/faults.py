@@ -12,8 +12,7 @@ from tests.cluster.harness import cgroups
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.kubectl import Kubectl, condition
 from tests.cluster.harness.node import Node
-
-_LOST = 60  # seconds: the grace period (20) and what the controllers need after it
+from tests.cluster.harness.waiting import PATIENCE, wait_until
 
 
 class Faults:
@@ -47,16 +46,22 @@ class Faults:
         self._cluster.wait_until_ready()
 
     def kill_container(self, namespace: str, pod: str, container: str | None = None) -> None:
-        """SIGKILL to the first process of a pod's container (default: its first container)."""
-        found = self._cluster.kubectl.json("get", "pod", pod, "-n", namespace)
-        statuses = found["status"]["containerStatuses"]
-        status = next(s for s in statuses if container in (None, s["name"]))
-        container_id = status["containerID"].removeprefix("containerd://")
-        for pid in cgroups.container_processes(found["spec"]["nodeName"], container_id):
-            if _is_first(pid):
-                os.kill(pid, signal.SIGKILL)
-                return
-        raise RuntimeError(f"{namespace}/{pod} has no running process")
+        """SIGKILL to the first process of a pod's container (default: its first container).
+
+        Waits for a container that is just restarted.
+        """
+
+        def first_process() -> int | None:
+            found = self._cluster.kubectl.json("get", "pod", pod, "-n", namespace)
+            statuses = found["status"].get("containerStatuses", [])
+            ids = (s.get("containerID", "") for s in statuses if container in (None, s["name"]))
+            container_id = next(ids, "").removeprefix("containerd://")
+            if not container_id:
+                return None
+            pids = cgroups.container_processes(found["spec"]["nodeName"], container_id)
+            return next(filter(_is_first, pids), None)
+
+        os.kill(wait_until(first_process, f"{namespace}/{pod} runs"), signal.SIGKILL)
 
     def stop_kubelet(self, node: Node) -> None:
         """Kills a kubelet: its pods go on, the node becomes NotReady after the grace period."""
@@ -88,7 +93,7 @@ class Faults:
         node.reconnect()
         self._cut_off.discard(node.name)
 
-    def wait_until(self, node: Node, *, ready: bool, timeout: float = _LOST) -> None:
+    def wait_until(self, node: Node, *, ready: bool, timeout: float = PATIENCE) -> None:
         """Waits until the control plane believes a node Ready, or lost."""
         self._cluster.kubectl.wait_for(
             "node", node.name,
@@ -138,7 +143,8 @@ class Bystander:
 
 def _is_first(pid: int) -> bool:
     """Whether a process is number 1 of its own process namespace."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("NSpid:"):
-            return line.split()[-1] == "1"
-    return False
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:  # ended meanwhile
+        return False
+    return any(line.split()[-1] == "1" for line in lines if line.startswith("NSpid:"))

@@ -102,7 +102,7 @@ class Node:
         self.kube_proxy = self._program("kube-proxy", self._kube_proxy_command())
         self.kube_router = self._program("kube-router", self._kube_router_command())
         self.containerd.start()
-        wait_until(self._containerd_answers, f"containerd of {self.name} answers", timeout=60)
+        wait_until(self._containerd_answers, f"containerd of {self.name} answers")
         for archive in archives:
             self.import_image(archive)
         self.kubelet.start()
@@ -178,7 +178,7 @@ class Node:
         ]  # fmt: skip
         self._first = self._process("pause", command)
         self._first.start()
-        wait_until(self._first_process_runs, f"{self.name} has namespaces", timeout=10)
+        wait_until(self._first_process_runs, f"{self.name} has namespaces")
 
     def _first_process_runs(self) -> bool:
         self._first.check()
@@ -269,6 +269,8 @@ class Node:
             "evictionHard": {"memory.available": "50Mi", "nodefs.available": "1%"},
             "imageGCHighThresholdPercent": 100,
             "oomScoreAdj": 0,
+            # Renewed every 3 s: of the control plane's `NODE_GRACE` a busy machine may lose most.
+            "nodeLeaseDurationSeconds": 12,
             "volumePluginDir": "/var/lib/kubelet/volume-plugins",
         }
 

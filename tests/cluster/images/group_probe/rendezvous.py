@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 _MEETING = 300.0  # seconds for all ranks to come: images are pulled meanwhile
 _PULSE_EVERY = 0.2
-_PULSE_TIMEOUT = 6.0  # a rank that is silent this long is lost
+_PULSE_TIMEOUT = 10.0  # a rank that is silent this long is lost
 
 
 class PeerLost(Exception):
