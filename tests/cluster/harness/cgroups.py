@@ -67,7 +67,7 @@ def thaw(name: str) -> None:
     _set_frozen(name, False)
 
 
-def kill_all(prefix: str, *, timeout: float = 30) -> None:
+def kill_all(prefix: str) -> None:
     """Kills every process in the top-level groups whose name begins with `prefix`."""
 
     def none_left() -> bool:
@@ -82,10 +82,10 @@ def kill_all(prefix: str, *, timeout: float = 30) -> None:
                 continue
         return not pids
 
-    wait_until(none_left, f"no process is left in cgroups {prefix}*", timeout=timeout)
+    wait_until(none_left, f"no process is left in cgroups {prefix}*")
 
 
-def remove(prefix: str, *, timeout: float = 30) -> None:
+def remove(prefix: str) -> None:
     """Removes the (empty) top-level groups whose name begins with `prefix`."""
 
     def gone() -> bool:
@@ -95,7 +95,7 @@ def remove(prefix: str, *, timeout: float = 30) -> None:
                     _try_rmdir(directory)
         return not _names(prefix)
 
-    wait_until(gone, f"cgroups {prefix}* are removed", timeout=timeout)
+    wait_until(gone, f"cgroups {prefix}* are removed")
 
 
 def _try_rmdir(directory: str) -> None:
@@ -135,6 +135,11 @@ def _set_frozen(name: str, frozen: bool) -> None:
             version_1.write_text(wanted)
             return version_1.read_text().strip() == wanted
 
-        wait_until(reached, f"{name} is {wanted}", timeout=10, interval=0.05)
+        wait_until(reached, f"{name} is {wanted}", interval=0.05)
     elif version_2.exists():
-        version_2.write_text("1" if frozen else "0")
+        version_2.write_text(f"{frozen:d}")
+        events = MOUNT / name / "cgroup.events"
+        wait_until(
+            lambda: f"frozen {frozen:d}" in events.read_text(),
+            f"{name} is frozen: {frozen}", interval=0.05,
+        )  # fmt: skip

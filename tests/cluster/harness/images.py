@@ -38,7 +38,6 @@ def build_image(
     """
     stem = name.replace("/", "_").replace(":", "_")
     archives = _store() / "archives"
-    archives.mkdir(parents=True, exist_ok=True)
     with _alone(archives / f"{stem}.lock"):
         _build(name, dockerfile, context, arguments, layers=True)
         identity = _buildah("images", "--quiet", "--no-trunc", name).strip().removeprefix("sha256:")
@@ -59,6 +58,7 @@ def build_image(
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Clusters of one machine build under the same names: they take turns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -125,16 +125,17 @@ def base_image() -> str:
     """
     packages = ",".join(_BASE_PACKAGES)
     name = f"localhost/radixgrove/base:{_SUITE}-{hashlib.sha256(packages.encode()).hexdigest()[:8]}"
-    if _buildah("images", "--quiet", "--filter", f"reference={name}").strip():
-        return name
-    with tempfile.TemporaryDirectory(dir=cache_directory()) as directory:
-        context = Path(directory)
-        _run(
-            ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={packages}", _SUITE,
-             str(context / "base.tar")]
-        )  # fmt: skip
-        (context / "Dockerfile").write_text('FROM scratch\nADD base.tar /\nCMD ["python3"]\n')
-        _buildah("build", f"--tag={name}", str(context))
+    with _alone(_store() / "base.lock"):
+        if _buildah("images", "--quiet", "--filter", f"reference={name}").strip():
+            return name
+        with tempfile.TemporaryDirectory(dir=cache_directory()) as directory:
+            context = Path(directory)
+            _run(
+                ["mmdebstrap", "--quiet", "--variant=minbase", '--aptopt=Acquire::Retries "5"',
+                 f"--include={packages}", _SUITE, str(context / "base.tar")]
+            )  # fmt: skip
+            (context / "Dockerfile").write_text('FROM scratch\nADD base.tar /\nCMD ["python3"]\n')
+            _buildah("build", f"--tag={name}", str(context))
     return name
 
 
@@ -145,9 +146,13 @@ def _store() -> Path:
 def _buildah(*arguments: str) -> str:
     store = _store()
     settings = store / "containers.conf"
-    settings.parent.mkdir(parents=True, exist_ok=True)
     # Networks are not used here, but buildah would make their directory below /etc.
-    settings.write_text(f'[network]\nnetwork_config_dir = "{store / "networks"}"\n')
+    text = f'[network]\nnetwork_config_dir = "{store / "networks"}"\n'
+    if not settings.exists() or settings.read_text() != text:
+        store.mkdir(parents=True, exist_ok=True)
+        whole = store / f"containers.conf.{os.getpid()}"
+        whole.write_text(text)
+        whole.replace(settings)  # another process may be reading it
     # A mount namespace of its own, so that nothing stays mounted after a kill.
     return _run(
         ["unshare", "--mount", "buildah", f"--root={store / 'root'}", f"--runroot={store / 'run'}",

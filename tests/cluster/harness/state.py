@@ -95,7 +95,7 @@ class StateDirectory:
         kill_marked(self.path)
         _delete_links(self.name)
         cgroups.remove(f"{self.name}-")
-        wait_until(lambda: not loop_devices(self.path), "the nodes' disks are free", timeout=120)
+        wait_until(lambda: not loop_devices(self.path), "the nodes' disks are free")
         _remove_tree(self.path)
         _restore_sysctls()
 
@@ -119,17 +119,28 @@ def names() -> list[str]:
 
 def sweep() -> None:
     """Removes what owners that no longer live have left behind; detached clusters stay."""
-    for found in _ownerless():
-        if found.detached:
-            found.release()
-        else:
-            found.remove()
+    with sweeping():
+        for found in _ownerless():
+            if found.detached:
+                found.release()
+            else:
+                found.remove()
 
 
 def remove_ownerless() -> None:
     """Ends detached clusters too; only what a living process owns stays."""
-    for found in _ownerless():
-        found.remove()
+    with sweeping():
+        for found in _ownerless():
+            found.remove()
+
+
+@contextmanager
+def sweeping() -> Iterator[None]:
+    """One process sweeps at a time: whoever has waited finds the other's work done."""
+    state_root().mkdir(parents=True, exist_ok=True)
+    with (state_root() / "sweeping").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _ownerless() -> Iterator[StateDirectory]:
@@ -170,9 +181,10 @@ def _sysctl_journal() -> Iterator[dict[str, str]]:
 
 
 def _restore_sysctls() -> None:
-    if any(path.is_dir() for path in state_root().iterdir()):
-        return
     with _sysctl_journal() as journal:
+        # Asked in here: a cluster that begins now changes settings only after they are restored.
+        if any(path.is_dir() for path in state_root().iterdir()):
+            return
         for path, value in journal.items():
             (Path("/proc/sys") / path).write_text(value)
         journal.clear()
@@ -189,18 +201,22 @@ def _try_lock(name: str) -> IO[str] | None:
         except BlockingIOError:
             file.close()
             return None
-        if path.exists() and os.fstat(file.fileno()).st_ino == path.stat().st_ino:
-            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                return file
         file.close()
 
 
 def _delete_links(name: str) -> None:
-    for entry in Path("/sys/class/net").iterdir():
-        if entry.name == name or entry.name.startswith(f"{name}-"):
+    def left() -> list[str]:
+        names = (entry.name for entry in Path("/sys/class/net").iterdir())
+        found = [link for link in names if link == name or link.startswith(f"{name}-")]
+        for link in found:
             # A veth may vanish with its namespace at this very moment: only what stays counts.
-            subprocess.run(["ip", "link", "delete", entry.name], capture_output=True)
-            if entry.exists():
-                raise StateError(f"network link {entry.name} cannot be deleted")
+            subprocess.run(["ip", "link", "delete", link], capture_output=True)
+        return found
+
+    wait_until(lambda: not left(), f"the network links of {name} are deleted")
 
 
 def _remove_tree(path: Path) -> None:
