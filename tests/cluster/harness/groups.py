@@ -11,14 +11,13 @@ from typing import Any
 
 from tests.cluster.harness import demo
 from tests.cluster.harness.cluster import Cluster
-from tests.cluster.harness.kubectl import condition
 from tests.cluster.harness.node import Node
-from tests.cluster.harness.served import SERVICE_LABEL, Served
+from tests.cluster.harness.served import Served
 from tests.cluster.harness.volumes import Mounts
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 # Short, so that a test sees in seconds what takes minutes with the defaults.
-RECOVERY = {"backoff": "2s", "stableAfter": "5s", "nodeGrace": "5s"}
+RECOVERY = {"backoff": "2s", "stableAfter": "5s", "nodeGrace": "3s"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Member:
     uid: str
     rank: int
     node: str
-    ready: bool
 
 
 def spec(mounts: Mounts, *, nodes: int = 2, gpus_per_node: int = 0, **more: Any) -> dict[str, Any]:
@@ -56,18 +54,14 @@ def spec(mounts: Mounts, *, nodes: int = 2, gpus_per_node: int = 0, **more: Any)
 
 def members(served: Served) -> list[Member]:
     """The service's worker pods that are not leaving, by name."""
-    selector = f"--selector={SERVICE_LABEL}={served.name},app.kubernetes.io/component=worker"
-    found = served.kubectl.items("pods", "-n", served.namespace, selector)
     pods = [
         Member(
             name=pod["metadata"]["name"],
             uid=pod["metadata"]["uid"],
             rank=int(pod["metadata"]["labels"]["apps.kubernetes.io/pod-index"]),
             node=pod["spec"].get("nodeName", ""),
-            ready=condition(pod, "Ready") == "True",
         )
-        for pod in found
-        if "deletionTimestamp" not in pod["metadata"]
+        for pod in served.staying_pods()
     ]
     return sorted(pods, key=lambda pod: pod.name)
 
@@ -77,8 +71,16 @@ def server(text: str) -> str:
     return text.partition(":")[0]
 
 
+def lets_one_pod_go(budget: dict[str, Any]) -> bool:
+    """Whether a PodDisruptionBudget allows one eviction, as it is and not as it was."""
+    status = budget.get("status", {})
+    if status.get("observedGeneration") != budget["metadata"]["generation"]:
+        return False
+    return bool(status["disruptionsAllowed"] == 1)
+
+
 def wait_until_recreated(
-    served: Served, old: Sequence[Member], *, timeout: float = 180
+    served: Served, old: Sequence[Member], *, timeout: float = 300
 ) -> dict[str, Any]:
     """Waits until the one group is ready and every pod in `old` gone or leaving; the status.
 
@@ -89,9 +91,8 @@ def wait_until_recreated(
     def ready(status: dict[str, Any]) -> bool:
         if status.get("readyReplicas") != 1 or len(status.get("groups", [])) != 1:
             return False
-        # The status may still be that of an attempt before the pods that are there now.
-        told = {pod["uid"] for pod in status["groups"][0].get("pods", [])}
-        return uids.isdisjoint(told) and told == {member.uid for member in members(served)}
+        present = {member.uid for member in members(served)}
+        return uids.isdisjoint(present) and served.is_present(status)
 
     return served.wait(ready, "the group is ready with new pods only", timeout=timeout)
 

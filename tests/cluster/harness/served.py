@@ -45,7 +45,7 @@ class Served:
     def delete(self) -> None:
         """Deletes it and waits until its pods are gone too."""
         self.kubectl.delete(KIND, self.name, "-n", self.namespace)
-        wait_until(lambda: not self.pods(), f"the pods of {self.name} are gone", timeout=120)
+        wait_until(lambda: not self.pods(), f"the pods of {self.name} are gone")
 
     def read(self) -> dict[str, Any]:
         """The resource as it is."""
@@ -57,13 +57,20 @@ class Served:
         return status
 
     def pods(self) -> dict[str, str]:
-        """UIDs of its worker pods by name."""
-        selector = f"--selector={SERVICE_LABEL}={self.name},app.kubernetes.io/component=worker"
-        found = self.kubectl.items("pods", "-n", self.namespace, selector)
-        return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in found}
+        """UIDs of its worker pods by name, leaving ones included."""
+        return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in self._worker_pods()}
+
+    def staying_pods(self) -> list[dict[str, Any]]:
+        """Its worker pods that are not leaving."""
+        return [pod for pod in self._worker_pods() if "deletionTimestamp" not in pod["metadata"]]
+
+    def is_present(self, status: Mapping[str, Any]) -> bool:
+        """Whether a status speaks of the very pods that stay: it may be of an attempt before."""
+        told = {pod["uid"] for group in status.get("groups", []) for pod in group.get("pods", [])}
+        return told == {pod["metadata"]["uid"] for pod in self.staying_pods()}
 
     def wait(
-        self, that: Callable[[dict[str, Any]], object], what: str, *, timeout: float = 180
+        self, that: Callable[[dict[str, Any]], object], what: str, *, timeout: float = 300
     ) -> dict[str, Any]:
         """Waits until the status satisfies `that`, for the present spec; returns the status."""
         deadline = time.monotonic() + timeout
@@ -79,17 +86,22 @@ class Served:
                 )
             time.sleep(0.3)
 
-    def wait_until_ready(self, replicas: int, *, timeout: float = 240) -> dict[str, Any]:
+    def wait_until_ready(self, replicas: int, *, timeout: float = 480) -> dict[str, Any]:
         """Waits until exactly `replicas` groups exist, all ready and of the newest revision."""
         return self.wait(
             lambda status: (
                 status.get("replicas") == status.get("readyReplicas") == replicas
                 and status.get("updatedReplicas") == replicas
                 and len(status.get("groups", [])) == replicas
+                and self.is_present(status)
             ),
             f"{replicas} groups are ready and up to date",
             timeout=timeout,
         )
+
+    def _worker_pods(self) -> list[dict[str, Any]]:
+        selector = f"--selector={SERVICE_LABEL}={self.name},app.kubernetes.io/component=worker"
+        return self.kubectl.items("pods", "-n", self.namespace, selector)
 
 
 def reason(status: Mapping[str, Any], condition: str) -> str:
@@ -101,5 +113,6 @@ def reason(status: Mapping[str, Any], condition: str) -> str:
 
 
 def message(status: Mapping[str, Any], condition: str) -> str:
-    """The words of a condition."""
-    return next((str(c["message"]) for c in status["conditions"] if c["type"] == condition), "")
+    """The words of a condition; empty when it is not there."""
+    conditions = status.get("conditions", [])
+    return next((str(c["message"]) for c in conditions if c["type"] == condition), "")

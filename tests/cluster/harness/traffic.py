@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from types import TracebackType
 from tests.cluster.harness import pods
 from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.volumes import Mounts
-from tests.cluster.harness.waiting import wait_until
+from tests.cluster.harness.waiting import PATIENCE, wait_until
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -49,15 +50,19 @@ class Client:
         pods.wait_until_ready(kubectl, namespace, name)
         return cls(kubectl, namespace, name)
 
-    def python(self, code: str, *arguments: str, timeout: float = 60) -> str:
+    def python(self, code: str, *arguments: str, timeout: float = PATIENCE) -> str:
         """Runs a few lines of Python in the pod and returns what they print."""
         return self.kubectl.run(
             "exec", self.name, "-n", self.namespace, "--", "/usr/bin/python3", "-c", code,
             *arguments, timeout=timeout,
         )  # fmt: skip
 
-    def ask(self, url: str, model: str, question: str, *, timeout: float = 120) -> str:
-        """The answer to one question, greedy and short."""
+    def ask(self, url: str, model: str, question: str) -> str:
+        """The answer to one question, greedy and short.
+
+        The way to the router is tried again while there is none: a Service reaches each node in
+        its own time. What the router answers counts at once.
+        """
         body = {
             "model": model,
             "messages": [{"role": "user", "content": question}],
@@ -65,7 +70,7 @@ class Client:
             "temperature": 0,
         }
         address = f"{url}/chat/completions"
-        return self.python(_ASK, address, json.dumps(body), timeout=timeout).strip()
+        return self.python(_ASK, address, json.dumps(body), timeout=400).strip()
 
 
 class Traffic:
@@ -107,7 +112,7 @@ class Traffic:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            status = self._process.wait(180)
+            status = self._process.wait(300)
         finally:
             self._process.kill()
             self._process.wait()
@@ -119,13 +124,16 @@ class Traffic:
     def failures(self) -> list[str]:
         return [outcome.failure for outcome in self.outcomes if outcome.failure]
 
-    def wait_for_more(self, count: int, *, timeout: float = 120) -> None:
+    def wait_for_more(self, count: int) -> None:
         """Waits until that many further requests have finished."""
         wanted = len(self.outcomes) + count
+        self.wait_for(lambda seen: len(seen) >= wanted, f"{count} more requests finish")
+
+    def wait_for(self, that: Callable[[Sequence[Outcome]], bool], what: str) -> None:
+        """Waits until the requests that have finished satisfy `that`."""
         wait_until(
-            lambda: len(self.outcomes) >= wanted or self._process.poll() is not None,
-            f"{count} more requests finish", timeout=timeout,
-        )  # fmt: skip
+            lambda: that(self.outcomes) or self._process.poll() is not None, what, timeout=300
+        )
         if self._process.poll() is not None:
             raise RuntimeError("the source of traffic has ended")
 
@@ -136,7 +144,18 @@ class Traffic:
 
 
 _ASK = """
-import json, sys, urllib.request as r
+import json, sys, time, urllib.error, urllib.request as r
 request = r.Request(sys.argv[1], sys.argv[2].encode(), {"content-type": "application/json"})
-print(json.load(r.urlopen(request, timeout=110))["choices"][0]["message"]["content"])
+deadline = time.monotonic() + 60
+while True:
+    try:
+        answer = r.urlopen(request, timeout=300)
+        break
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{error.code}: {error.read(500)}")
+    except urllib.error.URLError as error:
+        if time.monotonic() > deadline:
+            raise
+        time.sleep(0.5)
+print(json.load(answer)["choices"][0]["message"]["content"])
 """

@@ -14,8 +14,8 @@ import time
 
 import aiohttp
 
-_REQUEST_TIMEOUT = 120.0  # seconds
-_LIFETIME = 900.0  # seconds, should whoever started this be gone without a word
+_REQUEST_TIMEOUT = 240.0  # seconds
+_LIFETIME = 1800.0  # seconds, should whoever started this be gone without a word
 
 
 async def main(url: str, model: str, clients: int, tokens: int) -> None:
