@@ -69,10 +69,10 @@ def test_builders_wait_for_each_other(compiler: Compiler, tmp_path: Path) -> Non
     ]
     for thread in threads:
         thread.start()
-    assert waits.wait(10)
+    assert waits.wait(60)
     gate.touch()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert compiler.calls == 1
 

@@ -9,6 +9,7 @@ import pytest
 from tests.cluster.harness.build import KUBERNETES_VERSION
 from tests.cluster.harness.control_plane import ADMIN, ControlPlane
 from tests.cluster.harness.kubectl import Kubectl, KubectlError
+from tests.cluster.harness.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -35,7 +36,7 @@ def test_a_service_account_may_do_only_what_its_role_says(control_plane: Control
     kubectl.run("create", "role", "read", "--verb=get,list", "--resource=configmaps")
     kubectl.run("create", "rolebinding", "read", "--role=read", "--serviceaccount=default:reader")
     reader = Kubectl(kubectl.program, control_plane.service_account_kubeconfig("default", "reader"))
-    assert reader.items("configmaps")
+    wait_until(lambda: _lists(reader, "configmaps"), "the API server knows the role")
     with pytest.raises(KubectlError, match="forbidden"):
         reader.run("create", "configmap", "refused")
 
@@ -44,11 +45,16 @@ def test_the_audit_log_counts_requests(control_plane: ControlPlane) -> None:
     control_plane.audit.read()
     control_plane.kubectl.run("create", "configmap", "counted")
     control_plane.kubectl.delete("configmap", "counted")
-    writes = [request for request in control_plane.audit.read(ADMIN) if request.writes]
-    assert [(w.verb, w.resource, w.name) for w in writes] == [
-        ("create", "configmaps", "counted"),
-        ("delete", "configmaps", "counted"),
-    ]
+    writes: list[tuple[str, str, str]] = []
+
+    def two_are_logged() -> bool:
+        """A request may be answered just before it is logged."""
+        found = (request for request in control_plane.audit.read(ADMIN) if request.writes)
+        writes.extend((request.verb, request.resource, request.name) for request in found)
+        return len(writes) >= 2
+
+    wait_until(two_are_logged, "two writes are logged")
+    assert writes == [("create", "configmaps", "counted"), ("delete", "configmaps", "counted")]
 
 
 def test_a_paused_server_goes_on(control_plane: ControlPlane) -> None:
@@ -58,3 +64,10 @@ def test_a_paused_server_goes_on(control_plane: ControlPlane) -> None:
     control_plane.api_server.send(signal.SIGCONT)
     control_plane.wait_until_serving()
     assert control_plane.kubectl.items("nodes") == []
+
+
+def _lists(kubectl: Kubectl, kind: str) -> bool:
+    try:
+        return bool(kubectl.items(kind))
+    except KubectlError:
+        return False
