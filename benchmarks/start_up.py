@@ -56,6 +56,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="radixgrove-start-") as scratch:
         clone = Path(scratch) / "clone"
         subprocess.run(["git", "clone", "--quiet", str(results.ROOT), str(clone)], check=True)
+        head = ["git", "-C", str(clone), "rev-parse", "--short=12", "HEAD"]
+        # What is measured is the clone, whatever lies uncommitted here.
+        os.environ["BENCHMARK_COMMIT"] = subprocess.check_output(head, text=True).strip()
         own = {"XDG_CACHE_HOME": f"{scratch}/cache", "VENV": ".venv"}
         environment = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
         environment |= own

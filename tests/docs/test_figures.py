@@ -61,6 +61,17 @@ def test_tables_quote_recorded_figures() -> None:
         assert any(abs(value - number) <= slack for value in values), f"{figure} in {row}"
 
 
+def test_the_readme_says_how_long_the_first_minutes_take() -> None:
+    latest = {line["metric"]: line["value"] for name, line in lines() if name == "start_up"}
+    words = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    for metric, text in (
+        ("set_up", "{:.0f} s on two cores"),
+        ("first_start", "then {:.0f} s for the first start"),
+        ("warm_start", "later such a start took {:.0f} s"),
+    ):
+        assert text.format(round(latest[metric])) in words
+
+
 def test_a_figure_without_its_keys_is_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
