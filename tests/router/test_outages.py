@@ -120,6 +120,9 @@ async def test_static_foreign_replicas_are_tracked_by_what_was_sent(
         assert answer.matched_tokens > 0
     seen = Counter([(await router.complete(prompt(9000 + i))).replica for i in range(20)])
     assert len(seen) == 2
+    for body, param in ((completion("x", n="2"), "n"), (completion("x", model=5), "model")):
+        refused = await router.post("/v1/completions", body)
+        assert (refused.status, refused.error["param"]) == (400, param)
     served = next(replica for replica in replicas if replica.url.endswith(first.replica))
     assert served.counters.headers[0]["content-type"] == "application/json"
     assert "x-radixgrove-key" not in served.counters.headers[0]

@@ -145,7 +145,7 @@ def peek_model(body: bytes) -> str:
     Raises:
         ApiError: 400, when the body is not a JSON object or names no model.
     """
-    return _require_model(_decode(_model_decoder, body).model)
+    return _require_model(decode(_model_decoder, body).model)
 
 
 def parse_chat(body: bytes, limits: ModelLimits) -> ChatRequest:
@@ -154,7 +154,7 @@ def parse_chat(body: bytes, limits: ModelLimits) -> ChatRequest:
     Raises:
         ApiError: 400, naming the parameter.
     """
-    wire = _decode(_chat_decoder, body)
+    wire = decode(_chat_decoder, body)
     model = _require_model(wire.model)
     messages = _checked_messages(wire.messages)
     _refuse_unsupported(wire, CHAT_NEUTRAL)
@@ -199,7 +199,7 @@ def parse_completion(body: bytes, limits: ModelLimits) -> CompletionRequest:
     Raises:
         ApiError: 400, naming the parameter.
     """
-    wire = _decode(_completion_decoder, body)
+    wire = decode(_completion_decoder, body)
     model = _require_model(wire.model)
     prompts = _checked_prompts(wire.prompt, limits)
     _refuse_unsupported(wire, COMPLETION_NEUTRAL)
@@ -229,7 +229,12 @@ _MISSING = re.compile(r"^Object missing required field `([^`]+)`$")
 _NOT_A_NUMBER = re.compile(rb'"([A-Za-z_]{1,64})"\s*:\s*-?$')
 
 
-def _decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    """Read a body off the wire.
+
+    Raises:
+        ApiError: 400, naming the field where it can.
+    """
     try:
         body.decode("utf-8")  # msgspec skips unknown fields without looking at their bytes
         return decoder.decode(body)

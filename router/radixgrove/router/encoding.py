@@ -17,7 +17,6 @@ from hashlib import blake2b
 import aiohttp
 import msgspec
 
-from radixgrove.protocol import errors
 from radixgrove.protocol.auth import sharing_domain
 from radixgrove.protocol.blocks import (
     HASH_BYTES,
@@ -28,7 +27,12 @@ from radixgrove.protocol.blocks import (
 from radixgrove.protocol.openai import MAX_SEQUENCES
 from radixgrove.protocol.prompts import PromptEncoder
 from radixgrove.protocol.registry import Registration
-from radixgrove.protocol.requests import INTERNAL_KEY_HEADER, parse_chat, parse_completion
+from radixgrove.protocol.requests import (
+    INTERNAL_KEY_HEADER,
+    decode,
+    parse_chat,
+    parse_completion,
+)
 from radixgrove.protocol.settings import RouterSettings, Sharing
 from radixgrove.protocol.tokenizer import (
     MAX_FILE_BYTES,
@@ -232,11 +236,12 @@ class Encoders:
 
 
 def encode_foreign(body: bytes) -> Encoded:
-    """A request that goes on as it came, tracked by the text of its prompt."""
-    try:
-        request = _foreign_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise errors.invalid("The request body is not valid JSON.") from None
+    """A request that goes on as it came, tracked by the text of its prompt.
+
+    Raises:
+        ApiError: 400, what the router itself reads of it is malformed.
+    """
+    request = decode(_foreign_decoder, body)
     text = bytes(request.messages) or bytes(request.prompt)
     names, parent = [], bytes(request.cache_salt)
     for end in range(TEXT_BLOCK, len(text), TEXT_BLOCK):
