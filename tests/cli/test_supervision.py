@@ -60,14 +60,17 @@ async def test_a_dead_child_is_reported_and_started_again() -> None:
     assert scene.service.restarts == 1
 
 
-async def test_the_back_off_grows() -> None:
+async def test_the_back_off_grows_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "FIRST_BACKOFF", 0.4)
+    monkeypatch.setattr(supervise, "LONGEST_BACKOFF", 1.0)
     scene = Scene("raise SystemExit(7)")
     await scene.service.start()
     scene.service.mark_ready()
-    await until(lambda: len(scene.said) >= 3)
+    await until(lambda: len(scene.said) >= 4, deadline=30)
     await scene.service.stop(1)
     assert "exited with code 7" in scene.said[0]
-    assert scene.service.restarts <= len(scene.said)
+    # 0.4, 0.8, 1 and 1 seconds, as they are said.
+    assert [text.rpartition(" in ")[2] for text in scene.said[:4]] == ["0 s", "1 s", "1 s", "1 s"]
 
 
 async def test_a_child_that_never_was_ready_is_given_up_with_its_last_error() -> None:

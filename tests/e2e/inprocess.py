@@ -53,6 +53,7 @@ class InProcessEngine:
         config = SchedulerConfig.resolve(worker, executor.info, on_cpu=True)
         self.scheduler = Scheduler(config)
         self.most_chunks = 0  # chunks that the most chopped prompt took
+        self.most_decodes = 0  # rows of the largest step of decodes
         self._names = 0
 
     def generate(
@@ -88,6 +89,7 @@ class InProcessEngine:
             for chunk in plan.prefills:
                 chunks[chunk.row] += 1
                 self.most_chunks = max(self.most_chunks, chunks[chunk.row])
+            self.most_decodes = max(self.most_decodes, len(plan.decodes))
             self._executor.launch(plan)
             self.scheduler.complete(self._executor.collect())
             self.scheduler.check()

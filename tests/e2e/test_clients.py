@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from tests.conftest import wait_until
 from tests.e2e.conftest import MODEL, UpProcess, chat_body, wait_idle
 
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
@@ -90,6 +95,32 @@ def test_cached_tokens_on_the_second_turn(client: openai.OpenAI) -> None:
     assert cached > 0
 
 
+def test_ps_shows_what_the_replicas_do(client: openai.OpenAI, cluster: UpProcess) -> None:
+    prompt = "All work and no play makes Jack a dull boy. " * 30
+    long = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(long))
+
+    def shown() -> list[list[str]]:
+        url = f"http://127.0.0.1:{cluster.management_port}"
+        command = [sys.executable, "-m", "radixgrove.cli", "ps", "--management-url", url]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return [line.split() for line in text.splitlines()[2:]]  # below the router and the heads
+
+    def busy() -> bool:
+        return any(running == "1" and kv != "0%" for _, _, _, running, _, kv, *_ in shown())
+
+    wait_until(busy, what="the request and its pages in the table")
+    rows = shown()
+    long.close()
+    assert [row[:3] for row in rows] == [[f"replica-{i}", MODEL, "ready"] for i in range(2)]
+    for row in rows:
+        assert re.fullmatch(r"\d+%|-", row[6])
+        assert re.fullmatch(r"\d+[smh]", row[7])
+        assert row[8] == "cpu"
+
+
 def test_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=FRANCE, temperature=0, max_tokens=4, logprobs=True, top_logprobs=3
@@ -162,6 +193,7 @@ def test_context_overflow(client: openai.OpenAI) -> None:
 
 
 def test_langchain(cluster: UpProcess) -> None:
+    from langchain_core.messages import HumanMessage
     from langchain_openai import ChatOpenAI
     from pydantic import SecretStr
 
@@ -178,11 +210,37 @@ def test_langchain(cluster: UpProcess) -> None:
     assert whole.usage_metadata is not None
     assert whole.usage_metadata["output_tokens"] == 8
     assert "".join(str(chunk.content) for chunk in model.stream(question)) == whole.content
+    assert model.invoke(question, stop=["nce is P"]).content == "The capital of Fra"
+    scored = model.bind(logprobs=True, top_logprobs=2).invoke(question)
+    tokens = [entry["token"] for entry in scored.response_metadata["logprobs"]["content"]]
+    assert "".join(tokens) == whole.content
+    (choices,) = model.generate([[HumanMessage(question)]], n=2).generations
+    assert [choice.text for choice in choices] == [whole.content] * 2
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens"):
+        model.invoke("word " * 6000)
+
+
+def engine_gauges(worker: str) -> dict[str, float]:
+    """What a worker's engine says of itself, five times a second."""
+    names = ("running_requests", "kv_pages", "kv_free_pages", "kv_evictable_pages")
+    found = dict.fromkeys(names, 0.0)
+    for line in httpx.get(f"{worker}/metrics", timeout=10).text.splitlines():
+        name, _, value = line.removeprefix("radixgrove_engine_").rpartition(" ")
+        if name in found:
+            found[name] = float(value)
+    assert found["kv_pages"] > 0
+    return found
+
+
+def held_pages(worker: str) -> float:
+    gauges = engine_gauges(worker)
+    return gauges["kv_pages"] - gauges["kv_free_pages"] - gauges["kv_evictable_pages"]
 
 
 def test_disconnect_frees_the_replica(cluster: UpProcess) -> None:
     """Closed after the first bytes: both the router and the worker let go at once."""
     wait_idle(cluster)
+    workers = [entry["url"] for entry in cluster.replicas().values()]
     body = chat_body("Write a very long story.", max_tokens=1500, stream=True, ignore_eos=True)
     with httpx.stream(
         "POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=60
@@ -190,7 +248,15 @@ def test_disconnect_frees_the_replica(cluster: UpProcess) -> None:
         lines = answer.iter_lines()
         for _ in range(6):
             next(lines)
-    wait_idle(cluster, deadline=5)
+        wait_until(lambda: any(held_pages(url) > 0 for url in workers), what="pages in use")
+    # A second on a quiet machine, where the engines' own figures follow five times in one.
+    wait_until(
+        lambda: all(
+            engine_gauges(url)["running_requests"] == 0 and held_pages(url) == 0 for url in workers
+        ),
+        deadline=5,
+        what="the end of the request and of its hold on pages",
+    )
 
 
 def test_request_id_travels(cluster: UpProcess) -> None:
@@ -204,10 +270,21 @@ def test_request_id_travels(cluster: UpProcess) -> None:
     assert answer.status_code == 200
 
 
-def test_ctrl_c_leaves_nothing(demo_model_dir: Path, tmp_path: Path) -> None:
+def test_ctrl_c_lets_streams_end_and_leaves_nothing(demo_model_dir: Path, tmp_path: Path) -> None:
     up = UpProcess(tmp_path / "log", ("--replicas", "1"))
+    body = chat_body("Tell a story.", max_tokens=60, stream=True, ignore_eos=True)
+
+    def stream() -> str:
+        return httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).text
+
     try:
         up.start()
-        up.stop()
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(stream)
+            wait_until(lambda: up.status()["in_flight"] == 1, what="the stream at the router")
+            up.stop()
+            text = running.result(timeout=30)
+        assert text.endswith("data: [DONE]\n\n")
+        assert '"finish_reason":"length"' in text
     finally:
         up.kill()

@@ -47,6 +47,7 @@ def test_cold_then_warm_cache(
     engine = InProcessEngine(executor, settings())
     cold = engine.generate(texts, GREEDY)
     assert [answer.tokens for answer in cold] == expected
+    assert engine.scheduler.counters.cached_tokens == 0
     warm = engine.generate(texts, GREEDY)
     assert [answer.tokens for answer in warm] == expected
     for prompt, answer in zip(texts, warm, strict=True):
@@ -76,6 +77,7 @@ def test_shuffled_batches_of_sixteen(
     engine = InProcessEngine(executor, settings(max_running=16))
     answers = engine.generate([texts[i] for i in order], GREEDY)
     assert [answer.tokens for answer in answers] == [expected[i] for i in order]
+    assert engine.most_decodes == 16
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +114,9 @@ def test_logprobs_match_across_cold_and_warm(
     model = reference.load(demo_model_dir)
     engine = InProcessEngine(executor, settings())
     sampling = SamplingParams(max_tokens=8, seed=0, temperature=0.0, logprobs=3)
-    for _ in range(2):
+    for warm in (False, True):
         for prompt, answer in zip(texts[:8], engine.generate(texts[:8], sampling), strict=True):
+            assert answer.cached_tokens == ((len(prompt) - 1) // 16 * 16 if warm else 0)
             rows = reference.logprobs(model, prompt + answer.tokens)
             for i, (token, entry) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
                 wanted = rows[len(prompt) - 1 + i, token].item()

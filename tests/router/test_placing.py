@@ -104,6 +104,23 @@ async def test_two_routers_share_one_view_of_load(
     assert min(replica.counters.requests for replica in replicas) >= 9
 
 
+@pytest.mark.parametrize("policy", ["prefix", "least-load"])
+async def test_second_router_avoids_what_the_first_one_booked(
+    policy: str, redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    """Routers that each balance their own requests alone would send half of these to the queue."""
+    replicas = await _pair(make_replica, redis_server)
+    first, second = [await make_router(redis_server, policy=policy) for _ in range(2)]
+    long = asyncio.create_task(first.complete(prompt(*range(8000))))  # 8 s of prefill
+    await eventually(lambda: sum(replica.counters.requests for replica in replicas) == 1)
+    free = next(f"r{i}" for i, replica in enumerate(replicas) if not replica.counters.requests)
+    answers = await asyncio.gather(
+        *(second.complete(prompt(*range(10_000 * i, 10_000 * i + 20))) for i in range(1, 9))
+    )
+    assert {answer.replica for answer in answers} == {free}
+    long.cancel()
+
+
 async def test_second_router_sees_what_the_first_one_cached(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:
