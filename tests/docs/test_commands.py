@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import click
@@ -58,6 +59,23 @@ def test_make_targets_exist() -> None:
     assert len(named) > 5
     for page, (target, *_) in named:
         assert target.strip(".,") in targets, f"{page}: make {target}"
+
+
+def test_make_bench_replays_a_trace_only_where_one_is_given() -> None:
+    """No trace comes with the project, and the replay can do nothing without one."""
+
+    def scripts(*variables: str) -> list[str]:
+        command = ["make", "--dry-run", "--directory", str(ROOT), "bench", *variables]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return re.findall(r"benchmarks/(\S+\.py.*)", text)
+
+    plain = scripts()
+    assert len(plain) == 3
+    assert all((ROOT / "benchmarks" / line.split()[0]).is_file() for line in plain)
+    *_, replay = scripts("TRACE=requests.jsonl", "PEERS=venv")
+    assert replay.split() == [
+        *("router_replay.py", "--trace", "requests.jsonl", "--peers-venv", "venv")
+    ]
 
 
 def test_files_that_pages_point_at_exist() -> None:
