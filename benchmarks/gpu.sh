@@ -21,6 +21,7 @@
 #   serving       a whole worker over HTTP, 256 streams at once; MODELS chooses, SERVING_OPTIONS go
 #                 to serving.py; after `offline`, or with OFFLINE="MODEL=RATE ...", compares with it
 #   tp            two GPUs: bs1_decode, bs64_decode, nano256
+#   tp_correctness   two GPUs: the text of random models, split, against Hugging Face
 #
 # Environment:
 #   WORKLOADS, ENGINE_OPTIONS    for `offline` and `ways`, in place of theirs, and options of offline.py
@@ -153,10 +154,12 @@ run_tp() {
         --workload bs1_decode bs64_decode nano256
 }
 
+run_tp_correctness() { python3 benchmarks/gpu_correctness.py --tp 2 --backend triton; }
+
 declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [correctness]=200 [kernels]=120 [norms]=200 [offline]=200 [pdl]=90 [ways]=200
-    [profile]=120 [profile_small]=120 [serving]=180 [tp]=240)
+    [profile]=120 [profile_small]=120 [serving]=180 [tp]=240 [tp_correctness]=120)
 declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [norms]=24 [offline]=16 [pdl]=8 [ways]=24
-    [profile]=26 [profile_small]=52 [serving]=30 [tp]=8)
+    [profile]=26 [profile_small]=52 [serving]=30 [tp]=8 [tp_correctness]=8)
 declare -A STATUS SECONDS_OF
 
 run_stage() {

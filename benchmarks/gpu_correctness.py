@@ -4,7 +4,8 @@
 
 Small models with random weights are made: Llama (9 query and 3 KV heads; not with `--model`), Qwen2
 (groups of 7, bias) and Qwen3 (q/k norm). The first model goes through every mode, the others
-through batches with graphs, without the torch backend.
+through batches with graphs, without the torch backend. With `--tp` it is the text of so many ranks
+only, in float32 and of random models that can be split.
 
 Greedy equality is checked by teacher forcing: if, after the prompt and each of our tokens,
 transformers' argmax is our next token, then its greedy text is ours. Two tokens may be so close
@@ -46,9 +47,12 @@ CLOSE_ERRORS = 8.0
 _BATCH = 25  # texts a forward pass of the reference
 MODELS: dict[str, dict[str, Any]] = {
     "llama-9-3": {"kind": "LlamaConfig", "num_attention_heads": 9, "num_key_value_heads": 3},
+    "llama-8-2": {"kind": "LlamaConfig", "num_attention_heads": 8, "num_key_value_heads": 2},
     "qwen2-7-1": {"kind": "Qwen2Config", "num_attention_heads": 7, "num_key_value_heads": 1},
     "qwen3-8-2": {"kind": "Qwen3Config", "num_attention_heads": 8, "num_key_value_heads": 2},
 }
+DEFAULT = ["llama-9-3", "qwen2-7-1", "qwen3-8-2"]  # the first not beside a model that is given
+SPLIT = ["llama-8-2", "qwen3-8-2"]  # by 2 ranks
 
 
 @dataclass
@@ -60,6 +64,7 @@ class Counters:
     largest_batch: int = 0
     cached_tokens: int = 0
     replays: int = 0
+    ranks: int = 1  # that launched steps
 
 
 @dataclass
@@ -111,11 +116,18 @@ class Subject:
                     self._take(output, found)
         self.counters.cached_tokens += scheduler.counters.cached_tokens
         self.counters.replays = self._replays() - replays
+        self.counters.ranks = self._ranks()
         return found
 
     def _replays(self) -> int:
-        graphs = getattr(self.engine.executor, "_graphs", None)
+        """Of rank 0."""
+        executor = self.engine.executor
+        graphs = getattr(getattr(executor, "_runner", executor), "_graphs", None)
         return 0 if graphs is None else int(graphs.replays)
+
+    def _ranks(self) -> int:
+        links = getattr(self.engine.executor, "_links", None)
+        return 1 if links is None else 1 + sum(step > 0 for step in links.done.values())
 
     def _submit(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
         self.engine.scheduler.submit(
@@ -343,6 +355,19 @@ def modes(backend: str) -> list[Mode]:
     ]
 
 
+def parallel_modes(backend: str, tp: int) -> list[Mode]:
+    """As `modes`, of several ranks."""
+    graphs = backend != "torch" and torch.cuda.is_available()
+    return [
+        (
+            f"tp {tp}, batched",
+            {"tp": tp},
+            {},
+            lambda c: c.ranks == tp and c.largest_batch > 8 and (c.replays > 8) == graphs,
+        )
+    ]
+
+
 def check_float32(
     model: str, model_dir: Path, backend: str, judge: Judge, chosen: list[Mode], report: Report
 ) -> None:
@@ -478,11 +503,37 @@ def check_rescoring(
         )
 
 
+def check_model(
+    model: str,
+    model_dir: Path,
+    judge: Judge,
+    arguments: argparse.Namespace,
+    report: Report,
+    *,
+    first: bool,
+) -> None:
+    """With every backend; all modes of the first model only."""
+    for backend in arguments.backend:
+        if backend == "torch" and not (first or arguments.tp > 1):
+            continue
+        if arguments.tp > 1:
+            chosen = parallel_modes(backend, arguments.tp)
+        else:
+            chosen = modes(backend) if first else modes(backend)[-2:-1]
+        if backend != "flashinfer":
+            with report.guarded(f"{model} fp32 {backend}"):
+                check_float32(model, model_dir, backend, judge, chosen, report)
+        if arguments.tp == 1:
+            with report.guarded(f"{model} bf16 {backend}"):
+                check_bfloat16(model, model_dir, backend, judge, report)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a Hugging Face directory")
     parser.add_argument("--random", nargs="*", choices=MODELS, help="random models to make")
     parser.add_argument("--backend", nargs="+", default=["torch", "triton", "flashinfer"])
+    parser.add_argument("--tp", type=int, default=1, help="check the text of so many ranks only")
     arguments = parser.parse_args(argv)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
@@ -491,23 +542,14 @@ def main(argv: list[str] | None = None) -> int:
         models: list[tuple[str, Path, float]] = []
         if arguments.model is not None:
             models.append((arguments.model.name, arguments.model, REAL_TIE))
-        names = list(MODELS) if arguments.random is None else arguments.random
-        if arguments.random is None and models:
-            names.remove("llama-9-3")
+        names = arguments.random
+        if names is None:
+            names = SPLIT if arguments.tp > 1 else DEFAULT[bool(models) :]
         for name in names:
             models.append((name, make_random_model(name, Path(scratch)), RANDOM_TIE))
         for index, (model, model_dir, tie) in enumerate(models):
             judge = Judge.of(model_dir, tie)
-            for backend in arguments.backend:
-                if index and backend == "torch":
-                    continue
-                if backend != "flashinfer":
-                    all_modes = modes(backend)
-                    chosen = all_modes if not index else all_modes[-2:-1]
-                    with report.guarded(f"{model} fp32 {backend}"):
-                        check_float32(model, model_dir, backend, judge, chosen, report)
-                with report.guarded(f"{model} bf16 {backend}"):
-                    check_bfloat16(model, model_dir, backend, judge, report)
+            check_model(model, model_dir, judge, arguments, report, first=not index)
     print("all passed" if not report.failed else f"{report.failed} failed")
     return 1 if report.failed else 0
 
