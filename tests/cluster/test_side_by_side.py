@@ -1,4 +1,4 @@
-"""Tests that share a cluster run in one process, in the order of their files."""
+"""Tests in several processes: what shares a cluster stays in one, what is timed runs alone."""
 
 from __future__ import annotations
 
@@ -25,6 +25,23 @@ def test_that_says_where_it_runs(number):
         log.write(f"{{os.environ['PYTEST_XDIST_WORKER']}} {name}\\n")
 """
 
+_WORKER = """
+import os
+from tests.cluster.harness import machine
+
+def say(word):
+    os.write(log, f"{{os.getpid()}} {{word}}\\n".encode())
+
+log = os.open({log!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+for _ in range(3):
+    with machine.shared():
+        say("works")
+        with machine.alone():
+            say("alone")
+            say("not alone")
+        say("works")
+"""
+
 
 def test_groups_stay_together_and_in_order(tmp_path: Path) -> None:
     """Asked of pytest-xdist itself, which may lose what it is told without a word."""
@@ -45,3 +62,20 @@ def test_groups_stay_together_and_in_order(tmp_path: Path) -> None:
         lines = [(worker, name) for worker, name in ran if name in group]
         assert len({worker for worker, _ in lines}) == 1
         assert [name for _, name in lines] == [name for name in group for _ in range(3)]
+
+
+def test_whoever_is_alone_is_alone_and_everybody_gets_a_turn(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", _WORKER.format(log=str(log))]
+    workers = [subprocess.Popen(command, env=environment) for _ in range(3)]
+    try:
+        assert [worker.wait(100) for worker in workers] == [0, 0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+    said = [line.partition(" ")[::2] for line in log.read_text().splitlines()]
+    alone = [place for place, (_, words) in enumerate(said) if words == "alone"]
+    assert len(alone) == 3 * 3
+    for place in alone:
+        assert said[place + 1] == (said[place][0], "not alone")

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from typing import IO
 
 from tests.cluster.harness.build import cache_directory
+from tests.cluster.harness.waiting import wait_until
+
+_LONGEST = 1500.0  # seconds that somebody else's test may take
 
 _share: IO[str] | None = None  # this process's, locked
 
@@ -19,7 +22,7 @@ def shared() -> Iterator[None]:
     directory = cache_directory()
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "machine").open("w") as _share:
-        _lock(_share, fcntl.LOCK_SH)
+        _come_in(_share, fcntl.LOCK_SH)
         try:
             yield
         finally:
@@ -31,16 +34,28 @@ def alone() -> Iterator[None]:
     """A part of `shared` work that waits until nobody else works, and lets nobody begin."""
     if _share is None:
         raise RuntimeError("only what works `shared` can be alone for a while")
-    fcntl.flock(_share, fcntl.LOCK_UN)  # two that want to be alone must not wait for each other
-    _lock(_share, fcntl.LOCK_EX)
+    _lock(_share, fcntl.LOCK_UN)  # two that want to be alone must not wait for each other
+    _come_in(_share, fcntl.LOCK_EX)
     try:
         yield
     finally:
+        # Not by the gate: whoever stands there waits for this.
         _lock(_share, fcntl.LOCK_SH)
 
 
-def _lock(share: IO[str], how: int) -> None:
-    """Through a gate one by one: nobody passes whoever waits to be alone."""
+def _come_in(share: IO[str], how: int) -> None:
+    """Through a gate, one by one: nobody passes whoever waits to be alone."""
     with (cache_directory() / "machine.gate").open("w") as gate:
-        fcntl.flock(gate, fcntl.LOCK_EX)
-        fcntl.flock(share, how)
+        _lock(gate, fcntl.LOCK_EX)
+        _lock(share, how)
+
+
+def _lock(file: IO[str], how: int) -> None:
+    def locked() -> bool:
+        try:
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    wait_until(locked, "the tests of other processes make room", timeout=_LONGEST)
