@@ -146,7 +146,7 @@ def bench_linear() -> None:
                 elif tokens <= MAX_SKINNY_TOKENS:
                     candidates += SKINNY_CANDIDATES
                 if scratch.cublaslt is not None:
-                    configs = scratch.cublaslt.candidates(tokens, weights[0])
+                    configs = scratch.cublaslt.candidates(tokens, weights[0], DTYPE)
                     candidates += [Choice(cublaslt=config) for config in configs]
                 timed = list(time_candidates(candidates, x, weights, silu, scratch))
                 cublas = timed[0][1]

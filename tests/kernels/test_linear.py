@@ -178,6 +178,37 @@ def test_a_workspace_has_room_for_the_norms_squares(device: torch.device) -> Non
     )
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_float32_stream_is_read_and_added_to_as_it_is(
+    tokens: int, splits: int, device: torch.device
+) -> None:
+    """A product of it is the weights' dtype, and what is added to is rounded to float32 only."""
+    like = torch.zeros((), dtype=torch.bfloat16, device=device)
+    case = Case(tokens, 40, 96, "plain", True, like)
+    assert case.norm is not None
+    config = SkinnyConfig(block_n=16, block_k=32, splits=splits, stages=2)
+    workspace = SkinnyWorkspace(device, partials=1 << 18)
+    if tokens == 1:
+        kernel = linear.gemv
+        options: dict[str, Any] = {}
+    else:
+        kernel = linear.skinny
+        options = {"config": config, "workspace": workspace}
+
+    stream = case.x.float() * 1.0017  # what bfloat16 does not hold
+    case.x = stream
+    y = kernel(stream, case.weight, norm=case.norm, eps=1e-5, **options)
+    assert y.dtype == torch.bfloat16
+    assert_close(y, case.exact())
+
+    x = torch.randn(tokens, 96, device=device).bfloat16()
+    residual = 1000 + torch.randn(tokens, 40, device=device)
+    expected = residual.double() + x.double() @ case.weight.double().t()
+    assert kernel(x, case.weight, residual=residual, **options) is residual
+    assert_close(residual, expected, 1e-6)
+
+
 @pytest.mark.parametrize("kernel", ["gemv", "skinny", "any"])
 def test_a_float32_output_keeps_the_whole_sum(kernel: str, device: torch.device) -> None:
     tokens = 1 if kernel == "gemv" else 3

@@ -87,13 +87,14 @@ class TestFile:
         monkeypatch.setattr(cublaslt, "version", lambda: versions["v"])
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names["n"])
 
-        def path(dtype: torch.dtype = torch.bfloat16) -> Path:
-            return tuning._cache_path(torch.device("cuda", 0), dtype)
+        def path(dtype: torch.dtype = torch.bfloat16, *, wide: bool = False) -> Path:
+            return tuning._cache_path(torch.device("cuda", 0), dtype, wide_stream=wide)
 
         first = path()
         assert first.parent == tmp_path
         assert path() == first
         assert path(torch.float16) != first
+        assert path(wide=True) != first
         versions["v"] = 130200
         assert path() != first
         versions["v"], names["n"] = 130100, "H200"
@@ -135,7 +136,7 @@ class TestTune:
 
         monkeypatch.setattr(tuning, "_fastest", fastest)
         monkeypatch.setattr(tuning, "_is_tunable", lambda device, dtype: True)
-        monkeypatch.setattr(tuning, "_cache_path", lambda *_: tmp_path / "linear.json")
+        monkeypatch.setattr(tuning, "_cache_path", lambda *_, **__: tmp_path / "linear.json")
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(LinearTuner, "scratch", lambda self, device: None)
         return measured
@@ -274,7 +275,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Scratch of a device of 132 multiprocessors whose cuBLASLt knows two algorithms."""
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    library = SimpleNamespace(candidates=lambda tokens, weight: [ALGORITHM, ALGORITHM])
+    asked: list[torch.dtype] = []
+
+    def candidates(tokens: int, weight: Tensor, result: torch.dtype) -> list[CublasLtConfig]:
+        asked.append(result)
+        return [ALGORITHM, ALGORITHM]
+
+    library = SimpleNamespace(candidates=candidates, asked=asked)
     workspace = SkinnyWorkspace(torch.device("cpu"))
     return SimpleNamespace(skinny=workspace, cublaslt=library)
 
@@ -322,6 +329,42 @@ class TestCandidates:
         monkeypatch.setenv("RADIXGROVE_JOINED_PRODUCTS", "0")
         assert joined() == {False}
 
+    @pytest.mark.parametrize(
+        ("options", "bucket", "result"),
+        [
+            ({}, 64, torch.bfloat16),
+            ({"wide": True}, 64, torch.float32),
+            ({"residual": True}, 64, torch.bfloat16),
+            ({"residual": True, "wide_stream": True}, 256, torch.float32),
+            ({"residual": True, "wide_stream": True}, 512, torch.bfloat16),
+            ({"wide_stream": True}, 64, torch.bfloat16),
+        ],
+    )
+    def test_algorithms_are_asked_for_by_what_they_write(
+        self, options: dict[str, bool], bucket: int, result: torch.dtype, hopper: Any
+    ) -> None:
+        assert len(tuning.candidates(bucket, projection(6144, 32, **options), hopper)) >= 3
+        assert hopper.cublaslt.asked == [result]
+
+    def test_a_wide_stream_takes_room_where_norms_are_folded(self, hopper: Any) -> None:
+        def tiles(bucket: int, *, wide_stream: bool) -> list[tuple[int, bool]]:
+            kind = projection(6144, 32, silu=True, wide_stream=wide_stream)
+            found = tuning.own_candidates(bucket, kind, hopper)
+            return [(c.skinny.block_k, c.folded) for c in found if c.skinny is not None]
+
+        assert tiles(64, wide_stream=False) == [(128, False), (64, False), (128, True)]
+        assert tiles(64, wide_stream=True) == [(128, False), (64, False), (64, True)]
+        assert tiles(128, wide_stream=False) == [(64, False), (64, True)]
+        assert tiles(128, wide_stream=True) == [(64, False)]
+
+    def test_trials_read_and_add_to_the_stream(self, hopper: Any) -> None:
+        norm = tuning._Trial(projection(64, 32, wide_stream=True), 16, hopper)
+        added = tuning._Trial(projection(64, 32, wide_stream=True, residual=True), 16, hopper)
+        many = tuning._Trial(projection(64, 32, wide_stream=True, residual=True), 512, hopper)
+        dtypes = [(t._make_operands()[0].dtype, t._make_operands()[3].dtype) for t in (norm, added)]
+        assert dtypes == [(torch.float32,) * 2, (torch.bfloat16, torch.float32)]
+        assert many._make_operands()[3].dtype == torch.bfloat16
+
     def test_many_tokens_may_leave_the_residual_to_the_norm(self, hopper: Any) -> None:
         found = tuning.candidates(512, projection(64, 32, residual=True), hopper)
         assert [choice.deferred for choice in found] == [False] * 3 + [True] * 3
@@ -351,7 +394,7 @@ class TestCompiling:
 
         monkeypatch.setattr(tuning, "_submit", submit)
         monkeypatch.setattr(tuning, "_is_tunable", lambda device, dtype: True)
-        monkeypatch.setattr(tuning, "_cache_path", lambda *_: tmp_path / "linear.json")
+        monkeypatch.setattr(tuning, "_cache_path", lambda *_, **__: tmp_path / "linear.json")
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(LinearTuner, "scratch", lambda self, device: hopper)
         return compiled
@@ -386,7 +429,7 @@ def test_compiling_threads_end_even_when_loading_fails(
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(tuning._Trial, "run_once", run_once)
     monkeypatch.setattr(tuning, "_is_tunable", lambda device, dtype: True)
-    monkeypatch.setattr(tuning, "_cache_path", lambda *_: Path("absent"))
+    monkeypatch.setattr(tuning, "_cache_path", lambda *_, **__: Path("absent"))
     monkeypatch.setattr(LinearTuner, "scratch", lambda self, device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -422,22 +465,23 @@ class TestLibrary:
 
         library = cublaslt._library()
         assert library is not None
-        product = cublaslt._Product(library, 128, 64, torch.bfloat16)
+        product = cublaslt._Product(library, 128, 64, torch.bfloat16, torch.float32)
 
         def read(layout: Any) -> list[int]:
             values = []
-            for attribute in (2, 3, 4):  # rows, columns, leading dimension
-                value, size = c_uint64(), c_size_t()
-                arguments = layout.pointer, c_int(attribute), byref(value), c_size_t(8), byref(size)
+            # Type, rows, columns, leading dimension; their bytes.
+            for attribute, length in ((0, 4), (2, 8), (3, 8), (4, 8)):
+                value, size = c_uint64(), c_size_t(length)
+                arguments = layout.pointer, c_int(attribute), byref(value), size, byref(size)
                 assert library.cublasLtMatrixLayoutGetAttribute(*arguments) == 0
                 values.append(value.value)
             return values
 
         for tokens in (5, 7, 1):
             product.set_tokens(tokens)
-            assert read(product.weight) == [64, 128, 64]
-            assert read(product.x) == [64, tokens, 64]
-            assert read(product.out) == [128, tokens, 128]
+            assert read(product.weight) == [14, 64, 128, 64]
+            assert read(product.x) == [14, 64, tokens, 64]
+            assert read(product.out) == [0, 128, tokens, 128]
 
     def test_an_algorithm_has_64_bytes(self) -> None:
         with pytest.raises(ValueError, match="64 bytes"):
@@ -495,7 +539,10 @@ class TestOnDevice:
         return found + [replace(choice, ahead=True) for choice in ahead]
 
     @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-    @pytest.mark.parametrize("ending", ["plain", "residual", "out", "silu"])
+    @pytest.mark.parametrize(
+        "ending",
+        ["plain", "residual", "out", "silu", "wide residual", "wide out", "wide input"],
+    )
     @pytest.mark.parametrize("tokens", [1, 16, 96, 200, 512])
     def test_every_candidate_computes_the_product(
         self, tokens: int, ending: str, captured: bool, scratch: Scratch
@@ -506,7 +553,11 @@ class TestOnDevice:
         x, weight, norm = random(tokens, self.K), random(self.N, self.K) / 32, random(self.K)
         silu = ending == "silu"
         width = self.N // 2 if silu else self.N
-        start = random(tokens, width) if ending == "residual" else None
+        width_dtype = torch.float32 if ending in ("wide residual", "wide out") else x.dtype
+        name = ending.removeprefix("wide ")
+        start = random(tokens, width).to(width_dtype) if name == "residual" else None
+        if name == "input":
+            x = x.float() * 1.001
         wide = torch.float64
         exact = linear_reference(
             x.to(wide),
@@ -515,11 +566,17 @@ class TestOnDevice:
             silu=silu,
             residual=None if start is None else start.to(wide),
         )
-        for choice in self.choices(tokens, scratch, silu=silu, residual=start is not None):
-            target = torch.full((tokens, width), float("nan"), dtype=x.dtype, device="cuda")
+        kind = {
+            "silu": silu,
+            "residual": start is not None,
+            "wide": ending == "wide out",
+            "wide_stream": ending in ("wide residual", "wide input"),
+        }
+        for choice in self.choices(tokens, scratch, **kind):
+            target = torch.full((tokens, width), float("nan"), dtype=width_dtype, device="cuda")
             options: dict[str, Any] = {"choice": choice, "scratch": scratch, "silu": silu}
-            if ending in ("residual", "out"):
-                options[ending] = target
+            if name in ("residual", "out"):
+                options[name] = target
 
             def run(options: dict[str, Any] = options) -> Tensor:
                 return multiply(x, weight, norm=norm, **options)
@@ -537,13 +594,14 @@ class TestOnDevice:
                 restart()
                 graph.replay()
             assert_close(y, exact, 2e-2)
-            assert ending in ("plain", "silu") or y is target
+            assert y.dtype == width_dtype
+            assert name not in ("residual", "out") or y is target
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_algorithms_serve_other_token_counts_or_say_no(self, dtype: torch.dtype) -> None:
         library = CublasLt(torch.device("cuda", 0))
         weight = torch.randn(self.N, self.K, device="cuda").to(dtype) / 32
-        configs = library.candidates(256, weight)
+        configs = library.candidates(256, weight, dtype)
         assert configs
         served = 0
         for tokens in (256, 255, 130, 17, 256):
@@ -560,7 +618,7 @@ class TestOnDevice:
     def test_refuses_operands_that_are_not_aligned(self) -> None:
         library = CublasLt(torch.device("cuda", 0))
         weight = torch.zeros(self.N, self.K, dtype=torch.bfloat16, device="cuda")
-        (config, *_) = library.candidates(16, weight)
+        (config, *_) = library.candidates(16, weight, weight.dtype)
         shifted = weight.new_zeros(16 * self.K + 8)[8:].view(16, self.K)
         with pytest.raises(CublasLtError, match="aligned"):
             library.matmul(shifted, weight, config)

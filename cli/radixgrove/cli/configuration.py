@@ -30,7 +30,14 @@ CLIENT_VARIABLES = frozenset({PREFIX + name for name in ("URL", "API_KEY", "MANA
 ENGINE_VARIABLES = frozenset(
     {
         PREFIX + name
-        for name in ("CACHE_DIR", "FUSED_DECODE", "JOINED_PRODUCTS", "PDL", "PEER_ALL_REDUCE")
+        for name in (
+            "CACHE_DIR",
+            "FUSED_DECODE",
+            "JOINED_PRODUCTS",
+            "PDL",
+            "PEER_ALL_REDUCE",
+            "WIDE_STREAM",
+        )
     }
 )
 PARTS: dict[str, type[BaseModel]] = {

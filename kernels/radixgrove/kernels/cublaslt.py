@@ -27,7 +27,8 @@ _WORKSPACE_BYTES = 64 << 20
 _ALIGNMENT = 256
 
 # Values of the enumerations in library_types.h, cublas_api.h and cublasLt.h.
-_DATA_TYPES = {torch.bfloat16: 14, torch.float16: 2}
+_DATA_TYPES = {torch.bfloat16: 14, torch.float16: 2, torch.float32: 0}
+_INPUTS = (torch.bfloat16, torch.float16)
 _REAL_32F = 0
 _COMPUTE_32F = 68
 _DESC_TRANSPOSE_A = 3
@@ -107,8 +108,10 @@ class _Product:
     transposed), x its B (K x T) and the result N x T.
     """
 
-    def __init__(self, library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype) -> None:
-        def layout(rows: int, columns: int) -> _Object:
+    def __init__(
+        self, library: ctypes.CDLL, n: int, k: int, dtype: torch.dtype, result: torch.dtype
+    ) -> None:
+        def layout(rows: int, columns: int, dtype: torch.dtype = dtype) -> _Object:
             return _Object(
                 library,
                 "cublasLtMatrixLayout",
@@ -127,7 +130,7 @@ class _Product:
             self.operation.pointer, c_int(_DESC_TRANSPOSE_A), byref(transpose), c_size_t(4)
         )
         _check(status, "transposing")
-        self.weight, self.x, self.out = layout(k, n), layout(k, 1), layout(n, 1)
+        self.weight, self.x, self.out = layout(k, n), layout(k, 1), layout(n, 1, result)
         self._tokens = 1
         # What the library has been asked about: holds while neither changes.
         self._checked: tuple[int, CublasLtConfig] | None = None
@@ -187,7 +190,7 @@ class CublasLt:
         with torch.cuda.device(device):
             self._handle = _Object(library, "cublasLt")
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._products: dict[tuple[int, int, torch.dtype], _Product] = {}
+        self._products: dict[tuple[int, int, torch.dtype, torch.dtype], _Product] = {}
 
     @classmethod
     def open(cls, device: torch.device) -> CublasLt | None:
@@ -199,13 +202,16 @@ class CublasLt:
         except CublasLtError:
             return None
 
-    def candidates(self, tokens: int, weight: Tensor) -> list[CublasLtConfig]:
+    def candidates(self, tokens: int, weight: Tensor, result: torch.dtype) -> list[CublasLtConfig]:
         """Algorithms for x [tokens, K] and `weight` [N, K], the library's favourite first.
+
+        Args:
+            result: the weight's dtype, or float32.
 
         Raises:
             CublasLtError: the library has none.
         """
-        product = self._product(weight)
+        product = self._product(weight, result)
         product.set_tokens(tokens)
         preference = _Object(self._library, "cublasLtMatmulPreference")
         limit = c_size_t(_WORKSPACE_BYTES)
@@ -240,12 +246,13 @@ class CublasLt:
 
         Args:
             x: [T, K] contiguous; weight: [N, K] contiguous; both bfloat16 or both float16.
-            config: of `candidates`, for the same N, K and dtype, and for about as many tokens.
-            residual: [T, N] contiguous, added to, in place, and returned.
-            out: [T, N] contiguous, where to write without `residual`; allocated when None.
+            config: of `candidates`, for the same N, K and dtypes, and for about as many tokens.
+            residual: [T, N] contiguous, x's dtype or float32, added to, in place, and returned.
+            out: [T, N] contiguous, likewise, where to write without `residual`; allocated when
+                None.
 
         Returns:
-            [T, N], x's dtype.
+            [T, N], x's dtype or that of `residual` or `out`.
 
         Raises:
             CublasLtError: the algorithm cannot do that; nothing was written.
@@ -258,7 +265,7 @@ class CublasLt:
         addresses = weight.data_ptr(), x.data_ptr(), out.data_ptr()
         if any(address % _ALIGNMENT for address in addresses):
             raise CublasLtError("an operand is not aligned")
-        product = self._product(weight)
+        product = self._product(weight, out.dtype)
         product.set_algorithm(self._handle, tokens, config)
         operation, a, b, c, d = product.layouts()
         one, beta = c_float(1.0), c_float(0.0 if residual is None else 1.0)
@@ -279,11 +286,11 @@ class CublasLt:
         _check(status, "multiplying")
         return out
 
-    def _product(self, weight: Tensor) -> _Product:
+    def _product(self, weight: Tensor, result: torch.dtype) -> _Product:
         n, k = weight.shape
-        key = n, k, weight.dtype
+        key = n, k, weight.dtype, result
         if key not in self._products:
-            if weight.dtype not in _DATA_TYPES:
-                raise CublasLtError(f"{weight.dtype} is not supported")
-            self._products[key] = _Product(self._library, n, k, weight.dtype)
+            if weight.dtype not in _INPUTS or result not in (weight.dtype, torch.float32):
+                raise CublasLtError(f"{result} from {weight.dtype} is not supported")
+            self._products[key] = _Product(self._library, *key)
         return self._products[key]

@@ -57,10 +57,12 @@ class SkinnyConfig:
     stages: int = 4
     warps: int = 4
 
-    def shared_memory_bytes(self, tokens: int, itemsize: int, *, silu: bool) -> int:
+    def shared_memory_bytes(
+        self, tokens: int, itemsize: int, *, silu: bool, x_itemsize: int
+    ) -> int:
         """What a program takes: tiles of the weight and of x in every stage."""
-        rows = self.block_n * (2 if silu else 1) + _block_m(tokens)
-        return self.stages * rows * self.block_k * itemsize
+        row = self.block_n * (2 if silu else 1) * itemsize + _block_m(tokens) * x_itemsize
+        return self.stages * row * self.block_k
 
 
 def linear_reference(
@@ -164,23 +166,23 @@ def gemv(
     """`ending(norm(x) @ weight.T + bias)` for one token, summed in float32.
 
     Args:
-        x: [1, K] contiguous, float32, bfloat16 or float16.
-        weight: [N, K] contiguous, or [2 N, K] (gate, then up) with `silu`. bias: [N], not with
-            `silu`.
+        x: [1, K] contiguous, the weight's dtype; with `norm` float32 too.
+        weight: [N, K] contiguous, float32, bfloat16 or float16, or [2 N, K] (gate, then up) with
+            `silu`. bias: [N], not with `silu`.
         norm: [K], weight of an RMSNorm of x with `eps`, applied first.
         silu: SiLU-and-multiply the halves of the product.
-        residual: [1, N], added to, in place, and returned.
-        out: where to write without `residual`, x's dtype or float32; allocated when None.
+        residual: [1, N], the weight's dtype or float32, added to, in place, and returned.
+        out: where to write without `residual`, the weight's dtype or float32; allocated when None.
 
     Returns:
-        [1, N], x's dtype or that of `out`.
+        [1, N], the weight's dtype or that of `out` or `residual`.
     """
     k = x.shape[1]
     n = weight.shape[0] // 2 if silu else weight.shape[0]
     if residual is not None:
         out = residual
     elif out is None:
-        out = torch.empty((1, n), dtype=x.dtype, device=x.device)
+        out = torch.empty((1, n), dtype=weight.dtype, device=x.device)
     config = config or GemvConfig()
     _gemv_kernel[(cdiv(n, config.rows),)](
         x,
@@ -370,10 +372,10 @@ def skinny(
 ) -> Tensor:
     """As `gemv`, for 1 to `MAX_SKINNY_TOKENS` tokens: x is [T, K] contiguous.
 
-    With `norm`, x times the norm's weight is rounded to x's dtype before the token's scale, which
-    comes last, where a norm of its own rounds after it. In bfloat16 that differs from the separate
-    norm by as much as another order of summation does, and is no further from float32; a norm
-    folded into the weights instead would be, since they are rounded once more.
+    With `norm`, x times the norm's weight is rounded to the weights' dtype before the token's
+    scale, which comes last, where a norm of its own rounds after it. In bfloat16 that differs from
+    the separate norm by as much as another order of summation does, and is no further from float32;
+    a norm folded into the weights instead would be, since they are rounded once more.
 
     `ahead`: programs ask for their weights while the kernel before ends (compute capability 9.0).
 
@@ -390,7 +392,7 @@ def skinny(
     if residual is not None:
         out = residual
     elif out is None:
-        out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+        out = torch.empty((tokens, n), dtype=weight.dtype, device=x.device)
     k_split = cdiv(cdiv(k, config.splits), config.block_k) * config.block_k
     _skinny_kernel[(cdiv(n, config.block_n), config.splits)](
         x,
@@ -418,7 +420,7 @@ def skinny(
         STAGES=config.stages,
         THREADS=config.warps * 32,
         CACHE_LINE=CACHE_LINE,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         **pdl(x),
     )

@@ -36,7 +36,7 @@ def gather_rows_reference(
     token_ids.copy_(tokens[rows, last])
     slots.copy_(pages[rows, last // page_size].long() * page_size + last % page_size)
     if embedding is not None and hidden is not None:
-        torch.index_select(embedding, 0, token_ids, out=hidden)
+        hidden.copy_(embedding.index_select(0, token_ids))
 
 
 @jit(
@@ -117,7 +117,7 @@ def gather_rows(
         positions, slots: [B] int64, written: the last token's position and place in the pool.
         token_ids: [B] int32, written.
         embedding: [vocabulary, width] contiguous; with `hidden` only.
-        hidden: [B, width] contiguous, written: the last token's embedding.
+        hidden: [B, width] contiguous, written: the last token's embedding; its dtype or wider.
     """
     count = rows.numel()
     if count:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 BUCKETS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 # Past this many tokens an addition to the residual costs enough to ask who should do it, and
 # products no longer wait for their weights.
-_MANY_TOKENS = 256
+MANY_TOKENS = 256
 GEMV_CANDIDATES = (
     Choice(gemv=GemvConfig(rows=2, block_k=1024, warps=4)),
     Choice(gemv=GemvConfig(rows=4, block_k=512, warps=4)),
@@ -66,7 +66,7 @@ MARGIN = 0.985
 _HOPELESS = 1.3
 _REPEATS = 4
 _COLD_BYTES = 256 << 20  # of weights in a row, so that the L2 cache does not hold them
-_FORMAT = 3  # of the file
+_FORMAT = 4  # of the file
 _Key = tuple[int, int, int, bool]  # token bucket, N, K, silu
 _Shape = tuple[torch.dtype, _Key]
 
@@ -77,7 +77,8 @@ class Projection:
 
     `weights`: of several layers, the same shape. `every_token`: it multiplies all tokens of a
     prefill step, not only those that are sampled from. Without `residual` a norm precedes it.
-    `wide`: its output is float32.
+    `wide`: its output is float32. `wide_stream`: of up to `MANY_TOKENS` tokens the residual stream
+    is, which norms read and products are added to.
     """
 
     weights: Sequence[Tensor]
@@ -86,6 +87,17 @@ class Projection:
     biased: bool = False
     every_token: bool = True
     wide: bool = False
+    wide_stream: bool = False
+
+    def stream_dtype(self, tokens: int) -> torch.dtype:
+        few = tokens <= MANY_TOKENS
+        return torch.float32 if self.wide_stream and few else self.weights[0].dtype
+
+    def result_dtype(self, tokens: int) -> torch.dtype:
+        """Of what a library's kernel writes."""
+        if self.residual:
+            return self.stream_dtype(tokens)
+        return torch.float32 if self.wide else self.weights[0].dtype
 
     @property
     def outputs(self) -> int:
@@ -139,7 +151,7 @@ class LinearTuner:
         if not _is_tunable(device, dtype):
             yield
             return
-        known = _read(_cache_path(device, dtype))
+        known = _read(_cache_path(device, dtype, wide_stream=projections[0].wide_stream))
         scratch = self.scratch(device)
         jobs: dict[object, tuple[_Trial, Choice]] = {}
         for bucket, projection in _work(projections, max_batch, max_tokens):
@@ -174,7 +186,7 @@ class LinearTuner:
         device, dtype = _place(projections)
         if not _is_tunable(device, dtype):
             return
-        path = _cache_path(device, dtype)
+        path = _cache_path(device, dtype, wide_stream=projections[0].wide_stream)
         known = _read(path)
         before = len(known)
         todo = list(_work(projections, max_batch, max_tokens))
@@ -242,7 +254,10 @@ def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch)
         return False
     weight, n = projection.weights[0], projection.outputs
     chip = torch.cuda.get_device_properties(weight.device)
-    shared = config.shared_memory_bytes(bucket, weight.itemsize, silu=projection.silu)
+    inputs = projection.stream_dtype(bucket) if choice.folded else weight.dtype
+    shared = config.shared_memory_bytes(
+        bucket, weight.itemsize, silu=projection.silu, x_itemsize=inputs.itemsize
+    )
     return (
         config.splits == _splits(cdiv(n, config.block_n), chip.multi_processor_count)
         and shared <= _SHARED_MEMORY_BYTES
@@ -258,15 +273,15 @@ def _splits(tiles: int, multiprocessors: int) -> int:
 def candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
     """cuBLAS first, then all that may beat it."""
     library = [CUBLAS]
-    narrow = not (projection.biased or projection.wide)
-    if bucket > 1 and narrow and scratch.cublaslt is not None:
+    if bucket > 1 and not projection.biased and scratch.cublaslt is not None:
+        result = projection.result_dtype(bucket)
         try:
-            found = scratch.cublaslt.candidates(bucket, projection.weights[0])
+            found = scratch.cublaslt.candidates(bucket, projection.weights[0], result)
             library += [Choice(cublaslt=config) for config in found]
         except cublaslt.CublasLtError as error:
             log.debug("no algorithms of cuBLASLt: %s", error)
     deferred = []
-    if bucket > _MANY_TOKENS and projection.residual and not projection.biased:
+    if bucket > MANY_TOKENS and projection.residual and not projection.biased:
         deferred = [replace(choice, deferred=True) for choice in library]
     return library + deferred + own_candidates(bucket, projection, scratch)
 
@@ -298,7 +313,7 @@ class _Trial:
 
     def __init__(self, projection: Projection, tokens: int, scratch: Scratch) -> None:
         weight = projection.weights[0]
-        cold = 2 if tokens > _MANY_TOKENS else cdiv(_COLD_BYTES, weight.nbytes)
+        cold = 2 if tokens > MANY_TOKENS else cdiv(_COLD_BYTES, weight.nbytes)
         self.device = weight.device
         self._projection = projection
         self._tokens = tokens
@@ -309,9 +324,12 @@ class _Trial:
     def _make_operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         weight = self._projection.weights[0]
         rows, columns = weight.shape
-        x = torch.randn(self._tokens, columns, device=self.device).to(weight.dtype)
+        stream = self._projection.stream_dtype(self._tokens)
+        inputs = weight.dtype if self._projection.residual else stream
+        x = torch.randn(self._tokens, columns, device=self.device).to(inputs)
         vector = weight.new_ones(max(rows, columns))  # a norm's weight, or a bias
-        residual = weight.new_zeros(self._tokens, rows if self._projection.residual else 0)
+        width = rows if self._projection.residual else 0
+        residual = weight.new_zeros(self._tokens, width, dtype=stream)
         return x, vector[:columns], vector[:rows], residual
 
     def run(self, choice: Choice) -> None:
@@ -344,7 +362,7 @@ class _Trial:
             add_rms_norm(product(), residual, of_outputs, 1e-6)
         else:
             product(residual=residual)
-            if self._tokens > _MANY_TOKENS:
+            if self._tokens > MANY_TOKENS:
                 rms_norm(residual, of_outputs, 1e-6)
 
 
@@ -413,7 +431,7 @@ def _fastest_kinds(timed: Sequence[_Timed]) -> list[_Timed]:
 def may_come_ahead(choice: Choice, bucket: int, projection: Projection) -> bool:
     """Whether tokens are so few that they wait for weights, and something can ask for them."""
     by_norm = not projection.residual and choice.gemv is None
-    few = 1 < bucket <= _MANY_TOKENS
+    few = 1 < bucket <= MANY_TOKENS
     return few and _may_join() and (by_norm or choice.skinny is not None)
 
 
@@ -484,7 +502,7 @@ def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
+def _cache_path(device: torch.device, dtype: torch.dtype, *, wide_stream: bool) -> Path:
     import triton
 
     identity = "|".join(
@@ -495,7 +513,7 @@ def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
             str(cublaslt.version()),  # algorithms are one version's
             str(dtype),
             repr((_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES, FOLDED_CANDIDATES)),
-            str(_may_join()),
+            str((_may_join(), wide_stream)),
         )
     )
     name = blake2b(identity.encode(), digest_size=8).hexdigest()
