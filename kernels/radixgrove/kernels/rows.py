@@ -7,7 +7,6 @@ tenth of its step.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import cdiv, gdc_launch_dependents, gdc_wait, jit, pdl, tl
