@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from radixgrove.protocol import index
 from radixgrove.protocol.keys import ServiceKeys
-from radixgrove.protocol.registry import LeaseState, LoadReport
+from radixgrove.protocol.registry import ROUTER_LEASE_SECONDS, LeaseState, LoadReport
 from tests.conftest import RedisServer, find_free_port, redis_binary
 
 BLOCK = 16
@@ -99,6 +99,7 @@ def place(
     *,
     reservation: str = "r1",
     ceiling: float = 1e15,
+    router: str = ME,
 ) -> list[Any]:
     names = [keys.leases, keys.reserved, *keys.pending, keys.routers]
     packed = []
@@ -114,7 +115,7 @@ def place(
             [
                 msgspec.msgpack.encode(packed),
                 b"".join(members),
-                ME,
+                router,
                 reservation,
                 tokens,
                 BLOCK,
@@ -232,6 +233,18 @@ def test_pending_records_live_no_longer_than_the_prefill(server: redis.Redis) ->
     # 80 ms of prefill and the time events take; and the key itself ends.
     assert until - _now(server) <= 5 * BLOCK + 300
     assert all(0 < server.pttl(key) <= 20_000 for key in keys.pending if server.exists(key))
+
+
+def test_a_routers_first_booking_counts_for_others_and_ends_with_it(server: redis.Redis) -> None:
+    """It has sent no heartbeat yet, and may die before it does."""
+    keys = ServiceKeys("test", "service")
+    for _ in range(8):
+        write(server, keys, candidates := _idle(2))
+        first = place(server, keys, candidates, [], 5000, router="new")
+        second = place(server, keys, candidates, [], 100, reservation="r2", router=OTHER)
+        assert second[0] != first[0]
+    left = server.zscore(keys.routers, "new") - _now(server)
+    assert 0 < left <= ROUTER_LEASE_SECONDS * 1000
 
 
 def test_ceiling_leaves_the_request_to_someone_cheaper(server: redis.Redis) -> None:

@@ -33,6 +33,7 @@ local EPOCH_MS = 10000 -- longest life of a pending record; two keys take turns 
 local SLACK_MS = 250 -- from the end of a prefill to its events
 local HOLDERS = 4 -- pending holders kept of one path
 local GENERATION = 16 -- characters
+local ROUTER_LEASE_MS = 5000 -- as in registry.py
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -46,9 +47,14 @@ math.randomseed(tonumber(ARGV[8]))
 local function member(d) return string.sub(members, d * 8 - 7, d * 8) end
 
 -- ---- load ------------------------------------------------------------------------------------
-local live_router = {[me] = true}
+local live_router = {}
 for _, router in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], now, '+inf')) do
   live_router[router] = true
+end
+if not live_router[me] then
+  -- Before its first heartbeat: what it books counts for others at once, and ends with it.
+  redis.call('ZADD', KEYS[5], now + ROUTER_LEASE_MS, me)
+  live_router[me] = true
 end
 
 local generations, slot = {}, {}
