@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -49,7 +51,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def wait_until(
-    condition: Callable[[], bool], *, deadline: float = 10.0, what: str = "the condition"
+    condition: Callable[[], bool], *, deadline: float = 30.0, what: str = "the condition"
 ) -> None:
     """Poll until `condition` holds.
 
@@ -69,10 +71,17 @@ def demo_model_dir() -> Path:
 
 
 def find_free_port() -> int:
-    """A port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback interface that was free a moment ago.
+
+    It lies below the range from which the kernel takes ports for clients and for port 0: nobody
+    gets it by chance before it is used. (Hypothesis seeds the ordinary generator.)
+    """
+    draw = random.SystemRandom()
+    while True:
+        port = draw.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ class AgentProcess:
     def output(self) -> str:
         return "".join(self.lines)
 
-    def wait_for(self, text: str, deadline: float = 20.0) -> None:
+    def wait_for(self, text: str, deadline: float = 60.0) -> None:
         def said() -> bool:
             assert text in self.output or self.process.poll() is None, self.output
             return text in self.output
@@ -66,11 +66,11 @@ class AgentProcess:
     def child(self, module: str) -> psutil.Process:
         return next(child for child in self.children if module in child.cmdline())
 
-    def end(self, deadline: float = 20.0) -> int:
+    def end(self, deadline: float = 60.0) -> int:
         """Wait for the exit; everything it started must be gone by then."""
         code = self.process.wait(deadline)
         self._reader.join(5)
-        _, alive = psutil.wait_procs(self.children, timeout=2)
+        _, alive = psutil.wait_procs(self.children, timeout=10)
         assert not alive, f"left behind: {alive}"
         return code
 

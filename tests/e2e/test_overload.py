@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.conftest import wait_until
 from tests.e2e.conftest import UpProcess, chat_body, wait_idle
 
 SETTINGS = "replicas: 1\nworker: {frontends: 2, max_running: 2, max_queued: 4}\n"
@@ -48,6 +50,10 @@ def test_every_request_of_an_overload_ends(small: UpProcess) -> None:
             assert answer.json()["error"]["code"]
     wait_idle(small)
     for url in (worker, small.url):
-        assert httpx.get(f"{url}/readyz").status_code == 200
+        wait_until(partial(_is_ready, url), what=f"{url} to be ready")
         answer = httpx.post(f"{url}/v1/chat/completions", json=chat_body("Hello"), timeout=60)
         assert answer.status_code == 200
+
+
+def _is_ready(url: str) -> bool:
+    return httpx.get(f"{url}/readyz", timeout=30).status_code == 200

@@ -105,7 +105,7 @@ def running_frontend(model_dir: Path, **settings: Any) -> Iterator[Frontend]:
         url = f"http://127.0.0.1:{options['port']}"
         frontend = Frontend(engine, process, url, tokenizer, log)
         try:
-            wait_until(lambda: is_ready(frontend), deadline=30, what="the frontend")
+            wait_until(lambda: is_ready(frontend), deadline=60, what="the frontend")
             yield frontend
         finally:
             process.kill()

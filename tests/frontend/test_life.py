@@ -106,11 +106,15 @@ def test_a_hundred_timed_out_requests_leave_room_for_the_next(frontend: Frontend
 
     with ThreadPoolExecutor(50) as pool:
         list(pool.map(give_up, range(100)))
-    assert_freed(frontend, len(frontend.engine.submits))
-    frontend.answer("still here")
-    assert frontend.chat("x").json()["choices"][0]["message"]["content"] == "still here"
+    # Those whose clients left before they came to the engine need not come there at all.
     in_flight = "radixgrove_http_requests_in_flight"
     wait_until(lambda: frontend.metrics()[in_flight] == 0, what="an empty frontend")
+    wait_until(lambda: not frontend.engine.running, what="the end of all sequences")
+    submitted = {submit.request_id for submit in frontend.engine.submits}
+    assert submitted
+    assert set(frontend.engine.aborts) == submitted
+    frontend.answer("still here")
+    assert frontend.chat("x").json()["choices"][0]["message"]["content"] == "still here"
 
 
 def test_stop_string_ends_the_engines_work(frontend: Frontend) -> None:
@@ -188,7 +192,7 @@ def test_engine_death_in_mid_stream_is_an_error_event(start_frontend: StartFront
         killed = time.monotonic()
         frontend.engine.stop()
         rest = [line.removeprefix("data: ") for line in lines if line]
-    assert time.monotonic() - killed < 3
+    assert time.monotonic() - killed < 10
     assert "[DONE]" not in rest
     *chunks, last = [json.loads(line) for line in rest]
     assert set(last) == {"error"}
@@ -206,7 +210,7 @@ def test_engine_death_answers_waiting_requests(start_frontend: StartFrontend) ->
         wait_until(lambda: len(frontend.engine.running) == 4, what="all requests at the engine")
         frontend.engine.stop()
         for answer in waiting:
-            response = answer.result(timeout=5)
+            response = answer.result(timeout=30)
             assert response.status_code == 503
             assert response.headers["retry-after"]
     assert frontend.chat("x").status_code == 503
@@ -221,10 +225,9 @@ def test_a_silent_engine_is_given_up(start_frontend: StartFrontend) -> None:
         frontend.engine.silent.set()
         wait_until(
             lambda: httpx.get(f"{frontend.url}/readyz").status_code == 503,
-            deadline=4,
             what="the end of readiness",
         )
-        response = waiting.result(timeout=10)
+        response = waiting.result(timeout=30)
     assert response.status_code == 503
     assert response.json()["error"]["message"] == "The engine has stopped."
 
@@ -249,7 +252,7 @@ def test_sigterm_finishes_running_streams_and_refuses_new_ones(
         response = running.result(timeout=20)
     assert response.text.endswith("data: [DONE]\n\n")
     assert '"finish_reason":"stop"' in response.text
-    assert frontend.process.wait(timeout=10) == 0
+    assert frontend.process.wait(timeout=60) == 0
 
 
 def test_requests_that_outlive_the_drain_end_with_an_error(start_frontend: StartFrontend) -> None:
@@ -261,11 +264,11 @@ def test_requests_that_outlive_the_drain_end_with_an_error(start_frontend: Start
         whole = pool.submit(frontend.chat, "x")
         wait_until(lambda: len(frontend.engine.running) == 2, what="both at the engine")
         frontend.process.send_signal(signal.SIGTERM)
-        assert whole.result(timeout=10).status_code == 503
-        text = stream.result(timeout=10).text
+        assert whole.result(timeout=30).status_code == 503
+        text = stream.result(timeout=30).text
     assert '"error"' in text.strip().splitlines()[-1]
     assert "[DONE]" not in text
-    assert frontend.process.wait(timeout=10) == 0
+    assert frontend.process.wait(timeout=60) == 0
     wait_until(lambda: not frontend.engine.running, what="the aborts at the engine")
 
 

@@ -31,7 +31,7 @@ __all__ = [
 
 
 async def eventually(
-    condition: Callable[[], Any], *, deadline: float = 15.0, what: str = "the condition"
+    condition: Callable[[], Any], *, deadline: float = 30.0, what: str = "the condition"
 ) -> Any:
     """Polls a plain or async condition until it holds; returns what it returned."""
     end = time.monotonic() + deadline
@@ -136,7 +136,7 @@ class Router:
         """SIGTERM; returns the exit status."""
         assert self.process is not None
         self.process.terminate()
-        code = await asyncio.to_thread(self.process.wait, 30)
+        code = await asyncio.to_thread(self.process.wait, 60)
         if self.session is not None:
             await self.session.close()
             self.session = None

@@ -140,7 +140,7 @@ async def test_breaker_opens_and_closes_again(
     pair: tuple[Router, list[SimulatedReplica]], make_router: MakeRouter, redis_server: RedisServer
 ) -> None:
     _, replicas = pair
-    router = await make_router(redis_server, breaker_failures=3, breaker_seconds=1.0, retries=0)
+    router = await make_router(redis_server, breaker_failures=3, breaker_seconds=3.0, retries=0)
     warm = await router.complete(prompt(*range(30)))
     bad = by_name(replicas, warm.replica)
     bad.behaviour.status = 500
@@ -165,7 +165,7 @@ async def test_first_byte_deadline(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:
     replica = await make_replica(redis_url=redis_server.url)
-    router = await make_router(redis_server, first_byte_timeout=0.4)
+    router = await make_router(redis_server, first_byte_timeout=1.0)
     replica.behaviour.hang = True
     answer = await router.complete(prompt(1))
     assert (answer.status, answer.error["code"]) == (504, "timeout")
@@ -179,7 +179,7 @@ async def test_job_that_takes_too_long_is_not_done_twice(
 ) -> None:
     """Neither by the router, on the other replica, nor by OpenAI's client, which retries a 504."""
     _, replicas = pair
-    router = await make_router(redis_server, first_byte_timeout=0.4, retries=2)
+    router = await make_router(redis_server, first_byte_timeout=1.5, retries=2)
     for replica in replicas:
         replica.behaviour.hang = True
     async with openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="none") as client:
@@ -319,7 +319,7 @@ async def test_disconnect_reaches_the_replica(
     else:
         request.cancel()
     await session.close()
-    await eventually(lambda: replica.counters.aborted == 1, deadline=5, what="the abort")
+    await eventually(lambda: replica.counters.aborted == 1, what="the abort")
     sample = f'radixgrove_router_requests_total{{model="{MODEL}",status="499"}}'
     await eventually(lambda: _is(router.metric(sample), 1.0))
 

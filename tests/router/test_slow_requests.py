@@ -23,9 +23,10 @@ async def test_client_that_times_out_and_retries_has_one_job_at_a_time(
     """OpenAI's client sends a job again after its timeout: the one before must have ended."""
     replica = await make_replica(redis_url=redis_server.url)
     router = await make_router(redis_server)
+    assert (await router.complete(prompt(1))).status == 200  # the way is warm
     replica.behaviour.token_seconds = 60.0
     client = openai.AsyncOpenAI(
-        base_url=router.url + "/v1", api_key="none", timeout=0.6, max_retries=2
+        base_url=router.url + "/v1", api_key="none", timeout=1.5, max_retries=2
     )
     most = 0
 
@@ -39,11 +40,15 @@ async def test_client_that_times_out_and_retries_has_one_job_at_a_time(
         await asyncio.wait([task], timeout=0.01)
     await task
     await client.close()
-    await eventually(lambda: replica.counters.aborted == 3, deadline=5, what="the last abort")
-    assert replica.counters.requests == 3
+    await eventually(lambda: replica.counters.aborted == 3, what="the last abort")
+    assert replica.counters.requests == 1 + 3
     assert most == 1
-    (entry,) = (await router.status())["replicas"]
-    assert entry["in_flight"] == 0
+
+    async def idle() -> bool:
+        (entry,) = (await router.status())["replicas"]
+        return bool(entry["in_flight"] == 0)
+
+    await eventually(idle, what="the router to know of it")
     replica.behaviour.token_seconds = 0.0
     assert (await router.complete(prompt(1))).status == 200
 
@@ -55,7 +60,7 @@ async def test_only_the_first_byte_timeout_bounds_a_slow_answer(
     """A limit on connecting, on a request's arrival or between bytes is none on generating."""
     replica = await make_replica(redis_url=redis_server.url)
     router = await make_router(
-        redis_server, connect_timeout=0.5, request_timeout=0.5, idle_timeout=0.9
+        redis_server, connect_timeout=1.0, request_timeout=1.0, idle_timeout=1.7
     )
     replica.behaviour.tokens, replica.behaviour.token_seconds = 4, 0.5
     answer = await router.complete(prompt(1), stream=stream)
