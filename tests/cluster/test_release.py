@@ -12,7 +12,7 @@ from tests.cluster.harness.served import Served
 from tests.cluster.harness.traffic import Client
 from tests.cluster.harness.volumes import Mounts
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture
@@ -32,5 +32,5 @@ def test_the_demo_model_answers_through_the_router_service(served: Served, clien
 
 
 def test_helm_test_passes(installed: Cluster) -> None:
-    said = release.helm(installed, "test", "radixgrove", "-n", release.NAMESPACE, "--timeout=60s")
+    said = release.helm(installed, "test", "radixgrove", "-n", release.NAMESPACE, "--timeout=240s")
     assert "Phase:          Succeeded" in said
