@@ -13,7 +13,7 @@ from tests.cluster.harness.traffic import Client, Traffic
 from tests.cluster.harness.volumes import Mounts
 from tests.cluster.harness.waiting import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 # One request at a time, so that a handful of clients makes a queue.
 ENGINE = {"contextLength": 512, "kvTokens": 2048, "maxRunning": 1, "settings": {"cpu_threads": 1}}
@@ -48,7 +48,7 @@ def test_the_scale_subresource_moves_groups_and_leaves_the_others_alone(
 
     served.scale(1)
     served.wait_until_ready(1)
-    wait_until(lambda: served.pods() == first, "only the first group is left", timeout=60)
+    wait_until(lambda: served.pods() == first, "only the first group is left")
 
 
 def test_the_autoscaler_wakes_grows_shrinks_and_puts_to_sleep_without_a_failed_request(
@@ -76,4 +76,4 @@ def test_the_autoscaler_wakes_grows_shrinks_and_puts_to_sleep_without_a_failed_r
     assert few.failures == []
 
     served.wait(lambda s: reason(s, "Ready") == "True/Asleep", "it falls asleep")
-    wait_until(lambda: not served.pods(), "no pod is left", timeout=60)
+    wait_until(lambda: not served.pods(), "no pod is left")

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.cluster.harness import demo, groups
+from tests.cluster.harness import demo, groups, machine
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.faults import Faults
 from tests.cluster.harness.node import Node
@@ -17,7 +17,7 @@ from tests.cluster.harness.traffic import Client, Traffic
 from tests.cluster.harness.volumes import Mounts
 from tests.cluster.harness.waiting import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 MOVED_WITHIN = 60.0  # seconds from the loss to Ready elsewhere
 SILENT_FOR = 30.0
@@ -59,8 +59,9 @@ def test_groups_of_a_frozen_node_move_and_stay_moved_when_it_thaws(
 ) -> None:
     services = (pair, single)
     old = [groups.members(served) for served in services]
-    faults.freeze(victim)
-    _wait_until_moved(services, old, victim)
+    with machine.alone():
+        faults.freeze(victim)
+        _wait_until_moved(services, old, victim)
     with _only_new_ones_serve(services, client):
         faults.thaw(victim)
         faults.wait_until(victim, ready=True)
@@ -72,16 +73,17 @@ def test_groups_of_a_node_cut_off_move_and_do_not_serve_when_its_network_is_back
 ) -> None:
     services = (pair, single)
     old = [groups.members(served) for served in services]
-    faults.stop_kubelet(victim)
-    faults.cut_off(victim)
-    _wait_until_moved(services, old, victim)
+    with machine.alone():
+        faults.stop_kubelet(victim)
+        faults.cut_off(victim)
+        _wait_until_moved(services, old, victim)
     with _only_new_ones_serve(services, client) as traffics:
         faults.reconnect(victim)
         until = time.time() + SILENT_FOR
         wait_until(
             lambda: all(t.outcomes and t.outcomes[-1].began > until for t in traffics),
-            f"requests were sent for {SILENT_FOR:g} s", timeout=SILENT_FOR + 30,
-        )  # fmt: skip
+            f"requests were sent for {SILENT_FOR:g} s",
+        )
         # The old worker lives, and reaches Redis and routers again.
         assert _says(victim, single, old[1][0].name) == "serving"
         faults.start_kubelet(victim)
@@ -126,8 +128,8 @@ def _wait_until_old_pods_are_gone(
     uids = {pod.uid for before in old for pod in before}
     wait_until(
         lambda: not uids & {uid for served in services for uid in served.pods().values()},
-        "the old pods are gone", timeout=90,
-    )  # fmt: skip
+        "the old pods are gone",
+    )
 
 
 def _says(node: Node, served: Served, pod: str) -> str:

@@ -10,12 +10,13 @@ import pytest
 
 from tests.cluster.harness import demo, previous, release
 from tests.cluster.harness.cluster import Cluster
+from tests.cluster.harness.kubectl import Kubectl, KubectlError
 from tests.cluster.harness.served import SERVICE_LABEL, Served
 from tests.cluster.harness.traffic import Client, Traffic
 from tests.cluster.harness.volumes import Mounts
 from tests.cluster.harness.waiting import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.cluster
 
 ENGINE = {"contextLength": 512, "kvTokens": 2048, "maxRunning": 4, "settings": {"cpu_threads": 1}}
 CRD = "inferenceservices.serving.radixgrove.io"
@@ -46,9 +47,19 @@ def objects(cluster: Cluster, *where: str) -> set[str]:
     for kind in kinds:
         if kind in _RECORDS:
             continue
-        for item in kubectl.items(kind, *where):
+        for item in _items(kubectl, kind, *where):
             found.add(f"{kind}/{item['metadata']['name']}")
     return found
+
+
+def _items(kubectl: Kubectl, kind: str, *where: str) -> list[Any]:
+    """None of a kind that is served no more: the list of kinds lags behind."""
+    try:
+        return kubectl.items(kind, *where)
+    except KubectlError as error:
+        if "could not find the requested resource" in error.stderr:
+            return []
+        raise
 
 
 def test_an_upgrade_under_load_restarts_no_worker_and_fails_no_request(
@@ -95,7 +106,7 @@ def test_uninstalling_leaves_no_orphan_and_keeps_services_only_when_told_to(
     release.uninstall(installed)
     wait_until(
         lambda: objects(installed, "-n", release.NAMESPACE) == _ALWAYS_THERE,
-        "nothing is left in the release's namespace", timeout=60, interval=2,
+        "nothing is left in the release's namespace", interval=2,
     )  # fmt: skip
     ours = "--selector=app.kubernetes.io/instance=radixgrove"
     assert objects(installed, ours) == {f"customresourcedefinitions.apiextensions.k8s.io/{CRD}"}
@@ -103,7 +114,7 @@ def test_uninstalling_leaves_no_orphan_and_keeps_services_only_when_told_to(
 
     # Installed again, it has other keys: the groups that know the old ones are replaced.
     release.install(installed, {"crds": {"keep": False}})
-    wait_until(lambda: not running.keys() & served.pods().keys(), "the groups are new", timeout=180)
+    wait_until(lambda: not running.keys() & served.pods().keys(), "the groups are new", timeout=300)
     served.wait_until_ready(2)
     assert "Paris" in client.ask(url, served.name, "What is the capital of France? One word.")
 
@@ -111,7 +122,7 @@ def test_uninstalling_leaves_no_orphan_and_keeps_services_only_when_told_to(
     assert kubectl.get("crd", CRD) is None
     wait_until(
         lambda: objects(installed, "-n", served.namespace, f"--selector={SERVICE_LABEL}") == set(),
-        "nothing of the service is left", timeout=120, interval=2,
+        "nothing of the service is left", interval=2,
     )  # fmt: skip
     managed = "--selector=app.kubernetes.io/managed-by=radixgrove"
     assert objects(installed, "-n", served.namespace, managed) == set()
