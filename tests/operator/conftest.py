@@ -73,10 +73,20 @@ def no_operator(shared_operator: OperatorProcess) -> None:
 @pytest.fixture
 def namespace(plane: ControlPlane) -> Iterator[str]:
     """A namespace of the test's own with a claim `models`; gone afterwards with all in it."""
+    yield from _namespace(plane, {})
+
+
+@pytest.fixture
+def restricted(plane: ControlPlane) -> Iterator[str]:
+    """Such a namespace that has enforced the `restricted` standard from the beginning."""
+    yield from _namespace(plane, {"pod-security.kubernetes.io/enforce": "restricted"})
+
+
+def _namespace(plane: ControlPlane, labels: dict[str, str]) -> Iterator[str]:
     from operator_process import namespace_with_models
 
     name = f"t-{secrets.token_hex(4)}"
-    plane.kubectl.apply(*namespace_with_models(name))
+    plane.kubectl.apply(*namespace_with_models(name, labels))
     yield name
     plane.kubectl.run("delete", "namespace", name, "--wait=false")
     plane.kubectl.run("delete", "persistentvolume", name, "--wait=false")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import redis
 import yaml
 
 from radixgrove.operator import crd, names, rbac
-from tests.cluster.harness.control_plane import ControlPlane
+from tests.cluster.harness.control_plane import ControlPlane, free_port
 from tests.cluster.harness.waiting import wait_until
 
 NAMESPACE = "radixgrove"
@@ -27,12 +26,6 @@ REPLACEMENTS = {
     rbac.LEASE: "radixgrove-operator",
     rbac.OWNER: "radixgrove-operator",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def roles(
@@ -80,7 +73,7 @@ def install(plane: ControlPlane, namespaces: list[str], home: str = NAMESPACE) -
     """What the chart would install before the operator starts."""
     plane.kubectl.apply(crd.custom_resource_definition())
     plane.kubectl.run(
-        "wait", "--for=condition=Established", f"crd/{names.PLURAL}.{names.GROUP}", "--timeout=60s"
+        "wait", "--for=condition=Established", f"crd/{names.PLURAL}.{names.GROUP}", "--timeout=120s"
     )
     plane.kubectl.apply(*account(home), *roles(namespaces, home))
 
@@ -128,7 +121,7 @@ class OperatorProcess:
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
-        self.health_port = free_port()
+        self.health_port = free_port("127.0.0.1")
         self.log = self.directory / f"operator-{self.health_port}.log"
 
     def start(self) -> None:
@@ -141,7 +134,7 @@ class OperatorProcess:
                 "url": "http://router/v1",
                 "labels": {"app.kubernetes.io/component": "router"},
             },
-            "election": {"duration": 6.0, "renew_every": 1.0},
+            "election": {"duration": 10.0, "renew_every": 1.0},
             "drain_notice": 1.0,
             "autoscale_every": 0.5,
             "health_port": self.health_port,
@@ -169,7 +162,7 @@ class OperatorProcess:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
             self.process = None
 
     def stop(self) -> None:
@@ -177,7 +170,7 @@ class OperatorProcess:
         if self.process is not None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
-            code = self.process.wait(30)
+            code = self.process.wait(120)
             self.process = None
             assert code == 0, self.log.read_text()[-3000:]
 
@@ -186,7 +179,7 @@ class RedisServer:
     """A Redis of one's own on the loopback; a context manager."""
 
     def __init__(self, directory: Path) -> None:
-        self.port = free_port()
+        self.port = free_port("127.0.0.1")
         self._directory = directory
 
     def __enter__(self) -> RedisServer:
@@ -197,10 +190,11 @@ class RedisServer:
             stdout=subprocess.DEVNULL,
         )
         self.client = redis.Redis(port=self.port)
-        wait_until(self._answers, "Redis answers", timeout=10)
+        wait_until(self._answers, "Redis answers")
         return self
 
     def _answers(self) -> bool:
+        assert self._process.poll() is None, "Redis has ended"
         try:
             return bool(self.client.ping())
         except redis.ConnectionError:
@@ -209,4 +203,4 @@ class RedisServer:
     def __exit__(self, *_: object) -> None:
         self.client.close()
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(60)

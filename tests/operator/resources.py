@@ -24,10 +24,13 @@ def service(name: str, namespace: str, **spec: Any) -> dict[str, Any]:
 
 
 def ready(resource: dict[str, Any]) -> bool:
+    """Of its present spec, with the very groups that the status lists: it is written in steps."""
     status = resource.get("status", {})
+    phases = [group["phase"] for group in status.get("groups", [])]
     return (
         condition(resource, "Ready") == "True"
-        and status.get("readyReplicas") == (resource["spec"]["replicas"])
+        and status["observedGeneration"] == resource["metadata"]["generation"]
+        and status["readyReplicas"] == phases.count("Ready") == resource["spec"]["replicas"]
     )
 
 
@@ -39,6 +42,12 @@ def reason(resource: dict[str, Any], kind: str = "Ready") -> str:
 def sets(plane: ControlPlane, namespace: str) -> list[str]:
     found = plane.kubectl.items("statefulsets", "-n", namespace)
     return sorted(item["metadata"]["name"] for item in found)
+
+
+def told(server: RedisServer, service: str) -> list[str]:
+    """The attempts of a service that routers may use; a table may follow the status."""
+    entry = table(server).get(service)
+    return sorted(entry.attempts) if entry else []
 
 
 def table(server: RedisServer) -> dict[str, ModelEntry]:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import yaml
 from operator_process import OperatorProcess, RedisServer
-from resources import RGSVC, ready, reason, service, sets, table
+from resources import RGSVC, ready, reason, service, sets, table, told
 
 from radixgrove.operator import names
 from radixgrove.protocol.modeltable import Demand, demand_field, demand_key
 from tests.cluster.harness.control_plane import ControlPlane
+from tests.cluster.harness.groups import lets_one_pod_go
 from tests.cluster.harness.kubectl import KubectlError, condition
 from tests.cluster.harness.kwok import LATE
 from tests.cluster.harness.waiting import wait_until
@@ -28,9 +29,11 @@ def test_a_service_becomes_ready_and_routers_learn_of_it(
     assert seen["status"]["summary"] == "2/2"
     assert seen["status"]["parallelism"]["tp"] == 8
     assert sets(plane, namespace) == ["llama-0-a1", "llama-1-a2"]
-    entry = table(redis_server)[f"{namespace}.llama"]
-    assert sorted(entry.attempts) == ["llama-0-a1-0", "llama-1-a2-0"]
-    assert entry.names == ["llama"]
+    wait_until(
+        lambda: told(redis_server, f"{namespace}.llama") == ["llama-0-a1-0", "llama-1-a2-0"],
+        "routers know both groups",
+    )
+    assert table(redis_server)[f"{namespace}.llama"].names == ["llama"]
     listing = plane.kubectl.run("get", "rgsvc", "llama", "-n", namespace)
     assert "2/2" in listing
     assert "http://router/v1" in listing
@@ -50,10 +53,8 @@ def test_deleting_a_service_leaves_nothing(
         )
         return [f"{item['kind']}/{item['metadata']['name']}" for item in found]
 
-    wait_until(lambda: left() == [], "nothing is left", timeout=60)
-    wait_until(
-        lambda: f"{namespace}.llama" not in table(redis_server), "routers forget it", timeout=20
-    )
+    wait_until(lambda: left() == [], "nothing is left")
+    wait_until(lambda: f"{namespace}.llama" not in table(redis_server), "routers forget it")
 
 
 def test_a_lost_pod_recreates_its_whole_group_once(
@@ -63,10 +64,12 @@ def test_a_lost_pod_recreates_its_whole_group_once(
     plane.kubectl.wait_for(RGSVC, "big", "-n", namespace, that=ready, what="is ready")
     assert sets(plane, namespace) == ["big-0-a1"]
     plane.kubectl.delete("pod", "big-0-a1-1", "-n", namespace, "--grace-period=0", "--force")
-    wait_until(lambda: sets(plane, namespace) == ["big-0-a2"], "the next attempt", timeout=30)
+    wait_until(lambda: sets(plane, namespace) == ["big-0-a2"], "the next attempt")
     seen = plane.kubectl.wait_for(RGSVC, "big", "-n", namespace, that=ready, what="is ready")
     assert [group["restarts"] for group in seen["status"]["groups"]] == [1]
-    assert table(redis_server)[f"{namespace}.big"].attempts == ["big-0-a2-0"]
+    wait_until(
+        lambda: told(redis_server, f"{namespace}.big") == ["big-0-a2-0"], "routers know the next"
+    )
 
 
 def test_changes_of_scale_recovery_and_router_restart_no_pod(
@@ -107,12 +110,12 @@ def test_a_new_revision_rolls_by_whole_groups(
         that=lambda r: ready(r) and len(r["status"]["groups"]) == r["status"]["updatedReplicas"],
         what="runs the new revision",
     )  # fmt: skip
-    wait_until(lambda: len(sets(plane, namespace)) == 2, "old groups are gone", timeout=30)
+    wait_until(lambda: len(sets(plane, namespace)) == 2, "old groups are gone")
 
     def revisions() -> list[dict[str, Any]]:
         return plane.kubectl.items("configmaps", "-n", namespace, f"-l={names.SERVICE}=llama")
 
-    wait_until(lambda: len(revisions()) == 1, "the old revision is gone", timeout=30)
+    wait_until(lambda: len(revisions()) == 1, "the old revision is gone")
     maps = revisions()
     assert yaml.safe_load(maps[0]["data"]["worker.yaml"])["page_size"] == 32
 
@@ -127,7 +130,7 @@ def test_scaling_through_the_scale_subresource(
         that=lambda r: ready(r) and r["status"]["replicas"] == 3,
     )  # fmt: skip
     plane.kubectl.run("scale", RGSVC, "llama", "-n", namespace, "--replicas=0")
-    wait_until(lambda: sets(plane, namespace) == [], "no group is left", timeout=30)
+    wait_until(lambda: sets(plane, namespace) == [], "no group is left")
 
 
 def test_two_services_that_need_the_same_nodes_do_not_block_each_other(
@@ -148,12 +151,12 @@ def test_two_services_that_need_the_same_nodes_do_not_block_each_other(
         losers = [name for name, (_, why) in found.items() if why == "InsufficientGPUs"]
         return winners[0] if len(winners) == len(losers) == 1 else ""
 
-    winner = wait_until(settled, "one is ready, the other says why not", timeout=90)
+    winner = wait_until(settled, "one is ready, the other says why not")
     loser = "two" if winner == "one" else "one"
     pods = plane.kubectl.items("pods", "-n", namespace, f"-l={names.SERVICE}={loser}")
     assert not any(pod["spec"].get("nodeName") for pod in pods), "the loser holds no GPU"
     plane.kubectl.delete(RGSVC, winner, "-n", namespace)
-    plane.kubectl.wait_for(RGSVC, loser, "-n", namespace, that=ready, what="starts", timeout=90)
+    plane.kubectl.wait_for(RGSVC, loser, "-n", namespace, that=ready, what="starts")
 
 
 def test_the_older_of_two_services_keeps_a_model_name(
@@ -194,10 +197,8 @@ def test_evictions_take_one_group_at_a_time(
         service("llama", namespace, replicas=2, hardware=hardware, podOverrides=late)
     )
     plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
-    plane.kubectl.wait_for(
-        "pdb", "llama", "-n", namespace, what="allows one pod",
-        that=lambda b: b["status"].get("disruptionsAllowed") == 1,
-    )  # fmt: skip
+    budget = ("pdb", "llama", "-n", namespace)
+    plane.kubectl.wait_for(*budget, that=lets_one_pod_go, what="allows one pod")
 
     def evict(pod: str) -> None:
         body = {
@@ -212,16 +213,11 @@ def test_evictions_take_one_group_at_a_time(
     evict(f"{first}-1")
     with pytest.raises(KubectlError, match="disruption budget"):
         evict(f"{second}-0")
-    wait_until(
-        lambda: first not in sets(plane, namespace), "its group is replaced whole", timeout=60
-    )
+    wait_until(lambda: first not in sets(plane, namespace), "its group is replaced whole")
     seen = plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
     assert second in sets(plane, namespace)
     assert sum(group["restarts"] for group in seen["status"]["groups"]) == 1
-    plane.kubectl.wait_for(
-        "pdb", "llama", "-n", namespace, what="allows one again",
-        that=lambda b: b["status"].get("disruptionsAllowed") == 1,
-    )  # fmt: skip
+    plane.kubectl.wait_for(*budget, that=lets_one_pod_go, what="allows one again")
     evict(f"{second}-0")
 
 
@@ -233,42 +229,38 @@ def test_an_idle_service_sleeps_and_a_held_request_wakes_it(
     plane.kubectl.wait_for(
         RGSVC, "llama", "-n", namespace, that=lambda r: reason(r) == "Asleep", what="sleeps"
     )
-    entry = table(redis_server)[f"{namespace}.llama"]
+    name = f"{namespace}.llama"
+    wait_until(lambda: name in table(redis_server), "routers know it")
+    entry = table(redis_server)[name]
     assert (entry.wakes, entry.desired) == (True, 0)
 
-    def hold(requests: int) -> None:
+    def woken(resource: dict[str, Any]) -> bool:
+        """A router says again and again what it holds: its word counts for some seconds."""
         now, _ = redis_server.client.time()  # type: ignore[misc]
-        field = demand_field("router-1", f"{namespace}.llama")
-        value = Demand(held=requests, at_ms=int(now) * 1000).encode()
-        redis_server.client.hset(demand_key("radixgrove"), field, value)
+        value = Demand(held=1, at_ms=int(now) * 1000).encode()
+        redis_server.client.hset(demand_key("radixgrove"), demand_field("router-1", name), value)
+        return ready(resource) and resource["spec"]["replicas"] == 1
 
-    hold(1)
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=lambda r: ready(r) and (
-        r["spec"]["replicas"] == 1), what="wakes")  # fmt: skip
+    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=woken, what="wakes")
 
 
 def test_a_refused_pod_is_told_in_the_api_servers_words(
-    plane: ControlPlane, operator: OperatorProcess, namespace: str
+    plane: ControlPlane, operator: OperatorProcess, restricted: str
 ) -> None:
-    plane.kubectl.run(
-        "label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted"
-    )
     plane.kubectl.apply(
-        service("plain", namespace), service("rdma", namespace, hardware={"network": "roce"})
+        service("plain", restricted), service("rdma", restricted, hardware={"network": "roce"})
     )
-    plane.kubectl.wait_for(RGSVC, "plain", "-n", namespace, that=ready, what="is restricted")
-    seen = plane.kubectl.wait_for(
-        RGSVC, "rdma", "-n", namespace, that=lambda r: reason(r) == "PodRefused", what="is refused"
-    )
-    assert "IPC_LOCK" in str(seen["status"]["conditions"])
+    plane.kubectl.wait_for(RGSVC, "plain", "-n", restricted, that=ready, what="is restricted")
+    plane.kubectl.wait_for(
+        RGSVC, "rdma", "-n", restricted, what="is refused, and why",
+        that=lambda r: reason(r) == "PodRefused" and "IPC_LOCK" in str(r["status"]["conditions"]),
+    )  # fmt: skip
 
 
 def test_a_bad_update_keeps_the_old_groups_and_a_rollback_heals(
-    plane: ControlPlane, operator: OperatorProcess, namespace: str
+    plane: ControlPlane, operator: OperatorProcess, restricted: str
 ) -> None:
-    plane.kubectl.run(
-        "label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted"
-    )
+    namespace = restricted
     rollout = {"maxUnavailable": 0, "maxSurge": 1}
     plane.kubectl.apply(service("llama", namespace, replicas=2, rollout=rollout))
     plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
@@ -293,4 +285,4 @@ def test_a_bad_update_keeps_the_old_groups_and_a_rollback_heals(
         RGSVC, "llama", "-n", namespace, what="is as before",
         that=lambda r: reason(r, "Progressing") == "Settled",
     )  # fmt: skip
-    wait_until(lambda: sets(plane, namespace) == before, "old groups alone", timeout=30)
+    wait_until(lambda: sets(plane, namespace) == before, "old groups alone")

@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.cluster.harness.control_plane import ControlPlane
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.cluster
 
 NODES = 60
 SERVICES = 30
@@ -39,7 +39,8 @@ def test_many_services_become_ready_cost_nothing_at_rest_and_little_when_they_go
     with RedisServer(tmp_path) as server:
         operator = OperatorProcess(large_plane, tmp_path, server.port)
         try:
-            found = measure(large_plane, operator, "served", SERVICES, rest=20.0)
+            # Long enough for watches, of which every one is begun again once in five minutes.
+            found = measure(large_plane, operator, "served", SERVICES, rest=45.0)
         finally:
             operator.kill()
     print(summary(found))
