@@ -12,12 +12,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 from operator_builders import CONFIG, SERVICE
-from operator_process import RedisServer, free_port
+from operator_process import RedisServer
 
 from radixgrove.operator.redisside import RedisSide, connect
 from radixgrove.operator.render.router import router_objects
 from radixgrove.operator.spec import Router
 from radixgrove.protocol.modeltable import SHARED, ModelEntry
+from tests.conftest import find_free_port
 from tests.router.harness import INTERNAL_KEY, SimulatedReplica, completion, eventually, prompt
 
 SECRET = "cluster-secret"
@@ -54,9 +55,9 @@ def container(redis_server: RedisServer, tmp_path: Path) -> Iterator[str]:
     # What only a container has to itself.
     environment |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     environment |= {"XDG_RUNTIME_DIR": str(tmp_path)}
-    port = free_port()
+    port = find_free_port()
     environment |= {
-        "RADIXGROVE_PORT": str(port), "RADIXGROVE_MANAGEMENT_PORT": str(free_port()),
+        "RADIXGROVE_PORT": str(port), "RADIXGROVE_MANAGEMENT_PORT": str(find_free_port()),
     }  # fmt: skip
     program, *arguments = spec["args"]
     assert program == "radixgrove"

@@ -11,12 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 import pytest
-from operator_process import free_port
 
 from radixgrove.operator import names, workers
 from radixgrove.operator.observe import Group, Pod
 from radixgrove.operator.workers import WorkerProbe
 from radixgrove.worker.messages import EngineState, PhaseReport
+from tests.conftest import find_free_port
 
 KEY = "management-key"
 LOADING = PhaseReport(EngineState.LOADING, "weights: 3 of 7 files", 0.4)
@@ -62,7 +62,7 @@ def hanging(address: str, port: int) -> Iterator[None]:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
-    found = free_port()
+    found = find_free_port()
     monkeypatch.setattr(names, "API_PORT", found)
     monkeypatch.setattr(names, "MANAGEMENT_PORT", found)
     monkeypatch.setattr(workers, "_ANSWER_SECONDS", 0.3)
