@@ -26,9 +26,8 @@ from radixgrove.cli.configuration import PREFIX
 from radixgrove.cli.redis_server import EmbeddedRedis, find_binary, free_ports, write_private
 from radixgrove.cli.resolving import UpParts
 from radixgrove.cli.supervise import ChildFailed, Supervised
-from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings
+from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
 from radixgrove.worker.children import Sink
-from radixgrove.worker.runtime import reveal
 
 _REDIS_START = 10.0
 _POLL = 0.1
@@ -213,7 +212,7 @@ class Cluster:
     ) -> list[str]:
         """Settings travel in a private file: secrets appear on no command line."""
         path = self._directory / f"{name}.yaml"
-        write_private(path, json.dumps({part: reveal(settings)}))
+        write_private(path, json.dumps({part: settings.in_clear()}))
         return [sys.executable, "-m", "radixgrove.cli", part, "--config", str(path)]
 
     async def _launch(self, name: str, command: list[str], extra: dict[str, str]) -> Supervised:
@@ -246,10 +245,9 @@ class Cluster:
 
     def _routes_to_all(self) -> bool:
         """Whether the router has heard of every replica."""
-        key = self.router.management_key
-        secret = key.get_secret_value() if key else None
+        key = reveal(self.router.management_key) or None
         try:
-            status = fetch(self.management_url, "GET", "/status", key=secret)
+            status = fetch(self.management_url, "GET", "/status", key=key)
         except ClickException:
             return False
         ready = {entry["replica"] for entry in status["replicas"] if entry["state"] == "ready"}

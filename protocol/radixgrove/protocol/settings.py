@@ -78,6 +78,11 @@ def _field(default: Any, description: str, *, everyday: bool = False, **bounds: 
     )
 
 
+def reveal(secret: SecretStr | None) -> str | None:
+    """The secret in the clear; None where none is set."""
+    return None if secret is None else secret.get_secret_value()
+
+
 Port = Annotated[int, Field(ge=0, le=65535)]  # 0: any free port
 
 
@@ -117,6 +122,15 @@ class Settings(BaseModel):
     )
     log_level: LogLevel = _field(LogLevel.INFO, "Least severe message to log.", everyday=True)
     log_json: bool = _field(False, "Log JSON lines.")
+
+    def in_clear(self) -> dict[str, Any]:
+        """All fields as plain JSON values, secrets in clear: for files of mode 0600 only."""
+        plain = self.model_dump(mode="json")
+        for name in plain:
+            value = getattr(self, name)
+            if isinstance(value, SecretStr):
+                plain[name] = reveal(value)
+        return plain
 
 
 class WorkerSettings(Settings):

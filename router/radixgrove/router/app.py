@@ -17,7 +17,7 @@ from radixgrove.protocol.asgi import App, Message, Receive, Scope, Send
 from radixgrove.protocol.auth import PUBLIC_PATHS, ApiKeys, bearer_key, may_scrape, same_secret
 from radixgrove.protocol.errors import ApiError
 from radixgrove.protocol.responses import ModelList, ModelObject
-from radixgrove.protocol.settings import LogLevel, RouterSettings
+from radixgrove.protocol.settings import LogLevel, RouterSettings, reveal
 from radixgrove.router.exposition import metrics_text
 from radixgrove.router.fleet import Fleet
 from radixgrove.router.proxy import Proxy
@@ -116,7 +116,7 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
     async def metrics() -> Response:
         return Response(metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
-    management = _management_key(settings)
+    management = reveal(settings.management_key)
 
     def guard(scope: Scope) -> None:
         """Deny by default: every path but the public ones needs an API key.
@@ -130,11 +130,6 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
 
     built = asgi.build(_FastPath(app, proxy, guard), max_body_bytes=settings.max_body_bytes)
     return _Farewell(built, proxy)
-
-
-def _management_key(settings: RouterSettings) -> str | None:
-    key = settings.management_key
-    return key.get_secret_value() if key is not None else None
 
 
 def _model(service: Service, name: str) -> ModelObject:
@@ -158,7 +153,7 @@ def make_management_app(
     set_log_level: Callable[[LogLevel], Awaitable[None]],
 ) -> App:
     """Operations, on a port and with a key of their own."""
-    key = _management_key(settings)
+    key = reveal(settings.management_key)
     app = _fastapi()
 
     def authorize(request: Request) -> None:

@@ -33,7 +33,7 @@ from radixgrove.protocol.requests import (
     parse_chat,
     parse_completion,
 )
-from radixgrove.protocol.settings import RouterSettings, Sharing
+from radixgrove.protocol.settings import RouterSettings, Sharing, reveal
 from radixgrove.protocol.tokenizer import (
     MAX_FILE_BYTES,
     TOKENIZER_FILES,
@@ -108,7 +108,7 @@ class Encoders:
     ) -> None:
         self._fleet = fleet
         self._session = session
-        self._key = settings.internal_key.get_secret_value() if settings.internal_key else ""
+        self._key = reveal(settings.internal_key) or ""
         self._known: OrderedDict[_Key, _ModelEncoder] = OrderedDict()
         self._fetching: dict[_Key, asyncio.Task[_ModelEncoder | None]] = {}
         self._retry_at: dict[_Key, float] = {}  # monotonic, after a failure

@@ -27,7 +27,7 @@ from radixgrove.protocol.registry import (
     Registration,
     root_fingerprint,
 )
-from radixgrove.protocol.settings import RouterSettings
+from radixgrove.protocol.settings import RouterSettings, reveal
 from radixgrove.router import metrics
 from radixgrove.router.demand import DemandReport
 from radixgrove.router.redis_link import RedisLink, RedisRefused, RedisUnavailable
@@ -67,9 +67,7 @@ class Fleet:
         self._settings = settings
         self._link = link
         self._session = session
-        self._secret = (
-            settings.cluster_secret.get_secret_value() if settings.cluster_secret else ""
-        ).encode()
+        self._secret = (reveal(settings.cluster_secret) or "").encode()
         self._static = [self._static_replica(text) for text in settings.replicas]
         self._registered: dict[str, dict[str, Replica]] = {}  # service → replica id → replica
         self._services: dict[str, Service] = {}

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import uvloop
-from pydantic import SecretStr
 from redis.asyncio.connection import parse_url
 
 from radixgrove.protocol import logs
@@ -88,14 +87,9 @@ def load_settings(path: Path) -> RouterSettings:
 
 
 def _write_settings(settings: RouterSettings, path: Path) -> None:
-    plain = settings.model_dump(mode="json")
-    for field in plain:
-        value = getattr(settings, field)
-        if isinstance(value, SecretStr):
-            plain[field] = value.get_secret_value()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        json.dump(plain, file)
+        json.dump(settings.in_clear(), file)
 
 
 async def _supervise(settings: RouterSettings, directory: Path) -> None:

@@ -31,7 +31,7 @@ from radixgrove.protocol.requests import (
     Envelope,
     peek_model,
 )
-from radixgrove.protocol.settings import RouterSettings
+from radixgrove.protocol.settings import RouterSettings, reveal
 from radixgrove.protocol.tracing import REQUEST_ID_HEADER, TRACEPARENT_HEADER
 from radixgrove.router import metrics
 from radixgrove.router.encoding import Encoded, Encoders
@@ -104,8 +104,7 @@ class Proxy:
         self._encoders = encoders
         self._placer = placer
         self._upstream = upstream
-        key = settings.internal_key.get_secret_value() if settings.internal_key else ""
-        self._internal_key = key.encode()
+        self._internal_key = (reveal(settings.internal_key) or "").encode()
         self.in_flight = 0
         self.draining = False  # what still comes is answered, by connections that then close
 

@@ -21,7 +21,7 @@ import uvicorn
 
 from radixgrove.protocol import asgi, auth, errors
 from radixgrove.protocol.asgi import Receive, Scope, Send
-from radixgrove.protocol.settings import LogLevel, WorkerSettings
+from radixgrove.protocol.settings import LogLevel, WorkerSettings, reveal
 
 if TYPE_CHECKING:
     from radixgrove.worker.agent import Agent
@@ -115,8 +115,7 @@ class ManagementApp:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        key = agent.settings.management_key
-        self._key = key.get_secret_value() if key is not None else None
+        self._key = reveal(agent.settings.management_key)
         self._routes: dict[str, dict[str, Handler]] = {
             "/livez": {"GET": _livez},
             "/readyz": {"GET": _readyz},

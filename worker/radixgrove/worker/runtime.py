@@ -15,11 +15,8 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pydantic import SecretStr
-
-from radixgrove.protocol.settings import LogLevel, Settings, WorkerSettings
+from radixgrove.protocol.settings import LogLevel, WorkerSettings
 
 _FILE = "worker.json"
 _LOG_LEVEL = "log-level"
@@ -80,7 +77,7 @@ class Runtime:
 
     def write(self) -> None:
         """Write `worker.json`, readable by this user only."""
-        content = {"settings": reveal(self.settings), "model_dir": str(self.model_dir)}
+        content = {"settings": self.settings.in_clear(), "model_dir": str(self.model_dir)}
         descriptor = os.open(self.directory / _FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(content, file)
@@ -94,13 +91,3 @@ class Runtime:
             settings=WorkerSettings.model_validate(content["settings"]),
             model_dir=Path(content["model_dir"]),
         )
-
-
-def reveal(settings: Settings) -> dict[str, Any]:
-    """All fields as plain JSON values, secrets in clear: for files of mode 0600 only."""
-    plain = settings.model_dump(mode="json")
-    for name in plain:
-        value = getattr(settings, name)
-        if isinstance(value, SecretStr):
-            plain[name] = value.get_secret_value()
-    return plain

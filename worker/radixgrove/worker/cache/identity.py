@@ -6,7 +6,7 @@ The engine hashes with these and the agent registers them, so that routers hash 
 from __future__ import annotations
 
 from radixgrove.protocol.blocks import BlockHasher
-from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.settings import WorkerSettings, reveal
 
 # A finer index costs Redis more members than its precision is worth.
 _SMALLEST_INDEX_BLOCK = 16
@@ -36,5 +36,5 @@ def index_block(settings: WorkerSettings) -> int:
 
 def block_hasher(settings: WorkerSettings, namespace: str) -> BlockHasher:
     """The hasher that this worker and its routers share."""
-    secret = settings.cluster_secret.get_secret_value() if settings.cluster_secret else ""
+    secret = reveal(settings.cluster_secret) or ""
     return BlockHasher(secret.encode(), namespace, index_block(settings))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 import msgspec
-from pydantic import SecretStr
 from starlette.routing import Route, Router
 
 from radixgrove.protocol import asgi, errors, requests, responses
@@ -34,7 +33,7 @@ from radixgrove.protocol.requests import (
     Envelope,
     Request,
 )
-from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.settings import WorkerSettings, reveal
 from radixgrove.worker.frontend.answers import Answer, token_list
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.generation import RequestInFlight, Signal
@@ -69,8 +68,8 @@ class Frontend:
         self.engine = engine
         self.draining = False
         self._keys = keys
-        self._internal_key = _plain(settings.internal_key)
-        self._management_key = _plain(settings.management_key)
+        self._internal_key = reveal(settings.internal_key)
+        self._management_key = reveal(settings.management_key)
         self._flights: set[RequestInFlight] = set()
         self._in_flight = 0  # from the first byte of a completion request to its last
         # What the engine could hold at all: more requests need not be read.
@@ -437,10 +436,6 @@ class _StreamFailed(Exception):
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.message)
         self.error = error
-
-
-def _plain(secret: SecretStr | None) -> str | None:
-    return secret.get_secret_value() if secret is not None else None
 
 
 # Ids of routers' reservations; the engine appends `:<sequence>`.
