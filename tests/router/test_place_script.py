@@ -122,6 +122,7 @@ def place(
                 1,
                 random.getrandbits(31),
                 ceiling,
+                int(ROUTER_LEASE_SECONDS * 1000),
             ],
         )
     )

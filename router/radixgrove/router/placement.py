@@ -29,6 +29,7 @@ from radixgrove.router.replicas import Replica, Service
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
+_LEASE_MS = int(ROUTER_LEASE_SECONDS * 1000)
 # As in lua/place.lua, which explains them:
 DECODE_TOKENS = 16
 HIT_CREDIT, MOST_CREDIT_MS = 9.0, 250.0
@@ -193,6 +194,7 @@ class Placer:
                 ask.sequences,
                 self._random.getrandbits(31),
                 ceiling,
+                _LEASE_MS,
             )
             forgotten = answer[:2] == [0, 0] and time.monotonic() - link.since < REBUILD_SECONDS
             if answer[0] <= 0 and not forgotten:
@@ -264,7 +266,7 @@ class Placer:
                     *(ledger.keys.load(generation) for generation in generations),
                 ],
                 self._router_id,
-                int(ROUTER_LEASE_SECONDS * 1000),
+                _LEASE_MS,
                 msgspec.msgpack.encode(state),
             )
             for reservation in admitted:

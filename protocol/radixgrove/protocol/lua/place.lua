@@ -24,7 +24,7 @@
 -- ARGV: msgpack of the candidates {generation, ms a token, ms a host token or 0, max running or 0,
 --       1 if its blocks are named as in `members`}…,
 --       packed members of the prompt's blocks, router id, reservation id, prompt tokens,
---       tokens a block, requests (sequences) to book, random seed, ceiling ms
+--       tokens a block, requests (sequences) to book, random seed, ceiling ms, a router's lease in ms
 -- Returns {index of the candidate from 1, matched blocks, of which host blocks, tokens booked,
 --          time ms, load ms}; {0, leases on record} when no candidate is alive; {-1} when no cost is below the ceiling.
 local DECODE_TOKENS = 16 -- a running request delays a prefill about as much as these many tokens
@@ -33,7 +33,6 @@ local EPOCH_MS = 10000 -- longest life of a pending record; two keys take turns 
 local SLACK_MS = 250 -- from the end of a prefill to its events
 local HOLDERS = 4 -- pending holders kept of one path
 local GENERATION = 16 -- characters
-local ROUTER_LEASE_MS = 5000 -- as in registry.py
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -53,7 +52,7 @@ for _, router in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], now, '+inf')) do
 end
 if not live_router[me] then
   -- Before its first heartbeat: what it books counts for others at once, and ends with it.
-  redis.call('ZADD', KEYS[5], now + ROUTER_LEASE_MS, me)
+  redis.call('ZADD', KEYS[5], now + tonumber(ARGV[10]), me)
   live_router[me] = true
 end
 
