@@ -10,6 +10,7 @@ from typing import Any
 
 from radixgrove.operator import names
 from radixgrove.operator.kube import Kube, KubeError, Object
+from radixgrove.operator.merge import strategic_merge
 
 STARTED = "2026-01-01T00:00:00Z"
 
@@ -77,7 +78,7 @@ class MemoryKube(Kube):
             assert content_type == "application/apply-patch+yaml"
             return copy.deepcopy(self.add(copy.deepcopy(body)))
         change = {"status": body["status"]} if sub == "status" else body
-        merged = _merged(live, copy.deepcopy(change))
+        merged = strategic_merge(live, copy.deepcopy(change))
         for field in self.dropped:
             merged.get("status", {}).pop(field, None)
         return copy.deepcopy(self.add(merged))
@@ -134,15 +135,3 @@ def _ready_pod(stateful_set: Object, name: str, rank: int, node: str) -> Object:
 def node(name: str, *, ready: str = "True", since: str = STARTED) -> Object:
     condition = {"type": "Ready", "status": ready, "lastTransitionTime": since}
     return {"kind": "Node", "metadata": {"name": name}, "status": {"conditions": [condition]}}
-
-
-def _merged(live: Object, change: Object) -> Object:
-    merged = dict(live)
-    for key, value in change.items():
-        if value is None:
-            merged.pop(key, None)
-        elif isinstance(value, dict) and isinstance(live.get(key), dict):
-            merged[key] = _merged(live[key], value)
-        else:
-            merged[key] = value
-    return merged

@@ -10,6 +10,11 @@ def to_text(when: float) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def to_seconds_text(when: float) -> str:
+    """In whole seconds, as conditions and Events have them."""
+    return to_text(float(int(when))).replace(".000Z", "Z")
+
+
 def from_text(text: str | None) -> float | None:
     """None for an absent or malformed time: people edit annotations."""
     if not text:

@@ -12,7 +12,7 @@ Object = dict[str, Any]
 def event(resource: Object, kind: str, reason: str, message: str, now: float) -> Object:
     """`kind`: Normal or Warning. Said twice within a second it is one object."""
     meta = resource["metadata"]
-    stamp = clock.to_text(now).split(".")[0] + "Z"
+    stamp = clock.to_seconds_text(now)
     digest = names.digest([meta["uid"], reason, message, stamp])
     return {
         "apiVersion": "v1",

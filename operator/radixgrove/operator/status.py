@@ -84,7 +84,7 @@ def _condition(
 ) -> Condition:
     value = "True" if verdict.value else "False"
     previous = next((c for c in before.conditions if c.type == verdict.type), None)
-    since = clock.to_text(float(int(now))).replace(".000Z", "Z")
+    since = clock.to_seconds_text(now)
     if previous is not None and previous.status == value:
         since = previous.last_transition_time
     return Condition(
