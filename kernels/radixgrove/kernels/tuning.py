@@ -71,6 +71,11 @@ _Key = tuple[int, int, int, bool]  # token bucket, N, K, silu
 _Shape = tuple[torch.dtype, _Key]
 
 
+def stream_dtype(tokens: int, dtype: torch.dtype, *, wide: bool) -> torch.dtype:
+    """Of the residual stream of a model of `dtype`: where `wide`, float32 for few tokens."""
+    return torch.float32 if wide and tokens <= MANY_TOKENS else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Projection:
     """A kind of product of the model, as `ops.linear` is asked for it.
@@ -90,8 +95,7 @@ class Projection:
     wide_stream: bool = False
 
     def stream_dtype(self, tokens: int) -> torch.dtype:
-        few = tokens <= MANY_TOKENS
-        return torch.float32 if self.wide_stream and few else self.weights[0].dtype
+        return stream_dtype(tokens, self.weights[0].dtype, wide=self.wide_stream)
 
     def result_dtype(self, tokens: int) -> torch.dtype:
         """Of what a library's kernel writes."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from radixgrove.kernels import ops as kernels
-from radixgrove.kernels.tuning import MANY_TOKENS
+from radixgrove.kernels import tuning
 
 Rotation = tuple[Tensor, Tensor]
 _MKLDNN = torch.ops.mkldnn
@@ -266,8 +266,7 @@ class KernelOps:
         return kernels.defers_residual(tokens, weight)
 
     def stream_dtype(self, tokens: int, dtype: torch.dtype) -> torch.dtype:
-        wide = self._wide_stream and tokens <= MANY_TOKENS
-        return torch.float32 if wide else dtype
+        return tuning.stream_dtype(tokens, dtype, wide=self._wide_stream)
 
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """float32: two logits of 16 differ by a whole eighth in bfloat16, which alone would set
