@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.protocol.settings import Device, DType, WorkerSettings
+from radixgrove.worker.execution.build import build_rank
+from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.messages import TokenLogprobs
 from radixgrove.worker.plan import Executor, NewRow, PrefillChunk, StepPlan
+
+
+def cpu_runner(directory: Path, **settings: object) -> Runner:
+    """The runner of a model directory, in float32 unless told otherwise."""
+    options = {"dtype": DType.FLOAT32, "max_running": 10, "kv_tokens": 4096} | settings
+    worker = WorkerSettings(device=Device.CPU, **options)  # type: ignore[arg-type]
+    return build_rank(worker, directory, lambda phase: None, None, 0)[0]
 
 
 def greedy(max_tokens: int, **changes: object) -> SamplingParams:

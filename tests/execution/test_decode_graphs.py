@@ -11,22 +11,12 @@ from pathlib import Path
 import pytest
 
 from radixgrove.protocol.sampling import SamplingParams
-from radixgrove.protocol.settings import Device, DType, WorkerSettings
-from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.execution.graphs import ladder
-from radixgrove.worker.execution.runner import Runner
 
 from . import tiny
-from .driver import Driver, Generated, greedy
+from .driver import Driver, Generated, cpu_runner, greedy
 
 SIZES = [1, 4, 8]
-
-
-def make_runner(directory: Path) -> Runner:
-    settings = WorkerSettings(
-        device=Device.CPU, dtype=DType.FLOAT32, max_running=10, kv_tokens=4096
-    )
-    return build_rank(settings, directory, lambda phase: None, None, 0)[0]
 
 
 def params(i: int) -> SamplingParams:
@@ -46,8 +36,8 @@ def params(i: int) -> SamplingParams:
 def test_padded_steps_equal_exact_ones(rows: int, tmp_path: Path) -> None:
     tiny.save("qwen3", tmp_path)
     prompts = tiny.prompts()[-rows:]
-    exact = Driver(make_runner(tmp_path)).generate(prompts, params)
-    runner = make_runner(tmp_path)
+    exact = Driver(cpu_runner(tmp_path)).generate(prompts, params)
+    runner = cpu_runner(tmp_path)
     graphs = runner.capture(SIZES, lambda text, done: None)
     padded = Driver(runner).generate(prompts, params)
     assert graphs.replays == max(params(i).max_tokens for i in range(rows)) - 1
@@ -61,7 +51,7 @@ def test_padded_steps_equal_exact_ones(rows: int, tmp_path: Path) -> None:
 
 def test_batches_beyond_the_ladder_run_eagerly(tmp_path: Path) -> None:
     tiny.save("llama", tmp_path)
-    runner = make_runner(tmp_path)
+    runner = cpu_runner(tmp_path)
     graphs = runner.capture([1, 2], lambda text, done: None)
     Driver(runner).generate([[1, 2], [3, 4], [5, 6]], greedy(6))
     assert graphs.replays == 0

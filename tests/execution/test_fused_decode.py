@@ -18,8 +18,7 @@ from radixgrove.worker.execution.attention.base import AttentionBatch
 from radixgrove.worker.models.ops import KernelOps
 
 from . import tiny
-from .driver import Driver, greedy
-from .test_decode_graphs import make_runner
+from .driver import Driver, cpu_runner, greedy
 
 Apart = torch_backend.TorchAttention
 
@@ -71,7 +70,7 @@ def test_positions_and_pages_of_decode_rows_follow_from_their_lengths(
     monkeypatch.setattr(Fused, "steps", 0)
     for backend in (Apart, Fused):
         monkeypatch.setattr(torch_backend, "TorchAttention", backend)
-        runner = make_runner(tmp_path)
+        runner = cpu_runner(tmp_path)
         if captured:
             runner.capture([1, 4, 8], lambda text, done: None)
         results = Driver(runner).generate(prompts, greedy(40))  # past a page's end

@@ -6,20 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from radixgrove.protocol.settings import Device, DType, WorkerSettings
-from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.warmup import rehearse_mixed_steps
 from radixgrove.worker.plan import StepPlan
 
 from . import tiny
-from .driver import Driver, greedy
+from .driver import Driver, cpu_runner, greedy
 
 
 def make_runner(directory: Path, **changes: int) -> Runner:
-    options = {"max_running": 12, "kv_tokens": 1024} | changes
-    settings = WorkerSettings(device=Device.CPU, dtype=DType.FLOAT32, **options)  # type: ignore[arg-type]
-    return build_rank(settings, directory, lambda phase: None, None, 0)[0]
+    return cpu_runner(directory, **({"max_running": 12, "kv_tokens": 1024} | changes))
 
 
 def plans_of_rehearsal(

@@ -8,16 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixgrove.protocol.settings import Device, DType, WorkerSettings
+from radixgrove.kernels import tuning
+from radixgrove.protocol.settings import DType
 from radixgrove.worker.execution import build
-from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.execution.runner import Runner
-from radixgrove.worker.models import ops as model_ops
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.models.ops import KernelOps
 
 from . import tiny
-from .driver import Driver, greedy
+from .driver import Driver, cpu_runner, greedy
 
 
 @pytest.fixture
@@ -33,11 +32,6 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, torch.dtype]]:
     monkeypatch.setattr(Decoder, "logits", noting)
     monkeypatch.setattr(build, "choose_ops", lambda device: KernelOps())
     return states
-
-
-def make_runner(directory: Path, dtype: DType) -> Runner:
-    settings = WorkerSettings(device=Device.CPU, dtype=dtype, max_running=10, kv_tokens=4096)
-    return build_rank(settings, directory, lambda phase: None, None, 0)[0]
 
 
 def prompt_logprobs(runner: Runner, prompt: list[int]) -> Tensor:
@@ -57,11 +51,11 @@ def test_is_nearer_to_float32(
         monkeypatch.setitem(tiny._SIZES, name, value)
     tiny.save(kind, tmp_path).bfloat16().float().save_pretrained(tmp_path)
     prompt = tiny.prompts()[-1]
-    exact = prompt_logprobs(make_runner(tmp_path, DType.FLOAT32), prompt)
-    narrow = prompt_logprobs(make_runner(tmp_path, DType.BFLOAT16), prompt)
+    exact = prompt_logprobs(cpu_runner(tmp_path), prompt)
+    narrow = prompt_logprobs(cpu_runner(tmp_path, dtype=DType.BFLOAT16), prompt)
     monkeypatch.setenv("RADIXGROVE_WIDE_STREAM", "1")
     noted.clear()
-    wide = prompt_logprobs(make_runner(tmp_path, DType.BFLOAT16), prompt)
+    wide = prompt_logprobs(cpu_runner(tmp_path, dtype=DType.BFLOAT16), prompt)
     assert {dtype for _, dtype in noted} == {torch.float32}
     error, narrow_error = ((found - exact).square().mean() for found in (wide, narrow))
     assert error < 0.5 * narrow_error
@@ -73,11 +67,11 @@ def test_captured_steps_of_few_and_many_tokens_equal_eager_ones(
     """With few being up to four: larger sizes see the same buffer in the model's own dtype."""
     tiny.save("qwen3", tmp_path)
     monkeypatch.setenv("RADIXGROVE_WIDE_STREAM", "1")
-    monkeypatch.setattr(model_ops, "MANY_TOKENS", 4)
+    monkeypatch.setattr(tuning, "MANY_TOKENS", 4)
     prompts = tiny.prompts()[-7:]
     texts = []
     for captured in (False, True):
-        runner = make_runner(tmp_path, DType.BFLOAT16)
+        runner = cpu_runner(tmp_path, dtype=DType.BFLOAT16)
         if captured:
             runner.capture([4, 8], lambda text, done: None)
         noted.clear()
