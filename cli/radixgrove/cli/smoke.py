@@ -6,6 +6,7 @@ found as a child of ours.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import signal
@@ -13,9 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import click
+import psutil
 
 from radixgrove.cli.demonstration import Shown, demonstrate
 from radixgrove.cli.redis_server import free_ports
@@ -106,17 +107,15 @@ def _check_gone() -> None:
 
 
 def _children() -> list[str]:
-    """Command lines of our living children, adopted ones included."""
+    """Command lines of our living children, adopted ones included.
+
+    A command line alone does not tell the living: it is empty for a moment while a program starts.
+    """
     found = []
-    for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            command = Path(f"/proc/{pid}/cmdline")
-            try:
-                text = command.read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            except OSError:
-                continue
-            if text:  # a zombie has none
-                found.append(f"{text} (process {pid})")
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{' '.join(child.cmdline())} (process {child.pid})")
     return found
 
 
