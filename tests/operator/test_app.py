@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from memory_kube import MemoryKube
@@ -18,6 +18,7 @@ from radixgrove.operator import metrics, names
 from radixgrove.operator.app import App
 from radixgrove.operator.health import HealthServer
 from radixgrove.operator.kube import Kube, NotLeading
+from radixgrove.operator.redisside import RedisSide
 
 KEY = ("team-a", "llama")
 
@@ -76,6 +77,30 @@ def test_a_start_in_doubt_goes_on_until_the_process_stops() -> None:
     assert not starting.is_alive()
 
 
+def test_a_start_that_waits_for_the_api_server_is_alive() -> None:
+    stopping, kube = Turns(nothing, nothing), Doubts()
+    app = App(kube, CONFIG, stopping)
+    app._heartbeat -= 3600
+    app.start()
+    assert app.trouble() == ""
+
+
+def test_a_thread_that_dies_is_told_to_the_liveness_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    stopping = threading.Event()
+    app = App(MemoryKube(), CONFIG, stopping)
+
+    def dies() -> None:
+        raise ZeroDivisionError
+
+    app._thread("autoscaler", dies)
+    (thread,) = app._threads
+    thread.join(10)
+    assert app.trouble() == "the thread autoscaler has ended"
+    stopping.set()
+    assert app.trouble() == "", "all of them end when the app does"
+
+
 # ---- liveness ------------------------------------------------------------------------------------
 
 
@@ -99,6 +124,7 @@ class Turns(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         following = next(self._happens, None)
         if following is None:
+            self.set()
             return True
         following()
         return False
@@ -136,9 +162,33 @@ def test_a_watch_that_is_merely_late_is_not_silent() -> None:
     assert app.trouble() == ""
 
 
-def test_a_service_whose_deletion_was_not_heard_is_looked_at() -> None:
+def unreadable(version: str) -> dict[str, Any]:
+    """Of a newer version of the operator."""
+    return resource(version) | {"spec": {"ofTheFuture": True}}
+
+
+def test_a_spec_that_cannot_be_read_is_no_silent_watch() -> None:
+    kube = MemoryKube()
+    app = App(kube, CONFIG, Turns(nothing, nothing, nothing))
+    app.service_event(None, kube.add(unreadable("1")))
+    assert app.queue.get(5) == KEY
+    app._guard()
+    assert app.trouble() == ""
+
+
+def test_routers_keep_the_groups_of_a_service_whose_spec_cannot_be_read() -> None:
+    kept: list[Collection[str]] = []
+    table = SimpleNamespace(keep_only=kept.append, rewrite=nothing)
+    app = App(MemoryKube(), CONFIG, Turns())
+    app.service_event(None, unreadable("1"))
+    app._rewrite(cast(RedisSide, table))
+    assert kept == [{"team-a.llama"}]
+
+
+@pytest.mark.parametrize("body", [resource("1"), unreadable("1")], ids=["readable", "unreadable"])
+def test_a_service_whose_deletion_was_not_heard_is_looked_at(body: dict[str, Any]) -> None:
     app = App(MemoryKube(), CONFIG, Turns(nothing))
-    app.store.service_seen(resource("1"))
+    app.store.service_seen(body)
     app._guard()
     assert app.queue.get(5) == KEY
 

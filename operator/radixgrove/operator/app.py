@@ -96,8 +96,12 @@ class App:
         thread.start()
 
     def _insist(self, act: Callable[[], T]) -> T | None:
-        """Tries until it works; None when the app stops first."""
+        """Tries until it works; None when the app stops first.
+
+        Waiting for the API server, or for a verb to be given back, is no fault of this process.
+        """
         while not self._stopping.is_set():
+            self.beat()
             try:
                 return act()
             except (KubeError, NotLeading) as error:
@@ -158,7 +162,7 @@ class App:
             self.queue.add(neighbour.key)
 
     def beat(self) -> None:
-        """Called by kopf's loop every few seconds."""
+        """Whoever has the main thread is alive: kopf's loop, or `start` before it."""
         self._heartbeat = time.monotonic()
 
     # ---- threads ---------------------------------------------------------------------------------
@@ -202,7 +206,7 @@ class App:
         while True:
             try:
                 if not kept:
-                    redis_side.keep_only({n.service.key for n in self.store.services()})
+                    redis_side.keep_only({names.service_key(*key) for key in self.store.known()})
                     kept = True
                 redis_side.rewrite()
             except RedisAway as error:
@@ -232,9 +236,8 @@ class App:
             for key in silent:
                 self.store.service_seen(listed[key])
                 self.queue.add(key)
-            for neighbour in self.store.services():
-                if neighbour.key not in listed:
-                    self.queue.add(neighbour.key)
+            for key in self.store.known() - listed.keys():
+                self.queue.add(key)
             self._lagging = lagging
 
     # ---- health ----------------------------------------------------------------------------------
@@ -245,4 +248,7 @@ class App:
             return "the event loop is stuck"
         if any(now - since > _LONGEST_LOOK for since in list(self._busy_since.values())):
             return "a reconciliation is stuck"
+        ended = [thread.name for thread in self._threads if not thread.is_alive()]
+        if ended and not self._stopping.is_set():
+            return f"the thread {ended[0]} has ended"
         return self._frozen

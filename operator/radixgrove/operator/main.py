@@ -41,7 +41,7 @@ WATCHED = (
     "PodDisruptionBudget",
     "NetworkPolicy",
 )
-_BEAT_EVERY = 5.0
+_BEAT_EVERY = 0.5  # seconds; `stop` is noticed as often
 
 
 def register(registry: kopf.OperatorRegistry, app: App) -> None:
@@ -101,7 +101,7 @@ async def watch(app: App, config: OperatorConfig, stop: threading.Event) -> None
     async def beat() -> None:
         while not stop.is_set():
             app.beat()
-            await asyncio.sleep(min(_BEAT_EVERY, 0.5))
+            await asyncio.sleep(_BEAT_EVERY)
         ending.set()
 
     beating = asyncio.create_task(beat())

@@ -29,7 +29,6 @@ class Neighbour:
     created: float
     spec: InferenceServiceSpec
     claim: str = ""  # of its cached model
-    version: str = ""  # resourceVersion
 
     @property
     def names(self) -> list[str]:
@@ -59,17 +58,20 @@ class Store:
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _services: dict[Key, Neighbour] = field(default_factory=dict)
+    # resourceVersion of every service, those included whose spec this version cannot read.
+    _versions: dict[Key, str] = field(default_factory=dict)
     _nodes: dict[str, Node] = field(default_factory=dict)
     _placements: dict[Key, list[gang.Placement]] = field(default_factory=dict)
     _waiting: dict[Key, str] = field(default_factory=dict)  # by device
 
     def service_seen(self, body: Object) -> None:
-        neighbour = neighbour_of(body)
+        key, neighbour = _key(body), neighbour_of(body)
         with self._lock:
+            self._versions[key] = body["metadata"].get("resourceVersion", "")
             if neighbour is None:
-                self._services.pop(_key(body), None)
+                self._services.pop(key, None)
             else:
-                self._services[_key(body)] = neighbour
+                self._services[key] = neighbour
 
     def service_gone(self, key: Key) -> list[Key]:
         """The services to look at for it: whom it kept from a name, a claim's care, or GPUs.
@@ -77,6 +79,7 @@ class Store:
         Not all of them: when hundreds are deleted, each would cost hundreds of looks.
         """
         with self._lock:
+            self._versions.pop(key, None)
             gone = self._services.pop(key, None)
             self._placements.pop(key, None)
             self._waiting.pop(key, None)
@@ -91,11 +94,15 @@ class Store:
     def version(self, key: Key) -> str:
         """resourceVersion of the service as last seen; "" for one that was not."""
         with self._lock:
-            found = self._services.get(key)
-        return found.version if found else ""
+            return self._versions.get(key, "")
+
+    def known(self) -> set[Key]:
+        """Of every service, readable or not."""
+        with self._lock:
+            return set(self._versions)
 
     def services(self) -> list[Neighbour]:
-        """Oldest first."""
+        """Those that this version can read, oldest first."""
         with self._lock:
             return sorted(self._services.values(), key=lambda neighbour: neighbour.age)
 
@@ -152,7 +159,6 @@ def neighbour_of(body: Object) -> Neighbour | None:
         service=Service(meta["namespace"], meta["name"], meta["uid"]),
         created=clock.from_text(meta.get("creationTimestamp")) or 0.0,
         spec=spec,
-        version=meta.get("resourceVersion", ""),
         claim=str(model.get("claim", "")) if isinstance(model, dict) else "",
     )
 
