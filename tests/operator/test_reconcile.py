@@ -206,6 +206,14 @@ def test_children_of_a_deleted_namesake_are_waited_out() -> None:
     assert operator.condition() == "True/Serving"
 
 
+def test_a_copy_of_the_keys_that_somebody_deleted_is_made_again() -> None:
+    operator = Operator()
+    operator.settle("n0")
+    del operator.kube.objects["Secret", KEY[0], CONFIG.keys_secret]  # of which no event tells
+    assert operator.look() == [f"patch Secret/{CONFIG.keys_secret}"]
+    assert operator.look() == []
+
+
 # ---- its own router ------------------------------------------------------------------------------
 
 DEDICATED = {"router": {"dedicated": True, "auth": {"keysSecret": "missing"}}}

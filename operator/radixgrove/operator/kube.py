@@ -97,6 +97,8 @@ class Kube:
         self._may_write = may_write
         self._timeout = timeout
         self._seen: dict[tuple[str, str, str], tuple[str, str]] = {}
+        # Versions that the watch reports of objects while they are being applied.
+        self._reported: list[tuple[tuple[str, str, str], set[str]]] = []
         self._lock = threading.Lock()
 
     # ---- reading ---------------------------------------------------------------------------------
@@ -126,8 +128,8 @@ class Kube:
     def apply(self, desired: Object) -> Object:
         """Server-side apply, unless the object already is as desired; the object as it is then.
 
-        An object under another controller (a namesake of a deleted resource) is left alone:
-        KubeError with status 409.
+        An object of somebody else's, or under another controller (of a deleted namesake), is left
+        alone: KubeError with status 409.
         """
         key = _key(desired)
         live = self.get(desired["kind"], *key[1:])
@@ -145,13 +147,21 @@ class Kube:
         """As `apply`, without even a read while the watch reports no change since the last one."""
         key = _key(desired)
         digest = names.digest(desired, 32)
+        reported: set[str] = set()
         with self._lock:
             known = self._seen.get(key)
-        if known is not None and known[0] == digest:
-            return
-        live = self.apply(desired)
+            if known is not None and known[0] == digest:
+                return
+            self._reported.append((key, reported))
+        try:
+            version = self.apply(desired)["metadata"].get("resourceVersion", "")
+        finally:
+            with self._lock:
+                self._reported = [entry for entry in self._reported if entry[1] is not reported]
         with self._lock:
-            self._seen[key] = (digest, live["metadata"].get("resourceVersion", ""))
+            # Any other version may be a later one: the next look reads the object again.
+            if reported <= {version}:
+                self._seen[key] = (digest, version)
 
     def changed(self, kind: str, namespace: str, name: str, version: str | None) -> None:
         """The watch saw an object at `version`; None: it is gone."""
@@ -160,18 +170,13 @@ class Kube:
             known = self._seen.get(key)
             if known is not None and known[1] != version:
                 del self._seen[key]
+            for applied, reported in self._reported:
+                if applied == key:
+                    reported.add(version or "")
 
-    def forget(self) -> None:
-        """Read everything again at the next reconciliation."""
-        with self._lock:
-            self._seen.clear()
-
-    def create(self, desired: Object, sub: str | None = None) -> Object:
-        _, namespace, name = _key(desired)
-        return self._request(
-            "POST", "create", desired["kind"], namespace, name if sub else None, sub=sub,
-            body=desired,
-        )  # fmt: skip
+    def create(self, desired: Object) -> Object:
+        kind, namespace, _ = _key(desired)
+        return self._request("POST", "create", kind, namespace, None, body=desired)
 
     def replace(self, desired: Object) -> Object:
         """Fails with status 409 when the object changed since it was read."""
@@ -251,16 +256,26 @@ def _key(thing: Object) -> tuple[str, str, str]:
 
 
 def _refuse_foreign(desired: Object, live: Object) -> None:
-    wanted = {owner["uid"] for owner in desired["metadata"].get("ownerReferences", [])
-              if owner.get("controller")}  # fmt: skip
-    has = {owner["uid"] for owner in live["metadata"].get("ownerReferences", [])
-           if owner.get("controller")}  # fmt: skip
-    if (wanted and has - wanted) or "deletionTimestamp" in live["metadata"]:
-        kind, namespace, name = _key(desired)
-        raise KubeError(
-            "patch", f"{KINDS[kind].plural}/{namespace}/{name}", 409,
-            "an object of this name belongs to another owner or is being deleted",
-        )  # fmt: skip
+    """Raises KubeError for an object that is not ours to write: nothing is ever adopted."""
+    meta = live["metadata"]
+    wanted, has = _owners(desired), _owners(live)
+    controllers = _owners(desired, controller=True)
+    if "deletionTimestamp" in meta:
+        why = "it is being deleted, and is made again when it is gone"
+    elif controllers and _owners(live, controller=True) - controllers:
+        why = "it belongs to another owner, whose end is waited for"
+    elif not wanted & has and (meta.get("labels") or {}).get(names.MANAGED_BY) != names.MANAGER:
+        why = "it was there before and is somebody else's: one of the two needs another name"
+    else:
+        return
+    kind, namespace, name = _key(desired)
+    raise KubeError("patch", f"{KINDS[kind].plural}/{namespace}/{name}", 409, why)
+
+
+def _owners(thing: Object, *, controller: bool = False) -> set[str]:
+    """UIDs of an object's owners, or of the one that controls it."""
+    references = thing["metadata"].get("ownerReferences") or []
+    return {owner["uid"] for owner in references if owner.get("controller") or not controller}
 
 
 def covers(live: Any, desired: Any) -> bool:

@@ -262,7 +262,9 @@ class Reconciler:
         neighbours = self._store.services()
         look.name_taken = name_conflict(own, neighbours)
         same_namespace = [n for n in neighbours if n.service.namespace == own.service.namespace]
-        for child in self._guards(look, same_namespace, own):
+        with look.trying():
+            self._copy_keys(look, same_namespace, own)
+        for child in self._guards(look):
             with look.trying():
                 self._kube.apply_cached(child)
         if look.spec.router.dedicated:
@@ -287,11 +289,16 @@ class Reconciler:
             look.target = target
             look.revisions[target.hash] = target
 
-    def _guards(self, look: _Look, neighbours: list[Neighbour], own: Neighbour) -> Iterator[Object]:
+    def _copy_keys(self, look: _Look, neighbours: list[Neighbour], own: Neighbour) -> None:
+        """Read at every look: Secrets are not watched, and pods without their keys do not start."""
+        namespace = look.service.namespace
+        users = [n.service for n in neighbours if n.key != own.key] + [look.service]
+        if namespace != self._config.namespace:
+            users.sort(key=lambda user: user.uid)
+            self._kube.apply(self._keys.copy(namespace, users))
+
+    def _guards(self, look: _Look) -> Iterator[Object]:
         service, config = look.service, self._config
-        users = [n.service for n in neighbours if n.key != own.key] + [service]
-        if service.namespace != config.namespace:
-            yield self._keys.copy(service.namespace, sorted(users, key=lambda user: user.uid))
         yield policies.service_account(service)
         if config.network_policies.enabled:
             yield policies.worker_network_policy(service, look.spec.router.dedicated, config)
