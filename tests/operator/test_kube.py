@@ -148,6 +148,19 @@ def test_failures_come_again_later_each_time() -> None:
     assert len(queue) == 0
 
 
+def test_superseded_wishes_do_not_pile_up() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    for _ in range(1000):
+        queue.add("a", delay=900)  # the next look at rest
+        queue.add("a")  # an event
+        assert queue.get(1) == "a"
+        queue.done("a")
+    assert len(queue._heap) < 100
+    queue.add("a", delay=900)
+    queue.add("b")
+    assert queue.get(1) == "b"
+
+
 def test_closing_wakes_whoever_waits() -> None:
     queue: WorkQueue[str] = WorkQueue()
     found: list[str | None] = []

@@ -1,6 +1,7 @@
 """One keyed queue between watches and reconcilers: a key is queued once and worked on once.
 
-A key added while it is being worked on comes again afterwards. Bounded by the number of keys.
+A key added while it is being worked on comes again afterwards. Bounded by the number of keys: wishes
+that an earlier one superseded are swept before they outnumber the others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Generic, TypeVar
 from radixgrove.operator import metrics
 
 K = TypeVar("K", bound=Hashable)
+
+_SPARE = 64  # superseded entries that are not worth a sweep
 
 
 @dataclass
@@ -31,7 +34,7 @@ class WorkQueue(Generic[K]):
     def __init__(self, base_delay: float = 0.5, max_delay: float = 60.0) -> None:
         self._base, self._max = base_delay, max_delay
         self._states: dict[K, _State] = {}
-        self._heap: list[tuple[float, int, int, K]] = []
+        self._heap: list[tuple[float, int, K]] = []  # due, version, key
         self._sequence = 0
         self._ready = threading.Condition()
         self._closed = False
@@ -94,24 +97,33 @@ class WorkQueue(Generic[K]):
         self._sequence += 1
         state.version = self._sequence
         assert state.due is not None
-        heapq.heappush(self._heap, (state.due, self._sequence, state.version, key))
+        heapq.heappush(self._heap, (state.due, state.version, key))
+        if len(self._heap) > 2 * len(self._states) + _SPARE:
+            self._heap = [entry for entry in self._heap if self._counts(entry)]
+            heapq.heapify(self._heap)
         self._measure()
         self._ready.notify()
 
     def _next(self, now: float) -> tuple[K | None, float]:
         while self._heap:
-            due, _, version, key = self._heap[0]
-            state = self._states.get(key)
-            if state is None or state.busy or state.version != version:
-                heapq.heappop(self._heap)  # superseded by a later entry
+            entry = due, _, key = self._heap[0]
+            if not self._counts(entry):
+                heapq.heappop(self._heap)
                 continue
             if due > now:
                 return None, due - now
             heapq.heappop(self._heap)
+            state = self._states[key]
             state.busy, state.due = True, None
             self._measure()
             return key, 0.0
         return None, 3600.0
+
+    def _counts(self, entry: tuple[float, int, K]) -> bool:
+        """Whether no later entry superseded this one."""
+        _, version, key = entry
+        state = self._states.get(key)
+        return state is not None and not state.busy and state.version == version
 
     def _measure(self) -> None:
         now = time.monotonic()
