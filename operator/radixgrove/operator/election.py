@@ -8,6 +8,8 @@ Source: the leader election of client-go, whose timing this follows.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,12 +24,18 @@ logger = logging.getLogger(__name__)
 
 
 class LeaderElection:
-    """`run` in a thread of its own; `may_write` from anywhere."""
+    """`run` in a thread of its own; `may_write` from anywhere.
 
-    def __init__(self, config: OperatorConfig, identity: str) -> None:
+    `pod`: of this process, empty outside of any. The kubelet starts a pod's container only when the
+    one before has ended: what that still holds is taken at once.
+    """
+
+    def __init__(self, config: OperatorConfig, pod: str) -> None:
         self._config = config
         self._namespace = config.namespace
-        self._identity = identity
+        self._pod = pod
+        own = f"{os.getpid()}-{time.time_ns()}"
+        self._identity = f"{pod}/{own}" if pod else f"{socket.gethostname()}-{own}"
         self._settings = config.election
         self._valid_until = 0.0  # monotonic; of the last renewal, counted from before its request
         self._observed: tuple[str, str] = ("", "")  # holder and renewTime as last seen
@@ -73,7 +81,7 @@ class LeaderElection:
                 made = self._lease(transitions=0)
                 made["metadata"]["ownerReferences"] = owners(kube, self._config)
                 kube.create(made)
-            elif self._is_mine(lease) or self._has_expired(lease):
+            elif self._is_mine(lease) or self._is_of_my_pod(lease) or self._has_expired(lease):
                 spec = lease.get("spec", {})
                 mine = spec.get("holderIdentity") == self._identity
                 transitions = int(spec.get("leaseTransitions", 0)) + (0 if mine else 1)
@@ -90,6 +98,11 @@ class LeaderElection:
     def _is_mine(self, lease: dict[str, object]) -> bool:
         spec = lease.get("spec")
         return isinstance(spec, dict) and spec.get("holderIdentity") == self._identity
+
+    def _is_of_my_pod(self, lease: dict[str, object]) -> bool:
+        spec = lease.get("spec")
+        holder = spec.get("holderIdentity") if isinstance(spec, dict) else None
+        return bool(self._pod) and str(holder).startswith(f"{self._pod}/")
 
     def _has_expired(self, lease: dict[str, object]) -> bool:
         """By this machine's clock alone: nothing changed for a whole duration."""

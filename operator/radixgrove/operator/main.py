@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,8 +124,7 @@ def run(config: OperatorConfig) -> int:
     """Campaigns, and operates while it leads. 0 after a signal, 1 when the lease was lost."""
     stop, leading = threading.Event(), threading.Event()
     lost = threading.Event()
-    identity = f"{os.environ.get('POD_NAME', socket.gethostname())}-{os.getpid()}-{time.time_ns()}"
-    election = LeaderElection(config, identity)
+    election = LeaderElection(config, os.environ.get("POD_NAME", ""))
     api = api_client()
     unfenced = Kube(api, lambda seconds: True, config.election.duration / 3)
     app = App(Kube(api, election.may_write, config.request_timeout), config, stop)
