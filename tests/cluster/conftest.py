@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.harness import build, demo, pods, release
+from tests.cluster.harness import build, demo, images, pods, release
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.faults import Faults
@@ -71,9 +71,9 @@ def faults(cluster: Cluster) -> Iterator[Faults]:
 
 @pytest.fixture(scope="session")
 def environment_image(cluster: Cluster) -> str:
-    """An image that runs the checkout's code from a mounted environment."""
-    name = "localhost/radixgrove/environment:test"
-    cluster.build_environment_image(name)
+    """An image that runs the checkout's code from a mounted environment: the release's worker."""
+    name = release.image("worker")
+    cluster.build_images(images.environment(name))
     return name
 
 

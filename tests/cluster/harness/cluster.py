@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +15,6 @@ from tests.cluster.harness.waiting import wait_until
 SLOTS = 4  # clusters that one machine may run at once, each with its own addresses
 MAX_NODES = 6
 GPUS = 8
-_IMAGES = Path(__file__).resolve().parent.parent / "images"
 
 # Changed by every kubelet, machine-wide.
 _KUBELET_SYSCTLS = (
@@ -125,34 +122,18 @@ class Cluster:
             what="cluster DNS serves on every node",
         )  # fmt: skip
 
-    def build_image(
-        self,
-        name: str,
-        dockerfile: Path,
-        context: Path,
-        *,
-        arguments: Mapping[str, str] | None = None,
-    ) -> None:
-        """Builds a Dockerfile on our own Debian base (`BASE`) and gives it to every node.
+    def build_images(self, *recipes: images.Recipe) -> None:
+        """Builds images and gives them to every node, also to those added later.
 
-        Pods name it with `imagePullPolicy: Never` or `IfNotPresent`. Raises `images.ImageError`.
+        Pods name them with `imagePullPolicy: Never` or `IfNotPresent`. Raises `images.ImageError`.
         """
-        build_arguments = {"BASE": images.base_image(), **(arguments or {})}
-        self.import_image(images.build_image(name, dockerfile, context, arguments=build_arguments))
-
-    def build_environment_image(self, name: str) -> None:
-        """Builds an image that runs this checkout's code; see `volumes.claim_environment`."""
-        directory = _IMAGES / "environment"
-        mounted = " ".join(str(path) for path in volumes.environment_directories().values())
-        arguments = {"DIRECTORIES": mounted, "ENVIRONMENT": sys.prefix}
-        self.build_image(name, directory / "Dockerfile", directory, arguments=arguments)
-
-    def import_image(self, archive: Path) -> None:
-        """Gives a docker-archive to every node, also to those added later."""
-        if archive not in self._archives:
-            self._archives.append(archive)
+        built = [images.build_image(recipe) for recipe in recipes]
+        new = [archive for archive in built if archive not in self._archives]
+        if not new:
+            return
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda node: node.import_image(archive), self.nodes))
+            list(pool.map(lambda node: node.import_images(new), self.nodes))
+        self._archives += new
 
     def offer_volumes(self, count: int) -> None:
         """Makes empty volumes that any claim without a storage class may bind, each once."""

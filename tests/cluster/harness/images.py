@@ -8,38 +8,62 @@ import io
 import json
 import os
 import subprocess
+import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.cluster.harness.build import cache_directory
+from tests.cluster.harness.volumes import environment_directories
 
+FOLDER = Path(__file__).resolve().parent.parent / "images"
 _CERTIFICATES = Path("/etc/ssl/certs")
 _BASE_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 _SUITE = "bookworm"
 _KEPT_ARCHIVES = 3  # of one image
+_CHUNK = 1 << 20
 
 
 class ImageError(RuntimeError):
     """An image could not be built; the message carries the end of the builder's output."""
 
 
-def build_image(
-    name: str, dockerfile: Path, context: Path, *, arguments: Mapping[str, str] | None = None
-) -> Path:
-    """Builds a Dockerfile with buildah and returns a docker-archive of it under `name`.
+@dataclass(frozen=True)
+class Recipe:
+    """What an image is built from: a Dockerfile, its context, build arguments.
 
-    `arguments` are build arguments. Layers and archives are kept in the user's cache, so an
-    unchanged image costs seconds. Raises `ImageError`.
+    `BASE` is our own Debian unless `arguments` name another.
     """
+
+    name: str
+    dockerfile: Path
+    context: Path
+    arguments: Mapping[str, str] = field(default_factory=dict)
+
+
+def environment(name: str) -> Recipe:
+    """An image that runs this checkout's code; see `volumes.claim_environment`."""
+    mounted = " ".join(str(path) for path in environment_directories().values())
+    arguments = {"DIRECTORIES": mounted, "ENVIRONMENT": sys.prefix}
+    return Recipe(name, FOLDER / "environment" / "Dockerfile", FOLDER / "environment", arguments)
+
+
+def build_image(recipe: Recipe) -> Path:
+    """Builds an image with buildah and returns a docker-archive of it.
+
+    Layers and archives are kept in the user's cache, so an unchanged image costs seconds. Raises
+    `ImageError`.
+    """
+    name = recipe.name
     stem = name.replace("/", "_").replace(":", "_")
     archives = _store() / "archives"
+    arguments = {"BASE": base_image(), **recipe.arguments}
     with _alone(archives / f"{stem}.lock"):
-        _build(name, dockerfile, context, arguments, layers=True)
+        _build(name, recipe.dockerfile, recipe.context, arguments, layers=True)
         identity = _buildah("images", "--quiet", "--no-trunc", name).strip().removeprefix("sha256:")
         archive = archives / f"{stem}.{identity[:16]}.tar"
         if not archive.exists():
@@ -69,10 +93,10 @@ def _modified(path: Path) -> float:
 
 
 def _build(
-    name: str, dockerfile: Path, context: Path, arguments: Mapping[str, str] | None, *, layers: bool
+    name: str, dockerfile: Path, context: Path, arguments: Mapping[str, str], *, layers: bool
 ) -> None:
     """`layers`: keep each of them, so that the next build is quick."""
-    options = [f"--build-arg={key}={value}" for key, value in (arguments or {}).items()]
+    options = [f"--build-arg={key}={value}" for key, value in arguments.items()]
     # The machine's own certificate authorities, for downloads through a proxy that has one.
     _buildah(
         "build", f"--layers={str(layers).lower()}", "--isolation=chroot",
@@ -206,12 +230,38 @@ def scratch_image(
     return archive
 
 
+def write_together(archives: Sequence[Path], output: IO[bytes]) -> None:
+    """Writes the images of several docker-archives as one, with the layers they share once."""
+    manifest: list[Any] = []
+    written: set[str] = set()
+    with tarfile.open(fileobj=output, mode="w|", bufsize=_CHUNK) as together:
+        for archive in archives:
+            with tarfile.open(archive) as tar:
+                images = json.load(_member(tar, "manifest.json"))
+                manifest += images
+                for name in (n for image in images for n in (*image["Layers"], image["Config"])):
+                    if name not in written:
+                        written.add(name)
+                        together.addfile(tar.getmember(name), _member(tar, name))
+        _add(together, "manifest.json", json.dumps(manifest).encode())
+
+
+def _member(tar: tarfile.TarFile, name: str) -> IO[bytes]:
+    content = tar.extractfile(name)
+    assert content is not None, f"{name} is no file"
+    return content
+
+
 def _write_tar(path: Path, files: Mapping[str, bytes]) -> None:
     with tarfile.open(path, "w") as tar:
         for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
+            _add(tar, name, content)
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(content)
+    tar.addfile(entry, io.BytesIO(content))
 
 
 def _architecture() -> str:

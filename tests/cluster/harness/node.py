@@ -8,17 +8,19 @@ paths and two nodes do not meet; everything else is the machine's file system.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.cluster.harness import cgroups, network
+from tests.cluster.harness import cgroups, images, network
 from tests.cluster.harness.prepare import CNI_PLUGINS
 from tests.cluster.harness.processes import Process, children
 from tests.cluster.harness.waiting import wait_until
@@ -103,8 +105,7 @@ class Node:
         self.kube_router = self._program("kube-router", self._kube_router_command())
         self.containerd.start()
         wait_until(self._containerd_answers, f"containerd of {self.name} answers")
-        for archive in archives:
-            self.import_image(archive)
+        self.import_images(archives)
         self.kubelet.start()
         self.kube_proxy.start()
 
@@ -123,17 +124,21 @@ class Node:
         """Runs a command inside the node and returns its output."""
         return network.run(*self._enter(), *command, text=text)
 
-    def import_image(self, archive: Path) -> None:
-        """Makes the images of a docker-archive available to the node's pods."""
-        with archive.open("rb") as content:
-            outcome = subprocess.run(
+    def import_images(self, archives: Sequence[Path]) -> None:
+        """Makes the images of docker-archives available to the node's pods."""
+        with tempfile.TemporaryFile() as errors:
+            importing = subprocess.Popen(
                 [*self._enter(), "ctr", "-n", "k8s.io", "images", "import", "-"],
-                stdin=content,
-                capture_output=True,
-                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
             )
-        if outcome.returncode != 0:
-            raise RuntimeError(f"import of {archive.name}: {outcome.stderr.strip()}")
+            with importing, contextlib.suppress(BrokenPipeError):  # then `ctr` says why
+                assert importing.stdin is not None
+                images.write_together(archives, importing.stdin)
+            errors.seek(0)
+            if importing.returncode != 0:
+                raise RuntimeError(f"import of images: {errors.read().decode().strip()}")
 
     def freeze(self) -> None:
         """Stops every process of the node, pods included; see `thaw`."""
@@ -271,6 +276,8 @@ class Node:
             "oomScoreAdj": 0,
             # Renewed every 3 s: of the control plane's `NODE_GRACE` a busy machine may lose most.
             "nodeLeaseDurationSeconds": 12,
+            # What tests kill again and again starts again at once, not after ten seconds and more.
+            "crashLoopBackOff": {"maxContainerRestartPeriod": "1s"},
             "volumePluginDir": "/var/lib/kubelet/volume-plugins",
         }
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import yaml
 
-from tests.cluster.harness import release
+from tests.cluster.harness import images, release
 from tests.cluster.harness.cluster import Cluster
+from tests.cluster.harness.images import Recipe
 
 VERSION = "0.0.9"
 NEW_FIELD = "topologyKey"  # of the spec, unknown to the previous CRD
-_IMAGES = Path(__file__).resolve().parent.parent / "images"
 
 
 def make_chart(directory: Path) -> Path:
@@ -39,10 +39,9 @@ def make_chart(directory: Path) -> Path:
 
 def build_images(cluster: Cluster) -> None:
     """The previous operator's image, on every node; needs `release.build_images`."""
-    cluster.build_image(
-        image("operator"), _IMAGES / "previous" / "Dockerfile", _IMAGES / "previous",
-        arguments={"BASE": release.image("operator")},
-    )  # fmt: skip
+    folder = images.FOLDER / "previous"
+    base = {"BASE": release.image("operator")}
+    cluster.build_images(Recipe(image("operator"), folder / "Dockerfile", folder, base))
 
 
 def image(part: str) -> str:

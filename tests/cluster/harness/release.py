@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.harness import build, pods
+from tests.cluster.harness import build, images, pods
 from tests.cluster.harness.cluster import Cluster
+from tests.cluster.harness.images import Recipe
 from tests.cluster.harness.volumes import Mounts
 
 _ROOT = Path(__file__).resolve().parents[3]
-_IMAGES = Path(__file__).resolve().parent.parent / "images"
 CHART = _ROOT / "helm" / "radixgrove"
 NAMESPACE = "radixgrove"
 REGISTRY = "localhost"
@@ -36,10 +36,13 @@ def build_images(cluster: Cluster) -> None:
     The worker's image is the mounted environment (`worker_overrides`): its own is five gigabytes
     because of CUDA.
     """
-    for part in ("operator", "router"):
-        cluster.build_image(image(part), _ROOT / part / "Dockerfile", _ROOT)
-    cluster.build_image(image("redis"), _IMAGES / "redis" / "Dockerfile", _IMAGES / "redis")
-    cluster.build_environment_image(image("worker"))
+    redis = images.FOLDER / "redis"
+    cluster.build_images(
+        Recipe(image("operator"), _ROOT / "operator" / "Dockerfile", _ROOT),
+        Recipe(image("router"), _ROOT / "router" / "Dockerfile", _ROOT),
+        Recipe(image("redis"), redis / "Dockerfile", redis),
+        images.environment(image("worker")),
+    )
 
 
 def values() -> dict[str, Any]:

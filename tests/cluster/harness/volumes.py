@@ -70,7 +70,7 @@ class Mounts:
 def claim_environment(kubectl: Kubectl, namespace: str) -> Mounts:
     """Lets a namespace's pods use this Python environment and checkout, at their own paths.
 
-    For containers of `Cluster.build_environment_image`.
+    For containers of `images.environment`.
     """
     mounts = Mounts([], [])
     for claim, path in environment_directories().items():
