@@ -286,6 +286,8 @@ class ControlPlane:
             # Of each controller; with the default of 20 a second, garbage waits for its turn.
             "--kube-api-qps=200",
             "--kube-api-burst=400",
+            # A claim that is seen before its volume waits for the next of these looks.
+            "--pvclaimbinder-sync-period=1s",
         ]
 
 

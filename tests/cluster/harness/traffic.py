@@ -76,14 +76,22 @@ class Client:
 class Traffic:
     """`clients` streams at any time, from entering to leaving this context manager.
 
-    On leaving, requests under way are let finish.
+    Each of their requests waits `patience` seconds for its whole answer. On leaving, requests under
+    way are let finish.
     """
 
     def __init__(
-        self, client: Client, url: str, model: str, *, clients: int = 2, tokens: int = 16
+        self,
+        client: Client,
+        url: str,
+        model: str,
+        *,
+        clients: int = 2,
+        tokens: int = 16,
+        patience: float = 240,
     ) -> None:
         self._client = client
-        self._arguments = (url, model, str(clients), str(tokens))
+        self._arguments = (url, model, str(clients), str(tokens), str(patience))
         self.outcomes: list[Outcome] = []
 
     def __enter__(self) -> Traffic:

@@ -1,8 +1,8 @@
 """Sends streaming chat completions without pause; runs inside a pod, as `traffic` starts it.
 
-`python -m tests.cluster.harness.traffic_source URL MODEL CLIENTS TOKENS`, until standard input
-ends. One line of JSON a finished request: when it began, its seconds, the text that came and,
-unless it went well, what was wrong.
+`python -m tests.cluster.harness.traffic_source URL MODEL CLIENTS TOKENS PATIENCE`, until standard
+input ends. One line of JSON a finished request: when it began, its seconds, the text that came and,
+unless it went well, what was wrong. After `PATIENCE` seconds a request is given up.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import time
 
 import aiohttp
 
-_REQUEST_TIMEOUT = 240.0  # seconds
 _LIFETIME = 1800.0  # seconds, should whoever started this be gone without a word
 
 
-async def main(url: str, model: str, clients: int, tokens: int) -> None:
+async def main(url: str, model: str, clients: int, tokens: int, patience: float) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().run_in_executor(None, sys.stdin.read).add_done_callback(
         lambda _: stop.set()
     )
     # No connection is used twice: a request must not profit from an older one's luck.
     connector = aiohttp.TCPConnector(force_close=True)
-    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT)
+    timeout = aiohttp.ClientTimeout(total=patience)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         async with asyncio.timeout(_LIFETIME):
             work = (_client(session, url, model, tokens, n, stop) for n in range(clients))
@@ -82,4 +81,5 @@ async def _stream(
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    url, model, clients, tokens, patience = sys.argv[1:]
+    asyncio.run(main(url, model, int(clients), int(tokens), float(patience)))
