@@ -10,10 +10,12 @@ from typing import Any
 
 import boto3
 import pytest
+import urllib3
 from moto.server import ThreadedMotoServer
 
 from radixgrove.operator import fetch
 from radixgrove.operator.sources import Failure, RemoteFile
+from tests.conftest import find_free_port
 from tests.hub import COMMIT, Hub
 
 WEIGHTS = bytes(range(256)) * 40_000
@@ -105,6 +107,38 @@ def test_a_second_service_downloads_nothing(hub: Hub, said: Path, tmp_path: Path
     hub.requests.clear()
     assert run(tmp_path / "m") == 0
     assert hub.requests == []
+
+
+def test_how_large_it_is_is_said_also_by_whoever_finds_it_there(
+    hub: Hub, said: Path, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        assert run(tmp_path / "m") == 0
+        size = sum(len(FILES[name]) for name in WANTED)
+        assert json.loads(said.read_text())["bytes"] == str(size)
+
+
+def test_whoever_waits_too_long_for_its_turn_says_so(
+    hub: Hub, said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_TURN", 0.3)
+    (tmp_path / "m").mkdir()
+    with fetch._alone(tmp_path / "m"):
+        assert run(tmp_path / "m") == 1
+    assert json.loads(said.read_text())["reason"] == "CacheBusy"
+    assert run(tmp_path / "m") == 0
+
+
+def test_a_hub_that_cannot_be_reached_is_named(
+    said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{find_free_port()}")
+    monkeypatch.setattr(urllib3.Retry, "get_backoff_time", lambda _: 0.0)
+    assert fetch.main(["resolve", "--source", "hf://org/model"]) == 1
+    message = json.loads(said.read_text())
+    assert message["reason"] == "DownloadFailed"
+    assert "127.0.0.1 is not reached" in message["message"]
+    assert "modelCache.hubEndpoint" in message["message"]
 
 
 def test_two_jobs_on_one_claim_download_once(hub: Hub, said: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from operator_builders import CONFIG, SERVICE, spec
 
 from radixgrove.operator import names
-from radixgrove.operator.modelcache import COMPLETE, Cache, Step, decide
+from radixgrove.operator.modelcache import BYTES, COMPLETE, Cache, Step, decide
 from radixgrove.operator.observe import JobState, Pod
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.render.models import User, resolve_job_name
@@ -105,6 +105,24 @@ def test_a_finished_download_is_remembered_on_the_claim() -> None:
     again = step(hub(revision=COMMIT), claims={claim: {COMPLETE: "true"}})
     assert again.ready
     assert kinds(again) == ["PersistentVolumeClaim"]
+
+
+def test_the_size_of_what_came_is_remembered_on_the_claim() -> None:
+    claim = names.cache_name(HUB, COMMIT)
+    said = json.dumps({"revision": COMMIT, "bytes": "810000000000"})
+    done = JobState(claim, "u", succeeded=True, message=said)
+    found = step(hub(revision=COMMIT), jobs={claim: done}, claims={claim: {}})
+    assert found.size == 810_000_000_000
+    annotations = found.apply[0]["metadata"]["annotations"]
+    without_job = step(hub(revision=COMMIT), claims={claim: annotations})
+    assert without_job.size == found.size
+    assert without_job.apply == found.apply, "once said, nothing is written any more"
+
+
+@pytest.mark.parametrize("annotations", [{COMPLETE: "true"}, {COMPLETE: "true", BYTES: "many"}])
+def test_a_claim_of_unknown_size_is_as_good(annotations: dict[str, str]) -> None:
+    found = step(hub(revision=COMMIT), claims={names.cache_name(HUB, COMMIT): annotations})
+    assert (found.ready, found.size) == (True, 0)
 
 
 def test_a_failed_download_says_why_and_is_tried_again_later() -> None:

@@ -238,6 +238,21 @@ def test_an_exhausted_group_is_kept_but_not_served() -> None:
     assert [group.revision for group in made.live] == ["r2"]
 
 
+def test_an_exhausted_group_whose_set_is_deleted_gets_one_more_attempt() -> None:
+    made = cluster(nodes=2, replicas=2, recovery={"maxRestarts": 0})
+    made.pods(lambda pod: None, only=1)
+    made.reconcile()
+    assert [record.phase for record in made.records] == [GroupPhase.FAILED] * 2
+    # Neither waits for the other, which has half of its pods and is to keep them.
+    del made.groups["llama-0-a1"]
+    plan = made.reconcile()
+    assert [(new.index, new.attempt) for new in plan.create] == [(0, 3)]
+    made.make_pods()
+    made.start_pods()
+    made.reconcile()
+    assert [record.phase for record in made.records] == [GroupPhase.READY, GroupPhase.FAILED]
+
+
 def test_an_old_group_that_breaks_under_a_bad_update_comes_back_as_it_was() -> None:
     made = cluster(rollout={"maxUnavailable": 0, "maxSurge": 1})
     made.target = "bad"

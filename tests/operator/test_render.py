@@ -15,14 +15,14 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_builders import CONFIG, MODEL, SERVICE, revision
+from operator_builders import CONFIG, MODEL, SERVICE, revision, spec
 
 from radixgrove.operator import names
 from radixgrove.operator.config import NetworkPolicies, PodDefaults
 from radixgrove.operator.merge import strategic_merge
 from radixgrove.operator.render import group, models, policies, router
 from radixgrove.operator.render.common import Service
-from radixgrove.operator.revision import revision_of
+from radixgrove.operator.revision import config_map_data, revision_of, thaw
 from radixgrove.operator.spec import InferenceServiceSpec, Model, Router
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 
@@ -198,6 +198,27 @@ def test_another_scheduler_places_the_pods_when_told_to(
 def test_the_startup_probe_lasts_as_long_as_the_resource_says() -> None:
     probe = worker(startup={"timeout": "90m"})["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 90 * 60
+
+
+@pytest.mark.parametrize(
+    ("size", "timeout", "expected"),
+    [
+        (0, None, 1800),  # of a claim of the user's: unknown
+        (16_000_000_000, None, 1800 + 160),
+        (810_000_000_000, None, 1800 + 8100),
+        (810_000_000_000, "30m", 1800),  # the user's word
+    ],
+)
+def test_a_start_may_take_longer_the_larger_the_model(
+    size: int, timeout: str | None, expected: int
+) -> None:
+    startup = {} if timeout is None else {"startup": {"timeout": timeout}}
+    frozen = revision_of(spec(**startup), SERVICE.name, MODEL, "", CONFIG, model_bytes=size)
+    pod = group.stateful_set(SERVICE, frozen, 0, 1, CONFIG)["spec"]["template"]["spec"]
+    probe = pod["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == expected
+    assert thaw(config_map_data(frozen, "team-a.llama", CONFIG)) == frozen
+    assert frozen.hash == revision(**startup).hash, "to learn the size rolls nothing"
 
 
 def test_a_group_outlives_the_drain_of_its_requests() -> None:

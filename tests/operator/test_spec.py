@@ -12,7 +12,7 @@ from operator_builders import CONFIG, revision, spec
 
 from radixgrove.operator import crd
 from radixgrove.operator.revision import InvalidEngine, config_map_data, thaw, worker_settings
-from radixgrove.operator.spec import quantity, seconds
+from radixgrove.operator.spec import duration, quantity, seconds
 from radixgrove.protocol.settings import WorkerSettings
 
 CHART_CRD = Path(__file__).parents[2] / "helm/radixgrove/files/inferenceservice-crd.yaml"
@@ -130,6 +130,14 @@ def test_a_revision_survives_its_config_map() -> None:
 )
 def test_durations(text: str, value: float) -> None:
     assert seconds(text) == value
+
+
+@pytest.mark.parametrize(
+    ("length", "text"), [(0, "0s"), (90, "1m30s"), (5400, "1h30m"), (1800.4, "30m"), (7, "7s")]
+)
+def test_durations_are_written_as_they_are_read(length: float, text: str) -> None:
+    assert duration(length) == text
+    assert seconds(text) == round(length)
 
 
 @pytest.mark.parametrize(("text", "value"), [("64Gi", 64 * 2**30), ("500m", 0.5), ("2", 2)])

@@ -74,6 +74,12 @@ def group_with(**fields: Any) -> Group:
     return Group("llama-0-a1", "set", 0, 1, "r1", 1, NOW, pods=(pod,))
 
 
+def slow_start(ran: float) -> Group:
+    """One whose container ended after `ran` seconds, and may start for 45 minutes."""
+    made = group_with(restarts=1, ran=ran, exited="loading\nlayer 71 of 80")
+    return replace(made, startup=2700.0)
+
+
 # ---- counts --------------------------------------------------------------------------------------
 
 
@@ -119,7 +125,7 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
         (
             facts(STARTING, groups=[group_with(unschedulable=UNSCHEDULABLE)]),
             "InsufficientGPUs",
-            "4 Insufficient nvidia.com/gpu",
+            "4 Insufficient nvidia.com/gpu. (asked for: 1 GPUs on each of 1 nodes)",
         ),
         (
             facts(STARTING, groups=[group_with(unschedulable="node(s) had untolerated taint")]),
@@ -165,7 +171,8 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
         (
             facts(record(0, GroupPhase.FAILED, failures=11, detail="11 failures in a row")),
             "RestartBudgetExhausted",
-            "group 0: 11 failures",
+            "group 0: 11 failures in a row; recovery.maxRestarts is 10: set the annotation "
+            "serving.radixgrove.io/restart to a new value",
         ),
         (
             facts(
@@ -173,14 +180,41 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
                 resource=spec(recovery={"policy": "None"}),
             ),
             "GroupFailed",
-            "rank 1 ended",
+            "rank 1 ended; recovery.policy is None: set the annotation",
         ),
         (
-            facts(record(0, GroupPhase.WAITING, retry_at="2026-01-01T00:00:00Z", detail="NCCL")),
+            facts(
+                record(
+                    0,
+                    GroupPhase.WAITING,
+                    retry_at="2026-01-01T00:00:00Z",
+                    failures=3,
+                    detail="NCCL",
+                )
+            ),
             "BackOff",
-            "NCCL",
+            "2026-01-01T00:00:00Z (failure 3 in a row, 10 allowed): NCCL",
         ),
         (facts(STARTING, phases=["group 0: weights: 3 of 7"]), "Starting", "weights: 3 of 7"),
+        (
+            facts(
+                STARTING,
+                groups=[replace(group_with(started_at=NOW), startup=2700.0)],
+                phases=["group 0: weights: 3 of 7"],
+            ),
+            "Starting",
+            f"weights: 3 of 7; until {clock.to_seconds_text(NOW + 2700)} (startup.timeout: 45m)",
+        ),
+        (
+            facts(STARTING, groups=[slow_start(ran=2712.0)]),
+            "StartupTimeout",
+            "raise startup.timeout (45m); its last words: layer 71 of 80",
+        ),
+        (
+            facts(STARTING, groups=[slow_start(ran=90_000.0)]),
+            "EngineFailed",  # it had run for a day
+            "layer 71 of 80",
+        ),
         (
             facts(WAITING, model=Step(ModelStatus(), reason="ModelNotFound", message="no such")),
             "ModelNotFound",
@@ -225,6 +259,19 @@ def test_a_lost_group_degrades_a_service_that_still_serves() -> None:
     lost = record(1, GroupPhase.WAITING, failures=1, retry_at="2026-01-01T00:00:00Z")
     found = conditions(facts(record(0), lost))
     assert (found["Ready"], found["Degraded"]) == ("True/Serving", "True/BackOff")
+
+
+def test_a_recovery_of_long_ago_does_not_degrade_a_service_that_grows() -> None:
+    found = conditions(facts(record(0, restarts=3), record(1, GroupPhase.STARTING)))
+    assert (found["Progressing"], found["Degraded"]) == ("True/Starting", "False/AsExpected")
+
+
+def test_a_group_that_is_given_up_is_no_progress() -> None:
+    kept = facts(
+        record(0, GroupPhase.FAILED, failures=1, detail="rank 1 ended"),
+        resource=spec(recovery={"policy": "None"}),
+    )
+    assert conditions(kept)["Progressing"] == "False/GroupFailed"
 
 
 def test_a_blocked_rollout_says_what_hinders_the_new_revision() -> None:
@@ -288,6 +335,23 @@ def test_every_transition_is_an_event_once() -> None:
     assert transitions(ready, ready) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (facts(STARTING, groups=[group_with(unschedulable=UNSCHEDULABLE)]), "Warning"),
+        (facts(STARTING, groups=[group_with(waiting=("ErrImagePull", "no"))]), "Warning"),
+        (facts(WAITING, model=Step(ModelStatus(), reason="ModelNotFound")), "Warning"),
+        (facts(WAITING, model=Step(ModelStatus(), reason="Downloading")), "Normal"),
+        (facts(STARTING), "Normal"),
+        (facts(record(0, revision="r0")), "Normal"),
+        (facts(resource=spec(suspend=True)), "Normal"),
+    ],
+)
+def test_only_what_needs_somebody_is_a_warning(given: Facts, kind: str) -> None:
+    told = transitions(EMPTY, compute(given, EMPTY, NOW))
+    assert ("Warning" in {found for found, _, _ in told}) == (kind == "Warning")
+
+
 def test_an_event_is_about_the_resource_and_the_same_words_are_one_object() -> None:
     resource = {"metadata": {"name": "llama", "namespace": "team-a", "uid": "u1"}}
     said = event(resource, "Warning", "ImagePull", "no such image", NOW)
@@ -323,7 +387,9 @@ def container(name: str = "worker", restarts: int = 0, **states: Any) -> dict[st
 
 
 def test_a_pods_restarts_and_last_words_are_those_of_its_worker() -> None:
-    ended = {"terminated": {"exitCode": 1, "message": "CUDA out of memory"}}
+    times = {"startedAt": "2026-01-01T00:00:00Z", "finishedAt": "2026-01-01T00:45:07Z"}
+    ended = {"terminated": {"exitCode": 1, "message": "CUDA out of memory"} | times}
+    running = {"running": {"startedAt": "2026-01-01T00:46:00Z"}}
     seen = pod_of(
         pod_object(
             phase="Running",
@@ -331,12 +397,13 @@ def test_a_pods_restarts_and_last_words_are_those_of_its_worker() -> None:
             conditions=[{"type": "Ready", "status": "False"}],
             containerStatuses=[
                 container("sidecar", restarts=9, state={"running": {}}),
-                container(restarts=2, state={"running": {}}, lastState=ended),
+                container(restarts=2, state=running, lastState=ended),
             ],
         )
     )
     assert (seen.rank, seen.node, seen.address) == (1, "gpu-1", "10.0.0.7")
     assert (seen.running, seen.ready, seen.restarts) == (True, False, 2)
+    assert (seen.started_at, seen.ran) == (clock.from_text("2026-01-01T00:46:00Z"), 2707.0)
     found = pod_problem(seen)
     assert found is not None
     assert (found.reason, found.message) == ("EngineFailed", "llama-0-a1-1: CUDA out of memory")
@@ -353,17 +420,19 @@ def test_whichever_container_does_not_start_is_told(key: str) -> None:
 
 def test_a_group_that_merely_starts_has_no_problem() -> None:
     creating = container(state={"waiting": {"reason": "PodInitializing"}})
+    probe = {"periodSeconds": 5, "failureThreshold": 540}
+    worker = {"name": "worker", "startupProbe": probe}
     stateful_set = {
         "metadata": {
             "name": "llama-0-a1",
             "uid": "set",
             "labels": {names.GROUP_INDEX: "0", names.ATTEMPT: "1", names.REVISION: "r1"},
         },
-        "spec": {"replicas": 1},
+        "spec": {"replicas": 1} | {"template": {"spec": {"containers": [worker]}}},
     }
     strangers = pod_object() | {"metadata": {"name": "x", "uid": "y", "ownerReferences": []}}
     seen = group_of(stateful_set, [pod_object(containerStatuses=[creating]), strangers])
     assert seen is not None
     assert [pod.name for pod in seen.pods] == ["llama-0-a1-1"]
-    assert (seen.placed, seen.ready) == (1, False)
+    assert (seen.placed, seen.ready, seen.startup) == (1, False, 2700.0)
     assert problem(seen) is None

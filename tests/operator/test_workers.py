@@ -106,7 +106,7 @@ def group(index: int, *pods: Pod) -> Group:
 def test_starting_groups_tell_their_phase(port: int) -> None:
     with answering("127.0.0.2", port):
         found = WorkerProbe(KEY).phases([group(3, pod(0))])
-        assert found == ["group 3: weights: 3 of 7 files"]
+        assert found == ["group 3: loading, 40%: weights: 3 of 7 files"]
         assert WorkerProbe(KEY).phases([group(3, pod(0, ready=True))]) == [], "it has started"
         assert WorkerProbe("another key").phases([group(3, pod(0))]) == []
 

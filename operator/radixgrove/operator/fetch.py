@@ -5,9 +5,9 @@ Runs in Jobs of the operator's image:
     python -m radixgrove.operator.fetch resolve  --source hf://ORG/REPO [--revision main]
     python -m radixgrove.operator.fetch download --source hf://ORG/REPO --revision SHA --into DIR
 
-The result is one line of JSON in the termination log: `{"revision": …}`, or `{"reason": …,
-"message": …}` for the service's conditions. Files arrive in `DIR/incoming`, which becomes
-`DIR/snapshot` when all of them are there.
+The result is one line of JSON in the termination log: `{"revision": …}`, with `bytes` once they
+are there, or `{"reason": …, "message": …}` for the service's conditions. Files arrive in
+`DIR/incoming`, which becomes `DIR/snapshot` when all of them are there.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ SNAPSHOT = "snapshot"
 _ATTEMPTS = 8  # without any progress in between
 _WANTED = {".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken"}
 _LARGEST_COUNT = 10_000
+_TURN = 600.0  # seconds to wait for another Job of the claim; the operator tries again later
 
 
-def download(source: Source, into: Path) -> None:
-    """Fills `into/snapshot`. A second run goes on where the first one stopped. Raises Failure."""
+def download(source: Source, into: Path) -> int:
+    """Fills `into/snapshot`; its bytes. A second run goes on where the first one stopped.
+
+    Raises Failure.
+    """
     into.mkdir(parents=True, exist_ok=True)
+    final, incoming = into / SNAPSHOT, into / "incoming"
     with _alone(into):
-        final, incoming = into / SNAPSHOT, into / "incoming"
         if final.exists():
             logger.info("everything is there already")
-            return
+            return _size(final)
         files = wanted(source.files())
         _check_space(incoming, files)
         for number, remote in enumerate(files, 1):
@@ -50,6 +54,11 @@ def download(source: Source, into: Path) -> None:
             _fetch(source, remote, incoming)
         incoming.rename(final)
         _sync_directory(into)
+        return _size(final)
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def wanted(files: list[RemoteFile]) -> list[RemoteFile]:
@@ -128,16 +137,37 @@ def _check_space(incoming: Path, files: list[RemoteFile]) -> None:
     free = shutil.disk_usage(incoming).free
     if missing > free:
         raise Failure(
-            "NoSpace", f"{missing / 2**30:.1f} GiB are to come, {free / 2**30:.1f} GiB are free"
+            "NoSpace",
+            f"{missing / 2**30:.1f} GiB are to come, {free / 2**30:.1f} GiB are free: set "
+            "model.cache.size, or let the claim grow if it exists",
         )
 
 
 @contextlib.contextmanager
 def _alone(directory: Path) -> Iterator[IO[bytes]]:
-    """Two Jobs on one claim take turns; the second finds everything done."""
+    """Two Jobs on one claim take turns; the second finds everything done.
+
+    Raises Failure when its turn does not come, as behind a lock that a lost node holds.
+    """
+    deadline = time.monotonic() + _TURN
     with (directory / ".lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        while not _locked(lock):
+            if time.monotonic() >= deadline:
+                raise Failure(
+                    "CacheBusy",
+                    f"another pod has filled the claim for {_TURN / 60:.0f} minutes: if it hangs, "
+                    "delete it",
+                )
+            time.sleep(0.2)
         yield lock
+
+
+def _locked(lock: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _sync_directory(path: Path) -> None:
@@ -172,15 +202,15 @@ def main(arguments: list[str] | None = None) -> int:
             logger.info("%s is at %s", given.source, revision)
             _say({"revision": revision})
         else:
-            download(source, given.into)
-            _say({"revision": given.revision})
+            size = download(source, given.into)
+            _say({"revision": given.revision, "bytes": str(size)})
     except Failure as failure:
         logger.error("%s: %s", failure.reason, failure.message)
         _say({"reason": failure.reason, "message": failure.message})
         return 1
     except OSError as error:
         logger.error("%s", error)
-        _say({"reason": "DownloadFailed", "message": f"{type(error).__name__}: {error.strerror}"})
+        _say({"reason": "DownloadFailed", "message": error.strerror or str(error)})
         return 1
     return 0
 

@@ -24,7 +24,9 @@ from radixgrove.operator.spec import AccessMode, InferenceServiceSpec, Model
 from radixgrove.operator.statusmodel import ModelStatus
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
-COMPLETE = f"{names.GROUP}/complete"  # annotation of a filled claim
+# Annotations of a filled claim.
+COMPLETE = f"{names.GROUP}/complete"
+BYTES = f"{names.GROUP}/bytes"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Step:
     apply: list[Object] = field(default_factory=list)
     delete_jobs: list[JobState] = field(default_factory=list)
     requeue_at: float | None = None
+    size: int = 0  # bytes of a model that was fetched; 0: unknown
 
 
 def wanted_names(service: Service, spec: InferenceServiceSpec, known: ModelStatus) -> list[str]:
@@ -87,13 +90,14 @@ def decide(
     scheme, _, rest = model.source.partition("://")
     if scheme == "file":
         return Step(
-            status, ModelAt(source=model.source, host_path=rest), True, "NodePath",
-            "read from the node's own disk; needs a namespace that admits hostPath volumes",
+            status, ModelAt(source=model.source, host_path=rest), ready=True, reason="NodePath",
+            message="read from the node's own disk; needs a namespace that admits hostPath volumes",
         )  # fmt: skip
     if scheme == "pvc":
         claim, _, path = rest.partition("/")
         at = ModelAt(source=model.source, claim=claim, sub_path=path.strip("/"))
-        return Step(status, at, True, "Provided", f"read from the claim {claim}")
+        message = f"read from the claim {claim}"
+        return Step(status, at, ready=True, reason="Provided", message=message)
     if _too_narrow(spec, config):
         return Step(
             status, reason="AccessMode",
@@ -157,19 +161,32 @@ def _fetch(
         or (job is not None and job.succeeded)
     )
     if filled:
-        claim["metadata"]["annotations"][COMPLETE] = "true"
-        return Step(status, at, True, "Cached", f"revision {revision} on {name}", [claim])
+        size = _size(live, job)
+        claim["metadata"]["annotations"] |= {COMPLETE: "true"} | (
+            {BYTES: str(size)} if size else {}
+        )
+        message = f"revision {revision} on {name}"
+        return Step(status, at, True, "Cached", message, [claim], size=size)
+    progress = f"kubectl logs --namespace {service.namespace} job/{name}"
+    fetching = f"revision {revision} into {name}; how far it is: {progress}"
     if job is None:
-        step = Step(status, at, reason="Downloading", message=f"revision {revision} into {name}")
+        step = Step(status, at, reason="Downloading", message=fetching)
         step.apply = [claim, models.download_job(name, service, model, revision, config)]
         return step
     if job.failed:
         step = _failed(status, job, config, now)
         step.at, step.apply = at, [claim]
         return step
-    step = _under_way(status, job, "Downloading", f"revision {revision} into {name}")
+    step = _under_way(status, job, "Downloading", fetching)
     step.at, step.apply = at, [claim]
     return step
+
+
+def _size(claim: Object | None, job: JobState | None) -> int:
+    """Bytes of a filled claim's model; 0 for one that an older version filled."""
+    known = ((claim or {}).get("metadata", {}).get("annotations") or {}).get(BYTES, "")
+    told = _said(job).get("bytes", "") if job is not None else ""
+    return next((int(text) for text in (known, told) if text.isdecimal()), 0)
 
 
 def _under_way(status: ModelStatus, job: JobState, reason: str, message: str) -> Step:

@@ -24,7 +24,9 @@ class Pod:
     deleted_at: float | None = None  # when its grace ends, once it is being deleted
     unschedulable: str = ""  # the scheduler's words
     waiting: tuple[str, str] = ("", "")  # reason and message of a container that does not start
+    started_at: float | None = None  # its worker container, as it runs now
     exited: str = ""  # last words of the container's previous run
+    ran: float = 0.0  # seconds that run took
     address: str = ""
 
 
@@ -43,6 +45,7 @@ class Group:
     draining_because: str = ""
     deleting: bool = False
     refused: str = ""  # why the API server admits none of its pods
+    startup: float = 0.0  # seconds a container may take until it is ready
     pods: tuple[Pod, ...] = ()
 
     @property
@@ -56,7 +59,7 @@ class Group:
     @property
     def ready(self) -> bool:
         """Every rank of it is ready and none is leaving."""
-        return len(self.pods) == self.nodes and all(
+        return len(self.pods) == self.nodes > 0 and all(
             pod.ready and pod.deleted_at is None for pod in self.pods
         )
 
@@ -114,8 +117,17 @@ def group_of(stateful_set: Object, pods: Iterable[Object], refused: str = "") ->
         draining_because=annotations.get(names.DRAIN_REASON, ""),
         deleting="deletionTimestamp" in meta,
         refused="" if len(own) == stateful_set["spec"].get("replicas", 1) else refused,
+        startup=_startup(stateful_set),
         pods=tuple(sorted(own, key=lambda pod: pod.rank)),
     )
+
+
+def _startup(stateful_set: Object) -> float:
+    """As the kubelet counts it."""
+    pod = stateful_set["spec"].get("template", {}).get("spec", {})
+    worker: Object = next((c for c in pod.get("containers", []) if c["name"] == "worker"), {})
+    probe = worker.get("startupProbe", {})
+    return float(probe.get("periodSeconds", 0) * probe.get("failureThreshold", 0))
 
 
 def pod_of(pod: Object) -> Pod:
@@ -139,7 +151,9 @@ def pod_of(pod: Object) -> Pod:
         deleted_at=clock.from_text(meta.get("deletionTimestamp")),
         unschedulable=scheduled.get("message", "") if scheduled.get("status") == "False" else "",
         waiting=_waiting([*status.get("initContainerStatuses", []), *containers]),
+        started_at=clock.from_text(state.get("running", {}).get("startedAt")),
         exited=ended.get("message", "") or ended.get("reason", ""),
+        ran=_length(ended),
         address=status.get("podIP", ""),
     )
 
@@ -150,6 +164,11 @@ def _waiting(containers: list[Object]) -> tuple[str, str]:
         if waiting and waiting.get("reason") not in ("ContainerCreating", "PodInitializing", None):
             return waiting["reason"], waiting.get("message", "")
     return "", ""
+
+
+def _length(run: Object) -> float:
+    begin, end = clock.from_text(run.get("startedAt")), clock.from_text(run.get("finishedAt"))
+    return end - begin if begin is not None and end is not None else 0.0
 
 
 def _rank(meta: Object) -> int:

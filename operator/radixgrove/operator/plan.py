@@ -353,7 +353,11 @@ def as_placements(
     groups: Sequence[Group],
     records: Sequence[GroupStatus],
 ) -> list[gang.Placement]:
-    """A service's groups as the whole placement sees them."""
+    """A service's groups as the whole placement sees them.
+
+    One that failed and is kept for diagnosis waits for nothing, so nobody waits for it.
+    """
+    kept = {(r.index, r.attempt) for r in records if r.phase is GroupPhase.FAILED}
     since = {record.index: clock.from_text(record.partly_since) for record in records}
     return [
         gang.Placement(
@@ -365,5 +369,5 @@ def as_placements(
             partly_since=since.get(group.index),
         )
         for group in groups
-        if not group.draining
+        if not group.draining and (group.index, group.attempt) not in kept
     ]

@@ -278,7 +278,9 @@ class Reconciler:
             return
         restart = look.body["metadata"].get("annotations", {}).get(names.RESTART, "")
         keys = self._keys.digest()
-        target = revision_of(look.spec, look.service.name, step.at, restart, self._config, keys)
+        target = revision_of(
+            look.spec, look.service.name, step.at, restart, self._config, keys, step.size
+        )
         target = look.revisions.get(target.hash, target)  # as it was frozen
         try:
             config_map_data(target, look.service.key, self._config)

@@ -24,11 +24,14 @@ from radixgrove.operator.spec import (
     Parallelism,
     SpecModel,
     Startup,
+    seconds,
 )
 from radixgrove.protocol.settings import WorkerSettings
 
 MODEL_DIRECTORY = "/model"
 DRAIN_TIMEOUT = 120.0
+_STARTUP = 1800.0  # seconds for all that does not grow with the model
+_SLOW_READ = 100e6  # bytes/s of storage that many nodes read at once
 
 
 class InvalidEngine(ValueError):
@@ -65,14 +68,22 @@ class Revision(SpecModel):
     pod_overrides: dict[str, Any] = {}
     restart: str = ""
     keys: str = ""  # hash of the installation's keys and Redis address, which pods read at start
-    frozen_image: str = ""  # the chart's at the time; not part of the hash
+    # As it was when the revision was made; not part of the hash.
+    frozen_image: str = ""  # the chart's
+    frozen_bytes: int = 0  # of the model; 0: unknown
 
     @property
     def hash(self) -> str:
-        content = self.model_dump(
-            mode="json", by_alias=True, exclude_defaults=True, exclude={"frozen_image"}
-        )
+        frozen = {"frozen_image", "frozen_bytes"}
+        content = self.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=frozen)
         return names.digest(content)
+
+    @property
+    def startup_seconds(self) -> float:
+        """How long a container may take until it is ready."""
+        if self.startup.timeout is not None:
+            return max(seconds(self.startup.timeout), 1.0)
+        return _STARTUP + self.frozen_bytes / _SLOW_READ
 
     @property
     def worker_image(self) -> str:
@@ -86,6 +97,7 @@ def revision_of(
     restart: str,
     config: OperatorConfig,
     keys: str = "",
+    model_bytes: int = 0,
 ) -> Revision:
     return Revision(
         names=spec.model_names(resource_name),
@@ -101,6 +113,7 @@ def revision_of(
         restart=restart,
         keys=keys,
         frozen_image=config.images.worker,
+        frozen_bytes=model_bytes,
     )
 
 

@@ -144,7 +144,11 @@ class HubSource:
                 retries=urllib3.Retry(connect=3, read=0, redirect=5, status=0, backoff_factor=0.5),
             )  # fmt: skip
         except urllib3.exceptions.HTTPError as error:
-            raise ConnectionError(type(error).__name__) from error
+            host = urllib.parse.urlsplit(url).hostname
+            raise ConnectionError(
+                f"{host} is not reached ({type(error).__name__}): see modelCache.hubEndpoint, "
+                "pods.proxy and pods.caBundle among the chart's values"
+            ) from error
         if response.status < 300:
             return response
         response.release_conn()

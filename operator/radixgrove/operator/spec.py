@@ -213,8 +213,11 @@ class Engine(SpecModel):
 class Startup(SpecModel):
     """How long a start may take."""
 
-    timeout: Duration = Field(
-        "30m", description="Load and warm-up, until ready; then the kubelet restarts the container."
+    timeout: Duration | None = Field(
+        None,
+        description="Load and warm-up, until ready; then the kubelet restarts the container. By "
+        "default 30m and the time to read the model at 100 MB/s, where its size is known (hf://, "
+        "s3://).",
     )
 
 
@@ -377,6 +380,14 @@ def seconds(duration: str) -> float:
             total += int(digits) * {"h": 3600, "m": 60, "s": 1}[character]
             digits = ""
     return float(total)
+
+
+def duration(length: float) -> str:
+    """Seconds as a person writes them: `1h30m`."""
+    minutes, rest = divmod(round(length), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [(hours, "h"), (minutes, "m"), (rest, "s")]
+    return "".join(f"{count}{unit}" for count, unit in parts if count) or "0s"
 
 
 _SUFFIXES = {

@@ -7,17 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixgrove.operator import clock, names
-from radixgrove.operator.diagnosis import problem
+from radixgrove.operator.diagnosis import Problem, problem
 from radixgrove.operator.modelcache import Step
 from radixgrove.operator.observe import Group
 from radixgrove.operator.plan import Plan
-from radixgrove.operator.spec import InferenceServiceSpec
+from radixgrove.operator.spec import InferenceServiceSpec, duration
 from radixgrove.operator.statusmodel import (
     AutoscalingStatus,
     Condition,
     GroupPhase,
+    GroupStatus,
     InferenceServiceStatus,
 )
+
+# Reasons that ask nothing of anybody; all others are worth a warning.
+_CALM = {
+    "AsExpected", "Asleep", "Cached", "Downloading", "Draining", "NodePath", "Provided",
+    "Resolving", "RollingOut", "ScaledToZero", "Serving", "Settled", "Starting", "Suspended",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ def compute(facts: Facts, before: InferenceServiceStatus, now: float) -> Inferen
     present = [r for r in records if r.phase is not GroupPhase.WAITING]
     desired = 0 if facts.spec.suspend else facts.spec.replicas
     verdicts = [_ready(facts, len(ready), desired), _progressing(facts, len(ready), desired)]
-    verdicts += [_model_cached(facts), _degraded(facts, len(ready), desired)]
+    verdicts += [_model_cached(facts), _degraded(facts)]
     selector = names.labels(facts.name, names.WORKER) | {names.POD_INDEX: "0"}
     return InferenceServiceStatus(
         observed_generation=facts.generation,
@@ -106,8 +113,7 @@ def transitions(
     for condition in after.conditions:
         if old.get(condition.type) == (condition.status, condition.reason):
             continue
-        bad = (condition.type == "Degraded") == (condition.status == "True")
-        kind = "Warning" if bad and condition.type in ("Degraded", "ModelCached") else "Normal"
+        kind = "Normal" if condition.reason in _CALM else "Warning"
         text = f"{condition.type} is {condition.status}: {condition.message or condition.reason}"
         events.append((kind, condition.reason, text[:1024]))
     return events
@@ -170,13 +176,11 @@ def _hindrance(facts: Facts) -> tuple[str, str]:
         return "RequestRefused", "; ".join(facts.failures)
     for record in facts.plan.records:
         if record.phase is GroupPhase.FAILED:
-            exhausted = record.failures > facts.spec.recovery.max_restarts
-            reason = "RestartBudgetExhausted" if exhausted else "GroupFailed"
-            return reason, f"group {record.index}: {record.detail}"
+            return _failed(facts, record)
     for group in facts.groups:
         trouble = None if group.draining else problem(group)
         if trouble is not None:
-            return trouble.reason, trouble.message
+            return trouble.reason, trouble.message + _asked(facts, group, trouble)
     if facts.plan.waits_for:
         # It waits for nodes that another group has begun to take.
         return "InsufficientGPUs", f"no pods until {facts.plan.waits_for} is placed"
@@ -184,8 +188,44 @@ def _hindrance(facts: Facts) -> tuple[str, str]:
     if waiting and waiting[0].yields:
         return "InsufficientGPUs", waiting[0].detail
     if waiting and waiting[0].retry_at:
-        return "BackOff", f"next attempt at {waiting[0].retry_at}: {waiting[0].detail}"
-    return "Starting", "; ".join(facts.phases) or "groups are starting"
+        count = (
+            f"failure {waiting[0].failures} in a row, {facts.spec.recovery.max_restarts} allowed"
+        )
+        return "BackOff", f"next attempt at {waiting[0].retry_at} ({count}): {waiting[0].detail}"
+    return "Starting", _starting(facts)
+
+
+def _failed(facts: Facts, record: GroupStatus) -> tuple[str, str]:
+    recovery = facts.spec.recovery
+    afresh = f"set the annotation {names.RESTART} to a new value to start afresh"
+    words = f"group {record.index}: {record.detail}"
+    if record.failures > recovery.max_restarts:
+        limit = f"recovery.maxRestarts is {recovery.max_restarts}"
+        return "RestartBudgetExhausted", f"{words}; {limit}: {afresh}"
+    return "GroupFailed", f"{words}; recovery.policy is {recovery.policy.value}: {afresh}"
+
+
+def _asked(facts: Facts, group: Group, trouble: Problem) -> str:
+    """What was asked for, where it is more than there is."""
+    if trouble.reason != "InsufficientGPUs" or group.revision != facts.target:
+        return ""
+    hardware = facts.spec.hardware
+    return f" (asked for: {hardware.gpus_per_node} GPUs on each of {hardware.nodes} nodes)"
+
+
+def _starting(facts: Facts) -> str:
+    """What workers say they do, and how long they may."""
+    said = "; ".join(facts.phases) or "groups are starting"
+    ends = [
+        (pod.started_at + group.startup, group.startup)
+        for group in facts.groups
+        for pod in group.pods
+        if not group.draining and not pod.ready and pod.started_at is not None
+    ]
+    if not ends:
+        return said
+    end, allowed = min(ends)
+    return f"{said}; until {clock.to_seconds_text(end)} (startup.timeout: {duration(allowed)})"
 
 
 def _progressing(facts: Facts, ready: int, desired: int) -> Verdict:
@@ -205,7 +245,8 @@ def _progressing(facts: Facts, ready: int, desired: int) -> Verdict:
         )
     if ready < desired:
         reason, message = _hindrance(facts)
-        return Verdict("Progressing", reason != "RestartBudgetExhausted", reason, message)
+        given_up = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
+        return Verdict("Progressing", not given_up, reason, message)
     if facts.router and desired:
         return Verdict("Progressing", True, "RouterNotReady", facts.router)
     if len(facts.plan.records) > desired:
@@ -217,7 +258,7 @@ def _model_cached(facts: Facts) -> Verdict:
     return Verdict("ModelCached", facts.model.ready, facts.model.reason, facts.model.message)
 
 
-def _degraded(facts: Facts, ready: int, desired: int) -> Verdict:
+def _degraded(facts: Facts) -> Verdict:
     if facts.failures:
         return Verdict("Degraded", True, "RequestRefused", "; ".join(facts.failures))
     if facts.outdated:
@@ -225,7 +266,9 @@ def _degraded(facts: Facts, ready: int, desired: int) -> Verdict:
     if facts.invalid and facts.groups:
         return Verdict("Degraded", True, "InvalidEngine", facts.invalid)
     failed = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
-    lost = any(r.failures or r.restarts for r in facts.plan.records) and ready < desired
+    lost = any(
+        (r.failures or r.restarts) and r.phase is not GroupPhase.READY for r in facts.plan.records
+    )
     if failed or lost or facts.plan.blocked:
         reason, message = _hindrance(facts)
         return Verdict("Degraded", True, reason, message)

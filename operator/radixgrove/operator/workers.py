@@ -62,7 +62,14 @@ class WorkerProbe:
         except (urllib3.exceptions.HTTPError, ValueError):
             return ""
         phase = said.get("phase") if isinstance(said, dict) else None
-        return str(phase.get("message", ""))[:128] if isinstance(phase, dict) else ""
+        return _words(phase) if isinstance(phase, dict) else ""
+
+
+def _words(phase: dict[str, object]) -> str:
+    """`loading, 40%: weights: 3 of 7 files`."""
+    state, fraction = str(phase.get("state", ""))[:32], phase.get("fraction")
+    share = f", {min(max(fraction, 0.0), 1.0):.0%}" if isinstance(fraction, float) else ""
+    return f"{state}{share}: {str(phase.get('message', ''))[:128]}"
 
 
 def _answers(address: str) -> bool:

@@ -1,7 +1,7 @@
 """One keyed queue between watches and reconcilers: a key is queued once and worked on once.
 
-A key added while it is being worked on comes again afterwards. Bounded by the number of keys: wishes
-that an earlier one superseded are swept before they outnumber the others.
+A key added while it is being worked on comes again afterwards. Bounded by the number of keys:
+superseded wishes are swept before they outnumber the others.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from radixgrove.operator.revision import (
     config_map_data,
     shared_memory,
 )
-from radixgrove.operator.spec import Device, Network, quantity, seconds
+from radixgrove.operator.spec import Device, Network, quantity
 
 _PROBE_PERIOD = 5
 
@@ -191,7 +191,7 @@ def _pod_spec(
 
 
 def _container(service: Service, revision: Revision, name: str, config: OperatorConfig) -> Object:
-    attempts = math.ceil(max(seconds(revision.startup.timeout), 1) / _PROBE_PERIOD)
+    attempts = math.ceil(revision.startup_seconds / _PROBE_PERIOD)
     rdma = revision.hardware.network in (Network.ROCE, Network.IB)
     return {
         "name": "worker",
