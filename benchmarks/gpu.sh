@@ -157,7 +157,7 @@ run_tp() {
 run_tp_correctness() { python3 benchmarks/gpu_correctness.py --tp 2 --backend triton; }
 
 declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [correctness]=200 [kernels]=120 [norms]=200 [offline]=200 [pdl]=90 [ways]=200
-    [profile]=120 [profile_small]=120 [serving]=180 [tp]=240 [tp_correctness]=120)
+    [profile]=120 [profile_small]=120 [serving]=180 [tp]=240 [tp_correctness]=200)
 declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [norms]=24 [offline]=16 [pdl]=8 [ways]=24
     [profile]=26 [profile_small]=52 [serving]=30 [tp]=8 [tp_correctness]=8)
 declare -A STATUS SECONDS_OF

@@ -233,13 +233,19 @@ def table_row(cells: tuple[str, ...]) -> str:
 
 
 def measure(
-    engine: OfflineEngine, model: str, shape: ModelShape, workload: Workload, runs: int
+    engine: OfflineEngine, model: str, shape: ModelShape, workload: Workload, runs: int, tp: int
 ) -> tuple[str, dict[str, Any]]:
-    """Better of `runs`: the row of the table and the record."""
+    """Better of `runs`: the row of the table and the record.
+
+    The limit is that of `tp` H100s that share all bytes and FLOPs; other cards have none here.
+    """
     measured = [engine.run(workload) for _ in range(runs)]
     best = min(measured, key=lambda run: run.seconds)
     rate = workload.counted_tokens / best.seconds
-    limit = workload.counted_tokens / workloads.least_seconds(workload, shape, workloads.H100)
+    limit = None
+    if "H100" in engine.info.device:
+        seconds = workloads.least_seconds(workload, shape, workloads.H100) / tp
+        limit = workload.counted_tokens / seconds
     cached = best.cached_tokens / workload.input_tokens
     record = {
         "benchmark": "offline",
@@ -249,7 +255,7 @@ def measure(
         "metric": "input_tokens" if workload.counts_input else "output_tokens",
         "value": round(rate, 1),
         "unit": "tokens/s",
-        "limit": round(limit, 1),
+        "limit": limit and round(limit, 1),
         "seconds": [round(run.seconds, 4) for run in measured],
         "steps": best.steps,
         "cached_share": round(cached, 4),
@@ -259,13 +265,12 @@ def measure(
         "dtype": engine.info.dtype,
         "device": engine.info.device,
     }
-    on_gpu = engine.info.device != "cpu"
     row = table_row(
         (
             model,
             workload.name,
             f"{rate:,.0f}",
-            f"{rate / limit:.1%}" if on_gpu else "-",  # the limit is an H100's
+            f"{rate / limit:.1%}" if limit else "-",
             f"{best.seconds:.2f}",
             str(best.steps),
             f"{cached:.0%}",
@@ -293,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
             shape = model_shape(load_config(model_dir), item_bytes)
             for workload_name in arguments.workload:
                 workload = WORKLOADS[workload_name]()
-                row, record = measure(engine, model, shape, workload, arguments.runs)
+                row, record = measure(engine, model, shape, workload, arguments.runs, arguments.tp)
                 print(row, flush=True)
                 results.record({**record, "tp": arguments.tp, "label": arguments.label})
         finally:
