@@ -77,6 +77,9 @@ class MemoryKube(Kube):
         if live is None:
             assert content_type == "application/apply-patch+yaml"
             return copy.deepcopy(self.add(copy.deepcopy(body)))
+        version = body.get("metadata", {}).get("resourceVersion")
+        if version not in (None, live["metadata"]["resourceVersion"]):
+            raise KubeError(verb, name, 409, "the object has been modified")
         change = {"status": body["status"]} if sub == "status" else body
         merged = strategic_merge(live, copy.deepcopy(change))
         for field in self.dropped:

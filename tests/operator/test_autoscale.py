@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_kube import MemoryKube
 
+from radixgrove.operator import names
 from radixgrove.operator.autoscale import Load, decide
+from radixgrove.operator.autoscaler import Autoscaler
+from radixgrove.operator.redisside import RedisAway, RedisSide
 from radixgrove.operator.spec import Autoscaling
 from radixgrove.operator.statusmodel import AutoscalingStatus
+from radixgrove.operator.store import Store
 
 NOW = 1_000_000.0
 SCALING = Autoscaling.model_validate(
@@ -75,6 +82,42 @@ def test_it_sleeps_only_when_nothing_runs() -> None:
     low = decide(SCALING, 1, IDLE, AutoscalingStatus(), NOW)
     assert decide(SCALING, 1, IDLE, low, NOW + 61).desired == 0
     assert decide(SCALING, 1, load(running=1), low, NOW + 61).desired == 1
+
+
+class NoRedis:
+    def load(self, *_: object) -> Load:
+        raise RedisAway
+
+
+class Once(threading.Event):
+    """The wait between two rounds: over once, then for good."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        was, _ = self.is_set(), self.set()
+        return was
+
+
+def test_it_moves_no_service_of_another_installation() -> None:
+    kube, store = MemoryKube(), Store()
+    for name, operator in (("new", ""), ("ours", "radixgrove/rg"), ("theirs", "elsewhere/rg")):
+        resource = {
+            "kind": names.KIND,
+            "metadata": {"namespace": "a", "name": name, "uid": name},
+            "spec": {
+                "model": {"source": "hf://org/model"},
+                "replicas": 5,
+                "autoscaling": {"min": 0, "max": 2},
+            },
+            "status": {"operator": operator},
+        }
+        store.service_seen(kube.add(resource))
+    scaler = Autoscaler(
+        kube, store, cast(RedisSide, NoRedis()), lambda key: [], "radixgrove/rg", every=0.0
+    )
+    scaler.run(Once())
+    wanted = {name: kube.the(names.KIND, name)["spec"]["replicas"] for name in ("new", "ours")}
+    assert wanted == {"new": 2, "ours": 2}, "moved into its bounds"
+    assert kube.the(names.KIND, "theirs")["spec"]["replicas"] == 5
 
 
 def test_an_unknown_load_moves_nothing() -> None:

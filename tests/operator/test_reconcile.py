@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from memory_kube import MemoryKube, node
 from operator_builders import CONFIG
 
-from radixgrove.operator import names
+from radixgrove.operator import names, ownership
 from radixgrove.operator.keys import Keys
+from radixgrove.operator.kube import KubeError
 from radixgrove.operator.observe import Pod
+from radixgrove.operator.ownership import Ownership
 from radixgrove.operator.reconcile import Incomplete, Reconciler
 from radixgrove.operator.redisside import RedisSide
 from radixgrove.operator.store import Key, Store
@@ -214,6 +217,93 @@ def test_a_copy_of_the_keys_that_somebody_deleted_is_made_again() -> None:
     assert operator.look() == []
 
 
+# ---- beside another installation -----------------------------------------------------------------
+
+THEIRS = "elsewhere/rg-operator"
+
+
+def lease(renewed: int, seconds: int = 15) -> dict[str, Any]:
+    namespace, _, name = THEIRS.partition("/")
+    spec = {"renewTime": f"2026-01-01T00:00:{renewed:02}Z", "leaseDurationSeconds": seconds}
+    return {"kind": "Lease", "metadata": {"namespace": namespace, "name": name}, "spec": spec}
+
+
+def looked_after_by_another() -> Operator:
+    operator = Operator()
+    operator.resource["status"] = {"operator": THEIRS}
+    operator.kube.add(lease(0))
+    return operator
+
+
+def test_what_another_installation_looks_after_is_left_alone_and_that_is_said_once() -> None:
+    operator = looked_after_by_another()
+    operator.table.entries["team-a.llama"] = ModelEntry(
+        service="team-a.llama", names=["llama"], attempts=[], desired=1
+    )
+    (said,) = operator.look()
+    assert said.startswith("create Event/llama.")
+    assert operator.look() == []
+    (told,) = operator.kube.of("Event")
+    assert (told["type"], told["reason"]) == ("Warning", "ServedElsewhere")
+    for words in (THEIRS, CONFIG.installation, "operator.namespaces"):
+        assert words in told["message"]
+    assert operator.table.entries == {}, "its routers do not serve it"
+
+
+def test_it_is_taken_over_when_the_other_installation_is_gone() -> None:
+    operator = looked_after_by_another()
+    operator.look()
+    del operator.kube.objects["Lease", "elsewhere", "rg-operator"]
+    operator.settle("n0")
+    assert operator.resource["status"]["operator"] == CONFIG.installation
+    assert operator.condition() == "True/Serving"
+
+
+def test_an_installation_lives_as_long_as_its_lease_is_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(ownership, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    operator = looked_after_by_another()
+    for turn in range(1, 4):
+        operator.look()
+        clock[0] += 60.0
+        operator.kube.add(lease(turn))
+    operator.look()
+    assert operator.sets() == []
+    clock[0] += 14.0  # the last renewal still counts
+    operator.look()
+    assert operator.sets() == []
+    clock[0] += 2.0
+    operator.look()
+    assert operator.sets() == ["llama-0-a1"]
+
+
+def test_of_two_that_claim_it_at_once_one_does_nothing() -> None:
+    operator = Operator()
+    stale = operator.kube.get(names.KIND, *KEY)
+    operator.resource["status"] = {"operator": THEIRS}
+    operator.kube.add(operator.resource)  # written in between
+    with pytest.raises(KubeError, match="modified"):
+        Ownership(operator.kube, CONFIG).claim(stale or {})
+    assert operator.resource["status"] == {"operator": THEIRS}
+
+
+def test_a_lease_that_may_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = looked_after_by_another()
+    get = operator.kube.get
+
+    def refused(kind: str, namespace: str | None, name: str) -> Any:
+        if kind == "Lease":
+            raise KubeError("get", f"leases/{namespace}/{name}", 403, "forbidden")
+        return get(kind, namespace, name)
+
+    monkeypatch.setattr(operator.kube, "get", refused)
+    with pytest.raises(KubeError, match="get leases/elsewhere/rg-operator: forbidden"):
+        operator.look()
+    assert operator.kube.written == []
+
+
 # ---- its own router ------------------------------------------------------------------------------
 
 DEDICATED = {"router": {"dedicated": True, "auth": {"keysSecret": "missing"}}}
@@ -279,7 +369,7 @@ def test_a_crd_that_drops_parts_of_the_status_is_told_until_it_is_renewed() -> N
 
 def test_a_spec_of_another_version_is_told_once() -> None:
     operator = Operator(unheard_of=1)
-    assert operator.look() == ["patch InferenceService/llama"]
+    operator.look()
     assert operator.condition() == "False/InvalidSpec"
     assert "spec.unheard_of" in operator.message()
     since = operator.resource["status"]["conditions"][0]["lastTransitionTime"]

@@ -46,6 +46,7 @@ def facts(
     plan = Plan(records=list(records), blocked=blocked, waits_for=waits_for, last_attempt=7)
     made = Facts(
         name="llama",
+        operator="radixgrove/radixgrove-operator",
         generation=5,
         spec=resource or spec(replicas=len(records)),
         url="http://router/v1",

@@ -83,6 +83,16 @@ def test_of_two_made_at_once_exactly_one_keeps_the_name() -> None:
     assert sorted([bool(conflict(one, two)), bool(conflict(two, one))]) == [False, True]
 
 
+def test_what_another_installation_serves_takes_no_name_of_ours() -> None:
+    old, new = service("a", name="llama"), service("b", name="llama")
+    old["status"]["operator"], new["status"]["operator"] = "theirs/rg", "ours/rg"
+    found = [made for made in map(neighbour_of, (old, new)) if made is not None]
+    assert name_conflict(found[1], found) == ""
+    old["status"]["operator"] = "ours/rg"
+    found = [made for made in map(neighbour_of, (old, new)) if made is not None]
+    assert "here/a" in name_conflict(found[1], found)
+
+
 def test_behind_routers_of_their_own_services_share_names() -> None:
     old, young = aged(service("old", name="llama"), 1), aged(service("young", name="llama"), 2)
     young["spec"]["router"] = {"dedicated": True}

@@ -71,7 +71,7 @@ class App:
         redis_side.expect({n.service.key for n in self.store.services()})
         autoscaler = Autoscaler(
             self._kube, self.store, redis_side, lambda key: reconciler.serving(key),
-            self.config.autoscale_every,
+            self.config.installation, self.config.autoscale_every,
         )  # fmt: skip
         reconciler = Reconciler(
             self._kube, self.store, keys, redis_side, WorkerProbe(values["management-key"]),

@@ -28,12 +28,14 @@ class Autoscaler:
         store: Store,
         redis_side: RedisSide,
         serving: Callable[[Key], Sequence[str]],
+        installation: str,
         every: float,
     ) -> None:
         self._kube = kube
         self._store = store
         self._redis = redis_side
         self._serving = serving
+        self._installation = installation
         self._every = every
         self._last: dict[Key, AutoscalingStatus] = {}
 
@@ -43,7 +45,11 @@ class Autoscaler:
     def run(self, stopping: threading.Event) -> None:
         next_round = time.monotonic() + self._every
         while not stopping.wait(min(self._every, _ASLEEP_EVERY)):
-            services = [n for n in self._store.services() if n.spec.autoscaling is not None]
+            services = [
+                n
+                for n in self._store.services()
+                if n.spec.autoscaling is not None and n.is_of(self._installation)
+            ]
             for gone in self._last.keys() - {neighbour.key for neighbour in services}:
                 del self._last[gone]
             due = time.monotonic() >= next_round

@@ -94,6 +94,11 @@ class OperatorConfig(ConfigModel):
     log_json: bool = True
 
     @property
+    def installation(self) -> str:
+        """Its name among others of the cluster: where its Lease is."""
+        return f"{self.namespace}/{self.election.lease}"
+
+    @property
     def key_names(self) -> dict[str, str]:
         """Keys of the secret, by the setting they feed."""
         return {

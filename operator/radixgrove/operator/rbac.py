@@ -67,6 +67,9 @@ PERMISSIONS = (
         Scope.OWN, "coordination.k8s.io", "leases", ("get", "update"), (LEASE,), "leader election"
     ),
     Permission(Scope.CLUSTER, "", "nodes", ("list", "watch"), why="lost nodes"),
+    Permission(
+        Scope.CLUSTER, "coordination.k8s.io", "leases", ("get",), why="do other operators live"
+    ),
 )
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,6 +19,7 @@ from radixgrove.operator.diagnosis import pod_problem
 from radixgrove.operator.events import event
 from radixgrove.operator.keys import Keys
 from radixgrove.operator.kube import Kube, KubeError, controllers, covers
+from radixgrove.operator.look import Look
 from radixgrove.operator.observe import (
     Group,
     JobState,
@@ -33,6 +32,7 @@ from radixgrove.operator.observe import (
     node_of,
     pod_of,
 )
+from radixgrove.operator.ownership import Ownership
 from radixgrove.operator.plan import NewAttempt, Plan, Situation, as_placements, make_plan
 from radixgrove.operator.redisside import RedisAway, RedisSide
 from radixgrove.operator.render import group as render_group
@@ -41,7 +41,6 @@ from radixgrove.operator.render import router as render_router
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.revision import (
     InvalidEngine,
-    Revision,
     config_map_data,
     revision_of,
     thaw,
@@ -63,55 +62,11 @@ Object = dict[str, Any]
 
 _STARTING_EVERY = 5.0  # seconds between questions to starting workers
 _REFUSED_AFTER = 2.0  # seconds without pods before asking why
+_ELSEWHERE_EVERY = 60.0  # seconds between looks at what another installation looks after
 
 
 class Incomplete(Exception):
     """Some requests failed; the look is repeated."""
-
-
-@dataclass
-class _Look:
-    """What one reconciliation gathers and decides."""
-
-    body: Object
-    spec: InferenceServiceSpec
-    service: Service
-    created: float
-    before: InferenceServiceStatus
-    now: float
-    failures: list[str] = field(default_factory=list)
-    sets: list[Object] = field(default_factory=list)
-    config_maps: list[Object] = field(default_factory=list)
-    world: World = field(default_factory=World)
-    revisions: dict[str, Revision] = field(default_factory=dict)
-    model: modelcache.Step | None = None
-    target: Revision | None = None
-    invalid: str = ""
-    name_taken: str = ""
-    router: str = ""  # why the service's own router does not answer
-
-    @property
-    def key(self) -> Key:
-        return (self.service.namespace, self.service.name)
-
-    @contextmanager
-    def trying(self) -> Iterator[None]:
-        """A refused request is noted, and does not stop the rest."""
-        try:
-            yield
-        except KubeError as error:
-            logger.warning("%s/%s: %s", *self.key, error)
-            self._failed(f"{error} ({error.status})"[:500])
-        except RedisAway as error:
-            logger.warning("%s/%s: Redis does not answer: %s", *self.key, error)
-            self._failed("Redis does not answer; routers keep what they know")
-        except InvalidEngine as error:  # of a revision that an older operator has accepted
-            logger.warning("%s/%s: %s", *self.key, error)
-            self._failed(f"a revision of an older operator: {error}")
-
-    def _failed(self, words: str) -> None:
-        if words not in self.failures:
-            self.failures.append(words)
 
 
 class Reconciler:
@@ -136,6 +91,8 @@ class Reconciler:
         self._config = config
         self._autoscaling = autoscaling
         self._enqueue = enqueue
+        self._ownership = Ownership(kube, config)
+        self._elsewhere: dict[Key, str] = {}  # the installation that looks after it
         self._serving: dict[Key, list[str]] = {}
         self._outdated: dict[Key, str] = {}  # what the CRD dropped of a status
 
@@ -152,7 +109,12 @@ class Reconciler:
         if body is None or "deletionTimestamp" in body["metadata"]:
             self._gone(key)
             return None
-        look = self._begin(body)
+        holder = self._ownership.holder(body)
+        if holder:
+            self._leave(body, holder)
+            return _ELSEWHERE_EVERY
+        self._elsewhere.pop(key, None)
+        look = self._begin(self._ownership.claim(body))
         if look is None:
             return None
         self._observe(look)
@@ -170,6 +132,10 @@ class Reconciler:
         """Children go by garbage collection; routers and neighbours are told."""
         for other in self._store.service_gone(key):
             self._enqueue(other)
+        self._elsewhere.pop(key, None)
+        self._forget(key)
+
+    def _forget(self, key: Key) -> None:
         self._serving.pop(key, None)
         self._outdated.pop(key, None)
         metrics.forget(*key)
@@ -178,7 +144,21 @@ class Reconciler:
         except RedisAway as error:
             raise Incomplete(f"Redis does not answer: {error}") from error
 
-    def _begin(self, body: Object) -> _Look | None:
+    def _leave(self, body: Object, holder: str) -> None:
+        """Two that served one service would undo each other's work: the second says so, once."""
+        key = (body["metadata"]["namespace"], body["metadata"]["name"])
+        self._forget(key)
+        if self._elsewhere.get(key) == holder:
+            return
+        words = (
+            f"the installation {holder} looks after it, so {self._config.installation} leaves it "
+            "alone: give each installation namespaces of its own (operator.namespaces)"
+        )
+        logger.warning("%s/%s: %s", *key, words)
+        self._event(body, "Warning", "ServedElsewhere", words)
+        self._elsewhere[key] = holder
+
+    def _begin(self, body: Object) -> Look | None:
         meta = body["metadata"]
         try:
             before = InferenceServiceStatus.model_validate(body.get("status") or {})
@@ -194,7 +174,7 @@ class Reconciler:
             return None
         service = Service(meta["namespace"], meta["name"], meta["uid"])
         created = clock.from_text(meta.get("creationTimestamp")) or 0.0
-        return _Look(body, spec, service, created, before, time.time())
+        return Look(body, spec, service, created, before, time.time())
 
     def _refuse(self, body: Object, before: InferenceServiceStatus, words: str) -> None:
         meta = body["metadata"]
@@ -206,7 +186,7 @@ class Reconciler:
                 names.KIND, meta["namespace"], meta["name"], {"status": said}, sub="status"
             )
 
-    def _observe(self, look: _Look) -> None:
+    def _observe(self, look: Look) -> None:
         namespace = look.service.namespace
         labels = names.labels(look.service.name, names.WORKER)
         all_sets = self._kube.list("StatefulSet", namespace, labels)
@@ -232,7 +212,7 @@ class Reconciler:
                 continue
             look.revisions[config_map["metadata"]["labels"].get(names.REVISION, "")] = revision
 
-    def _refusal(self, look: _Look, group: Group) -> str:
+    def _refusal(self, look: Look, group: Group) -> str:
         """Why a StatefulSet's pods are not admitted, in the API server's own words."""
         if group.deleting or look.now - group.created < _REFUSED_AFTER:
             return ""
@@ -255,7 +235,7 @@ class Reconciler:
 
     # ---- what does not depend on groups ----------------------------------------------------------
 
-    def _prepare(self, look: _Look) -> None:
+    def _prepare(self, look: Look) -> None:
         """Model, revision and the service's own guards, before any group."""
         own = neighbour_of(look.body)
         assert own is not None
@@ -291,7 +271,7 @@ class Reconciler:
             look.target = target
             look.revisions[target.hash] = target
 
-    def _copy_keys(self, look: _Look, neighbours: list[Neighbour], own: Neighbour) -> None:
+    def _copy_keys(self, look: Look, neighbours: list[Neighbour], own: Neighbour) -> None:
         """Read at every look: Secrets are not watched, and pods without their keys do not start."""
         namespace = look.service.namespace
         users = [n.service for n in neighbours if n.key != own.key] + [look.service]
@@ -299,7 +279,7 @@ class Reconciler:
             users.sort(key=lambda user: user.uid)
             self._kube.apply(self._keys.copy(namespace, users))
 
-    def _guards(self, look: _Look) -> Iterator[Object]:
+    def _guards(self, look: Look) -> Iterator[Object]:
         service, config = look.service, self._config
         yield policies.service_account(service)
         if config.network_policies.enabled:
@@ -307,7 +287,7 @@ class Reconciler:
         if look.spec.router.dedicated:
             yield from render_router.router_objects(service, look.spec.router, config)
 
-    def _router(self, look: _Look) -> str:
+    def _router(self, look: Look) -> str:
         """Why the service's own router does not answer; "" when it does, or nobody knows."""
         service = look.service
         with look.trying():
@@ -321,7 +301,7 @@ class Reconciler:
             return f"its own router does not answer: {found.message if found else 'it starts'}"
         return ""
 
-    def _remove_router(self, look: _Look) -> None:
+    def _remove_router(self, look: Look) -> None:
         """A router of the service's own that is not wanted any more."""
         service = look.service
         name = render_router.router_name(service)
@@ -339,7 +319,7 @@ class Reconciler:
                     uid = live["metadata"]["uid"]
                     self._kube.delete(child["kind"], meta["namespace"], meta["name"], uid)
 
-    def _remove_policies(self, look: _Look) -> None:
+    def _remove_policies(self, look: Look) -> None:
         """NetworkPolicies from before they were switched off in the chart."""
         if self._config.network_policies.enabled:
             return
@@ -349,7 +329,7 @@ class Reconciler:
                 meta = policy["metadata"]
                 self._kube.delete("NetworkPolicy", meta["namespace"], meta["name"], meta["uid"])
 
-    def _model(self, look: _Look, own: Neighbour, neighbours: list[Neighbour]) -> None:
+    def _model(self, look: Look, own: Neighbour, neighbours: list[Neighbour]) -> None:
         namespace, known = look.service.namespace, look.before.model
         jobs: dict[str, JobState] = {}
         claims: dict[str, Object] = {}
@@ -377,7 +357,7 @@ class Reconciler:
 
     # ---- groups ----------------------------------------------------------------------------------
 
-    def _decide(self, look: _Look) -> Plan:
+    def _decide(self, look: Look) -> Plan:
         device = look.spec.hardware.device.value
         groups = look.world.groups
         own = as_placements(look.service, look.created, device, groups, look.before.groups)
@@ -402,13 +382,13 @@ class Reconciler:
             )
         )
 
-    def _holds_lease(self, look: _Look, group: Group) -> bool:
+    def _holds_lease(self, look: Look, group: Group) -> bool:
         try:
             return self._redis.holds_lease(look.service.key, names.replica_id(group.name))
         except RedisAway:
             return False
 
-    def _act(self, look: _Look, plan: Plan) -> None:
+    def _act(self, look: Look, plan: Plan) -> None:
         """The plan's steps in its order; a step that fails stops those that rely on it."""
         namespace = look.service.namespace
         if plan.create or plan.drain or plan.delete:
@@ -433,7 +413,7 @@ class Reconciler:
         self._keep_groups(look, plan)
         self._remove_revisions(look, plan)
 
-    def _tell_routers(self, look: _Look, plan: Plan) -> None:
+    def _tell_routers(self, look: Look, plan: Plan) -> None:
         scaling = look.spec.autoscaling
         table = look.service.key if look.spec.router.dedicated else SHARED
         self._serving[look.key] = plan.serving
@@ -449,7 +429,7 @@ class Reconciler:
         )
         self._redis.put(table, look.created, entry)
 
-    def _create(self, look: _Look, new: NewAttempt) -> None:
+    def _create(self, look: Look, new: NewAttempt) -> None:
         service, config, revision = look.service, self._config, look.revisions[new.revision]
         self._kube.apply_cached(render_group.revision_config_map(service, revision, config))
         stateful_set = render_group.stateful_set(
@@ -468,7 +448,7 @@ class Reconciler:
         if self._config.network_policies.enabled:
             self._kube.apply_cached(render_group.group_network_policy(service, labels, meta["uid"]))
 
-    def _keep_groups(self, look: _Look, plan: Plan) -> None:
+    def _keep_groups(self, look: Look, plan: Plan) -> None:
         """Undoes what others did to live groups. A set rendered by another version stays as is."""
         leaving = {group.name for group in plan.delete} | {group.name for group, _ in plan.drain}
         avoid = {(record.index, record.attempt): record.avoid for record in plan.records}
@@ -505,7 +485,7 @@ class Reconciler:
         with look.trying():
             self._kube.apply_cached(policies.pod_disruption_budget(look.service, pods))
 
-    def _remove_revisions(self, look: _Look, plan: Plan) -> None:
+    def _remove_revisions(self, look: Look, plan: Plan) -> None:
         used = {record.revision for record in plan.records}
         used |= {look.target.hash if look.target else look.before.revision}
         mounted = {name for stateful_set in look.sets for name in _mounted(stateful_set)}
@@ -520,7 +500,7 @@ class Reconciler:
 
     # ---- what people see -------------------------------------------------------------------------
 
-    def _report(self, look: _Look, plan: Plan) -> None:
+    def _report(self, look: Look, plan: Plan) -> None:
         assert look.model is not None
         device = look.spec.hardware.device.value
         leaving = {group.uid for group in plan.delete}
@@ -531,6 +511,7 @@ class Reconciler:
         dedicated = look.spec.router.dedicated
         facts = status.Facts(
             name=look.service.name,
+            operator=self._config.installation,
             generation=look.body["metadata"].get("generation", 0),
             spec=look.spec,
             url=render_router.router_url(look.service, self._config)
@@ -556,13 +537,13 @@ class Reconciler:
         events = [("Normal", *event) for event in plan.events]
         for kind, reason, message in [*events, *status.transitions(look.before, after)]:
             with look.trying():
-                self._event(look, kind, reason, message)
+                self._event(look.body, kind, reason, message)
         metrics.GROUPS.labels(namespace, name, "ready").set(after.ready_replicas)
         metrics.GROUPS.labels(namespace, name, "desired").set(after.desired_replicas)
         recovered = sum(1 for reason, _ in plan.events if reason == "GroupRecovery")
         metrics.GROUP_RECOVERIES.labels(namespace, name).inc(recovered)
 
-    def _write_status(self, look: _Look, body: Object) -> None:
+    def _write_status(self, look: Look, body: Object) -> None:
         """A CRD that is older than this operator drops what it does not know, in silence."""
         answer = self._kube.patch(names.KIND, *look.key, {"status": body}, sub="status")
         kept = answer.get("status") or {}
@@ -576,14 +557,14 @@ class Reconciler:
             self._outdated[look.key] = words
             self._enqueue(look.key)
 
-    def _event(self, look: _Look, kind: str, reason: str, message: str) -> None:
+    def _event(self, resource: Object, kind: str, reason: str, message: str) -> None:
         try:
-            self._kube.create(event(look.body, kind, reason, message, look.now))
+            self._kube.create(event(resource, kind, reason, message, time.time()))
         except KubeError as error:
             if error.status != 409:  # said already
                 raise
 
-    def _next_look(self, look: _Look, plan: Plan) -> float:
+    def _next_look(self, look: Look, plan: Plan) -> float:
         delay = self._config.resync
         if plan.requeue_at is not None:
             delay = min(delay, plan.requeue_at - time.time())

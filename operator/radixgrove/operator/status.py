@@ -42,6 +42,7 @@ class Facts:
     """Everything a status is computed from."""
 
     name: str
+    operator: str
     generation: int
     spec: InferenceServiceSpec
     url: str
@@ -69,6 +70,7 @@ def compute(facts: Facts, before: InferenceServiceStatus, now: float) -> Inferen
     selector = names.labels(facts.name, names.WORKER) | {names.POD_INDEX: "0"}
     return InferenceServiceStatus(
         observed_generation=facts.generation,
+        operator=facts.operator,
         url=facts.url,
         summary=f"{len(ready)}/{desired}",
         selector=names.selector(selector),

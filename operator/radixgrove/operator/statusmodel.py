@@ -89,6 +89,9 @@ class InferenceServiceStatus(StatusModel):
     """What the operator saw at `observedGeneration`."""
 
     observed_generation: int = 0
+    operator: str = Field(
+        "", description="Installation that looks after it: namespace/lease.", max_length=320
+    )
     url: str = Field("", max_length=512)
     summary: str = Field("", description="Ready and desired groups.", max_length=32)
     selector: str = Field("", description="Pods of rank 0.", max_length=512)

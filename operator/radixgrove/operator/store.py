@@ -29,6 +29,7 @@ class Neighbour:
     created: float
     spec: InferenceServiceSpec
     claim: str = ""  # of its cached model
+    operator: str = ""  # the installation that looks after it
 
     @property
     def names(self) -> list[str]:
@@ -37,6 +38,10 @@ class Neighbour:
     @property
     def key(self) -> Key:
         return (self.service.namespace, self.service.name)
+
+    def is_of(self, installation: str) -> bool:
+        """Whether this installation looks after it, or nobody yet."""
+        return self.operator in ("", installation)
 
     def shares_with(self, other: Neighbour) -> bool:
         """Whether both want one name, or use one claim."""
@@ -154,12 +159,14 @@ def neighbour_of(body: Object) -> Neighbour | None:
         spec = InferenceServiceSpec.model_validate(body.get("spec", {}))
     except ValidationError:
         return None
-    model = body.get("status", {}).get("model", {})
+    status = body.get("status") or {}
+    model = status.get("model", {})
     return Neighbour(
         service=Service(meta["namespace"], meta["name"], meta["uid"]),
         created=clock.from_text(meta.get("creationTimestamp")) or 0.0,
         spec=spec,
         claim=str(model.get("claim", "")) if isinstance(model, dict) else "",
+        operator=str(status.get("operator") or ""),
     )
 
 
@@ -168,12 +175,16 @@ def name_conflict(own: Neighbour, neighbours: list[Neighbour]) -> str:
     if own.spec.router.dedicated:
         return ""
     for other in neighbours:
-        if other.spec.router.dedicated or other.age >= own.age:
+        elsewhere = own.operator and not other.is_of(own.operator)
+        if elsewhere or other.spec.router.dedicated or other.age >= own.age:
             continue
         taken = [name for name in own.names if name in other.names]
         if taken:
             where = f"{other.service.namespace}/{other.service.name}"
-            return f"the model name {taken[0]} belongs to the older {where}"
+            return (
+                f"the model name {taken[0]} belongs to the older {where}: set another model.name, "
+                "or remove the alias"
+            )
     return ""
 
 

@@ -1,0 +1,59 @@
+"""Which installation looks after a service that several can see.
+
+The first one writes its name into the service's status, and the others leave the service alone as
+long as that one's leader renews its Lease. By this machine's clock alone: a Lease that changed
+within its own duration is renewed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from radixgrove.operator import names
+from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.kube import Kube
+
+Object = dict[str, Any]
+
+
+class Ownership:
+    """Thread-safe."""
+
+    def __init__(self, kube: Kube, config: OperatorConfig) -> None:
+        self._kube = kube
+        self._own = config.installation
+        self._duration = config.election.duration
+        self._lock = threading.Lock()
+        self._observed: dict[str, tuple[str, float]] = {}  # last renewal of others, and seen when
+
+    def holder(self, service: Object) -> str:
+        """The other installation that looks after it; "" when this one may."""
+        name = str((service.get("status") or {}).get("operator") or "")
+        return name if name not in ("", self._own) and self._lives(name) else ""
+
+    def claim(self, service: Object) -> Object:
+        """The service once it is ours. Raises KubeError, status 409: somebody was faster."""
+        if (service.get("status") or {}).get("operator") == self._own:
+            return service
+        meta = service["metadata"]
+        body = {
+            "metadata": {"resourceVersion": meta["resourceVersion"]},
+            "status": {"operator": self._own},
+        }
+        return self._kube.patch(names.KIND, meta["namespace"], meta["name"], body, sub="status")
+
+    def _lives(self, installation: str) -> bool:
+        namespace, _, lease_name = installation.partition("/")
+        lease = self._kube.get("Lease", namespace, lease_name) if lease_name else None
+        spec = (lease or {}).get("spec")
+        if not spec:
+            return False
+        renewed, now = str(spec.get("renewTime", "")), time.monotonic()
+        duration = float(spec.get("leaseDurationSeconds", self._duration))
+        with self._lock:
+            before = self._observed.get(installation)
+            if before is None or before[0] != renewed:
+                self._observed[installation] = before = (renewed, now)
+        return now - before[1] <= duration
