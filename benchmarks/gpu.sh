@@ -14,8 +14,6 @@
 #                 tuned either way
 #   offline       the named workloads, nine in all; MODELS and WORKLOADS choose
 #   pdl           bs1_decode with and without programmatic dependent launch
-#   ways          only if named: decode of the small model (or WAYS_MODEL) with and without norms and prefetch in its
-#                 products, and with and without RoPE and KV store inside attention
 #   profile       phases, GPU idle share, Chrome trace
 #   profile_small the same for the small model
 #   serving       a whole worker over HTTP, 256 streams at once; MODELS chooses, SERVING_OPTIONS go
@@ -24,7 +22,7 @@
 #   tp_correctness   two GPUs: the text of random models, split, against Hugging Face
 #
 # Environment:
-#   WORKLOADS, ENGINE_OPTIONS    for `offline` and `ways`, in place of theirs, and options of offline.py
+#   WORKLOADS, ENGINE_OPTIONS    for `offline`, in place of its own, and options of offline.py
 #   OUT       where logs, results and traces go (default benchmarks/results/gpu)
 #   WHEELS    folder of wheels to install beside what python3 has (default .whl)
 #   COMPILED  archive of compiled FlashInfer kernels from an earlier $OUT (default .whl/flashinfer.tar.gz)
@@ -115,21 +113,6 @@ run_pdl() {
     done
 }
 
-run_ways() {
-    local joined fused status=0
-    for joined in 1 0; do
-        for fused in 0 1; do
-            echo "norms and prefetch in products: $joined, RoPE and KV store in attention: $fused"
-            # shellcheck disable=SC2086
-            RADIXGROVE_JOINED_PRODUCTS=$joined RADIXGROVE_FUSED_DECODE=$fused \
-                python3 benchmarks/offline.py --model "${WAYS_MODEL:-qwen3-0.6b}" \
-                --workload ${WORKLOADS:-bs64_decode bs1_decode nano256} \
-                --label "joined=$joined fused=$fused" ${ENGINE_OPTIONS:-} || status=$?
-        done
-    done
-    return $status
-}
-
 run_profile() {
     python3 benchmarks/profile_engine.py --model llama-3.1-8b --trace "$OUT/llama-nano256.json.gz"
 }
@@ -156,9 +139,9 @@ run_tp() {
 
 run_tp_correctness() { python3 benchmarks/gpu_correctness.py --tp 2 --backend triton; }
 
-declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [correctness]=200 [kernels]=120 [norms]=200 [offline]=200 [pdl]=90 [ways]=200
+declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [correctness]=200 [kernels]=120 [norms]=200 [offline]=200 [pdl]=90
     [profile]=120 [profile_small]=120 [serving]=180 [tp]=240 [tp_correctness]=200)
-declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [norms]=24 [offline]=16 [pdl]=8 [ways]=24
+declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [norms]=24 [offline]=16 [pdl]=8
     [profile]=26 [profile_small]=52 [serving]=30 [tp]=8 [tp_correctness]=8)
 declare -A STATUS SECONDS_OF
 

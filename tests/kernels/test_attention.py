@@ -12,6 +12,7 @@ from radixgrove.kernels import attention, decode
 from radixgrove.kernels.decode import MAX_PROGRAMS, DecodeConfig, DecodeWorkspace
 from radixgrove.kernels.rope import rope_store_reference
 from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
+from radixgrove.worker.execution.attention.decode import FUSED_ROWS, PagedDecode
 
 from .helpers import DTYPES, PagedKv, assert_close
 
@@ -250,12 +251,6 @@ class Step:
         return 2e-2 if self.q.dtype == torch.bfloat16 else None
 
 
-@pytest.fixture(autouse=True)
-def _decode_from_projections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a backend can; what it does otherwise is tested beside."""
-    monkeypatch.setenv("RADIXGROVE_FUSED_DECODE", "1")
-
-
 BACKENDS = [
     "torch",
     "triton",
@@ -321,7 +316,7 @@ def test_backends_replan_captured_decodes(backend_name: str, device: torch.devic
 
 @pytest.mark.parametrize("backend_name", BACKENDS[1:])
 def test_our_decode_takes_projections_where_nothing_is_prefilled(
-    backend_name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    backend_name: str, device: torch.device
 ) -> None:
     kv = PagedKv.random(
         [20, 9], page_size=16, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device
@@ -336,16 +331,31 @@ def test_our_decode_takes_projections_where_nothing_is_prefilled(
     backend.plan(mixed.batch)
     backend.plan_captured(decodes.batch, 2)
     assert backend.takes_qkv
-    monkeypatch.delenv("RADIXGROVE_FUSED_DECODE")
-    unfused = make_backend(backend_name, pool, 4)
-    unfused.plan(decodes.batch)
-    assert not unfused.takes_qkv
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS[1:])
+@pytest.mark.parametrize(("rows", "takes"), [(FUSED_ROWS, True), (FUSED_ROWS + 1, False)])
+def test_our_decode_takes_projections_of_few_rows(
+    backend_name: str, rows: int, takes: bool, device: torch.device
+) -> None:
+    lengths = [1 + 5 * index % 37 for index in range(rows)]
+    kv = PagedKv.random(
+        lengths, page_size=16, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device
+    )
+    pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
+    backend = make_backend(backend_name, pool, 4)
+    backend.prepare_capture(rows, kv.page_table.shape[1])
+    step = Step(kv, [], rows, 4)
+    for captured in (False, True):
+        step.check(backend, pool, captured=captured)
+        assert backend.takes_qkv is takes
+    two = PagedKv(kv.pages, kv.rows[:2], kv.kv_lens[:2], kv.page_table)
+    backend.plan_captured(Step(two, [], 2, 4).batch, rows)
+    assert backend.takes_qkv is takes, "a graph's size decides, not how many of its rows are real"
 
 
 def test_eager_steps_take_the_workspace_of_captured_ones(device: torch.device) -> None:
     """A kernel is compiled for a workspace's size: another one would have requests wait for it."""
-    from radixgrove.worker.execution.attention.decode import PagedDecode
-
     paged = PagedDecode(torch.zeros(1, 2, 2, 16, 2, 32, device=device), 4, 0.3)
     paged.plan(200)
     before_capture = paged._workspace

@@ -28,7 +28,7 @@ from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.execution.warmup import (
     exercise,
     measure_prefill,
-    rehearse_mixed_steps,
+    rehearse_decodes,
     trial_pages,
 )
 from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
@@ -201,7 +201,7 @@ def _build(
     if sizes := loaded.graph_sizes(backend):
         runner.capture(sizes, lambda text, done: loaded.say(EngineState.CAPTURING, text, done))
     if device.type == "cuda":
-        rehearse_mixed_steps(runner, loaded.limits.max_step_tokens)
+        rehearse_decodes(runner, loaded.limits.max_step_tokens)
     speed = measure_prefill(runner, loaded.limits.max_step_tokens, device)
     limit_collectives(group, loaded.limits.step_timeout)
     return runner, EngineInfo(

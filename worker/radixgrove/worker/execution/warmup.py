@@ -8,12 +8,14 @@ import numpy as np
 import torch
 
 from radixgrove.protocol.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from radixgrove.worker.execution.attention.decode import FUSED_ROWS
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.plan import ExecutorInfo, NewRow, PrefillChunk, StepPlan
 
 # Enough to be bound by the matrix multiplications, little enough not to delay a CPU's start.
 _MEASURED_TOKENS = {"cpu": 256, "cuda": 4096}
-_DECODES = 16  # of a mixed step: more than the few that attention treats apart
+# Rows of steps that decode: attention treats few, some and many apart, and as many as there may be.
+_DECODES = (1, 16, FUSED_ROWS)
 # Everything the sampler can be asked for at once.
 _HEAVIEST = SamplingParams(
     max_tokens=1,
@@ -73,35 +75,46 @@ def exercise(runner: Runner, max_step_tokens: int) -> None:
     runner.collect()
 
 
-def rehearse_mixed_steps(runner: Runner, max_step_tokens: int) -> None:
-    """A step that prefills behind a prefix and decodes: no request waits for what it compiles.
+def rehearse_decodes(runner: Runner, max_step_tokens: int) -> None:
+    """Steps that decode, beside a chunk behind a prefix and alone, of few rows and of many.
 
-    Does nothing where rows, pages or tokens are too few for one.
+    No request waits for what they compile. Does nothing where rows, pages or tokens are too few.
     """
     info = runner.info
-    page = info.page_size
-    each = -(-2 // page)  # pages of a decode row, of two tokens
-    decodes = min(info.max_rows - 1, (info.num_pages - 2) // each, max_step_tokens - page, _DECODES)
-    if decodes < 1 or info.max_model_len <= 2 * page:
+    each = -(-3 // info.page_size)  # pages of a decode row, of three tokens in the end
+    most = min(info.max_rows - 1, (info.num_pages - 2) // each, max_step_tokens - info.page_size)
+    if most < 1 or info.max_model_len < info.page_size + 2:
         return
-    sampling = SamplingParams(max_tokens=2, seed=0, temperature=0.0)
+    for decodes in sorted({min(count, most) for count in (*_DECODES, most)}):
+        for plan in _decode_plans(info, decodes, each):
+            runner.launch(plan)
+            runner.collect()
+
+
+def _decode_plans(info: ExecutorInfo, decodes: int, each: int) -> list[StepPlan]:
+    """Prefill row 0's first page and the rows that decode; its last token beside them; them alone.
+
+    The second step is the smallest that prefills, where it has one decode.
+    """
+    page = info.page_size
+    sampling = SamplingParams(max_tokens=3, seed=0, temperature=0.0)
     rows = list(range(1, decodes + 1))
     pages = {row: range(2 + (row - 1) * each, 2 + row * each) for row in rows}
-    first = StepPlan(
-        step_id=0,
-        new_rows=[
-            _new_row(info, 0, 2 * page, range(2), sampling),
-            *(_new_row(info, row, 1, pages[row], sampling) for row in rows),
-        ],
-        prefills=[
-            PrefillChunk(0, 0, page, False),
-            *(PrefillChunk(row, 0, 1, True) for row in rows),
-        ],
-    )
-    second = StepPlan(step_id=1, prefills=[PrefillChunk(0, page, page, True)], decodes=rows)
-    for plan in (first, second):
-        runner.launch(plan)
-        runner.collect()
+    return [
+        StepPlan(
+            step_id=0,
+            new_rows=[
+                _new_row(info, 0, page + 1, range(2), sampling),
+                *(_new_row(info, row, 1, pages[row], sampling) for row in rows),
+            ],
+            prefills=[
+                PrefillChunk(0, 0, page, False),
+                *(PrefillChunk(row, 0, 1, True) for row in rows),
+            ],
+        ),
+        StepPlan(step_id=1, prefills=[PrefillChunk(0, page, 1, True)], decodes=rows),
+        StepPlan(step_id=2, decodes=rows),
+    ]
 
 
 def measure_prefill(runner: Runner, max_step_tokens: int, device: torch.device) -> float:
