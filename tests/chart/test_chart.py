@@ -8,21 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import helm_python
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 
-from radixgrove.operator import crd, rbac
+from radixgrove.operator import crd, names, rbac
 from radixgrove.operator.config import OperatorConfig
 from radixgrove.protocol.settings import RouterSettings
+from tests.chart import foreign
 
 CHART = Path(__file__).parents[2] / "helm/radixgrove"
 KUBERNETES = "1.35"
-FOREIGN = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute"}
 
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "namespaced": {"operator": {"namespaces": ["team-a", "team-b"]}},
+    "namespaced": {
+        "operator": {"namespaces": ["team-a", "team-b"]},
+        "monitoring": {"enabled": True},
+    },
     "own redis": {"redis": {"url": "rediss://:{password}@redis.example.com:6380/1"}},
     "everything": {
         "image": {"registry": "registry.example.com/ai", "pullSecrets": ["pull"]},
@@ -84,8 +88,23 @@ def test_every_object_is_strictly_valid(values: dict[str, Any]) -> None:
     objects = render(values)
     assert len(objects) > 10
     for rendered in objects:
-        if rendered["kind"] not in FOREIGN:
+        if rendered["kind"] in foreign.CRDS:
+            foreign.validate(rendered)
+        else:
             kubernetes_validate.validate(rendered, KUBERNETES, strict=True)
+
+
+def test_kinds_of_other_projects_are_all_rendered_and_checked_for_unknown_fields() -> None:
+    objects = render(CASES["everything"])
+    for kind in foreign.CRDS:
+        rendered = next(o for o in objects if o["kind"] == kind)
+        foreign.validate(rendered)
+        with pytest.raises(jsonschema.ValidationError, match="unheardOf"):
+            foreign.validate(rendered | {"spec": rendered["spec"] | {"unheardOf": 1}})
+    route = next(o for o in objects if o["kind"] == "HTTPRoute")
+    route["spec"]["rules"][0]["timeouts"]["request"] = "forever"
+    with pytest.raises(jsonschema.ValidationError, match="forever"):
+        foreign.validate(route)
 
 
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES)
@@ -291,6 +310,20 @@ def allowed(role: dict[str, Any], resource: str) -> set[str]:
 
 
 # ---- network, monitoring -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["everything", "namespaced"])
+def test_workers_and_dedicated_routers_are_scraped_where_the_operator_serves(case: str) -> None:
+    objects = render(CASES[case])
+    served = CASES[case]["operator"].get("namespaces")
+    for component in (names.WORKER, names.ROUTER):
+        monitor = find(objects, "PodMonitor", f"radixgrove-{component}s")["spec"]
+        assert monitor["namespaceSelector"] == ({"matchNames": served} if served else {"any": True})
+        pods_of_a_service = names.labels("llama", component)
+        assert monitor["selector"]["matchLabels"].items() <= pods_of_a_service.items()
+        (endpoint,) = monitor["podMetricsEndpoints"]
+        assert endpoint["port"] == "http"
+        assert ("authorization" in endpoint) is (component == names.ROUTER)
 
 
 def test_redis_is_reached_by_routers_workers_and_the_operator_only() -> None:
