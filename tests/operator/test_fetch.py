@@ -86,7 +86,7 @@ def test_a_file_that_stays_corrupt_is_an_error_and_leaves_no_snapshot(
     hub: Hub, said: Path, tmp_path: Path
 ) -> None:
     hub.corrupt = 100
-    assert run(tmp_path / "m") == 1
+    assert run(tmp_path / "m") == fetch.HOPELESS
     assert json.loads(said.read_text())["reason"] == "ModelCorrupt"
     assert not (tmp_path / "m" / fetch.SNAPSHOT).exists()
 
@@ -164,7 +164,7 @@ def test_failures_are_named_for_the_condition(
     hub: Hub, said: Path, tmp_path: Path, prepare: Any, reason: str
 ) -> None:
     prepare(hub)
-    assert run(tmp_path / "m") == 1
+    assert run(tmp_path / "m") == fetch.HOPELESS, "the Job gives up at once"
     assert json.loads(said.read_text())["reason"] == reason
 
 
@@ -177,7 +177,7 @@ def test_the_token_is_used(
 
 
 def test_an_unknown_repository_is_not_found(hub: Hub, said: Path) -> None:
-    assert fetch.main(["resolve", "--source", "hf://org/other"]) == 1
+    assert fetch.main(["resolve", "--source", "hf://org/other"]) == fetch.HOPELESS
     assert json.loads(said.read_text())["reason"] == "ModelNotFound"
 
 
@@ -243,10 +243,10 @@ def test_objects_that_changed_since_are_noticed(bucket: Any, said: Path, tmp_pat
     fetch.main(["resolve", "--source", "s3://models/llama"])
     revision = json.loads(said.read_text())["revision"]
     bucket.put_object(Bucket="models", Key="llama/config.json", Body=b"other")
-    assert run(tmp_path / "m", "s3://models/llama", revision) == 1
+    assert run(tmp_path / "m", "s3://models/llama", revision) == fetch.HOPELESS
     assert json.loads(said.read_text())["reason"] == "ModelChanged"
 
 
 def test_an_empty_prefix_is_not_found(bucket: Any, said: Path) -> None:
-    assert fetch.main(["resolve", "--source", "s3://models/nothing"]) == 1
+    assert fetch.main(["resolve", "--source", "s3://models/nothing"]) == fetch.HOPELESS
     assert json.loads(said.read_text())["reason"] == "ModelNotFound"

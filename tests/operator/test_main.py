@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import getpass
+import itertools
 import threading
 from collections.abc import Collection
 from typing import Any, cast
 
+import kopf
 import pytest
 from kopf._core.reactor import running
 
@@ -24,6 +26,26 @@ CONFIG = OperatorConfig.model_validate(
         "router": {"url": "http://router/v1", "labels": {}},
     }
 )
+
+
+def test_a_watch_that_the_server_forgot_ends_and_none_ends_for_good() -> None:
+    settings = main.kopf_settings()
+    watching = settings.watching
+    assert watching.server_timeout is not None
+    assert watching.client_timeout is not None
+    assert watching.server_timeout < watching.client_timeout
+    assert settings.scanning.disabled
+    waits = itertools.islice(settings.networking.error_backoffs, 1000)  # type: ignore[arg-type]
+    assert max(waits) <= 5.0
+
+
+def test_no_handler_puts_a_finalizer_or_an_annotation_on_anything() -> None:
+    """Handlers of raw events alone: kopf keeps no state for them, and a kind without is ignored."""
+    registry = kopf.OperatorRegistry()
+    main.register(registry, cast(App, None))
+    assert len(registry._watching.get_all_handlers()) == len(main.WATCHED) + 2
+    for others in (registry._changing, registry._spawning, registry._webhooks):
+        assert list(others.get_all_handlers()) == []
 
 
 class _Beating:

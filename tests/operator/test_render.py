@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from operator_builders import CONFIG, MODEL, SERVICE, revision, spec
 
 from radixgrove.operator import names
 from radixgrove.operator.config import NetworkPolicies, PodDefaults
+from radixgrove.operator.fetch import HOPELESS
 from radixgrove.operator.merge import strategic_merge
 from radixgrove.operator.render import group, models, policies, router
 from radixgrove.operator.render.common import Service
@@ -195,6 +197,21 @@ def test_another_scheduler_places_the_pods_when_told_to(
     assert worker(**fields).get("schedulerName") == said
 
 
+def test_a_groups_pods_lie_on_nodes_of_their_own_within_one_rack() -> None:
+    rack = "topology.example.com/rack"
+    affinity = worker(hardware={"nodes": 2}, topologyKey=rack)["affinity"]
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    (together,), (apart,) = (
+        affinity[kind][required] for kind in ("podAffinity", "podAntiAffinity")
+    )
+    assert (together["topologyKey"], apart["topologyKey"]) == (rack, "kubernetes.io/hostname")
+    own = group.group_labels(SERVICE, revision(), 3, 7)
+    for term in (together, apart):
+        assert term["labelSelector"]["matchLabels"].items() <= own.items()
+        assert names.ATTEMPT in term["labelSelector"]["matchLabels"], "not those of other attempts"
+    assert "podAffinity" not in worker(topologyKey=rack)["affinity"], "one pod is with itself"
+
+
 def test_the_startup_probe_lasts_as_long_as_the_resource_says() -> None:
     probe = worker(startup={"timeout": "90m"})["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 90 * 60
@@ -314,6 +331,23 @@ def test_a_new_chart_rolls_nothing_and_a_running_revision_keeps_its_image() -> N
     assert old["spec"]["template"]["spec"]["containers"][0]["image"] == "rg/worker:1"
 
 
+@pytest.mark.parametrize("kind", ["resolve", "download"])
+def test_a_job_gives_up_at_once_on_what_another_try_would_not_change(kind: str) -> None:
+    model = Model(source="hf://org/model")
+    job = (
+        models.resolve_job(SERVICE, model, CONFIG)
+        if kind == "resolve"
+        else models.download_job("model-1", SERVICE, model, "c0ffee", CONFIG)
+    )
+    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    pod = job["spec"]["template"]["spec"]
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"]["values"] == [HOPELESS]
+    assert rule["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
+    assert pod["restartPolicy"] == "Never", "which such a policy needs"
+
+
 # ---- guards --------------------------------------------------------------------------------------
 
 
@@ -368,7 +402,7 @@ def test_a_dedicated_router_alone_reaches_its_services_workers() -> None:
 )
 def test_names_fit_their_kinds(name: str, index: int, attempt: int) -> None:
     set_name = names.group_name(name, index, attempt)
-    assert names.is_dns_label(set_name)
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", set_name)
     assert len(set_name) <= 52  # its pods carry it plus a hash in a label of at most 63
 
 

@@ -23,6 +23,19 @@ _KEPT = {
 }  # fmt: skip
 
 
+_NAME_RULES = [
+    {
+        "rule": f"self.metadata.name.size() <= {MAX_NAME}",
+        "message": f"a name has at most {MAX_NAME} characters",
+    },
+    {
+        "rule": "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+        "message": "a name must be fit for a Service: lower-case letters, digits and dashes, a "
+        "letter first",
+    },
+]
+
+
 def structural_schema(model: type[BaseModel]) -> Schema:
     """A pydantic model as a structural schema: no references, no `anyOf`, CEL rules in place."""
     root = model.model_json_schema(by_alias=True, mode="validation")
@@ -149,17 +162,7 @@ def _version() -> Schema:
                 "type": "object",
                 "description": "A served language model.",
                 "required": ["spec"],
-                "x-kubernetes-validations": [
-                    {
-                        "rule": f"self.metadata.name.size() <= {MAX_NAME}",
-                        "message": f"a name has at most {MAX_NAME} characters",
-                    },
-                    {
-                        "rule": "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-                        "message": "a name must be fit for a Service: lower-case letters, digits "
-                        "and dashes, a letter first",
-                    },
-                ],
+                "x-kubernetes-validations": _NAME_RULES,
                 "properties": {
                     "apiVersion": {"type": "string"},
                     "kind": {"type": "string"},

@@ -29,7 +29,9 @@ from radixgrove.operator.sources import Failure, RemoteFile, Source, open_source
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT = "snapshot"
+SNAPSHOT = "snapshot"  # directory on the claim
+HOPELESS = 3  # exit code of what another try would not change
+_PASSING = {"DownloadFailed", "CacheBusy"}
 _ATTEMPTS = 8  # without any progress in between
 _WANTED = {".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken"}
 _LARGEST_COUNT = 10_000
@@ -207,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     except Failure as failure:
         logger.error("%s: %s", failure.reason, failure.message)
         _say({"reason": failure.reason, "message": failure.message})
-        return 1
+        return 1 if failure.reason in _PASSING else HOPELESS
     except OSError as error:
         logger.error("%s", error)
         _say({"reason": "DownloadFailed", "message": error.strerror or str(error)})

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from radixgrove.operator import names
 from radixgrove.operator.config import OperatorConfig
 from radixgrove.operator.diagnosis import pod_problem
+from radixgrove.operator.fetch import SNAPSHOT
 from radixgrove.operator.observe import JobState
 from radixgrove.operator.render import models
 from radixgrove.operator.render.common import Object, Service
@@ -152,7 +153,7 @@ def _fetch(
 ) -> Step:
     name = names.cache_name(model.source, revision)
     status = status.model_copy(update={"revision": revision, "claim": name})
-    at = ModelAt(source=model.source, revision=revision, claim=name, sub_path=models.SNAPSHOT)
+    at = ModelAt(source=model.source, revision=revision, claim=name, sub_path=SNAPSHOT)
     job = cache.jobs.get(name)
     live = cache.claims.get(name)
     claim = models.claim(name, cache.users_of(name, service), model, revision, config, live)

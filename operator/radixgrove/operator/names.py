@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from typing import Any
 
 GROUP = "serving.radixgrove.io"
@@ -26,7 +25,6 @@ SERVICE = f"{GROUP}/service"  # name of the InferenceService
 GROUP_INDEX = f"{GROUP}/group"  # number of the worker group
 ATTEMPT = f"{GROUP}/attempt"  # number of the group's attempt
 REVISION = f"{GROUP}/revision"  # hash of the spec that the group runs
-RANK0 = f"{GROUP}/rank0"
 MODEL_CACHE_NAME = "model-cache"
 POD_INDEX = "apps.kubernetes.io/pod-index"
 
@@ -47,8 +45,6 @@ MANAGEMENT_PORT = 8101
 RENDEZVOUS_PORT = 29500
 ROUTER_PORT = 8000
 ROUTER_MANAGEMENT_PORT = 8001
-
-_DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
 
 
 def digest(value: Any, length: int = 10) -> str:
@@ -90,7 +86,3 @@ def labels(service: str, component: str) -> dict[str, str]:
 def selector(items: dict[str, str]) -> str:
     """Label selector in the query syntax of the API server."""
     return ",".join(f"{key}={value}" for key, value in sorted(items.items()))
-
-
-def is_dns_label(text: str) -> bool:
-    return len(text) <= 63 and _DNS_LABEL.match(text) is not None

@@ -551,7 +551,10 @@ class Reconciler:
         if not dropped:
             self._outdated.pop(look.key, None)
             return
-        words = f"the installed CRD is of another version and drops {', '.join(sorted(dropped))}"
+        words = (
+            f"the installed CRD is of another version and drops {', '.join(sorted(dropped))}: "
+            "renew it, by helm upgrade with crds.install=true"
+        )
         if self._outdated.get(look.key) != words:
             logger.error("%s/%s: %s", *look.key, words)
             self._outdated[look.key] = words

@@ -15,6 +15,7 @@ from radixgrove.operator.observe import Group, Pod
 _CONNECT_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
 _AT_ONCE = 16
+_LONGEST = 1 << 16  # bytes of an answer
 
 
 class WorkerProbe:
@@ -30,14 +31,21 @@ class WorkerProbe:
 
     def phases(self, groups: Sequence[Group], at_most: int = 8) -> list[str]:
         """One line for each starting group's rank 0, of the first few."""
-        lines = []
-        starting = [g for g in groups if g.pods and not g.ready and not g.draining]
-        for group in starting[:at_most]:
-            pod = group.pods[0]
-            phase = self._phase(pod.address) if pod.running and pod.address else ""
-            if phase:
-                lines.append(f"group {group.index}: {phase}")
-        return lines
+        starting = [
+            (group.index, group.pods[0].address)
+            for group in groups
+            if group.pods and not group.ready and not group.draining
+            if group.pods[0].running and group.pods[0].address
+        ][:at_most]
+        if not starting:
+            return []
+        with ThreadPoolExecutor(len(starting)) as pool:
+            phases = list(pool.map(self._phase, [address for _, address in starting]))
+        return [
+            f"group {index}: {phase}"
+            for (index, _), phase in zip(starting, phases, strict=True)
+            if phase
+        ]
 
     def silent_nodes(self, pods: Sequence[Pod]) -> set[str]:
         """Nodes of pods that run as far as the API server knows, and do not answer.
@@ -57,8 +65,10 @@ class WorkerProbe:
         host = f"[{address}]" if ":" in address else address
         url = f"http://{host}:{names.MANAGEMENT_PORT}/status"
         try:
-            response = self._pool.request("GET", url, headers=self._headers)
-            said = json.loads(response.data) if response.status == 200 else {}
+            with self._pool.request(
+                "GET", url, headers=self._headers, preload_content=False
+            ) as response:
+                said = json.loads(response.read(_LONGEST)) if response.status == 200 else {}
         except (urllib3.exceptions.HTTPError, ValueError):
             return ""
         phase = said.get("phase") if isinstance(said, dict) else None

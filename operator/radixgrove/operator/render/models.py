@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from radixgrove.operator import names
 from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.fetch import HOPELESS
 from radixgrove.operator.render.common import (
     Object,
     Service,
@@ -18,7 +19,7 @@ from radixgrove.operator.render.common import (
 )
 from radixgrove.operator.spec import CacheSpec, Model
 
-SNAPSHOT = "snapshot"  # directory on the claim
+_FETCHER = "fetch"
 # What the API server lets nobody change, or only grow.
 _FIXED = ("accessModes", "resources", "storageClassName")
 
@@ -116,22 +117,7 @@ def _job(
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "securityContext": pod_security_context(),
-            "containers": [
-                {
-                    "name": "fetch",
-                    "image": config.images.operator,
-                    "imagePullPolicy": config.images.pull_policy,
-                    "args": ["python", "-m", "radixgrove.operator.fetch", *arguments],
-                    "env": [
-                        {"name": "HF_ENDPOINT", "value": config.model_cache.hub_endpoint},
-                        {"name": "HOME", "value": "/tmp"},
-                        *_credentials(model),
-                    ],
-                    "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
-                    "securityContext": container_security_context(),
-                    "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
-                }
-            ],
+            "containers": [_fetcher(model, arguments, config)],
             "volumes": [{"name": "tmp", "emptyDir": {}}],
         },
         config,
@@ -142,12 +128,36 @@ def _job(
         "metadata": metadata(service, name, component),
         "spec": {
             "backoffLimit": 3,
+            # What another try would not change is told at once.
+            "podFailurePolicy": {"rules": [_give_up_on(HOPELESS)]},
             "template": {
                 "metadata": {"labels": names.labels(service.name, component)},
                 "spec": pod,
             },
         },
     }
+
+
+def _fetcher(model: Model, arguments: list[str], config: OperatorConfig) -> Object:
+    return {
+        "name": _FETCHER,
+        "image": config.images.operator,
+        "imagePullPolicy": config.images.pull_policy,
+        "args": ["python", "-m", "radixgrove.operator.fetch", *arguments],
+        "env": [
+            {"name": "HF_ENDPOINT", "value": config.model_cache.hub_endpoint},
+            {"name": "HOME", "value": "/tmp"},
+            *_credentials(model),
+        ],
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
+        "securityContext": container_security_context(),
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+
+
+def _give_up_on(exit_code: int) -> Object:
+    codes = {"containerName": _FETCHER, "operator": "In", "values": [exit_code]}
+    return {"action": "FailJob", "onExitCodes": codes}
 
 
 def _credentials(model: Model) -> list[Object]:
