@@ -110,7 +110,10 @@ def namespace_with_models(name: str, labels: dict[str, str] | None = None) -> li
 
 @dataclass
 class OperatorProcess:
-    """`start`, `ensure`, `kill`, `stop`; its log lies in `log`."""
+    """`start`, `ensure`, `kill`, `stop`; its log lies in `log`.
+
+    One pod: each of its processes comes after the end of the one before.
+    """
 
     plane: ControlPlane
     directory: Path
@@ -145,7 +148,12 @@ class OperatorProcess:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "radixgrove.operator", "--config", str(path)],
-                env={**os.environ, "KUBECONFIG": str(kubeconfig), "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "KUBECONFIG": str(kubeconfig),
+                    "OMP_NUM_THREADS": "1",
+                    "POD_NAME": f"operator-{self.health_port}",
+                },
                 stdout=log,
                 stderr=log,
             )
