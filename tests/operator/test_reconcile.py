@@ -16,7 +16,7 @@ from radixgrove.operator.kube import KubeError
 from radixgrove.operator.observe import Pod
 from radixgrove.operator.ownership import Ownership
 from radixgrove.operator.reconcile import Incomplete, Reconciler
-from radixgrove.operator.redisside import RedisSide
+from radixgrove.operator.redisside import RedisAway, RedisSide
 from radixgrove.operator.store import Key, Store
 from radixgrove.operator.workers import WorkerProbe
 from radixgrove.protocol.modeltable import ModelEntry
@@ -206,6 +206,25 @@ def test_children_of_a_deleted_namesake_are_waited_out() -> None:
     for kind, namespace, name in list(operator.kube.objects):
         operator.kube.changed(kind, namespace, name, None)
     operator.settle("n0")
+    assert operator.condition() == "True/Serving"
+
+
+def test_a_service_is_ready_once_routers_know_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = Operator()
+
+    def away(*_: object) -> None:
+        raise RedisAway
+
+    with monkeypatch.context() as without_redis:
+        without_redis.setattr(operator.table, "put", away)
+        for _ in range(2):
+            with pytest.raises(Incomplete, match="Redis does not answer"):
+                operator.look()
+            operator.kube.run_pods("n0")
+        with pytest.raises(Incomplete):
+            operator.look()
+        assert operator.condition() == "False/RequestRefused"
+    operator.look()
     assert operator.condition() == "True/Serving"
 
 

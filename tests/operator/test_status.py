@@ -302,6 +302,16 @@ def test_groups_of_a_suspended_service_leave_first() -> None:
     assert (found["Ready"], found["Progressing"]) == ("False/Suspended", "True/Draining")
 
 
+def test_nothing_becomes_ready_that_routers_could_not_be_told_of() -> None:
+    untold = facts(record(0), untold=True, failures=["Redis does not answer"])
+    assert conditions(untold)["Ready"] == "False/RequestRefused"
+    assert message(untold) == "Redis does not answer"
+    before = compute(facts(record(0)), EMPTY, NOW)
+    served = conditions(untold, before)
+    assert served["Ready"] == "True/Serving", "by what routers know"
+    assert served["Degraded"] == "True/RequestRefused"
+
+
 # ---- transitions ---------------------------------------------------------------------------------
 
 

@@ -43,6 +43,7 @@ class Look:
     invalid: str = ""
     name_taken: str = ""
     router: str = ""  # why the service's own router does not answer
+    untold: bool = False  # routers know an older state than this look's
 
     @property
     def key(self) -> Key:

@@ -427,7 +427,9 @@ class Reconciler:
             desired=0 if look.spec.suspend else look.spec.replicas,
             wakes=scaling is not None and scaling.min == 0 and not look.spec.suspend,
         )
+        look.untold = True
         self._redis.put(table, look.created, entry)
+        look.untold = False
 
     def _create(self, look: Look, new: NewAttempt) -> None:
         service, config, revision = look.service, self._config, look.revisions[new.revision]
@@ -524,6 +526,7 @@ class Reconciler:
             autoscaling=self._autoscaling(look.key),
             name_taken=look.name_taken,
             router=look.router,
+            untold=look.untold,
             outdated=self._outdated.get(look.key, ""),
             invalid=look.invalid,
             failures=look.failures,

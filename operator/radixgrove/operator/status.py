@@ -53,6 +53,7 @@ class Facts:
     autoscaling: AutoscalingStatus | None
     name_taken: str = ""  # the model name or alias, and whose it is
     router: str = ""  # why the service's own router does not answer
+    untold: bool = False  # routers could not be told of the present groups
     outdated: str = ""  # what an older CRD drops of this status
     invalid: str = ""  # why the engine's settings are refused
     failures: Sequence[str] = ()  # requests that the API server refused, Redis away
@@ -65,7 +66,10 @@ def compute(facts: Facts, before: InferenceServiceStatus, now: float) -> Inferen
     ready = [r for r in records if r.phase is GroupPhase.READY]
     present = [r for r in records if r.phase is not GroupPhase.WAITING]
     desired = 0 if facts.spec.suspend else facts.spec.replicas
-    verdicts = [_ready(facts, len(ready), desired), _progressing(facts, len(ready), desired)]
+    served = any(c.type == "Ready" and c.status == "True" for c in before.conditions)
+    # Routers that cannot be told serve on what they know: nothing becomes ready meanwhile.
+    reached = len(ready) if served or not facts.untold else 0
+    verdicts = [_ready(facts, reached, desired), _progressing(facts, len(ready), desired)]
     verdicts += [_model_cached(facts), _degraded(facts)]
     selector = names.labels(facts.name, names.WORKER) | {names.POD_INDEX: "0"}
     return InferenceServiceStatus(
