@@ -131,6 +131,32 @@ def test_a_stranger_reaches_the_router_alone_until_the_policies_are_gone(
     assert served.pods() == before
 
 
+def test_scrapers_that_the_values_name_reach_metrics_and_nothing_else(
+    installed: Cluster, served: Served, stranger: list[Client]
+) -> None:
+    scraper = stranger[1]
+    labels = {"kubernetes.io/metadata.name": scraper.namespace}
+    peer = {"namespaceSelector": {"matchLabels": labels}}
+    release.install(installed, {"networkPolicy": {"scrapeFrom": [peer]}})
+    try:
+        worker = address_of(installed, served.namespace, "serving.radixgrove.io/service=guarded")
+        component = "app.kubernetes.io/name=radixgrove,app.kubernetes.io/component"
+        routers = address_of(installed, release.NAMESPACE, f"{component}=router")
+        metrics = {f"{worker}:8100", f"{worker}:8101", f"{routers}:8001"}
+        closed = [f"{worker}:{RENDEZVOUS}", f"radixgrove-redis.{release.NAMESPACE}.svc:6379"]
+
+        def as_allowed() -> bool:
+            # The operator was replaced, for its settings have changed.
+            operator = address_of(installed, release.NAMESPACE, f"{component}=operator")
+            open_to_scrapers = {*metrics, f"{operator}:8080"}
+            targets = [*sorted(open_to_scrapers), *closed]
+            return reached(stranger, targets) == [set(), open_to_scrapers]
+
+        wait_until(as_allowed, "the scraper, and nobody else, reaches metrics")
+    finally:
+        release.install(installed)
+
+
 @pytest.mark.parametrize("namespace", [demo.NAMESPACE, release.NAMESPACE])
 def test_the_api_server_refuses_pods_below_restricted(
     installed: Cluster, worker_mounts: Mounts, environment_image: str, namespace: str
