@@ -276,6 +276,16 @@ def test_roles_grant_exactly_the_table(case: str) -> None:
     assert [o["metadata"].get("namespace") for o in served] == (namespaces or [None])
     for role in served:
         assert role["rules"] == rbac.rules(rbac.Scope.SERVED, replacements)
+    cluster = find(objects, "ClusterRole", "rg-radixgrove-operator-cluster")
+    assert cluster["rules"] == rbac.rules(rbac.Scope.CLUSTER, replacements)
+
+
+@pytest.mark.parametrize("values", CASES.values(), ids=CASES)
+def test_nothing_stands_between_the_api_server_and_other_peoples_pods(
+    values: dict[str, Any],
+) -> None:
+    """A webhook that does not answer would stop a whole cluster."""
+    assert not [o["kind"] for o in render(values) if "Webhook" in o["kind"]]
 
 
 def test_no_role_has_a_wildcard_or_reads_secrets_at_large() -> None:

@@ -43,7 +43,10 @@ class LeaderElection:
         self.stopping = threading.Event()
 
     def may_write(self, seconds: float) -> bool:
-        """Whether the lease outlives a write that takes at most so many seconds."""
+        """Whether the lease outlives a write of so many seconds, or of a third of its duration.
+
+        No more is asked, so that a renewal that is a little late stops nothing.
+        """
         return time.monotonic() + min(seconds, self._settings.duration / 3) < self._valid_until
 
     @property
