@@ -8,44 +8,23 @@ Times are medians of graph replays over inputs that together exceed the L2 cache
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from unittest import mock
 
 import results
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import (
-    activation,
-    attention,
-    decode,
-    norm,
-    race,
-    rope,
-    thresholds,
-    tuning,
-)
+from radixgrove.kernels import activation, attention, decode, norm, race, rope, thresholds
 from radixgrove.kernels.linear import MAX_SKINNY_TOKENS
 from radixgrove.kernels.products import CUBLAS, Choice, Scratch, multiply
-from radixgrove.kernels.tuning import (
-    GEMV_CANDIDATES,
-    SKINNY_CANDIDATES,
-    LinearTuner,
-    Projection,
-    bucket_of,
-)
+from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
 
 DTYPE = torch.bfloat16
 PAGE = 16
-FEW_TOKENS = (1, 8, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +138,12 @@ def bench_linear() -> None:
             del weights
 
 
+def cold_weights(n: int, k: int) -> list[Tensor]:
+    """So many that the L2 cache holds none of them when its turn comes again."""
+    copies = max(2, int(2e8 / (n * k * 2)) + 1)
+    return [random(n, k) / k**0.5 for _ in range(min(copies, 32))]
+
+
 def time_candidates(
     candidates: list[Choice], x: Tensor, weights: list[Tensor], silu: bool, scratch: Scratch
 ) -> Iterator[tuple[Choice, float]]:
@@ -167,127 +152,6 @@ def time_candidates(
             yield candidate, microseconds(linear_calls(candidate, x, weights, silu, scratch))
         except Exception as error:
             print(f"    {candidate} failed: {str(error).splitlines()[0][:100]}")
-
-
-def bench_norms() -> None:
-    """A norm and the product after it, in every way that they can be had together."""
-    scratch = Scratch(torch.device("cuda", torch.cuda.current_device()))
-    for shape in SHAPES:
-        kinds = {
-            name: Projection(
-                cold_weights(n, k), silu=silu, every_token=name != "head", wide=name == "head"
-            )
-            for name, (n, k, silu) in shape.weights().items()
-            if name not in ("o", "down")
-        }
-        with new_cache(), LinearTuner().compiling(list(kinds.values()), *(max(FEW_TOKENS),) * 2):
-            pass
-        for name, kind in kinds.items():
-            time_norm_and_product(f"{shape.name} {name}", kind, scratch)
-        del kinds
-
-
-def time_norm_and_product(label: str, kind: Projection, scratch: Scratch) -> None:
-    n, k = kind.weights[0].shape
-    gain = random(k)
-    for tokens in FEW_TOKENS:
-        x = random(tokens, k)
-        out = torch.empty(tokens, kind.outputs, device="cuda") if kind.wide else None
-        options: dict[str, Any] = {"scratch": scratch, "silu": kind.silu, "norm": gain, "out": out}
-        best: dict[str, float] = {}
-        for choice in every_choice(bucket_of(tokens), kind, scratch):
-            calls = [partial(multiply, x, w, choice=choice, **options) for w in kind.weights]
-            try:
-                us = microseconds(calls)
-            except Exception as error:
-                print(f"    {choice} failed: {str(error).splitlines()[0][:100]}")
-                continue
-            way = describe(choice)
-            best[way] = min(us, best.get(way, us))
-        for way, us in best.items():
-            show(way, f"{label} T={tokens}", us, n * k * 2)
-
-
-@contextmanager
-def new_cache() -> Iterator[None]:
-    """No tuner finds an earlier measurement."""
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        mock.patch.dict(os.environ, RADIXGROVE_CACHE_DIR=directory),
-    ):
-        yield
-
-
-def every_choice(bucket: int, kind: Projection, scratch: Scratch) -> list[Choice]:
-    """All that the tuner may take, with and without asking for weights ahead."""
-    choices = tuning.candidates(bucket, kind, scratch)
-    early = [c for c in choices if tuning.may_come_ahead(c, bucket, kind)]
-    return [*choices, *(replace(choice, ahead=True) for choice in early)]
-
-
-def describe(choice: Choice) -> str:
-    if choice.gemv is not None:
-        return "gemv with norm"
-    kernel = "library" if choice.skinny is None else "skinny"
-    way = f"{kernel} with norm" if choice.folded else f"norm, {kernel}"
-    return f"{way}, ahead" if choice.ahead else way
-
-
-def cold_weights(n: int, k: int) -> list[Tensor]:
-    """So many that the L2 cache holds none of them when its turn comes again."""
-    copies = max(2, int(2e8 / (n * k * 2)) + 1)
-    return [random(n, k) / k**0.5 for _ in range(min(copies, 32))]
-
-
-class Layers:
-    """Products and norms of decoder layers, each with weights of its own, as a tuner chose them."""
-
-    def __init__(self, shape: Shape) -> None:
-        self._sizes = {name: size for name, size in shape.weights().items() if name != "head"}
-        self._weights = {name: cold_weights(n, k) for name, (n, k, _) in self._sizes.items()}
-        self._gain = random(shape.hidden)
-        self.count = min(map(len, self._weights.values()))
-
-    def tune(self, largest: int) -> LinearTuner:
-        """A tuner that has read no earlier measurement."""
-        kinds = [
-            Projection(self._weights[name], silu=silu, residual=name in ("o", "down"))
-            for name, (_, _, silu) in self._sizes.items()
-        ]
-        tuner = LinearTuner()
-        with new_cache():
-            with tuner.compiling(kinds, largest, largest):
-                pass
-            tuner.tune(kinds, largest, largest)
-        return tuner
-
-    def run(self, layer: int, tuner: LinearTuner, h: Tensor, attended: Tensor) -> None:
-        def product(name: str, x: Tensor, **options: Tensor) -> Tensor:
-            silu, weight = self._sizes[name][2], self._weights[name][layer]
-            choice = tuner.choose(x.shape[0], weight, silu=silu)
-            scratch = tuner.scratch(x.device)
-            return multiply(x, weight, choice=choice, scratch=scratch, silu=silu, **options)
-
-        product("qkv", h, norm=self._gain)
-        product("o", attended, residual=h)
-        gated = product("gate_up", h, norm=self._gain)
-        product("down", gated, residual=h)
-
-
-def bench_layers() -> None:
-    """A decoder layer without attention, as tuned without and with what joins norm and product."""
-    for shape in SHAPES:
-        layers = Layers(shape)
-        with mock.patch.dict(os.environ, RADIXGROVE_JOINED_PRODUCTS="0"):
-            apart = layers.tune(max(FEW_TOKENS))
-        joined = layers.tune(max(FEW_TOKENS))
-        for tokens in FEW_TOKENS:
-            h, attended = random(tokens, shape.hidden), random(tokens, shape.heads * shape.head_dim)
-            for way, tuner in (("layer, apart", apart), ("layer, joined", joined)):
-                h.zero_()  # what is added to it would grow without end
-                calls = [partial(layers.run, i, tuner, h, attended) for i in range(layers.count)]
-                show(way, f"{shape.name} T={tokens}", microseconds(calls))
-        del layers
 
 
 def bench_elementwise() -> None:
@@ -401,8 +265,6 @@ def bench_sampling() -> None:
 
 BENCHES = {
     "linear": bench_linear,
-    "norms": bench_norms,
-    "layers": bench_layers,
     "elementwise": bench_elementwise,
     "attention": bench_attention,
     "rope_decode": bench_rope_decode,

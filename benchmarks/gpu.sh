@@ -10,8 +10,6 @@
 #   correctness   against Hugging Face; MODEL_DIR=<dir> adds that model to the random ones,
 #                 CORRECTNESS_OPTIONS go to gpu_correctness.py
 #   kernels       time and bandwidth of each kernel
-#   norms         only if named: a norm and the product after it, joined and apart; whole layers as
-#                 tuned either way
 #   offline       the named workloads, nine in all; MODELS and WORKLOADS choose
 #   pdl           bs1_decode with and without programmatic dependent launch
 #   profile       phases, GPU idle share, Chrome trace
@@ -90,8 +88,6 @@ run_correctness() {
 
 run_kernels() { python3 benchmarks/bench_kernels.py --only linear elementwise attention sampling; }
 
-run_norms() { python3 benchmarks/bench_kernels.py --only norms layers; }
-
 run_offline() {
     # One process a model, so that a failure or a leak of one does not reach the other.
     local status=0 model workloads
@@ -139,9 +135,9 @@ run_tp() {
 
 run_tp_correctness() { python3 benchmarks/gpu_correctness.py --tp 2 --backend triton; }
 
-declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [correctness]=200 [kernels]=120 [norms]=200 [offline]=200 [pdl]=90
+declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
     [profile]=120 [profile_small]=120 [serving]=180 [tp]=240 [tp_correctness]=200)
-declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [norms]=24 [offline]=16 [pdl]=8
+declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
     [profile]=26 [profile_small]=52 [serving]=30 [tp]=8 [tp_correctness]=8)
 declare -A STATUS SECONDS_OF
 

@@ -43,7 +43,6 @@ from radixgrove.kernels import (
 from radixgrove.kernels.linear import SkinnyWorkspace
 from radixgrove.kernels.products import Scratch, multiply
 from radixgrove.kernels.tuning import (
-    FOLDED_CANDIDATES,
     GEMV_CANDIDATES,
     SKINNY_CANDIDATES,
     Projection,
@@ -130,7 +129,7 @@ def launch_all(dtype: torch.dtype) -> None:
     heads, kv_heads, dim, hidden = 16, 8, 128, 1024
     index32, index64 = zeros(4, kind=torch.int32), zeros(4, kind=torch.int64)
     x, weight = zeros(4, hidden), zeros(hidden)
-    norm.rms_norm(x, weight, 1e-6, ahead=zeros(64, hidden))
+    norm.rms_norm(x, weight, 1e-6)
     norm.add_rms_norm(x, zeros(4, hidden), weight, 1e-6)
     activation.silu_and_mul(zeros(4, 2 * hidden))
     gather.embed(zeros(64, hidden), index32)
@@ -195,9 +194,6 @@ def launch_linear(dtype: torch.dtype, hidden: int) -> None:
     many = torch.zeros(16, hidden, dtype=dtype)
     for candidate in SKINNY_CANDIDATES if dtype != torch.float32 else ():
         linear.skinny(many, weight, silu=True, config=candidate.skinny, workspace=workspace)
-    for candidate in FOLDED_CANDIDATES if dtype != torch.float32 else ():
-        config = candidate.skinny
-        linear.skinny(many, weight, norm=one[0], config=config, workspace=workspace, ahead=True)
 
 
 def launch_products(

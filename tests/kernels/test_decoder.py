@@ -10,7 +10,7 @@ from torch import Tensor
 
 from radixgrove.kernels import ops
 from radixgrove.kernels.linear import SkinnyConfig, SkinnyWorkspace
-from radixgrove.kernels.products import Choice, multiply
+from radixgrove.kernels.products import CUBLAS, Choice, multiply
 from radixgrove.worker.execution.attention.base import AttentionBatch
 from radixgrove.worker.execution.attention.torch import TorchAttention
 from radixgrove.worker.models.config import ModelConfig, RopeConfig
@@ -91,13 +91,8 @@ def logits_of(decoder: Decoder, device: torch.device) -> Tensor:
 
 @pytest.mark.parametrize(
     "choice",
-    [
-        Choice(skinny=WIDE),
-        Choice(skinny=WIDE, folded=True),
-        Choice(skinny=SPLIT, folded=True, ahead=True),
-        Choice(skinny=SPLIT, ahead=True),
-    ],
-    ids=["norm apart", "norm folded", "norm folded, split, ahead", "split, ahead"],
+    [CUBLAS, Choice(skinny=WIDE), Choice(skinny=SPLIT)],
+    ids=["library", "skinny", "skinny, split"],
 )
 def test_every_choice_gives_the_same_logits(
     choice: Choice, monkeypatch: pytest.MonkeyPatch, device: torch.device

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import pytest
 import torch
 
@@ -41,45 +38,6 @@ def test_rms_norm_reads_strided_rows(device: torch.device) -> None:
     weight = torch.ones(64, device=device)
     x = wide[:, 70:134]
     assert_close(norm.rms_norm(x, weight, 1e-6), norm.rms_norm_reference(x, weight, 1e-6))
-
-
-@pytest.mark.parametrize("shape", [(1, 8), (40, 96), (7, 100), (3, 5), (3000, 3072)], ids=str)
-@sizes([0, 1, 5], [64, 256])
-def test_rms_norm_may_ask_for_weights(
-    tokens: int, shape: tuple[int, int], device: torch.device
-) -> None:
-    """Of any size and alignment; only that it changes nothing can be seen."""
-    x = torch.randn(tokens, 96, device=device).bfloat16()
-    ahead = torch.randn(shape, device=device).bfloat16()
-    before = ahead.clone()
-    weight = torch.randn(96, device=device).bfloat16()
-    for weights in (ahead, ahead[1:]):
-        out = norm.rms_norm(x, weight, 1e-5, ahead=weights)
-        assert torch.equal(out, norm.rms_norm(x, weight, 1e-5))
-    assert torch.equal(ahead, before)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="looks into the interpreter")
-@pytest.mark.parametrize(("tokens", "limit"), [(1, 1 << 24), (5, 1 << 24), (5, 4096)])
-def test_rms_norm_asks_for_the_first_weights_once(
-    tokens: int, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: Counter[int] = Counter()
-
-    def note(places: Any, sizes: Any) -> None:
-        for place, size in zip(places.handle.data.flat, sizes.handle.data.flat, strict=True):
-            assert place % 16 == size % 16 == 0
-            asked.update(range(place, place + size, 16))
-
-    monkeypatch.setattr(norm, "prefetch", note)
-    monkeypatch.setattr(norm, "pdl", lambda x: {"PDL": True})
-    monkeypatch.setattr(norm, "_AHEAD_BYTES", limit)
-    for name in ("gdc_wait", "gdc_launch_dependents"):
-        monkeypatch.setattr(norm, name, lambda: None)
-    ahead = torch.zeros(200, 104).bfloat16()
-    norm.rms_norm(torch.randn(tokens, 64), torch.ones(64), 1e-5, ahead=ahead)
-    first = ahead.data_ptr()
-    assert asked == Counter(range(first, first + min(limit, ahead.nbytes), 16))
 
 
 @DTYPES

@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,6 @@ CHOICES = [
     Choice(skinny=SkinnyConfig(block_n=128, splits=2)),
     Choice(cublaslt=ALGORITHM),
     Choice(cublaslt=ALGORITHM, deferred=True),
-    Choice(skinny=SkinnyConfig(warps=8), folded=True, ahead=True),
 ]
 
 
@@ -54,8 +52,6 @@ class TestFile:
         "spoil",
         [
             lambda entry: entry.pop("deferred"),
-            lambda entry: entry.pop("folded"),
-            lambda entry: entry.pop("ahead"),
             lambda entry: entry.update(cublaslt="00" * 63),
             lambda entry: entry.update(cublaslt="no hexadecimal"),
             lambda entry: entry.update(skinny={"block": 3}),
@@ -99,9 +95,6 @@ class TestFile:
         assert path() != first
         versions["v"], names["n"] = 130100, "H200"
         assert path() != first
-        names["n"] = "H100"
-        monkeypatch.setenv("RADIXGROVE_JOINED_PRODUCTS", "0")
-        assert path() != first, "what was chosen among other candidates"
 
 
 class TestChoose:
@@ -176,22 +169,15 @@ class TestFastest:
 
     @pytest.fixture
     def race(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Choice]:
-        def race(
-            times: dict[Choice, float], ahead: dict[Choice, float] | None = None, **options: Any
-        ) -> Choice:
-            """`ahead`: times with the weights asked for, where that makes a difference."""
+        def race(times: dict[Choice, float]) -> Choice:
             self.replays: Counter[Choice] = Counter()
             now = 0.0
-
-            def time_of(choice: Choice) -> float:
-                plain = replace(choice, ahead=False)
-                return (ahead or {}).get(plain, times[plain]) if choice.ahead else times[plain]
 
             def replay(choice: Choice) -> float:
                 nonlocal now
                 self.replays[choice] += 1
-                now += time_of(choice)
-                return time_of(choice)
+                now += times[choice]
+                return times[choice]
 
             class Event:
                 def record(self) -> None:
@@ -202,68 +188,30 @@ class TestFastest:
 
             def record(warm_up: Any, run: Any, device: object, pool: object) -> Any:
                 (choice,) = run.args
-                if time_of(choice) < 0:
+                if times[choice] < 0:
                     raise RuntimeError("cannot be built")
                 return SimpleNamespace(replay=lambda: replay(choice), choice=choice)
 
-            monkeypatch.setattr(tuning, "candidates", lambda *_: list(times))
+            monkeypatch.setattr(tuning, "_candidates", lambda *_: list(times))
             monkeypatch.setattr(tuning, "_record", record)
             monkeypatch.setattr(tuning, "_replay", lambda graph: graph.replay())
             monkeypatch.setattr(tuning, "_timing_event", Event)
             monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
             monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-            kind = projection(64, 32, residual=options.pop("residual", False))
-            return tuning._fastest(options.pop("bucket", 16), kind, None)  # type: ignore[arg-type]
+            return tuning._fastest(16, projection(64, 32), None)  # type: ignore[arg-type]
 
         return race
 
     def test_the_fastest_wins_and_the_hopeless_are_dropped(
         self, race: Callable[..., Choice]
     ) -> None:
-        _, broken, slow, fast, faster, _ = CHOICES
+        _, broken, slow, fast, faster = CHOICES
         assert race({CUBLAS: 2.0, broken: -1.0, slow: 1.5, fast: 1.1, faster: 1.0}) == faster
         assert self.replays[slow] < self.replays[fast] == self.replays[faster]
 
     def test_noise_does_not_choose(self, race: Callable[..., Choice]) -> None:
         assert race({CUBLAS: 1.0, CHOICES[3]: 0.99}) == CUBLAS
         assert race({CUBLAS: 1.0, CHOICES[3]: 0.98}) == CHOICES[3]
-
-    def test_only_leaders_come_ahead_and_only_if_that_is_faster(
-        self, race: Callable[..., Choice]
-    ) -> None:
-        library, behind, folded = CHOICES[3], CHOICES[2], replace(CHOICES[5], ahead=False)
-        times = {CUBLAS: 1.1, library: 1.0, behind: 1.05, folded: 1.2}
-        assert race(times) == library
-        early = {choice for choice in self.replays if choice.ahead}
-        assert early == {replace(choice, ahead=True) for choice in (library, behind, folded)}
-        assert race(times, {behind: 0.99}) == library
-        assert race(times, {behind: 0.98}) == replace(behind, ahead=True)
-        assert race(times, {library: 0.97, behind: 0.98}) == replace(library, ahead=True)
-        assert race(times, {folded: -1.0, behind: 0.9}) == replace(behind, ahead=True)
-
-    @pytest.mark.parametrize(
-        ("options", "asked"),
-        [
-            ({"bucket": 256}, {CUBLAS, CHOICES[2]}),
-            ({"bucket": 256, "residual": True}, {CHOICES[2]}),
-            ({"bucket": 512}, set()),
-            ({"bucket": 1}, set()),
-        ],
-    )
-    def test_something_has_to_ask_for_the_weights(
-        self, options: dict[str, Any], asked: set[Choice], race: Callable[..., Choice]
-    ) -> None:
-        """A norm before any product, or our kernel itself; and few tokens, which wait for them."""
-        race({CUBLAS: 1.0, CHOICES[2]: 1.0}, **options)
-        early = {choice for choice in self.replays if choice.ahead}
-        assert early == {replace(choice, ahead=True) for choice in asked}
-
-    def test_a_folded_norm_is_compared_with_norm_and_product(
-        self, race: Callable[..., Choice]
-    ) -> None:
-        folded = replace(CHOICES[5], ahead=False)
-        assert race({CUBLAS: 1.0, folded: 0.98}) == folded
-        assert race({CUBLAS: 1.0, CHOICES[3]: 0.9, folded: 0.95}) == CHOICES[3]
 
     def test_cublas_has_to_work(self, race: Callable[..., Choice]) -> None:
         with pytest.raises(RuntimeError, match="cannot be built"):
@@ -288,46 +236,29 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class TestCandidates:
     def test_one_token_is_for_gemv(self, hopper: Any) -> None:
-        found = tuning.candidates(1, projection(64, 32), hopper)
+        found = tuning._candidates(1, projection(64, 32), hopper)
         assert found == [CUBLAS, *GEMV_CANDIDATES]
 
     @pytest.mark.parametrize(("n", "splits"), [(1024, 4), (4096, 2), (6144, 1), (128256, 1)])
     def test_few_tokens_split_k_until_the_chip_is_full(
         self, n: int, splits: int, hopper: Any
     ) -> None:
-        found = tuning.candidates(32, projection(n, 32), hopper)
+        found = tuning._candidates(32, projection(n, 32), hopper)
         assert found[:3] == [CUBLAS, Choice(cublaslt=ALGORITHM), Choice(cublaslt=ALGORITHM)]
         ours = [choice for choice in found[3:] if choice.skinny]
-        assert [choice.skinny.splits for choice in ours if choice.skinny] == [splits] * 2
-        assert [choice.folded for choice in ours] == [False, True]
+        assert [choice.skinny.splits for choice in ours if choice.skinny] == [splits]
 
     def test_our_kernels_end_where_libraries_are_better(self, hopper: Any) -> None:
-        def ours(bucket: int, **options: Any) -> list[tuple[int, bool]]:
-            found = tuning.candidates(bucket, projection(8192, 32, **options), hopper)
-            return [(c.skinny.block_k, c.folded) for c in found if c.skinny is not None]
+        def ours(bucket: int, **options: Any) -> list[int]:
+            found = tuning._candidates(bucket, projection(8192, 32, **options), hopper)
+            return [choice.skinny.block_k for choice in found if choice.skinny is not None]
 
-        assert ours(64) == [(128, False), (128, True)]
-        assert ours(64, residual=True) == [(128, False)]
-        assert ours(64, silu=True) == [(128, False), (64, False), (128, True)]
-        assert ours(96) == [(128, True)]
-        assert ours(96, residual=True) == []
-        assert ours(128, silu=True) == [(64, False), (64, True)], "wider tiles have no room"
+        assert ours(64) == ours(64, residual=True) == [128]
+        assert ours(32, silu=True) == [128]
+        assert ours(64, silu=True) == [128, 64]
+        assert ours(96) == ours(96, residual=True) == []
+        assert ours(128, silu=True) == [64], "wider tiles have no room"
         assert ours(192, silu=True) == []
-
-    def test_norms_and_products_may_be_kept_apart(
-        self, hopper: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        kind = projection(6144, 32)
-
-        def joined() -> set[bool]:
-            found = tuning.candidates(64, kind, hopper)
-            ours = [choice for choice in found if choice.skinny is not None]
-            assert ours
-            return {c.folded or tuning.may_come_ahead(c, 64, kind) for c in (*ours, CUBLAS)}
-
-        assert joined() == {True}
-        monkeypatch.setenv("RADIXGROVE_JOINED_PRODUCTS", "0")
-        assert joined() == {False}
 
     @pytest.mark.parametrize(
         ("options", "bucket", "result"),
@@ -343,19 +274,8 @@ class TestCandidates:
     def test_algorithms_are_asked_for_by_what_they_write(
         self, options: dict[str, bool], bucket: int, result: torch.dtype, hopper: Any
     ) -> None:
-        assert len(tuning.candidates(bucket, projection(6144, 32, **options), hopper)) >= 3
+        assert len(tuning._candidates(bucket, projection(6144, 32, **options), hopper)) >= 3
         assert hopper.cublaslt.asked == [result]
-
-    def test_a_wide_stream_takes_room_where_norms_are_folded(self, hopper: Any) -> None:
-        def tiles(bucket: int, *, wide_stream: bool) -> list[tuple[int, bool]]:
-            kind = projection(6144, 32, silu=True, wide_stream=wide_stream)
-            found = tuning.own_candidates(bucket, kind, hopper)
-            return [(c.skinny.block_k, c.folded) for c in found if c.skinny is not None]
-
-        assert tiles(64, wide_stream=False) == [(128, False), (64, False), (128, True)]
-        assert tiles(64, wide_stream=True) == [(128, False), (64, False), (64, True)]
-        assert tiles(128, wide_stream=False) == [(64, False), (64, True)]
-        assert tiles(128, wide_stream=True) == [(64, False)]
 
     def test_trials_read_and_add_to_the_stream(self, hopper: Any) -> None:
         norm = tuning._Trial(projection(64, 32, wide_stream=True), 16, hopper)
@@ -366,21 +286,21 @@ class TestCandidates:
         assert many._make_operands()[3].dtype == torch.bfloat16
 
     def test_many_tokens_may_leave_the_residual_to_the_norm(self, hopper: Any) -> None:
-        found = tuning.candidates(512, projection(64, 32, residual=True), hopper)
+        found = tuning._candidates(512, projection(64, 32, residual=True), hopper)
         assert [choice.deferred for choice in found] == [False] * 3 + [True] * 3
         assert found[3] == Choice(deferred=True)
         for other in (
-            tuning.candidates(512, projection(64, 32), hopper),
-            tuning.candidates(256, projection(64, 32, residual=True), hopper),
-            tuning.candidates(512, projection(64, 32, residual=True, biased=True), hopper),
+            tuning._candidates(512, projection(64, 32), hopper),
+            tuning._candidates(256, projection(64, 32, residual=True), hopper),
+            tuning._candidates(512, projection(64, 32, residual=True, biased=True), hopper),
         ):
             assert not any(choice.deferred for choice in other)
 
     def test_no_algorithms_with_a_bias_or_without_the_library(self, hopper: Any) -> None:
         biased = projection(64, 32, biased=True)
-        assert tuning.candidates(512, biased, hopper) == [CUBLAS]
+        assert tuning._candidates(512, biased, hopper) == [CUBLAS]
         hopper.cublaslt = None
-        assert tuning.candidates(512, projection(64, 32), hopper) == [CUBLAS]
+        assert tuning._candidates(512, projection(64, 32), hopper) == [CUBLAS]
 
 
 class TestCompiling:
@@ -405,13 +325,12 @@ class TestCompiling:
         layer, twin = projection(6144, 32), projection(8192, 32)
         with LinearTuner().compiling([layer, twin], 64, 64):
             small = [1] * len(GEMV_CANDIDATES)
-            assert [bucket for bucket, _ in compiled] == [*small, 16, 16, 32, 32, 64, 64]
+            assert [bucket for bucket, _ in compiled] == [*small, 16, 32, 64]
         compiled.clear()
         known = {kind.key(1): CUBLAS for kind in (layer, twin)}
         tuning._write(tmp_path / "linear.json", known)
         with LinearTuner().compiling([layer, twin], 64, 64):
-            assert [bucket for bucket, _ in compiled] == [16, 16, 32, 32, 64, 64]
-            assert [choice.folded for _, choice in compiled] == [False, True] * 3
+            assert [bucket for bucket, _ in compiled] == [16, 32, 64]
 
 
 def test_compiling_threads_end_even_when_loading_fails(
@@ -532,11 +451,9 @@ class TestOnDevice:
 
     def choices(self, tokens: int, scratch: Scratch, **options: Any) -> list[Choice]:
         weight = torch.zeros(self.N, self.K, dtype=torch.bfloat16, device="cuda")
-        kind = Projection([weight], **options)
-        found = tuning.candidates(tokens, kind, scratch)
+        found = tuning._candidates(tokens, Projection([weight], **options), scratch)
         assert len(found) > 1
-        ahead = [c for c in found if tuning.may_come_ahead(c, tokens, kind)]
-        return found + [replace(choice, ahead=True) for choice in ahead]
+        return found
 
     @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
     @pytest.mark.parametrize(
@@ -649,54 +566,3 @@ def test_products_by_torch_are_in_place(device: torch.device) -> None:
     y = products.multiply(x, weight, choice=CUBLAS, scratch=scratch, residual=residual)
     assert y is residual
     assert_close(y, expected)
-
-
-class TestNormBeforeProduct:
-    """Who normalises, and who asks for the weights."""
-
-    SMALL = SkinnyConfig(block_n=16, block_k=32, stages=2)
-
-    @pytest.fixture
-    def asked(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """Kernels that are told to ask for the weights."""
-        asked: list[str] = []
-
-        def spy(name: str) -> None:
-            kernel = getattr(products, name)
-
-            def call(*args: Any, ahead: Any = None, **options: Any) -> Tensor:
-                if ahead is not None and ahead is not False:
-                    asked.append(name)
-                y: Tensor = kernel(*args, ahead=ahead, **options)
-                return y
-
-            monkeypatch.setattr(products, name, call)
-
-        spy("rms_norm")
-        spy("skinny")
-        return asked
-
-    @pytest.mark.parametrize(
-        ("choice", "norm", "asks"),
-        [
-            (Choice(skinny=SMALL, folded=True), True, []),
-            (Choice(skinny=SMALL, folded=True, ahead=True), True, ["skinny"]),
-            (Choice(skinny=SMALL, ahead=True), True, ["rms_norm"]),
-            (Choice(skinny=SMALL, ahead=True), False, ["skinny"]),
-            (Choice(ahead=True), True, ["rms_norm"]),
-            (CUBLAS, True, []),
-        ],
-    )
-    def test_multiplies(
-        self, choice: Choice, norm: bool, asks: list[str], asked: list[str], device: torch.device
-    ) -> None:
-        x, weight = torch.randn(5, 64, device=device), torch.randn(40, 64, device=device)
-        gain = torch.randn(64, device=device) if norm else None
-        scratch: Any = SimpleNamespace(cublaslt=None, skinny=None)
-        y = multiply(x, weight, choice=choice, scratch=scratch, norm=gain, eps=1e-5)
-        wide = torch.float64
-        exact = linear_reference(
-            x.to(wide), weight.to(wide), norm=None if gain is None else gain.to(wide), eps=1e-5
-        )
-        assert_close(y, exact, 1e-5)
-        assert asked == asks

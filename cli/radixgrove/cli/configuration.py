@@ -32,7 +32,6 @@ ENGINE_VARIABLES = frozenset(
         PREFIX + name
         for name in (
             "CACHE_DIR",
-            "JOINED_PRODUCTS",
             "PDL",
             "PEER_ALL_REDUCE",
             "WIDE_STREAM",

@@ -22,20 +22,7 @@ except ImportError:
     tl = None
     gdc_launch_dependents = gdc_wait = None
 
-__all__ = [
-    "CACHE_LINE",
-    "can_prefetch",
-    "cdiv",
-    "gdc_launch_dependents",
-    "gdc_wait",
-    "jit",
-    "next_power_of_2",
-    "pdl",
-    "prefetch",
-    "tl",
-]
-
-CACHE_LINE = 128  # bytes
+__all__ = ["cdiv", "gdc_launch_dependents", "gdc_wait", "jit", "next_power_of_2", "pdl", "tl"]
 
 
 @overload
@@ -60,36 +47,6 @@ def jit(function: Callable[..., Any] | None = None, *, varying: tuple[str, ...] 
         return triton.jit(**options)(kernel)
 
     return decorate if function is None else decorate(function)
-
-
-@jit
-def prefetch(address, size):  # type: ignore[no-untyped-def]
-    """Ask for `size` bytes from each of a block of addresses to come into the L2 cache, and go on.
-
-    Compute capability 9.0 and later. Addresses (pointers or int64) and sizes are multiples of 16
-    bytes; a size that is not positive asks for nothing. A block smaller than the threads of a
-    program is asked for several times over. Source: PTX ISA, `cp.async.bulk.prefetch`.
-    """
-    tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred wanted;
-            setp.gt.s32 wanted, $2, 0;
-            @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [address.to(tl.int64), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-def can_prefetch(weight: torch.Tensor) -> bool:
-    """Whether the rows of a contiguous matrix are such as `prefetch` takes."""
-    return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.itemsize % 16 == 0
 
 
 def cdiv(a: int, b: int) -> int:

@@ -7,8 +7,8 @@ flight on every multiprocessor and the number of launches:
 - `gemv` (one token) keeps the product on CUDA cores, folds the RMSNorm before it into the same pass
   (the scale factors out of the sum), and SiLU-and-multiply or the residual addition into its end.
 - `skinny` (up to 128 tokens) puts the weights on the tensor cores' long side, splits the reduction
-  when there are too few tiles for the chip, and folds the same in. Past 128 tokens every program
-  would read more of x than of its weights.
+  when there are too few tiles for the chip, and folds the same endings in. Past 128 tokens every
+  program would read more of x than of its weights.
 
 Both are optional: `tuning.py` decides by measurement where they beat cuBLAS.
 """
@@ -21,15 +21,12 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import (
-    CACHE_LINE,
-    can_prefetch,
     cdiv,
     gdc_launch_dependents,
     gdc_wait,
     jit,
     next_power_of_2,
     pdl,
-    prefetch,
     tl,
 )
 from radixgrove.kernels.activation import silu_and_mul_reference
@@ -57,12 +54,10 @@ class SkinnyConfig:
     stages: int = 4
     warps: int = 4
 
-    def shared_memory_bytes(
-        self, tokens: int, itemsize: int, *, silu: bool, x_itemsize: int
-    ) -> int:
+    def shared_memory_bytes(self, tokens: int, itemsize: int, *, silu: bool) -> int:
         """What a program takes: tiles of the weight and of x in every stage."""
-        row = self.block_n * (2 if silu else 1) * itemsize + _block_m(tokens) * x_itemsize
-        return self.stages * row * self.block_k
+        rows = self.block_n * (2 if silu else 1) + _block_m(tokens)
+        return self.stages * rows * self.block_k * itemsize
 
 
 def linear_reference(
@@ -206,12 +201,11 @@ def gemv(
     return out
 
 
-@jit(varying=("tokens", "ahead"))
+@jit(varying=("tokens",))
 def _skinny_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    norm_ptr,
     residual_ptr,
     out_ptr,
     partial_ptr,
@@ -220,9 +214,6 @@ def _skinny_kernel(
     n,
     k,
     k_split,
-    eps,
-    ahead,
-    NORM: tl.constexpr,
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -231,8 +222,6 @@ def _skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    THREADS: tl.constexpr,
-    CACHE_LINE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -250,36 +239,13 @@ def _skinny_kernel(
     stop = tl.minimum(start + k_split, k)
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     upper_total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    gains = norm_ptr + lane
-    gain = tl.load(gains + start, mask=start + lane < stop, other=0.0) if NORM else squares
     if PDL:
-        if ahead:
-            # Weights do not depend on the kernel before: they come nearer while it ends. A piece of
-            # a row for every thread: with fewer pieces, several threads would ask for the same.
-            size = (stop - start) * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-            pieces: tl.constexpr = max(1, THREADS // BLOCK_N)
-            each = tl.cdiv(tl.cdiv(size, pieces), CACHE_LINE) * CACHE_LINE
-            begin = tl.arange(0, pieces) * each
-            sizes = tl.minimum(size - begin, each)[None, :]
-            first = weight_ptr + tl.where(alive, row, 0).to(tl.int64) * k + start
-            places = first.to(tl.int64)[:, None] + begin[None, :]
-            prefetch(places, sizes)
-            if SILU:
-                upper_first = first + tl.cast(n, tl.int64) * k
-                prefetch(upper_first.to(tl.int64)[:, None] + begin[None, :], sizes)
         gdc_wait()
         gdc_launch_dependents()
     for offset in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
         inside = offset + lane < stop
         w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
         x = tl.load(inputs + offset, mask=inside[:, None], other=0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=0)
-            x = (wide * gain.to(tl.float32)[:, None]).to(w.dtype)
-            after = offset + BLOCK_K
-            gain = tl.load(gains + after, mask=after + lane < stop, other=0.0)
         total = tl.dot(w, x, total, input_precision=PRECISION)
         if SILU:
             upper = tl.load(
@@ -293,13 +259,10 @@ def _skinny_kernel(
         area: tl.constexpr = BLOCK_N * BLOCK_M
         inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + token[None, :]
         halves: tl.constexpr = 2 if SILU else 1
-        share: tl.constexpr = halves * area + BLOCK_M
-        slot = partial_ptr + (split * tiles + tile).to(tl.int64) * share
+        slot = partial_ptr + (split * tiles + tile).to(tl.int64) * halves * area
         tl.store(slot + inner, total)
         if SILU:
             tl.store(slot + area + inner, upper_total)
-        if NORM:
-            tl.store(slot + halves * area + token, squares)
         tl.debug_barrier()
         arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
         last = arrived == SPLITS - 1
@@ -307,20 +270,13 @@ def _skinny_kernel(
             tl.store(counter_ptr + tile, 0)
             total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             upper_total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-            squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
             for other in range(SPLITS):
-                slot = partial_ptr + (other * tiles + tile).to(tl.int64) * share
+                slot = partial_ptr + (other * tiles + tile).to(tl.int64) * halves * area
                 total += tl.load(slot + inner, cache_modifier=".cg")
                 if SILU:
                     upper_total += tl.load(slot + area + inner, cache_modifier=".cg")
-                if NORM:
-                    squares += tl.load(slot + halves * area + token, cache_modifier=".cg")
     if last:
         y = total
-        if NORM:
-            scale = 1.0 / tl.sqrt(squares / k + eps)
-            y *= scale[None, :]
-            upper_total *= scale[None, :]
         if BIAS:
             y += tl.load(bias_ptr + row, mask=alive, other=0.0).to(tl.float32)[:, None]
         if SILU:
@@ -346,9 +302,8 @@ class SkinnyWorkspace:
 
     def fits(self, config: SkinnyConfig, tokens: int, n: int, silu: bool) -> bool:
         tiles = cdiv(n, config.block_n)
-        # Sums of products, and of a norm's squares.
-        share = (config.block_n * (2 if silu else 1) + 1) * _block_m(tokens)
-        return tiles <= len(self.counters) and config.splits * tiles * share <= len(self.partials)
+        area = config.block_n * _block_m(tokens) * (2 if silu else 1)
+        return tiles <= len(self.counters) and config.splits * tiles * area <= len(self.partials)
 
 
 def _block_m(tokens: int) -> int:
@@ -361,23 +316,13 @@ def skinny(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: Tensor | None = None,
-    eps: float = 1e-6,
     silu: bool = False,
     residual: Tensor | None = None,
     config: SkinnyConfig | None = None,
     workspace: SkinnyWorkspace | None = None,
-    ahead: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As `gemv`, for 1 to `MAX_SKINNY_TOKENS` tokens: x is [T, K] contiguous.
-
-    With `norm`, x times the norm's weight is rounded to the weights' dtype before the token's
-    scale, which comes last, where a norm of its own rounds after it. In bfloat16 that differs from
-    the separate norm by as much as another order of summation does, and is no further from float32;
-    a norm folded into the weights instead would be, since they are rounded once more.
-
-    `ahead`: programs ask for their weights while the kernel before ends (compute capability 9.0).
+    """As `gemv` without its norm, for 1 to `MAX_SKINNY_TOKENS` tokens: x is [T, K] contiguous.
 
     Raises:
         ValueError: too many tokens, or `config` splits K and `workspace` is absent or too small.
@@ -398,7 +343,6 @@ def skinny(
         x,
         weight,
         bias if bias is not None else x,
-        norm if norm is not None else x,
         residual if residual is not None else x,
         out,
         workspace.partials if workspace is not None else x,
@@ -407,9 +351,6 @@ def skinny(
         n,
         k,
         k_split,
-        eps,
-        int(ahead and can_prefetch(weight)),
-        NORM=norm is not None,
         SILU=silu,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
@@ -418,8 +359,6 @@ def skinny(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
-        THREADS=config.warps * 32,
-        CACHE_LINE=CACHE_LINE,
         PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         **pdl(x),

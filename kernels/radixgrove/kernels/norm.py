@@ -7,20 +7,13 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import (
-    CACHE_LINE,
-    can_prefetch,
-    cdiv,
     gdc_launch_dependents,
     gdc_wait,
     jit,
     next_power_of_2,
     pdl,
-    prefetch,
     tl,
 )
-
-# Of the weights of the product after a norm, what can arrive while that runs, and then some.
-_AHEAD_BYTES = 16 << 20
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -36,21 +29,17 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
     return rms_norm_reference(residual, weight, eps)
 
 
-@jit(varying=("ahead_bytes", "ahead_share"))
+@jit
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
-    ahead_ptr,
     hidden,
     x_stride,
     eps,
-    ahead_bytes,
-    ahead_share,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
-    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -58,12 +47,6 @@ def _rms_norm_kernel(
     mask = columns < hidden
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if PDL:
-        if ahead_bytes:
-            # Device memory has nothing else to do meanwhile. A share for every thread.
-            thread = tl.program_id(0) * THREADS + tl.arange(0, THREADS)
-            begin = thread.to(tl.int64) * ahead_share
-            size = tl.minimum(ahead_bytes - begin, ahead_share).to(tl.int32)
-            prefetch(ahead_ptr.to(tl.int64) + begin, size)
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
@@ -80,51 +63,38 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * hidden + columns, normed, mask=mask)
 
 
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, ahead: Tensor | None
-) -> Tensor:
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     tokens, hidden = x.shape
     out = torch.empty((tokens, hidden), dtype=weight.dtype, device=x.device)
     if tokens:
         block = next_power_of_2(hidden)
-        warps = min(16, max(1, block // 512))
-        ahead_bytes = 0
-        if ahead is not None and can_prefetch(ahead):
-            ahead_bytes = min(ahead.nbytes, _AHEAD_BYTES)
-        share = cdiv(ahead_bytes, tokens * warps * 32)
         _rms_norm_kernel[(tokens,)](
             x,
             residual if residual is not None else x,
             weight,
             out,
-            ahead if ahead is not None else weight,
             hidden,
             x.stride(0),
             eps,
-            ahead_bytes,
-            cdiv(share, CACHE_LINE) * CACHE_LINE,
             ADD=residual is not None,
             BLOCK=block,
-            THREADS=warps * 32,
-            num_warps=warps,
+            num_warps=min(16, max(1, block // 512)),
             **pdl(x),
         )
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, ahead: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / rms(x) * weight` over the last dimension, computed in float32.
 
     Args:
         x: [T, hidden], rows may be strided, a row contiguous; float32, bfloat16 or float16.
         weight: [hidden], x's dtype or, of a float32 x, any.
-        ahead: [N, hidden] contiguous, weights that the next kernel reads: the first of them are
-            brought into the L2 cache meanwhile (compute capability 9.0; ignored before).
 
     Returns:
         [T, hidden] contiguous, the weight's dtype.
     """
-    return _launch(x, None, weight, eps, ahead)
+    return _launch(x, None, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -137,4 +107,4 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     Returns:
         [T, hidden] contiguous, x's dtype.
     """
-    return _launch(x, residual, weight, eps, None)
+    return _launch(x, residual, weight, eps)

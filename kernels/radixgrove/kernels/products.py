@@ -20,17 +20,13 @@ log = logging.getLogger(__name__)
 class Choice:
     """The kernel of one shape; what torch takes of cuBLAS when none is set.
 
-    `folded`: `skinny` applies the norm before the product too. `deferred`: the product is faster
-    without the residual, to which the norm after it adds it. `ahead`: its weights are asked for
-    while what comes before ends: by the norm's kernel, or by `skinny` where that is first.
+    `deferred`: the product is faster without the residual, to which the norm after it adds it.
     """
 
     gemv: GemvConfig | None = None
     skinny: SkinnyConfig | None = None
     cublaslt: CublasLtConfig | None = None
-    folded: bool = False
     deferred: bool = False
-    ahead: bool = False
 
 
 CUBLAS = Choice()
@@ -73,22 +69,17 @@ def multiply(
             config=choice.gemv,
             out=out,
         )
-    ahead = choice.ahead
-    if norm is not None and not choice.folded:
-        x = rms_norm(x, norm, eps, ahead=weight if ahead else None)
-        norm, ahead = None, False
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
     if choice.skinny is not None:
         return skinny(
             x,
             weight,
             bias,
-            norm=norm,
-            eps=eps,
             silu=silu,
             residual=residual,
             config=choice.skinny,
             workspace=scratch.skinny,
-            ahead=ahead,
             out=out,
         )
     if not silu:

@@ -34,8 +34,7 @@ log = logging.getLogger(__name__)
 
 # Token counts that are measured; others take the next larger one's choice.
 BUCKETS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
-# Past this many tokens an addition to the residual costs enough to ask who should do it, and
-# products no longer wait for their weights.
+# Past this many tokens an addition to the residual costs enough to ask who should do it.
 MANY_TOKENS = 256
 GEMV_CANDIDATES = (
     Choice(gemv=GemvConfig(rows=2, block_k=1024, warps=4)),
@@ -49,15 +48,9 @@ SKINNY_CANDIDATES = tuple(
     for block_k, stages in ((128, 4), (64, 6))
     for splits in (1, 2, 4)
 )
-# With the norm before the product too, which takes registers: more threads share them.
-FOLDED_CANDIDATES = tuple(
-    Choice(skinny=replace(config, warps=8), folded=True)
-    for choice in SKINNY_CANDIDATES
-    if (config := choice.skinny) is not None
-)
 # What a block of compute capability 9.0 has, less some for what the compiler needs beside tiles.
 _SHARED_MEMORY_BYTES = 225 << 10
-# Up to this many tokens `skinny` may win with any ending, past it by what it fuses only.
+# Up to this many tokens `skinny` may win with any ending, past it with SiLU-and-multiply only.
 _SKINNY_WITHOUT_SILU = 64
 _SKINNY_ONE_TILE = 32  # up to here the first tile that fits has always won
 # A kernel has to win by this much, so that noise does not choose.
@@ -66,7 +59,7 @@ MARGIN = 0.985
 _HOPELESS = 1.3
 _REPEATS = 4
 _COLD_BYTES = 256 << 20  # of weights in a row, so that the L2 cache does not hold them
-_FORMAT = 4  # of the file
+_FORMAT = 5  # of the file
 _Key = tuple[int, int, int, bool]  # token bucket, N, K, silu
 _Shape = tuple[torch.dtype, _Key]
 
@@ -237,18 +230,8 @@ def own_candidates(bucket: int, projection: Projection, scratch: Scratch) -> lis
     fitting = partial(_fits, bucket=bucket, projection=projection, scratch=scratch)
     own = list(filter(fitting, SKINNY_CANDIDATES))
     if not projection.silu:
-        own = own[: bucket <= _SKINNY_WITHOUT_SILU]
-    elif bucket <= _SKINNY_ONE_TILE:
-        own = own[:1]
-    if not projection.residual and _may_join():
-        own += list(filter(fitting, FOLDED_CANDIDATES))[:1]
-    return own
-
-
-def _may_join() -> bool:
-    """Whether norms may go into products and weights be asked for ahead; not with
-    `RADIXGROVE_JOINED_PRODUCTS=0`."""
-    return os.environ.get("RADIXGROVE_JOINED_PRODUCTS") != "0"
+        return own[: bucket <= _SKINNY_WITHOUT_SILU]
+    return own[:1] if bucket <= _SKINNY_ONE_TILE else own
 
 
 def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch) -> bool:
@@ -258,10 +241,7 @@ def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch)
         return False
     weight, n = projection.weights[0], projection.outputs
     chip = torch.cuda.get_device_properties(weight.device)
-    inputs = projection.stream_dtype(bucket) if choice.folded else weight.dtype
-    shared = config.shared_memory_bytes(
-        bucket, weight.itemsize, silu=projection.silu, x_itemsize=inputs.itemsize
-    )
+    shared = config.shared_memory_bytes(bucket, weight.itemsize, silu=projection.silu)
     return (
         config.splits == _splits(cdiv(n, config.block_n), chip.multi_processor_count)
         and shared <= _SHARED_MEMORY_BYTES
@@ -274,7 +254,7 @@ def _splits(tiles: int, multiprocessors: int) -> int:
     return next((ways for ways in (4, 2) if tiles * ways <= multiprocessors), 1)
 
 
-def candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
+def _candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
     """cuBLAS first, then all that may beat it."""
     library = [CUBLAS]
     if bucket > 1 and not projection.biased and scratch.cublaslt is not None:
@@ -380,23 +360,14 @@ class _Timed:
 def _fastest(bucket: int, projection: Projection, scratch: Scratch) -> Choice:
     trial = _Trial(projection, bucket, scratch)
     pool = torch.cuda.graph_pool_handle()
-    timed = _time(candidates(bucket, projection, scratch), trial, pool)
+    timed = _time(_candidates(bucket, projection, scratch), trial, pool)
     cublas = timed[0]
     limit = _HOPELESS * min(one.milliseconds for one in timed)
     timed = [one for one in timed if one.milliseconds <= limit or one is cublas]
-    leaders = (one.choice for one in _fastest_kinds(timed))
-    early = [
-        replace(choice, ahead=True)
-        for choice in leaders
-        if may_come_ahead(choice, bucket, projection)
-    ]
-    timed_early = _time(early, trial, pool)
-    _repeat([*timed, *timed_early], trial.device)
-    best = cublas
-    for others in (timed, timed_early):  # what is simpler stays unless it is slower
-        fastest = min(others, key=lambda one: one.milliseconds, default=best)
-        if fastest.milliseconds < MARGIN * best.milliseconds:
-            best = fastest
+    _repeat(timed, trial.device)
+    best = min(timed, key=lambda one: one.milliseconds)
+    if best.milliseconds >= MARGIN * cublas.milliseconds:
+        best = cublas
     log.debug(
         "%s: %.4f ms by %s, %.4f by cuBLAS",
         projection.key(bucket),
@@ -422,21 +393,6 @@ def _time(choices: Sequence[Choice], trial: _Trial, pool: _POOL_HANDLE) -> list[
         graph.replay()
         timed.append(_Timed(choice, graph, _replay(graph)))
     return timed
-
-
-def _fastest_kinds(timed: Sequence[_Timed]) -> list[_Timed]:
-    """The fastest of the library's kernels, of ours behind a norm, and of ours with the norm."""
-    best: dict[tuple[bool, bool], _Timed] = {}
-    for one in sorted(timed, key=lambda one: one.milliseconds):
-        best.setdefault((one.choice.skinny is None, one.choice.folded), one)
-    return list(best.values())
-
-
-def may_come_ahead(choice: Choice, bucket: int, projection: Projection) -> bool:
-    """Whether tokens are so few that they wait for weights, and something can ask for them."""
-    by_norm = not projection.residual and choice.gemv is None
-    few = 1 < bucket <= MANY_TOKENS
-    return few and _may_join() and (by_norm or choice.skinny is not None)
 
 
 def _repeat(timed: Sequence[_Timed], device: torch.device) -> None:
@@ -516,8 +472,8 @@ def _cache_path(device: torch.device, dtype: torch.dtype, *, wide_stream: bool) 
             triton.__version__,
             str(cublaslt.version()),  # algorithms are one version's
             str(dtype),
-            repr((_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES, FOLDED_CANDIDATES)),
-            str((_may_join(), wide_stream)),
+            repr((_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES)),
+            str(wide_stream),
         )
     )
     name = blake2b(identity.encode(), digest_size=8).hexdigest()
@@ -533,9 +489,7 @@ def _read(path: Path) -> dict[_Key, Choice]:
                 gemv=GemvConfig(**e["gemv"]) if e["gemv"] else None,
                 skinny=SkinnyConfig(**e["skinny"]) if e["skinny"] else None,
                 cublaslt=CublasLtConfig(bytes.fromhex(e["cublaslt"])) if e["cublaslt"] else None,
-                folded=bool(e["folded"]),
                 deferred=bool(e["deferred"]),
-                ahead=bool(e["ahead"]),
             )
             for e in entries
         }
@@ -553,9 +507,7 @@ def _write(path: Path, known: dict[_Key, Choice]) -> None:
             "gemv": asdict(choice.gemv) if choice.gemv else None,
             "skinny": asdict(choice.skinny) if choice.skinny else None,
             "cublaslt": choice.cublaslt.algorithm.hex() if choice.cublaslt else None,
-            "folded": choice.folded,
             "deferred": choice.deferred,
-            "ahead": choice.ahead,
         }
         for (tokens, n, k, silu), choice in sorted(known.items())
     ]
