@@ -129,8 +129,37 @@ def test_scaling_through_the_scale_subresource(
         RGSVC, "llama", "-n", namespace, what="has three groups",
         that=lambda r: ready(r) and r["status"]["replicas"] == 3,
     )  # fmt: skip
+    plane.kubectl.apply(service("llama", namespace))  # which says nothing of replicas
+    again = plane.kubectl.json("get", RGSVC, "llama", "-n", namespace)
+    assert again["spec"]["replicas"] == 3
     plane.kubectl.run("scale", RGSVC, "llama", "-n", namespace, "--replicas=0")
     wait_until(lambda: sets(plane, namespace) == [], "no group is left")
+
+
+def test_a_users_own_hpa_moves_replicas_and_is_not_overruled(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    plane.kubectl.apply(service("llama", namespace))
+    plane.kubectl.apply(
+        {
+            "apiVersion": "autoscaling/v2",
+            "kind": "HorizontalPodAutoscaler",
+            "metadata": {"name": "llama", "namespace": namespace},
+            "spec": {
+                "scaleTargetRef": {
+                    "apiVersion": names.API_VERSION, "kind": names.KIND, "name": "llama",
+                },
+                "minReplicas": 2,  # which it brings about without any metric
+                "maxReplicas": 3,
+            },
+        }
+    )  # fmt: skip
+    seen = plane.kubectl.wait_for(
+        RGSVC, "llama", "-n", namespace, what="has two groups",
+        that=lambda r: ready(r) and r["status"]["replicas"] == 2,
+    )  # fmt: skip
+    pods = plane.kubectl.items("pods", "-n", namespace, f"-l={seen['status']['selector']}")
+    assert len(pods) == 2, "what an HPA counts"
 
 
 def test_two_services_that_need_the_same_nodes_do_not_block_each_other(
@@ -186,6 +215,27 @@ def test_a_wrong_engine_setting_is_named_in_a_condition(
         RGSVC, "llama", "-n", namespace, that=lambda r: reason(r) == "InvalidEngine", what="is told"
     )
     assert "no_such" in str(seen["status"]["conditions"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said", "words"),
+    [
+        ({"spec": {"containers": "worker"}}, "InvalidPodOverrides", "containers must be a list"),
+        ({"spec": {"tolerationz": []}}, "RequestRefused", "tolerationz"),
+    ],
+)
+def test_an_override_that_would_be_dropped_or_cannot_be_laid_over_is_named(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str,
+    overrides: dict[str, Any], said: str, words: str,
+) -> None:  # fmt: skip
+    plane.kubectl.apply(service("llama", namespace, podOverrides=overrides))
+    seen = plane.kubectl.wait_for(
+        RGSVC, "llama", "-n", namespace, that=lambda r: reason(r) == said, what="is told"
+    )
+    assert words in str(seen["status"]["conditions"])
+    body = {"spec": {"podOverrides": None}}
+    plane.kubectl.patch(RGSVC, "llama", "-n", namespace, body=body)
+    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
 
 
 def test_evictions_take_one_group_at_a_time(

@@ -366,5 +366,35 @@ def test_namespaced_mode_sees_only_its_namespace(
     assert [request for request in asked if request.code == 403] == []
 
 
+def test_a_second_installation_leaves_alone_what_the_first_looks_after_and_says_so(
+    plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    plane.kubectl.apply(service("llama", namespace))
+    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    home = f"{namespace}-home"
+    install(plane, [namespace], home)
+    plane.audit.read()
+    redis_url = f"redis://127.0.0.1:{redis_server.port}/1"
+    second = OperatorProcess(
+        plane, tmp_path, redis_server.port, [namespace], {"redis": {"url": redis_url}}, home
+    )
+    second.start()
+
+    def reasons() -> set[str]:
+        return {event["reason"] for event in plane.kubectl.items("events", "-n", namespace)}
+
+    try:
+        wait_until(lambda: "ServedElsewhere" in reasons(), "the second says so", interval=1.0)
+    finally:
+        second.stop()
+        plane.kubectl.run("delete", "namespace", home, "--wait=false")
+    asked = plane.audit.read(user(home))
+    assert {r.resource for r in asked if r.writes and r.namespace == namespace} == {"events"}
+    assert [request for request in asked if request.code == 403] == []
+    assert f"{NAMESPACE}/radixgrove-operator" in second.log.read_text(), "whose it is"
+    assert told(redis_server, f"{namespace}.llama") == ["llama-0-a1-0"]
+
+
 def _across_the_cluster(requests: Iterable[Request]) -> set[str]:
     return {request.resource for request in requests if not request.namespace}

@@ -24,7 +24,12 @@ from radixgrove.operator.fetch import HOPELESS
 from radixgrove.operator.merge import strategic_merge
 from radixgrove.operator.render import group, models, policies, router
 from radixgrove.operator.render.common import Service
-from radixgrove.operator.revision import config_map_data, revision_of, thaw
+from radixgrove.operator.revision import (
+    InvalidOverrides,
+    config_map_data,
+    revision_of,
+    thaw,
+)
 from radixgrove.operator.spec import InferenceServiceSpec, Model, Router
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 
@@ -263,6 +268,32 @@ def test_overrides_are_merged_by_name_and_never_lose_the_groups_labels() -> None
     env = environment(template["spec"])
     assert env["NCCL_DEBUG"] == "INFO"
     assert env["NNODES"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"spec": "x"}, "podOverrides.spec must be an object"),
+        (
+            {"spec": {"containers": {"name": "worker"}}},
+            "podOverrides.spec.containers must be a list",
+        ),
+        ({"spec": {"containers": ["worker"]}}, r"podOverrides.spec.containers\[0\]"),
+        ({"spec": {"initContainers": ["x"]}}, r"podOverrides.spec.initContainers\[0\]"),
+        (
+            {"spec": {"containers": [{"name": "worker", "env": [3]}]}},
+            r"podOverrides.spec.containers\[0\].env\[0\]",
+        ),
+        ({"metadata": None}, "podOverrides.metadata"),
+        ({"template": {}}, "podOverrides.template"),
+    ],
+    ids=str,
+)
+def test_overrides_of_another_form_are_refused_by_their_path(
+    overrides: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidOverrides, match=named):
+        worker(podOverrides=overrides)
 
 
 def test_merge_follows_kubectls_rules() -> None:

@@ -15,6 +15,7 @@ from radixgrove.operator.events import event
 from radixgrove.operator.modelcache import Step
 from radixgrove.operator.observe import Group, Pod, group_of, pod_of
 from radixgrove.operator.plan import Plan
+from radixgrove.operator.revision import InvalidEngine, InvalidOverrides
 from radixgrove.operator.spec import InferenceServiceSpec
 from radixgrove.operator.status import Facts, compute, transitions
 from radixgrove.operator.statusmodel import (
@@ -221,7 +222,16 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
             "ModelNotFound",
             "no such",
         ),
-        (facts(WAITING, invalid="engine: page_size: too large"), "InvalidEngine", "page_size"),
+        (
+            facts(WAITING, invalid=InvalidEngine("page_size: too large")),
+            "InvalidEngine",
+            "page_size",
+        ),
+        (
+            facts(WAITING, invalid=InvalidOverrides("podOverrides.spec must be an object")),
+            "InvalidPodOverrides",
+            "podOverrides.spec",
+        ),
         (facts(WAITING, name_taken="belongs to the older b/c"), "ModelNameTaken", "older b/c"),
         (facts(WAITING, failures=["patch services: forbidden (403)"]), "RequestRefused", "403"),
         (facts(resource=spec(suspend=True)), "Suspended", "suspend"),

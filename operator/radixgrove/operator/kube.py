@@ -139,7 +139,10 @@ class Kube:
                 return live
         return self._request(
             "PATCH", "patch", desired["kind"], key[1], key[2], body=desired,
-            query={"fieldManager": names.FIELD_MANAGER, "force": "true"},
+            # Strict: a field that the server does not know is an error, and never just dropped.
+            query={
+                "fieldManager": names.FIELD_MANAGER, "force": "true", "fieldValidation": "Strict",
+            },
             content_type="application/apply-patch+yaml",
         )  # fmt: skip
 

@@ -40,7 +40,7 @@ class Look:
     revisions: dict[str, Revision] = field(default_factory=dict)
     model: modelcache.Step | None = None
     target: Revision | None = None
-    invalid: str = ""
+    invalid: InvalidEngine | None = None
     name_taken: str = ""
     router: str = ""  # why the service's own router does not answer
     untold: bool = False  # routers know an older state than this look's

@@ -67,7 +67,7 @@ class Plan:
     delete: list[Group] = field(default_factory=list)
     create: list[NewAttempt] = field(default_factory=list)
     records: list[GroupStatus] = field(default_factory=list)
-    events: list[tuple[str, str]] = field(default_factory=list)  # reason, message
+    events: list[tuple[str, str, str]] = field(default_factory=list)  # type, reason, message
     last_attempt: int = 0
     waits_for: str = ""  # a partly placed group of this or another service
     blocked: bool = False  # the target revision fails; old groups are kept
@@ -174,11 +174,11 @@ def _look_after(
         return _give_way(situation, plan, record, live)
     record = recovery.after_fault(record, found.fault, settings, now)
     if record.phase is GroupPhase.FAILED:
-        plan.events.append(("GroupFailed", f"group {record.index}: {record.detail}"))
+        plan.events.append(("Warning", "GroupFailed", f"group {record.index}: {record.detail}"))
         return record
     if not found.fault.drain:
         record = record.model_copy(update={"avoid": _suspects(situation, group, found.fault)})
-    plan.events.append(("GroupRecovery", f"group {record.index}: {found.fault.message}"))
+    plan.events.append(("Warning", "GroupRecovery", f"group {record.index}: {found.fault.message}"))
     if found.fault.drain:
         plan.drain.append((group, RECOVERY))
         plan.again_at(now + situation.config.drain_notice)
@@ -232,7 +232,7 @@ def _give_way(
     del live[record.index]
     whom = "/".join(winner.key[:2]) if isinstance(winner, gang.Placement) else "others that wait"
     message = f"gave up {group.placed} of {group.nodes} placed pods for {whom}"
-    plan.events.append(("GroupYielded", f"group {record.index} {message}"))
+    plan.events.append(("Normal", "GroupYielded", f"group {record.index} {message}"))
     return record.model_copy(
         update={
             "phase": GroupPhase.WAITING,

@@ -41,7 +41,6 @@ from radixgrove.operator.render import router as render_router
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.revision import (
     InvalidEngine,
-    config_map_data,
     revision_of,
     thaw,
 )
@@ -263,9 +262,9 @@ class Reconciler:
         )
         target = look.revisions.get(target.hash, target)  # as it was frozen
         try:
-            config_map_data(target, look.service.key, self._config)
+            render_group.stateful_set(look.service, target, 0, 0, self._config)
         except InvalidEngine as error:
-            look.invalid = str(error)
+            look.invalid = error
             return
         if step.ready:
             look.target = target
@@ -503,22 +502,34 @@ class Reconciler:
     # ---- what people see -------------------------------------------------------------------------
 
     def _report(self, look: Look, plan: Plan) -> None:
-        assert look.model is not None
         device = look.spec.hardware.device.value
         leaving = {group.uid for group in plan.delete}
         groups = [group for group in look.world.groups if group.uid not in leaving]
         placements = as_placements(look.service, look.created, device, groups, plan.records)
         for other in self._store.placed(look.key, placements, device if plan.waits_for else ""):
             self._enqueue(other)
-        dedicated = look.spec.router.dedicated
-        facts = status.Facts(
+        after = status.compute(self._facts(look, plan, groups), look.before, look.now)
+        namespace, name = look.key
+        body = status.difference(look.body.get("status") or {}, _dump(after))
+        if body:
+            self._write_status(look, body)
+        for kind, reason, message in [*plan.events, *status.transitions(look.before, after)]:
+            with look.trying():
+                self._event(look.body, kind, reason, message)
+        metrics.GROUPS.labels(namespace, name, "ready").set(after.ready_replicas)
+        metrics.GROUPS.labels(namespace, name, "desired").set(after.desired_replicas)
+        recovered = sum(1 for _, reason, _ in plan.events if reason == "GroupRecovery")
+        metrics.GROUP_RECOVERIES.labels(namespace, name).inc(recovered)
+
+    def _facts(self, look: Look, plan: Plan, groups: Sequence[Group]) -> status.Facts:
+        assert look.model is not None
+        own = render_router.router_url(look.service, self._config)
+        return status.Facts(
             name=look.service.name,
             operator=self._config.installation,
             generation=look.body["metadata"].get("generation", 0),
             spec=look.spec,
-            url=render_router.router_url(look.service, self._config)
-            if dedicated
-            else self._config.router.url,
+            url=own if look.spec.router.dedicated else self._config.router.url,
             target=look.target.hash if look.target else None,
             plan=plan,
             groups=groups,
@@ -532,19 +543,6 @@ class Reconciler:
             failures=look.failures,
             phases=self._probe.phases(groups),
         )
-        after = status.compute(facts, look.before, look.now)
-        namespace, name = look.key
-        body = status.difference(look.body.get("status") or {}, _dump(after))
-        if body:
-            self._write_status(look, body)
-        events = [("Normal", *event) for event in plan.events]
-        for kind, reason, message in [*events, *status.transitions(look.before, after)]:
-            with look.trying():
-                self._event(look.body, kind, reason, message)
-        metrics.GROUPS.labels(namespace, name, "ready").set(after.ready_replicas)
-        metrics.GROUPS.labels(namespace, name, "desired").set(after.desired_replicas)
-        recovered = sum(1 for reason, _ in plan.events if reason == "GroupRecovery")
-        metrics.GROUP_RECOVERIES.labels(namespace, name).inc(recovered)
 
     def _write_status(self, look: Look, body: Object) -> None:
         """A CRD that is older than this operator drops what it does not know, in silence."""

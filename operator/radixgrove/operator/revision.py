@@ -37,6 +37,14 @@ _SLOW_READ = 100e6  # bytes/s of storage that many nodes read at once
 class InvalidEngine(ValueError):
     """`engine` does not make worker settings; the message names the field."""
 
+    reason = "InvalidEngine"  # of conditions
+
+
+class InvalidOverrides(InvalidEngine):
+    """`podOverrides` cannot be laid over a pod template; the message names the field."""
+
+    reason = "InvalidPodOverrides"
+
 
 class ModelAt(SpecModel):
     """Where the model's files are, once they are there."""
@@ -129,24 +137,11 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
 
     Raises InvalidEngine when the worker's own schema refuses a setting.
     """
-    engine = revision.engine
-    for name in engine.settings:
+    for name in revision.engine.settings:
         if name in _BY_OPERATOR:
             raise InvalidEngine(f"engine.settings.{name} is set by the operator")
-    named: dict[str, Any] = {
-        "page_size": engine.page_size,
-        "max_model_len": engine.context_length,
-        "max_running": engine.max_running,
-        "dtype": engine.dtype,
-        "kv_tokens": engine.kv_tokens,
-        "memory_fraction": engine.memory_percent and engine.memory_percent / 100,
-        "schedule_policy": engine.schedule_policy,
-        "eviction_policy": engine.eviction_policy,
-        "sharing": engine.sharing,
-    }
     settings: dict[str, Any] = {"drain_timeout": DRAIN_TIMEOUT, "log_json": True}
-    settings |= {name: value for name, value in named.items() if value is not None}
-    settings |= engine.settings
+    settings |= _everyday(revision.engine) | revision.engine.settings
     settings |= {
         "host": "0.0.0.0",
         "port": names.API_PORT,
@@ -167,6 +162,22 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
         field = ".".join(str(part) for part in first["loc"])
         raise InvalidEngine(f"engine: {field}: {first['msg']}") from error
     return checked.model_dump(mode="json", include=set(settings))
+
+
+def _everyday(engine: Engine) -> dict[str, Any]:
+    """The fields of `engine` that are set, by the worker's names."""
+    named: dict[str, Any] = {
+        "page_size": engine.page_size,
+        "max_model_len": engine.context_length,
+        "max_running": engine.max_running,
+        "dtype": engine.dtype,
+        "kv_tokens": engine.kv_tokens,
+        "memory_fraction": engine.memory_percent and engine.memory_percent / 100,
+        "schedule_policy": engine.schedule_policy,
+        "eviction_policy": engine.eviction_policy,
+        "sharing": engine.sharing,
+    }
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def config_map_data(revision: Revision, service: str, config: OperatorConfig) -> dict[str, str]:

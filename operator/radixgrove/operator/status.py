@@ -11,6 +11,7 @@ from radixgrove.operator.diagnosis import Problem, problem
 from radixgrove.operator.modelcache import Step
 from radixgrove.operator.observe import Group
 from radixgrove.operator.plan import Plan
+from radixgrove.operator.revision import InvalidEngine
 from radixgrove.operator.spec import InferenceServiceSpec, duration
 from radixgrove.operator.statusmodel import (
     AutoscalingStatus,
@@ -55,7 +56,7 @@ class Facts:
     router: str = ""  # why the service's own router does not answer
     untold: bool = False  # routers could not be told of the present groups
     outdated: str = ""  # what an older CRD drops of this status
-    invalid: str = ""  # why the engine's settings are refused
+    invalid: InvalidEngine | None = None  # why the engine's settings are refused
     failures: Sequence[str] = ()  # requests that the API server refused, Redis away
     phases: Sequence[str] = ()  # what starting workers say they do
 
@@ -149,7 +150,7 @@ def refused(
 def _blocking(facts: Facts) -> Verdict | None:
     """What keeps a service from running at all."""
     if facts.invalid:
-        return Verdict("Ready", False, "InvalidEngine", facts.invalid)
+        return Verdict("Ready", False, facts.invalid.reason, str(facts.invalid))
     if facts.name_taken:
         return Verdict("Ready", False, "ModelNameTaken", facts.name_taken)
     if facts.spec.suspend:
@@ -270,7 +271,7 @@ def _degraded(facts: Facts) -> Verdict:
     if facts.outdated:
         return Verdict("Degraded", True, "OutdatedCRD", facts.outdated)
     if facts.invalid and facts.groups:
-        return Verdict("Degraded", True, "InvalidEngine", facts.invalid)
+        return Verdict("Degraded", True, facts.invalid.reason, str(facts.invalid))
     failed = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
     lost = any(
         (r.failures or r.restarts) and r.phase is not GroupPhase.READY for r in facts.plan.records

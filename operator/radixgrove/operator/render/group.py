@@ -8,7 +8,7 @@ from typing import Any
 
 from radixgrove.operator import names
 from radixgrove.operator.config import OperatorConfig
-from radixgrove.operator.merge import strategic_merge
+from radixgrove.operator.merge import CannotMerge, strategic_merge
 from radixgrove.operator.render.common import (
     Object,
     Service,
@@ -23,6 +23,7 @@ from radixgrove.operator.render.common import (
 from radixgrove.operator.revision import (
     DRAIN_TIMEOUT,
     MODEL_DIRECTORY,
+    InvalidOverrides,
     Revision,
     config_map_data,
     shared_memory,
@@ -30,6 +31,8 @@ from radixgrove.operator.revision import (
 from radixgrove.operator.spec import Device, Network, quantity
 
 _PROBE_PERIOD = 5
+_PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 def revision_config_map(service: Service, revision: Revision, config: OperatorConfig) -> Object:
@@ -68,13 +71,13 @@ def stateful_set(
 ) -> Object:
     """The pods of one attempt, all started at once; no template change restarts them.
 
-    `avoid`: nodes on which they run only if there are no others.
+    `avoid`: nodes on which they run only if there are no others. Raises InvalidEngine.
     """
     name = names.group_name(service.name, index, attempt)
     labels = group_labels(service, revision, index, attempt)
     spec = _pod_spec(service, revision, name, config, avoid)
     template = {"metadata": {"labels": labels}, "spec": spec}
-    template = strategic_merge(template, revision.pod_overrides)
+    template = _overridden(template, revision)
     template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **labels}
     rendered: Object = {
         "apiVersion": "apps/v1",
@@ -96,6 +99,18 @@ def stateful_set(
     }
     rendered["metadata"]["annotations"] = {names.RENDERED: names.digest(rendered, 16)}
     return rendered
+
+
+def _overridden(template: Object, revision: Revision) -> Object:
+    overrides = revision.pod_overrides
+    wrong = sorted(key for key in ("metadata", "spec") if overrides.get(key, {}) is None)
+    wrong += sorted(overrides.keys() - {"metadata", "spec"})
+    if wrong:
+        raise InvalidOverrides(f"podOverrides.{wrong[0]}: metadata and spec are objects, no more")
+    try:
+        return strategic_merge(template, overrides, "podOverrides")
+    except CannotMerge as error:
+        raise InvalidOverrides(str(error)) from error
 
 
 def _owned_by_set(service: Service, set_name: str, set_uid: str, labels: dict[str, str]) -> Object:
@@ -295,36 +310,18 @@ def _affinity(service: Service, revision: Revision, name: str, avoid: Sequence[s
             names.ATTEMPT: attempt.removeprefix("a"),
         }
     }
-    affinity: Object = {}
-    anti: Object = {
-        "preferredDuringSchedulingIgnoredDuringExecution": [
-            {
-                "weight": 50,
-                "podAffinityTerm": {
-                    "topologyKey": "kubernetes.io/hostname",
-                    "labelSelector": group,
-                },
-            }
-        ]
-    }
+    other_host = {"topologyKey": "kubernetes.io/hostname", "labelSelector": group}
+    apart: Object = {_PREFERRED: [{"weight": 50, "podAffinityTerm": other_host}]}
+    affinity: Object = {"podAntiAffinity": apart}
     if revision.hardware.nodes > 1:
-        anti["requiredDuringSchedulingIgnoredDuringExecution"] = [
-            {"topologyKey": "kubernetes.io/hostname", "labelSelector": own}
-        ]
-    affinity["podAntiAffinity"] = anti
+        apart[_REQUIRED] = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": own}]
     if avoid:
         fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in avoid]
-        affinity["nodeAffinity"] = {
-            "preferredDuringSchedulingIgnoredDuringExecution": [
-                {"weight": 100, "preference": {"matchFields": fields}}
-            ]
-        }
+        elsewhere = {"weight": 100, "preference": {"matchFields": fields}}
+        affinity["nodeAffinity"] = {_PREFERRED: [elsewhere]}
     if revision.topology_key and revision.hardware.nodes > 1:
-        affinity["podAffinity"] = {
-            "requiredDuringSchedulingIgnoredDuringExecution": [
-                {"topologyKey": revision.topology_key, "labelSelector": own}
-            ]
-        }
+        together = {"topologyKey": revision.topology_key, "labelSelector": own}
+        affinity["podAffinity"] = {_REQUIRED: [together]}
     return affinity
 
 
