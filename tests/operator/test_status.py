@@ -300,6 +300,20 @@ def test_a_blocked_rollout_says_what_hinders_the_new_revision() -> None:
     assert "no such image" in message(given, "Progressing")
 
 
+@pytest.mark.parametrize(
+    ("waits", "reason"),
+    [
+        (replace(group_with(), refused=QUOTA), "QuotaBlocked"),
+        (group_with(unschedulable=UNSCHEDULABLE), "InsufficientGPUs"),
+    ],
+)
+def test_a_rollout_that_finds_no_room_for_its_surge_says_so(waits: Group, reason: str) -> None:
+    given = facts(record(0, revision="r0"), record(1, GroupPhase.PENDING), groups=[waits])
+    found = conditions(given)
+    assert (found["Ready"], found["Progressing"]) == ("True/Serving", f"True/{reason}")
+    assert message(given, "Progressing").startswith("1 groups are of an old revision: ")
+
+
 def test_a_rollout_under_way_and_a_leaving_group_are_progress() -> None:
     assert conditions(facts(record(0, revision="r0")))["Progressing"] == "True/RollingOut"
     leaving = facts(record(0), record(1), resource=spec(replicas=1))

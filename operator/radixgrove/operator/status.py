@@ -247,9 +247,11 @@ def _progressing(facts: Facts, ready: int, desired: int) -> Verdict:
         return Verdict("Progressing", True, facts.model.reason, facts.model.message)
     old = [r for r in facts.plan.records if r.revision != facts.target]
     if old and desired:
-        return Verdict(
-            "Progressing", True, "RollingOut", f"{len(old)} groups are of an old revision"
-        )
+        reason, message = _hindrance(facts)
+        text = f"{len(old)} groups are of an old revision"
+        if reason == "Starting":
+            return Verdict("Progressing", True, "RollingOut", text)
+        return Verdict("Progressing", True, reason, f"{text}: {message}")
     if ready < desired:
         reason, message = _hindrance(facts)
         given_up = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
