@@ -10,7 +10,7 @@ import pytest
 from operator_builders import CONFIG, SERVICE, spec
 
 from radixgrove.operator import names
-from radixgrove.operator.modelcache import BYTES, COMPLETE, Cache, Step, decide
+from radixgrove.operator.modelcache import BYTES, COMPLETE, Cache, Step, decide, wanted_claims
 from radixgrove.operator.observe import JobState, Pod
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.render.models import User, resolve_job_name
@@ -209,6 +209,24 @@ def test_a_download_that_does_not_start_says_why(pod: Pod, reason: str) -> None:
     found = step(hub(revision=COMMIT), jobs=jobs, claims={claim: {}})
     assert (found.ready, found.reason) == (False, reason)
     assert (pod.unschedulable or pod.waiting[1]) in found.message
+
+
+def test_a_users_claim_for_one_node_is_refused_for_groups_of_several() -> None:
+    wide = spec(model={"source": "pvc://models/llama"}, hardware={"nodes": 2})
+    narrow = spec(model={"source": "pvc://models/llama"}, replicas=2)
+    assert wanted_claims(wide, ModelStatus()) == ["models"]
+    claim = live_claim({})
+    claim["spec"]["accessModes"] = ["ReadWriteOnce"]
+    cache = Cache({}, {"models": claim}, [])
+    found = decide(SERVICE, wide, ModelStatus(), cache, CONFIG, NOW)
+    assert (found.ready, found.reason) == (False, "AccessMode")
+    assert "models is ReadWriteOnce, and 2 nodes" in found.message
+    assert found.requeue_at is not None, "nothing tells when it is another"
+    claim["spec"]["accessModes"] = ["ReadWriteOnce", "ReadOnlyMany"]
+    assert decide(SERVICE, wide, ModelStatus(), cache, CONFIG, NOW).ready
+    # Groups of one pod may share a node, and a claim that is not there is the scheduler's to tell.
+    assert wanted_claims(narrow, ModelStatus()) == []
+    assert decide(SERVICE, wide, ModelStatus(), Cache({}, {}, []), CONFIG, NOW).ready
 
 
 def test_a_claim_for_one_node_is_refused_for_several() -> None:

@@ -25,6 +25,8 @@ from radixgrove.operator.spec import AccessMode, InferenceServiceSpec, Model
 from radixgrove.operator.statusmodel import ModelStatus
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
+_FETCHED = ("hf://", "s3://")
+_LOOK_AGAIN = 30.0  # seconds; of a user's own claim no event tells
 # Annotations of a filled claim.
 COMPLETE = f"{names.GROUP}/complete"
 BYTES = f"{names.GROUP}/bytes"
@@ -58,11 +60,20 @@ class Step:
     size: int = 0  # bytes of a model that was fetched; 0: unknown
 
 
-def wanted_names(service: Service, spec: InferenceServiceSpec, known: ModelStatus) -> list[str]:
-    """Names of the Jobs and claims that `decide` may look at."""
-    revision = _resolved(spec.model, known)
-    claim = [names.cache_name(spec.model.source, revision)] if revision else []
-    return [models.resolve_job_name(service, spec.model), *claim]
+def wanted_jobs(service: Service, spec: InferenceServiceSpec, known: ModelStatus) -> list[str]:
+    """Names of the Jobs that `decide` looks at."""
+    if not spec.model.source.startswith(_FETCHED):
+        return []
+    return [models.resolve_job_name(service, spec.model), *wanted_claims(spec, known)]
+
+
+def wanted_claims(spec: InferenceServiceSpec, known: ModelStatus) -> list[str]:
+    """Names of the claims that `decide` looks at."""
+    scheme, _, rest = spec.model.source.partition("://")
+    if scheme == "pvc":
+        return [rest.partition("/")[0]] if spec.hardware.nodes > 1 else []
+    revision = _resolved(spec.model, known) if spec.model.source.startswith(_FETCHED) else ""
+    return [names.cache_name(spec.model.source, revision)] if revision else []
 
 
 def _resolved(model: Model, known: ModelStatus) -> str:
@@ -95,10 +106,7 @@ def decide(
             message="read from the node's own disk; needs a namespace that admits hostPath volumes",
         )  # fmt: skip
     if scheme == "pvc":
-        claim, _, path = rest.partition("/")
-        at = ModelAt(source=model.source, claim=claim, sub_path=path.strip("/"))
-        message = f"read from the claim {claim}"
-        return Step(status, at, ready=True, reason="Provided", message=message)
+        return _provided(spec, status, cache, now)
     if _too_narrow(spec, config):
         return Step(
             status, reason="AccessMode",
@@ -109,6 +117,24 @@ def decide(
     if not revision:
         return _resolve(service, model, status, cache, config, now)
     return _fetch(service, model, status, revision, cache, config, now)
+
+
+def _provided(spec: InferenceServiceSpec, status: ModelStatus, cache: Cache, now: float) -> Step:
+    claim, _, path = spec.model.source.removeprefix("pvc://").partition("/")
+    live, nodes = cache.claims.get(claim), spec.hardware.nodes
+    if live is not None and not _shareable(live):
+        modes = ", ".join(live["spec"].get("accessModes", []))
+        return Step(
+            status, reason="AccessMode", requeue_at=now + _LOOK_AGAIN,
+            message=f"the claim {claim} is {modes}, and {nodes} nodes are to read it: use one that "
+            "is ReadOnlyMany or ReadWriteMany",
+        )  # fmt: skip
+    at = ModelAt(source=spec.model.source, claim=claim, sub_path=path.strip("/"))
+    return Step(status, at, ready=True, reason="Provided", message=f"read from the claim {claim}")
+
+
+def _shareable(claim: Object) -> bool:
+    return bool({"ReadOnlyMany", "ReadWriteMany"} & set(claim["spec"].get("accessModes", [])))
 
 
 def _too_narrow(spec: InferenceServiceSpec, config: OperatorConfig) -> bool:

@@ -331,16 +331,16 @@ class Reconciler:
     def _model(self, look: Look, own: Neighbour, neighbours: list[Neighbour]) -> None:
         namespace, known = look.service.namespace, look.before.model
         jobs: dict[str, JobState] = {}
-        claims: dict[str, Object] = {}
-        if own.spec.model.source.startswith(("hf://", "s3://")):
-            for name in modelcache.wanted_names(look.service, look.spec, known):
-                job = self._kube.get("Job", namespace, name)
-                if job is not None:
-                    pods = self._kube.list("Pod", namespace, {"job-name": name})
-                    jobs[name] = job_of(job, pods)
-                claim = self._kube.get("PersistentVolumeClaim", namespace, name)
-                if claim is not None:
-                    claims[name] = claim
+        for name in modelcache.wanted_jobs(look.service, look.spec, known):
+            job = self._kube.get("Job", namespace, name)
+            if job is not None:
+                pods = self._kube.list("Pod", namespace, {"job-name": name})
+                jobs[name] = job_of(job, pods)
+        found = {
+            name: self._kube.get("PersistentVolumeClaim", namespace, name)
+            for name in modelcache.wanted_claims(look.spec, known)
+        }
+        claims = {name: claim for name, claim in found.items() if claim is not None}
         users = sorted({n.key: n for n in [*neighbours, own]}.values(), key=lambda n: n.age)
         cache = modelcache.Cache(
             jobs, claims, [models.User(n.service, n.spec.model.cache, n.claim) for n in users]
