@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 from memory_kube import MemoryKube
 from operator_builders import CONFIG
 
@@ -72,6 +73,16 @@ def test_every_other_process_waits_for_the_lease_to_run_out() -> None:
             wait_until(lambda seen=looks: kube.looks > seen + 3, "it looks", interval=0.01)
             assert not election.leading
     assert kube.holder() == before
+
+
+@pytest.mark.parametrize("spec", [None, {}, {"holderIdentity": None, "leaseTransitions": None}])
+def test_a_lease_of_nobody_is_taken(spec: Object | None) -> None:
+    kube = Registry()
+    meta = {"name": PATIENT.election.lease, "namespace": PATIENT.namespace}
+    kube.add({"kind": "Lease", "metadata": meta} | ({} if spec is None else {"spec": spec}))
+    with campaign(kube, "operator-abc") as election:
+        wait_until(lambda: election.leading, "it leads", timeout=60, interval=0.01)
+        assert kube.holder().startswith("operator-abc/")
 
 
 def test_outside_of_pods_nobody_inherits() -> None:

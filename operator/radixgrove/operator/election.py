@@ -85,9 +85,9 @@ class LeaderElection:
                 made["metadata"]["ownerReferences"] = owners(kube, self._config)
                 kube.create(made)
             elif self._is_mine(lease) or self._is_of_my_pod(lease) or self._has_expired(lease):
-                spec = lease.get("spec", {})
+                spec = lease.get("spec") or {}
                 mine = spec.get("holderIdentity") == self._identity
-                transitions = int(spec.get("leaseTransitions", 0)) + (0 if mine else 1)
+                transitions = int(spec.get("leaseTransitions") or 0) + (0 if mine else 1)
                 renewed = self._lease(transitions)
                 renewed["metadata"] = lease["metadata"]
                 kube.replace(renewed)
@@ -110,13 +110,14 @@ class LeaderElection:
     def _has_expired(self, lease: dict[str, object]) -> bool:
         """By this machine's clock alone: nothing changed for a whole duration."""
         spec = lease.get("spec")
-        assert isinstance(spec, dict)
-        seen = (str(spec.get("holderIdentity", "")), str(spec.get("renewTime", "")))
+        if not isinstance(spec, dict):
+            return True  # of nobody
+        seen = (str(spec.get("holderIdentity") or ""), str(spec.get("renewTime") or ""))
         if not seen[0]:
             return True
         if seen != self._observed:
             self._observed, self._observed_at = seen, time.monotonic()
-        duration = float(spec.get("leaseDurationSeconds", self._settings.duration))
+        duration = float(spec.get("leaseDurationSeconds") or self._settings.duration)
         return time.monotonic() - self._observed_at > duration
 
     def _lease(self, transitions: int, holder: str | None = None) -> dict[str, Any]:

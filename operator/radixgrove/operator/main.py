@@ -138,7 +138,12 @@ def run(config: OperatorConfig) -> int:
     campaign = threading.Thread(
         target=election.run, args=(unfenced, leading.set, on_lost), name="election", daemon=True
     )
-    trouble = lambda: app.trouble() if leading.is_set() else ""  # noqa: E731
+
+    def trouble() -> str:
+        if campaign.ident is not None and not (campaign.is_alive() or stop.is_set()):
+            return "the campaign for the lease has ended"
+        return app.trouble() if leading.is_set() else ""
+
     with HealthServer(config.health_port, trouble):
         campaign.start()
         while not stop.wait(0.2):

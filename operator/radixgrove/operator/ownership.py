@@ -50,8 +50,8 @@ class Ownership:
         spec = (lease or {}).get("spec")
         if not spec:
             return False
-        renewed, now = str(spec.get("renewTime", "")), time.monotonic()
-        duration = float(spec.get("leaseDurationSeconds", self._duration))
+        renewed, now = str(spec.get("renewTime") or ""), time.monotonic()
+        duration = float(spec.get("leaseDurationSeconds") or self._duration)
         with self._lock:
             before = self._observed.get(installation)
             if before is None or before[0] != renewed:
