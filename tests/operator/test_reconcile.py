@@ -236,6 +236,19 @@ def test_a_copy_of_the_keys_that_somebody_deleted_is_made_again() -> None:
     assert operator.look() == []
 
 
+def test_a_status_that_somebody_wiped_is_written_once() -> None:
+    operator = Operator(**TWO_NODES)
+    operator.settle()
+    before = operator.resource["status"]
+    operator.resource["status"] = {}
+    wrote = [written for written in operator.look() if "Event" not in written]
+    assert wrote == ["patch InferenceService/llama"]
+    for kept in ("operator", "lastAttempt", "summary"):
+        assert operator.resource["status"][kept] == before[kept]
+    assert operator.look() == []
+    assert operator.sets() == ["llama-0-a1"]
+
+
 # ---- beside another installation -----------------------------------------------------------------
 
 THEIRS = "elsewhere/rg-operator"

@@ -33,9 +33,13 @@ class Ownership:
         name = str((service.get("status") or {}).get("operator") or "")
         return name if name not in ("", self._own) and self._lives(name) else ""
 
-    def claim(self, service: Object) -> Object:
-        """The service once it is ours. Raises KubeError, status 409: somebody was faster."""
-        if (service.get("status") or {}).get("operator") == self._own:
+    def claim(self, service: Object, *, known: bool = False) -> Object:
+        """The service once it is ours. Raises KubeError, status 409: somebody was faster.
+
+        `known`: it was ours. Should its status have been wiped, the next one says so again.
+        """
+        named = (service.get("status") or {}).get("operator")
+        if named == self._own or (known and not named):
             return service
         meta = service["metadata"]
         body = {

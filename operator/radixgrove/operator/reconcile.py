@@ -113,7 +113,7 @@ class Reconciler:
             self._leave(body, holder)
             return _ELSEWHERE_EVERY
         self._elsewhere.pop(key, None)
-        look = self._begin(self._ownership.claim(body))
+        look = self._begin(self._ownership.claim(body, known=key in self._serving))
         if look is None:
             return None
         self._observe(look)
