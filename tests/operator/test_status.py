@@ -444,6 +444,16 @@ def test_a_pods_restarts_and_last_words_are_those_of_its_worker() -> None:
     assert (found.reason, found.message) == ("EngineFailed", "llama-0-a1-1: CUDA out of memory")
 
 
+def test_a_start_ends_when_its_probe_has_passed() -> None:
+    running = {"running": {"startedAt": "2026-01-01T00:46:00Z"}}
+    passed = pod_of(pod_object(containerStatuses=[container(state=running, started=True)]))
+    loading = pod_of(pod_object(containerStatuses=[container(state=running, started=False)]))
+    assert (passed.started_at, loading.started_at) == (
+        None,
+        clock.from_text("2026-01-01T00:46:00Z"),
+    )
+
+
 @pytest.mark.parametrize("key", ["initContainerStatuses", "containerStatuses"])
 def test_whichever_container_does_not_start_is_told(key: str) -> None:
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "back-off"}}

@@ -24,7 +24,7 @@ class Pod:
     deleted_at: float | None = None  # when its grace ends, once it is being deleted
     unschedulable: str = ""  # the scheduler's words
     waiting: tuple[str, str] = ("", "")  # reason and message of a container that does not start
-    started_at: float | None = None  # its worker container, as it runs now
+    started_at: float | None = None  # its worker container, as long as its start lasts
     exited: str = ""  # last words of the container's previous run
     ran: float = 0.0  # seconds that run took
     address: str = ""
@@ -151,7 +151,7 @@ def pod_of(pod: Object) -> Pod:
         deleted_at=clock.from_text(meta.get("deletionTimestamp")),
         unschedulable=scheduled.get("message", "") if scheduled.get("status") == "False" else "",
         waiting=_waiting([*status.get("initContainerStatuses", []), *containers]),
-        started_at=clock.from_text(state.get("running", {}).get("startedAt")),
+        started_at=_start_of(worker),
         exited=ended.get("message", "") or ended.get("reason", ""),
         ran=_length(ended),
         address=status.get("podIP", ""),
@@ -164,6 +164,13 @@ def _waiting(containers: list[Object]) -> tuple[str, str]:
         if waiting and waiting.get("reason") not in ("ContainerCreating", "PodInitializing", None):
             return waiting["reason"], waiting.get("message", "")
     return "", ""
+
+
+def _start_of(worker: Object) -> float | None:
+    """None also once the startup probe has passed."""
+    if worker.get("started"):
+        return None
+    return clock.from_text(worker.get("state", {}).get("running", {}).get("startedAt"))
 
 
 def _length(run: Object) -> float:
