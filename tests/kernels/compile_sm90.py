@@ -196,14 +196,11 @@ def launch_linear(dtype: torch.dtype, hidden: int) -> None:
         linear.skinny(many, weight, silu=True, config=candidate.skinny, workspace=workspace)
 
 
-def launch_products(
-    hidden: int, inner: int, qkv: int, attended: int, vocab: int, *, wide_stream: bool
-) -> None:
+def launch_products(hidden: int, inner: int, qkv: int, attended: int, vocab: int) -> None:
     """Our kernels for a decoder layer and the head, at the token counts that have some."""
 
     def projection(rows: int, columns: int, **options: bool) -> Projection:
-        weight = torch.empty(rows, columns, dtype=torch.bfloat16)
-        return Projection([weight], wide_stream=wide_stream, **options)
+        return Projection([torch.empty(rows, columns, dtype=torch.bfloat16)], **options)
 
     layer = (
         projection(qkv, hidden),
@@ -218,14 +215,12 @@ def launch_products(
     for tokens in (1, 16, 32, 64, 128):
         for kind in layer:
             x = torch.zeros(tokens, kind.weights[0].shape[1], dtype=torch.bfloat16)
-            target = torch.zeros(tokens, kind.outputs, dtype=kind.result_dtype(tokens))
+            target = torch.zeros(tokens, kind.outputs, dtype=kind.result_dtype)
             options: dict[str, Any] = {"norm": x[0], "silu": kind.silu}
             if kind.wide:
                 options["out"] = target
             if kind.residual:
                 options = {"residual": target}
-            else:
-                x = x.to(kind.stream_dtype(tokens))
             for choice in own_candidates(tokens, kind, scratch):
                 multiply(x, kind.weights[0], choice=choice, scratch=scratch, **options)
 
@@ -298,9 +293,8 @@ if __name__ == "__main__":
         launch_decode(16, 8, 128, norm=True)  # Qwen3-0.6B
         launch_decode(32, 8, 128, norm=False)  # Llama-3.1-8B
     elif sys.argv[1:] == ["products"]:
-        for wide in (False, True):
-            launch_products(1024, 3072, 4096, 2048, 151936, wide_stream=wide)  # Qwen3-0.6B
-            launch_products(4096, 14336, 6144, 4096, 128256, wide_stream=wide)  # Llama-3.1-8B
+        launch_products(1024, 3072, 4096, 2048, 151936)  # Qwen3-0.6B
+        launch_products(4096, 14336, 6144, 4096, 128256)  # Llama-3.1-8B
     else:
         launch_all(torch.bfloat16)
         launch_all(torch.float32)

@@ -83,14 +83,13 @@ class TestFile:
         monkeypatch.setattr(cublaslt, "version", lambda: versions["v"])
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names["n"])
 
-        def path(dtype: torch.dtype = torch.bfloat16, *, wide: bool = False) -> Path:
-            return tuning._cache_path(torch.device("cuda", 0), dtype, wide_stream=wide)
+        def path(dtype: torch.dtype = torch.bfloat16) -> Path:
+            return tuning._cache_path(torch.device("cuda", 0), dtype)
 
         first = path()
         assert first.parent == tmp_path
         assert path() == first
         assert path(torch.float16) != first
-        assert path(wide=True) != first
         versions["v"] = 130200
         assert path() != first
         versions["v"], names["n"] = 130100, "H200"
@@ -129,7 +128,7 @@ class TestTune:
 
         monkeypatch.setattr(tuning, "_fastest", fastest)
         monkeypatch.setattr(tuning, "_is_tunable", lambda device, dtype: True)
-        monkeypatch.setattr(tuning, "_cache_path", lambda *_, **__: tmp_path / "linear.json")
+        monkeypatch.setattr(tuning, "_cache_path", lambda *_: tmp_path / "linear.json")
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(LinearTuner, "scratch", lambda self, device: None)
         return measured
@@ -261,29 +260,18 @@ class TestCandidates:
         assert ours(192, silu=True) == []
 
     @pytest.mark.parametrize(
-        ("options", "bucket", "result"),
+        ("options", "result"),
         [
-            ({}, 64, torch.bfloat16),
-            ({"wide": True}, 64, torch.float32),
-            ({"residual": True}, 64, torch.bfloat16),
-            ({"residual": True, "wide_stream": True}, 256, torch.float32),
-            ({"residual": True, "wide_stream": True}, 512, torch.bfloat16),
-            ({"wide_stream": True}, 64, torch.bfloat16),
+            ({}, torch.bfloat16),
+            ({"wide": True}, torch.float32),
+            ({"residual": True}, torch.bfloat16),
         ],
     )
     def test_algorithms_are_asked_for_by_what_they_write(
-        self, options: dict[str, bool], bucket: int, result: torch.dtype, hopper: Any
+        self, options: dict[str, bool], result: torch.dtype, hopper: Any
     ) -> None:
-        assert len(tuning._candidates(bucket, projection(6144, 32, **options), hopper)) >= 3
+        assert len(tuning._candidates(64, projection(6144, 32, **options), hopper)) >= 3
         assert hopper.cublaslt.asked == [result]
-
-    def test_trials_read_and_add_to_the_stream(self, hopper: Any) -> None:
-        norm = tuning._Trial(projection(64, 32, wide_stream=True), 16, hopper)
-        added = tuning._Trial(projection(64, 32, wide_stream=True, residual=True), 16, hopper)
-        many = tuning._Trial(projection(64, 32, wide_stream=True, residual=True), 512, hopper)
-        dtypes = [(t._make_operands()[0].dtype, t._make_operands()[3].dtype) for t in (norm, added)]
-        assert dtypes == [(torch.float32,) * 2, (torch.bfloat16, torch.float32)]
-        assert many._make_operands()[3].dtype == torch.bfloat16
 
     def test_many_tokens_may_leave_the_residual_to_the_norm(self, hopper: Any) -> None:
         found = tuning._candidates(512, projection(64, 32, residual=True), hopper)
@@ -314,7 +302,7 @@ class TestCompiling:
 
         monkeypatch.setattr(tuning, "_submit", submit)
         monkeypatch.setattr(tuning, "_is_tunable", lambda device, dtype: True)
-        monkeypatch.setattr(tuning, "_cache_path", lambda *_, **__: tmp_path / "linear.json")
+        monkeypatch.setattr(tuning, "_cache_path", lambda *_: tmp_path / "linear.json")
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(LinearTuner, "scratch", lambda self, device: hopper)
         return compiled
@@ -348,7 +336,7 @@ def test_compiling_threads_end_even_when_loading_fails(
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(tuning._Trial, "run_once", run_once)
     monkeypatch.setattr(tuning, "_is_tunable", lambda device, dtype: True)
-    monkeypatch.setattr(tuning, "_cache_path", lambda *_, **__: Path("absent"))
+    monkeypatch.setattr(tuning, "_cache_path", lambda *_: Path("absent"))
     monkeypatch.setattr(LinearTuner, "scratch", lambda self, device: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -456,10 +444,7 @@ class TestOnDevice:
         return found
 
     @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-    @pytest.mark.parametrize(
-        "ending",
-        ["plain", "residual", "out", "silu", "wide residual", "wide out", "wide input"],
-    )
+    @pytest.mark.parametrize("ending", ["plain", "residual", "out", "silu", "wide out"])
     @pytest.mark.parametrize("tokens", [1, 16, 96, 200, 512])
     def test_every_candidate_computes_the_product(
         self, tokens: int, ending: str, captured: bool, scratch: Scratch
@@ -470,11 +455,9 @@ class TestOnDevice:
         x, weight, norm = random(tokens, self.K), random(self.N, self.K) / 32, random(self.K)
         silu = ending == "silu"
         width = self.N // 2 if silu else self.N
-        width_dtype = torch.float32 if ending in ("wide residual", "wide out") else x.dtype
+        dtype = torch.float32 if ending == "wide out" else x.dtype
         name = ending.removeprefix("wide ")
-        start = random(tokens, width).to(width_dtype) if name == "residual" else None
-        if name == "input":
-            x = x.float() * 1.001
+        start = random(tokens, width) if name == "residual" else None
         wide = torch.float64
         exact = linear_reference(
             x.to(wide),
@@ -483,14 +466,9 @@ class TestOnDevice:
             silu=silu,
             residual=None if start is None else start.to(wide),
         )
-        kind = {
-            "silu": silu,
-            "residual": start is not None,
-            "wide": ending == "wide out",
-            "wide_stream": ending in ("wide residual", "wide input"),
-        }
+        kind = {"silu": silu, "residual": start is not None, "wide": ending == "wide out"}
         for choice in self.choices(tokens, scratch, **kind):
-            target = torch.full((tokens, width), float("nan"), dtype=width_dtype, device="cuda")
+            target = torch.full((tokens, width), float("nan"), dtype=dtype, device="cuda")
             options: dict[str, Any] = {"choice": choice, "scratch": scratch, "silu": silu}
             if name in ("residual", "out"):
                 options[name] = target
@@ -511,7 +489,7 @@ class TestOnDevice:
                 restart()
                 graph.replay()
             assert_close(y, exact, 2e-2)
-            assert y.dtype == width_dtype
+            assert y.dtype == dtype
             assert name not in ("residual", "out") or y is target
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -27,17 +27,7 @@ CONFIG_VARIABLE = PREFIX + "CONFIG"
 # Read by the commands that talk to a running cluster; no settings of a part.
 CLIENT_VARIABLES = frozenset({PREFIX + name for name in ("URL", "API_KEY", "MANAGEMENT_URL")})
 # Read by kernels and ranks where they are needed, in programs without settings too.
-ENGINE_VARIABLES = frozenset(
-    {
-        PREFIX + name
-        for name in (
-            "CACHE_DIR",
-            "PDL",
-            "PEER_ALL_REDUCE",
-            "WIDE_STREAM",
-        )
-    }
-)
+ENGINE_VARIABLES = frozenset({PREFIX + name for name in ("CACHE_DIR", "PDL", "PEER_ALL_REDUCE")})
 PARTS: dict[str, type[BaseModel]] = {
     "worker": WorkerSettings,
     "router": RouterSettings,

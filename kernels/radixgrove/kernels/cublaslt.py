@@ -247,12 +247,12 @@ class CublasLt:
         Args:
             x: [T, K] contiguous; weight: [N, K] contiguous; both bfloat16 or both float16.
             config: of `candidates`, for the same N, K and dtypes, and for about as many tokens.
-            residual: [T, N] contiguous, x's dtype or float32, added to, in place, and returned.
-            out: [T, N] contiguous, likewise, where to write without `residual`; allocated when
-                None.
+            residual: [T, N] contiguous, x's dtype, added to, in place, and returned.
+            out: [T, N] contiguous, x's dtype or float32, where to write without `residual`;
+                allocated when None.
 
         Returns:
-            [T, N], x's dtype or that of `residual` or `out`.
+            [T, N], x's dtype or that of `out`.
 
         Raises:
             CublasLtError: the algorithm cannot do that; nothing was written.

@@ -161,23 +161,23 @@ def gemv(
     """`ending(norm(x) @ weight.T + bias)` for one token, summed in float32.
 
     Args:
-        x: [1, K] contiguous, the weight's dtype; with `norm` float32 too.
-        weight: [N, K] contiguous, float32, bfloat16 or float16, or [2 N, K] (gate, then up) with
-            `silu`. bias: [N], not with `silu`.
+        x: [1, K] contiguous, float32, bfloat16 or float16.
+        weight: [N, K] contiguous, or [2 N, K] (gate, then up) with `silu`. bias: [N], not with
+            `silu`.
         norm: [K], weight of an RMSNorm of x with `eps`, applied first.
         silu: SiLU-and-multiply the halves of the product.
-        residual: [1, N], the weight's dtype or float32, added to, in place, and returned.
-        out: where to write without `residual`, the weight's dtype or float32; allocated when None.
+        residual: [1, N], added to, in place, and returned.
+        out: where to write without `residual`, x's dtype or float32; allocated when None.
 
     Returns:
-        [1, N], the weight's dtype or that of `out` or `residual`.
+        [1, N], x's dtype or that of `out`.
     """
     k = x.shape[1]
     n = weight.shape[0] // 2 if silu else weight.shape[0]
     if residual is not None:
         out = residual
     elif out is None:
-        out = torch.empty((1, n), dtype=weight.dtype, device=x.device)
+        out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     config = config or GemvConfig()
     _gemv_kernel[(cdiv(n, config.rows),)](
         x,
@@ -337,7 +337,7 @@ def skinny(
     if residual is not None:
         out = residual
     elif out is None:
-        out = torch.empty((tokens, n), dtype=weight.dtype, device=x.device)
+        out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     k_split = cdiv(cdiv(k, config.splits), config.block_k) * config.block_k
     _skinny_kernel[(cdiv(n, config.block_n), config.splits)](
         x,
@@ -359,7 +359,7 @@ def skinny(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
-        PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         **pdl(x),
     )

@@ -20,7 +20,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `rms_norm`."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).mul_(weight.float()).to(weight.dtype)
+    return (wide * scale).mul_(weight.float()).to(x.dtype)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,17 +55,16 @@ def _rms_norm_kernel(
             residual_ptr + row * hidden + columns, mask=mask, other=0.0
         ).to(tl.float32)
         # The sum is rounded first: what is normalised is what the residual stream carries on.
-        x = total.to(residual_ptr.dtype.element_ty)
+        x = total.to(x.dtype)
         tl.store(residual_ptr + row * hidden + columns, x, mask=mask)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / hidden + eps)
-    normed = (wide * scale * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * hidden + columns, normed, mask=mask)
+    tl.store(out_ptr + row * hidden + columns, (wide * scale * weight).to(x.dtype), mask=mask)
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     tokens, hidden = x.shape
-    out = torch.empty((tokens, hidden), dtype=weight.dtype, device=x.device)
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if tokens:
         block = next_power_of_2(hidden)
         _rms_norm_kernel[(tokens,)](
@@ -89,10 +88,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [T, hidden], rows may be strided, a row contiguous; float32, bfloat16 or float16.
-        weight: [hidden], x's dtype or, of a float32 x, any.
+        weight: [hidden].
 
     Returns:
-        [T, hidden] contiguous, the weight's dtype.
+        [T, hidden] contiguous, x's dtype.
     """
     return _launch(x, None, weight, eps)
 

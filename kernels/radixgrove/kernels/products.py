@@ -107,8 +107,6 @@ def _plain(
             return scratch.cublaslt.matmul(x, weight, choice.cublaslt, residual=residual, out=out)
         except CublasLtError as error:  # this token count is not what the algorithm was chosen at
             log.debug("%dx%d for %d tokens: %s", *weight.shape, x.shape[0], error)
-    if residual is not None and residual.dtype != x.dtype:
-        return torch.addmm(residual, x, weight.t(), residual.dtype, out=residual)
     if residual is not None:
         return torch.addmm(residual, x, weight.t(), out=residual)
     if out is not None and out.dtype != x.dtype:

@@ -7,6 +7,7 @@ tenth of its step.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import cdiv, gdc_launch_dependents, gdc_wait, jit, pdl, tl
@@ -35,7 +36,7 @@ def gather_rows_reference(
     token_ids.copy_(tokens[rows, last])
     slots.copy_(pages[rows, last // page_size].long() * page_size + last % page_size)
     if embedding is not None and hidden is not None:
-        hidden.copy_(embedding.index_select(0, token_ids))
+        torch.index_select(embedding, 0, token_ids, out=hidden)
 
 
 @jit(
@@ -116,7 +117,7 @@ def gather_rows(
         positions, slots: [B] int64, written: the last token's position and place in the pool.
         token_ids: [B] int32, written.
         embedding: [vocabulary, width] contiguous; with `hidden` only.
-        hidden: [B, width] contiguous, written: the last token's embedding; its dtype or wider.
+        hidden: [B, width] contiguous, written: the last token's embedding.
     """
     count = rows.numel()
     if count:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # Token counts that are measured; others take the next larger one's choice.
 BUCKETS = (1, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 # Past this many tokens an addition to the residual costs enough to ask who should do it.
-MANY_TOKENS = 256
+_MANY_TOKENS = 256
 GEMV_CANDIDATES = (
     Choice(gemv=GemvConfig(rows=2, block_k=1024, warps=4)),
     Choice(gemv=GemvConfig(rows=4, block_k=512, warps=4)),
@@ -64,19 +64,13 @@ _Key = tuple[int, int, int, bool]  # token bucket, N, K, silu
 _Shape = tuple[torch.dtype, _Key]
 
 
-def stream_dtype(tokens: int, dtype: torch.dtype, *, wide: bool) -> torch.dtype:
-    """Of the residual stream of a model of `dtype`: where `wide`, float32 for few tokens."""
-    return torch.float32 if wide and tokens <= MANY_TOKENS else dtype
-
-
 @dataclass(frozen=True, slots=True)
 class Projection:
     """A kind of product of the model, as `ops.linear` is asked for it.
 
     `weights`: of several layers, the same shape. `every_token`: it multiplies all tokens of a
     prefill step, not only those that are sampled from. Without `residual` a norm precedes it.
-    `wide`: its output is float32. `wide_stream`: of up to `MANY_TOKENS` tokens the residual stream
-    is, which norms read and products are added to.
+    `wide`: its output is float32.
     """
 
     weights: Sequence[Tensor]
@@ -85,15 +79,9 @@ class Projection:
     biased: bool = False
     every_token: bool = True
     wide: bool = False
-    wide_stream: bool = False
 
-    def stream_dtype(self, tokens: int) -> torch.dtype:
-        return stream_dtype(tokens, self.weights[0].dtype, wide=self.wide_stream)
-
-    def result_dtype(self, tokens: int) -> torch.dtype:
-        """Of what a library's kernel writes."""
-        if self.residual:
-            return self.stream_dtype(tokens)
+    @property
+    def result_dtype(self) -> torch.dtype:
         return torch.float32 if self.wide else self.weights[0].dtype
 
     @property
@@ -148,7 +136,7 @@ class LinearTuner:
         if not _is_tunable(device, dtype):
             yield
             return
-        known = _read(_cache_path(device, dtype, wide_stream=projections[0].wide_stream))
+        known = _read(_cache_path(device, dtype))
         scratch = self.scratch(device)
         jobs: dict[object, tuple[_Trial, Choice]] = {}
         for bucket, projection in _work(projections, max_batch, max_tokens):
@@ -183,7 +171,7 @@ class LinearTuner:
         device, dtype = _place(projections)
         if not _is_tunable(device, dtype):
             return
-        path = _cache_path(device, dtype, wide_stream=projections[0].wide_stream)
+        path = _cache_path(device, dtype)
         known = _read(path)
         before = len(known)
         todo = list(_work(projections, max_batch, max_tokens))
@@ -258,14 +246,14 @@ def _candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[C
     """cuBLAS first, then all that may beat it."""
     library = [CUBLAS]
     if bucket > 1 and not projection.biased and scratch.cublaslt is not None:
-        result = projection.result_dtype(bucket)
+        weight, result = projection.weights[0], projection.result_dtype
         try:
-            found = scratch.cublaslt.candidates(bucket, projection.weights[0], result)
+            found = scratch.cublaslt.candidates(bucket, weight, result)
             library += [Choice(cublaslt=config) for config in found]
         except cublaslt.CublasLtError as error:
             log.debug("no algorithms of cuBLASLt: %s", error)
     deferred = []
-    if bucket > MANY_TOKENS and projection.residual and not projection.biased:
+    if bucket > _MANY_TOKENS and projection.residual and not projection.biased:
         deferred = [replace(choice, deferred=True) for choice in library]
     return library + deferred + own_candidates(bucket, projection, scratch)
 
@@ -297,7 +285,7 @@ class _Trial:
 
     def __init__(self, projection: Projection, tokens: int, scratch: Scratch) -> None:
         weight = projection.weights[0]
-        cold = 2 if tokens > MANY_TOKENS else cdiv(_COLD_BYTES, weight.nbytes)
+        cold = 2 if tokens > _MANY_TOKENS else cdiv(_COLD_BYTES, weight.nbytes)
         self.device = weight.device
         self._projection = projection
         self._tokens = tokens
@@ -308,12 +296,9 @@ class _Trial:
     def _make_operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         weight = self._projection.weights[0]
         rows, columns = weight.shape
-        stream = self._projection.stream_dtype(self._tokens)
-        inputs = weight.dtype if self._projection.residual else stream
-        x = torch.randn(self._tokens, columns, device=self.device).to(inputs)
+        x = torch.randn(self._tokens, columns, device=self.device).to(weight.dtype)
         vector = weight.new_ones(max(rows, columns))  # a norm's weight, or a bias
-        width = rows if self._projection.residual else 0
-        residual = weight.new_zeros(self._tokens, width, dtype=stream)
+        residual = weight.new_zeros(self._tokens, rows if self._projection.residual else 0)
         return x, vector[:columns], vector[:rows], residual
 
     def run(self, choice: Choice) -> None:
@@ -346,7 +331,7 @@ class _Trial:
             add_rms_norm(product(), residual, of_outputs, 1e-6)
         else:
             product(residual=residual)
-            if self._tokens > MANY_TOKENS:
+            if self._tokens > _MANY_TOKENS:
                 rms_norm(residual, of_outputs, 1e-6)
 
 
@@ -462,7 +447,7 @@ def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _cache_path(device: torch.device, dtype: torch.dtype, *, wide_stream: bool) -> Path:
+def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
     import triton
 
     identity = "|".join(
@@ -473,7 +458,6 @@ def _cache_path(device: torch.device, dtype: torch.dtype, *, wide_stream: bool) 
             str(cublaslt.version()),  # algorithms are one version's
             str(dtype),
             repr((_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES)),
-            str(wide_stream),
         )
     )
     name = blake2b(identity.encode(), digest_size=8).hexdigest()

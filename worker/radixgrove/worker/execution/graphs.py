@@ -106,9 +106,8 @@ class DecodeGraphs:
         self._rows32 = self._full(largest, table.dummy_row, torch.int32)
         self._indptr = torch.arange(largest + 1, dtype=torch.int32, device=self._device)
         self._embedding = model.embedding
-        # Of the smallest step, whose elements are the widest: larger ones see it as theirs.
-        shape = (largest * model.config.hidden_size,)
-        self._hidden = torch.empty(shape, dtype=model.stream_dtype(1), device=self._device)
+        shape = (largest, model.config.hidden_size)
+        self._hidden = torch.empty(shape, dtype=model.dtype, device=self._device)
         self._tokens = self._full(largest, 0, torch.int64)
         self._logits = torch.empty(
             (largest, model.config.vocab_size), dtype=model.logits_dtype, device=self._device
@@ -139,11 +138,6 @@ class DecodeGraphs:
         for need in _SAMPLING:
             self._sample[size, need] = record(lambda need=need: self._draw(size, need))  # type: ignore[misc]
 
-    def _embedded(self, size: int) -> Tensor:
-        width = self._model.config.hidden_size
-        hidden = self._hidden.view(self._model.stream_dtype(size))
-        return hidden[: size * width].view(size, width)
-
     def _gather_inputs(self, size: int) -> None:
         table = self._table
         ops.gather_rows(
@@ -158,7 +152,7 @@ class DecodeGraphs:
             token_ids=self._token_ids[:size],
             slots=self._slots[:size],
             embedding=self._embedding,
-            hidden=self._embedded(size),
+            hidden=self._hidden[:size],
         )
 
     def _compute(self, batch: AttentionBatch, size: int) -> None:
@@ -166,7 +160,7 @@ class DecodeGraphs:
             self._token_ids[:size],
             batch,
             self._attention,
-            embedded=None if self._embedding is None else self._embedded(size),
+            embedded=None if self._embedding is None else self._hidden[:size],
         )
         self._model.logits(hidden, out=self._logits[:size])
 

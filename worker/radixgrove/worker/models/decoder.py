@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -84,14 +83,13 @@ class DecoderLayer:
         vectors = (vector.nbytes for vector in self._vectors.values() if vector is not None)
         return sum(linear.prepare(ops) for linear in linears) + sum(vectors)
 
-    def projections(self, others: Sequence[DecoderLayer], *, wide_stream: bool) -> list[Projection]:
+    def projections(self, others: Sequence[DecoderLayer]) -> list[Projection]:
         """For the tuner: this layer's products, with the weights of `others` too."""
-        kind = partial(Linear.projection, wide_stream=wide_stream)
         return [
-            kind(self._qkv, [other._qkv for other in others]),
-            kind(self._output, [other._output for other in others]),
-            kind(self._gate_up, [other._gate_up for other in others], silu=True),
-            kind(self._down, [other._down for other in others]),
+            self._qkv.projection([other._qkv for other in others]),
+            self._output.projection([other._output for other in others]),
+            self._gate_up.projection([other._gate_up for other in others], silu=True),
+            self._down.projection([other._down for other in others]),
         ]
 
     def __call__(
@@ -166,14 +164,9 @@ class Decoder:
     def projections(self) -> list[Projection]:
         """What the tuner measures: each kind of product, over all layers, and the head."""
         first, *others = self._layers
-        wide_stream = self.stream_dtype(1) != self.dtype
-        head = Projection(
-            [self._head.weight],
-            every_token=False,
-            wide=self.logits_dtype != self.dtype,
-            wide_stream=wide_stream,
-        )
-        return [*first.projections(others, wide_stream=wide_stream), head]
+        wide = self.logits_dtype != self.dtype
+        head = Projection([self._head.weight], every_token=False, wide=wide)
+        return [*first.projections(others), head]
 
     def prepare(self) -> None:
         """After loading: bring every weight into the form that the arithmetic wants."""
@@ -201,11 +194,10 @@ class Decoder:
             token_ids: [T] int32 or int64.
             batch: geometry for which `attention.plan` has been called.
             wanted: [S] int64, the positions in the step whose states are wanted; all when None.
-            embedded: [T, hidden] of `stream_dtype`, rows of `embedding` for the tokens, if at hand;
-                overwritten.
+            embedded: [T, hidden], rows of `embedding` for the tokens, if at hand; overwritten.
 
         Returns:
-            [S, hidden] or [T, hidden] of the stream, before the final norm, which `logits` applies.
+            [S, hidden] or [T, hidden], before the final norm, which `logits` applies.
         """
         rotation = self._ops.rotation(self._cos_sin, batch.positions, self.dtype)
         context = StepContext(
@@ -213,7 +205,6 @@ class Decoder:
         )
         if embedded is None:
             embedded = self._embedding.embed(token_ids, context)
-            embedded = embedded.to(self.stream_dtype(token_ids.shape[0]))
         stream = ResidualStream(embedded)
         for layer in self._layers[:-1]:
             layer(stream, context)
@@ -224,12 +215,6 @@ class Decoder:
     def embedding(self) -> Tensor | None:
         """The embeddings of all tokens, [vocab_size, hidden]; None where ranks share them."""
         return self._embedding.weight if self.group.size == 1 else None
-
-    def stream_dtype(self, tokens: int) -> torch.dtype:
-        """Of the residual stream of a step of so many tokens."""
-        if self.group.size > 1:  # their sums are exchanged in the model's own
-            return self.dtype
-        return self._ops.stream_dtype(tokens, self.dtype)
 
     @property
     def logits_dtype(self) -> torch.dtype:

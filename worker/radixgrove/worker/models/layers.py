@@ -143,9 +143,7 @@ class Linear:
             return False
         return context.ops.defers_residual(tokens, self.weight)
 
-    def projection(
-        self, others: Sequence[Linear], *, wide_stream: bool, silu: bool = False
-    ) -> Projection:
+    def projection(self, others: Sequence[Linear], *, silu: bool = False) -> Projection:
         """For the tuner, with `others`, the same in other layers; `silu` is as it is called with.
 
         With a bias, SiLU is a kernel of its own.
@@ -155,13 +153,11 @@ class Linear:
             silu=silu and self.bias is None,
             residual=self._row_parallel,
             biased=self.bias is not None,
-            wide_stream=wide_stream,
         )
 
 
 class ResidualStream:
-    """[T, hidden], of a dtype of its own: norms of it go into a layer's products, whose results
-    are added to it.
+    """[T, hidden]: norms of it go into a layer's products, whose results are added to it.
 
     An addition may be left to the norm after it, which reads the stream anyhow: with many tokens
     that can cost less than adding at the end of the product.

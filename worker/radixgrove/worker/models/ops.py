@@ -6,7 +6,6 @@ calls are made and what each allocates.
 
 from __future__ import annotations
 
-import os
 from typing import Protocol
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from radixgrove.kernels import ops as kernels
-from radixgrove.kernels import tuning
 
 Rotation = tuple[Tensor, Tensor]
 _MKLDNN = torch.ops.mkldnn
@@ -50,18 +48,13 @@ class Ops(Protocol):
         """`residual += silu_and_mul(rms_norm(x) @ weight.T + bias)`, each part optional.
 
         Args:
-            x: [T, K], the weight's dtype, or with `norm` that of the residual stream.
-            weight: [N, K] ([2 N, K], gate first, with `silu`). bias: [N].
-            residual: [T, N], of the stream's dtype; its memory may be used for the result.
+            x: [T, K]. weight: [N, K] ([2 N, K], gate first, with `silu`). bias: [N].
+            residual: [T, N]; its memory may be used for the result.
         """
         ...
 
     def defers_residual(self, tokens: int, weight: Tensor) -> bool:
         """Whether `linear` without its residual, then `add_rms_norm`, is the faster way."""
-        ...
-
-    def stream_dtype(self, tokens: int, dtype: torch.dtype) -> torch.dtype:
-        """Of the residual stream of so many tokens, in a model of `dtype`."""
         ...
 
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -146,9 +139,6 @@ class TorchOps:
     def defers_residual(self, tokens: int, weight: Tensor) -> bool:
         return False
 
-    def stream_dtype(self, tokens: int, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
@@ -232,15 +222,7 @@ class CpuOps(TorchOps):
 
 
 class KernelOps:
-    """`radixgrove.kernels`: Triton on CUDA.
-
-    `RADIXGROVE_WIDE_STREAM=1`: the residual stream of few tokens is float32. It is rounded twice a
-    layer otherwise, which makes most of what sets decoding apart from prefill; of many tokens it
-    would cost too much to move.
-    """
-
-    def __init__(self) -> None:
-        self._wide_stream = os.environ.get("RADIXGROVE_WIDE_STREAM") == "1"
+    """`radixgrove.kernels`: Triton on CUDA."""
 
     def prepare(self, weight: Tensor) -> Tensor:
         return weight
@@ -264,9 +246,6 @@ class KernelOps:
 
     def defers_residual(self, tokens: int, weight: Tensor) -> bool:
         return kernels.defers_residual(tokens, weight)
-
-    def stream_dtype(self, tokens: int, dtype: torch.dtype) -> torch.dtype:
-        return tuning.stream_dtype(tokens, dtype, wide=self._wide_stream)
 
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """float32: two logits of 16 differ by a whole eighth in bfloat16, which alone would set
