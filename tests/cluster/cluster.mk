@@ -13,7 +13,7 @@ CLUSTER := $(CLUSTER_PYTHON) -m tests.cluster.harness
 cluster-build: ## build the programs of Kubernetes into the user's cache (cold: about 13 minutes)
 	$(CLUSTER) build
 
-cluster-prepare: ## install the Debian packages that nodes need (as root)
+cluster-prepare: ## install the Debian packages that nodes need (as root), compile bytecode
 	$(CLUSTER) prepare
 
 cluster-up: cluster-prepare ## start a two-node cluster that goes on until cluster-down

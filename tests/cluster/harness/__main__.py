@@ -26,7 +26,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     builder = commands.add_parser("build", help="build the programs of Kubernetes into the cache")
     builder.add_argument("--jobs", type=int, help="how many packages to compile at a time")
-    commands.add_parser("prepare", help="install the Debian packages that nodes need (as root)")
+    commands.add_parser(
+        "prepare", help="install the Debian packages that nodes need (as root); compile bytecode"
+    )
     up = commands.add_parser("up", help="start a cluster that goes on until `down`")
     up.add_argument("--nodes", type=int, default=2)
     commands.add_parser("down", help="end all clusters that have no living owner")
@@ -40,6 +42,7 @@ def _run(arguments: argparse.Namespace) -> None:
             print(build.ensure(jobs=arguments.jobs))
         case "prepare":
             prepare.install()
+            prepare.compile_bytecode()
         case "up":
             cluster = Cluster(nodes=arguments.nodes)
             cluster.start()
