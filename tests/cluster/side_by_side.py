@@ -14,8 +14,11 @@ _GROUPS = {
     "tests/cluster/test_rollout.py": "load",
     "tests/cluster/test_upgrade.py": "load",
     "tests/cluster/test_groups.py": "groups",
-    "tests/cluster/test_node_loss.py": "groups",
+    "tests/cluster/test_node_loss.py": "node loss",
     "tests/cluster/": "nodes",
+    "tests/operator/test_operator_life.py": "operator's life",
+    "tests/operator/test_rbac.py": "operator's life",
+    "tests/operator/test_scale.py": "scale",
     "tests/operator/": "operator",
 }
 

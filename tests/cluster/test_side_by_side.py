@@ -48,8 +48,8 @@ def test_groups_stay_together_and_in_order(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "tests" / "cluster"
     folder.mkdir(parents=True)
     (tmp_path / "conftest.py").write_text(_CONFTEST)
-    load, groups = ["test_autoscale", "test_rollout"], ["test_groups", "test_node_loss"]
-    for name in [*load, *groups]:
+    load, nodes = ["test_autoscale", "test_rollout"], ["test_cluster", "test_policies"]
+    for name in [*load, *nodes]:
         (folder / f"{name}.py").write_text(_TESTS.format(log=str(log), name=name))
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "xdist.plugin", f"--rootdir={tmp_path}",
@@ -58,7 +58,7 @@ def test_groups_stay_together_and_in_order(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(_ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
     ran = [line.split() for line in log.read_text().splitlines()]
-    for group in (load, groups):
+    for group in (load, nodes):
         lines = [(worker, name) for worker, name in ran if name in group]
         assert len({worker for worker, _ in lines}) == 1
         assert [name for _, name in lines] == [name for name in group for _ in range(3)]
