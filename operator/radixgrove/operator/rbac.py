@@ -64,11 +64,11 @@ PERMISSIONS = (
     Permission(Scope.OWN, "apps", "deployments", ("get",), (OWNER,), "owner of the keys"),
     Permission(Scope.OWN, "coordination.k8s.io", "leases", ("create",), why="leader election"),
     Permission(
-        Scope.OWN, "coordination.k8s.io", "leases", ("get", "update"), (LEASE,), "leader election"
+        Scope.OWN, "coordination.k8s.io", "leases", ("update",), (LEASE,), "leader election"
     ),
     Permission(Scope.CLUSTER, "", "nodes", ("list", "watch"), why="lost nodes"),
     Permission(
-        Scope.CLUSTER, "coordination.k8s.io", "leases", ("get",), why="do other operators live"
+        Scope.CLUSTER, "coordination.k8s.io", "leases", ("get",), why="does any operator live"
     ),
 )
 
