@@ -340,17 +340,17 @@ def test_our_decode_takes_projections_of_few_rows(
 ) -> None:
     lengths = [1 + 5 * index % 37 for index in range(rows)]
     kv = PagedKv.random(
-        lengths, page_size=16, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device
+        lengths, page_size=16, kv_heads=1, head_dim=64, dtype=torch.bfloat16, device=device
     )
     pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
-    backend = make_backend(backend_name, pool, 4)
+    backend = make_backend(backend_name, pool, 2)
     backend.prepare_capture(rows, kv.page_table.shape[1])
-    step = Step(kv, [], rows, 4)
+    step = Step(kv, [], rows, 2)
     for captured in (False, True):
         step.check(backend, pool, captured=captured)
         assert backend.takes_qkv is takes
     two = PagedKv(kv.pages, kv.rows[:2], kv.kv_lens[:2], kv.page_table)
-    backend.plan_captured(Step(two, [], 2, 4).batch, rows)
+    backend.plan_captured(Step(two, [], 2, 2).batch, rows)
     assert backend.takes_qkv is takes, "a graph's size decides, not how many of its rows are real"
 
 
