@@ -8,7 +8,7 @@ CLUSTER_TESTS ?=
 SIDE_BY_SIDE ?= -n 2 --dist loadscope --no-loadscope-reorder
 CLUSTER := $(CLUSTER_PYTHON) -m tests.cluster.harness
 
-.PHONY: cluster-build cluster-prepare cluster-up cluster-down test-cluster test-cluster-slow demo-cluster
+.PHONY: cluster-build cluster-prepare cluster-up cluster-down test-cluster test-cluster-rights test-cluster-slow demo-cluster
 
 cluster-build: ## build the programs of Kubernetes into the user's cache (cold: about 13 minutes)
 	$(CLUSTER) build
@@ -25,7 +25,10 @@ cluster-down: ## end clusters, and remove whatever killed ones have left
 test-cluster: cluster-build cluster-prepare ## run the tests that need a real Kubernetes (all but the slow ones)
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and not slow" $(SIDE_BY_SIDE) $(CLUSTER_TESTS)
 
-test-cluster-slow: cluster-build cluster-prepare ## the slow ones: every RBAC verb, and the worker's image, which has CUDA
+test-cluster-rights: cluster-build cluster-prepare ## take every right from the operator in turn; uninstall the chart
+	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" $(SIDE_BY_SIDE) tests/operator/test_rbac.py tests/cluster/test_upgrade.py
+
+test-cluster-slow: cluster-build cluster-prepare ## all of the slow ones: those, the demonstration, the worker's image, which has CUDA
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" -o timeout=1800
 
 demo-cluster: cluster-prepare ## a cluster, the chart, the demo model and one question; until Ctrl-C
