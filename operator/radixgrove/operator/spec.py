@@ -62,9 +62,13 @@ class CacheSpec(SpecModel):
     """The claim that keeps the downloaded model."""
 
     size: Quantity | None = Field(None, description="Size of the claim; the chart's by default.")
-    storage_class: ObjectName | None = Field(None, description="Storage class of the claim.")
+    storage_class: ObjectName | None = Field(
+        None, description="Storage class of the claim; the chart's by default."
+    )
     access_mode: AccessMode | None = Field(
-        None, description="ReadWriteMany is needed as soon as pods on two nodes read it."
+        None,
+        description="ReadWriteMany is needed as soon as pods on two nodes read it; the chart's by "
+        "default.",
     )
     retain: bool = Field(False, description="Keep the claim when its last user is deleted.")
 
@@ -233,10 +237,15 @@ class Recovery(SpecModel):
         RecoveryPolicy.RECREATE_GROUP, description="None keeps a failed group for diagnosis."
     )
     max_restarts: int = Field(
-        10, description="Failures in a row before a group is left failed.", ge=0, le=1000
+        10,
+        description="Failures in a row that are tolerated; with one more a group is left failed.",
+        ge=0,
+        le=1000,
     )
     backoff: Duration = Field(
-        "10s", description="Wait before the second attempt, doubled each time, at most 5 minutes."
+        "10s",
+        description="Wait after the second failure in a row, doubled with each further one, at "
+        "most 5 minutes. After the first there is none.",
     )
     stable_after: Duration = Field(
         "10m", description="A group ready this long has its failures forgotten."
@@ -332,7 +341,9 @@ class InferenceServiceSpec(SpecModel):
         1, description="Worker groups; its writer is the scale subresource.", ge=0, le=MAX_GROUPS
     )
     autoscaling: Autoscaling | None = Field(None, description="Built-in autoscaler; off if absent.")
-    engine: Engine = Field(Engine(), description="Settings of the worker.")
+    engine: Engine = Field(
+        Engine(), description="Settings of the worker; what is absent is the worker's own default."
+    )
     startup: Startup = Field(Startup(), description="How long a start may take.")
     recovery: Recovery = Field(Recovery(), description="What a lost pod means.")
     rollout: Rollout = Field(Rollout(), description="How a new revision comes in.")
