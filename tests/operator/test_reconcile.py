@@ -10,7 +10,7 @@ import pytest
 from memory_kube import MemoryKube, node
 from operator_builders import CONFIG
 
-from radixgrove.operator import names, ownership
+from radixgrove.operator import names, renewals
 from radixgrove.operator.keys import Keys
 from radixgrove.operator.kube import KubeError
 from radixgrove.operator.observe import Pod
@@ -295,7 +295,7 @@ def test_an_installation_lives_as_long_as_its_lease_is_renewed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(ownership, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(renewals, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     operator = looked_after_by_another()
     for turn in range(1, 4):
         operator.look()

@@ -19,6 +19,7 @@ from radixgrove.operator import clock, metrics
 from radixgrove.operator.config import OperatorConfig
 from radixgrove.operator.installation import owners
 from radixgrove.operator.kube import Kube, KubeError, NotLeading
+from radixgrove.operator.renewals import Renewals
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,7 @@ class LeaderElection:
         self._identity = f"{pod}/{own}" if pod else f"{socket.gethostname()}-{own}"
         self._settings = config.election
         self._valid_until = 0.0  # monotonic; of the last renewal, counted from before its request
-        self._observed: tuple[str, str] = ("", "")  # holder and renewTime as last seen
-        self._observed_at = 0.0
+        self._renewals = Renewals(self._settings.duration)
         self.stopping = threading.Event()
 
     def may_write(self, seconds: float) -> bool:
@@ -84,8 +84,7 @@ class LeaderElection:
                 made = self._lease(transitions=0)
                 made["metadata"]["ownerReferences"] = owners(kube, self._config)
                 kube.create(made)
-            elif self._is_mine(lease) or self._is_of_my_pod(lease) or self._has_expired(lease):
-                spec = lease.get("spec") or {}
+            elif self._may_take(spec := lease.get("spec") or {}):
                 mine = spec.get("holderIdentity") == self._identity
                 transitions = int(spec.get("leaseTransitions") or 0) + (0 if mine else 1)
                 renewed = self._lease(transitions)
@@ -98,27 +97,12 @@ class LeaderElection:
             return
         self._valid_until = before + self._settings.duration
 
-    def _is_mine(self, lease: dict[str, object]) -> bool:
-        spec = lease.get("spec")
-        return isinstance(spec, dict) and spec.get("holderIdentity") == self._identity
-
-    def _is_of_my_pod(self, lease: dict[str, object]) -> bool:
-        spec = lease.get("spec")
-        holder = spec.get("holderIdentity") if isinstance(spec, dict) else None
-        return bool(self._pod) and str(holder).startswith(f"{self._pod}/")
-
-    def _has_expired(self, lease: dict[str, object]) -> bool:
-        """By this machine's clock alone: nothing changed for a whole duration."""
-        spec = lease.get("spec")
-        if not isinstance(spec, dict):
-            return True  # of nobody
-        seen = (str(spec.get("holderIdentity") or ""), str(spec.get("renewTime") or ""))
-        if not seen[0]:
+    def _may_take(self, spec: dict[str, Any]) -> bool:
+        """Whether the lease is ours, of nobody, or of a process that has ended or is silent."""
+        holder = str(spec.get("holderIdentity") or "")
+        if holder in ("", self._identity) or (self._pod and holder.startswith(f"{self._pod}/")):
             return True
-        if seen != self._observed:
-            self._observed, self._observed_at = seen, time.monotonic()
-        duration = float(spec.get("leaseDurationSeconds") or self._settings.duration)
-        return time.monotonic() - self._observed_at > duration
+        return self._renewals.are_overdue(self._settings.lease, spec)
 
     def _lease(self, transitions: int, holder: str | None = None) -> dict[str, Any]:
         now = clock.to_text(time.time()).replace("Z", "000Z")  # MicroTime
@@ -138,8 +122,9 @@ class LeaderElection:
         """The next one need not wait."""
         try:
             lease = kube.get("Lease", self._namespace, self._settings.lease)
-            if lease is not None and self._is_mine(lease):
-                transitions = int(lease["spec"].get("leaseTransitions", 0))
+            spec = (lease or {}).get("spec") or {}
+            if lease is not None and spec.get("holderIdentity") == self._identity:
+                transitions = int(spec.get("leaseTransitions") or 0)
                 released = self._lease(transitions, holder="")
                 released["metadata"] = lease["metadata"]
                 kube.replace(released)

@@ -1,19 +1,17 @@
 """Which installation looks after a service that several can see.
 
 The first one writes its name into the service's status, and the others leave the service alone as
-long as that one's leader renews its Lease. By this machine's clock alone: a Lease that changed
-within its own duration is renewed.
+long as that one's leader renews its Lease.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 from radixgrove.operator import names
 from radixgrove.operator.config import OperatorConfig
 from radixgrove.operator.kube import Kube
+from radixgrove.operator.renewals import Renewals
 
 Object = dict[str, Any]
 
@@ -24,9 +22,7 @@ class Ownership:
     def __init__(self, kube: Kube, config: OperatorConfig) -> None:
         self._kube = kube
         self._own = config.installation
-        self._duration = config.election.duration
-        self._lock = threading.Lock()
-        self._observed: dict[str, tuple[str, float]] = {}  # last renewal of others, and seen when
+        self._renewals = Renewals(config.election.duration)  # of other installations
 
     def holder(self, service: Object) -> str:
         """The other installation that looks after it; "" when this one may."""
@@ -51,13 +47,5 @@ class Ownership:
     def _lives(self, installation: str) -> bool:
         namespace, _, lease_name = installation.partition("/")
         lease = self._kube.get("Lease", namespace, lease_name) if lease_name else None
-        spec = (lease or {}).get("spec")
-        if not spec:
-            return False
-        renewed, now = str(spec.get("renewTime") or ""), time.monotonic()
-        duration = float(spec.get("leaseDurationSeconds") or self._duration)
-        with self._lock:
-            before = self._observed.get(installation)
-            if before is None or before[0] != renewed:
-                self._observed[installation] = before = (renewed, now)
-        return now - before[1] <= duration
+        spec = (lease or {}).get("spec") or {}
+        return bool(spec) and not self._renewals.are_overdue(installation, spec)
