@@ -34,6 +34,11 @@ def ready(resource: dict[str, Any]) -> bool:
     )
 
 
+def wait_ready(plane: ControlPlane, name: str, namespace: str) -> dict[str, Any]:
+    """The service, once it is `ready`."""
+    return plane.kubectl.wait_for(RGSVC, name, "-n", namespace, that=ready, what="is ready")
+
+
 def reason(resource: dict[str, Any], kind: str = "Ready") -> str:
     conditions = resource.get("status", {}).get("conditions", [])
     return next((c["reason"] for c in conditions if c["type"] == kind), "")

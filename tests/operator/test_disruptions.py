@@ -6,7 +6,7 @@ import json
 
 import pytest
 from operator_process import OperatorProcess
-from resources import RGSVC, ready, service
+from resources import RGSVC, ready, service, wait_ready
 
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kubectl import KubectlError
@@ -21,7 +21,7 @@ def test_pods_that_are_not_ready_may_be_evicted_although_too_few_are(
 ) -> None:
     late = {"metadata": {"annotations": {LATE: "true"}}}
     plane.kubectl.apply(service("llama", namespace, replicas=2, podOverrides=late))
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "llama", namespace)
     first, second = "llama-0-a1-0", "llama-1-a2-0"
     uid = plane.kubectl.json("get", "pod", first, "-n", namespace)["metadata"]["uid"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from operator_process import OperatorProcess, RedisServer
-from resources import RGSVC, ready, reason, service, sets, table, told
+from resources import RGSVC, ready, reason, service, sets, table, told, wait_ready
 
 from radixgrove.operator import names
 from radixgrove.protocol.modeltable import Demand, demand_field, demand_key
@@ -25,7 +25,7 @@ def test_a_service_becomes_ready_and_routers_learn_of_it(
     plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str
 ) -> None:
     plane.kubectl.apply(service("llama", namespace, replicas=2, hardware={"gpusPerNode": 8}))
-    seen = plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    seen = wait_ready(plane, "llama", namespace)
     assert seen["status"]["summary"] == "2/2"
     assert seen["status"]["parallelism"]["tp"] == 8
     assert sets(plane, namespace) == ["llama-0-a1", "llama-1-a2"]
@@ -43,7 +43,7 @@ def test_deleting_a_service_leaves_nothing(
     plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str
 ) -> None:
     plane.kubectl.apply(service("llama", namespace, router={"dedicated": True}))
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "llama", namespace)
     plane.kubectl.delete(RGSVC, "llama", "-n", namespace)
     kinds = "statefulsets,deployments,pods,services,configmaps,pdb,networkpolicies,secrets"
 
@@ -61,11 +61,11 @@ def test_a_lost_pod_recreates_its_whole_group_once(
     plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str
 ) -> None:
     plane.kubectl.apply(service("big", namespace, hardware={"nodes": 2, "gpusPerNode": 8}))
-    plane.kubectl.wait_for(RGSVC, "big", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "big", namespace)
     assert sets(plane, namespace) == ["big-0-a1"]
     plane.kubectl.delete("pod", "big-0-a1-1", "-n", namespace, "--grace-period=0", "--force")
     wait_until(lambda: sets(plane, namespace) == ["big-0-a2"], "the next attempt")
-    seen = plane.kubectl.wait_for(RGSVC, "big", "-n", namespace, that=ready, what="is ready")
+    seen = wait_ready(plane, "big", namespace)
     assert [group["restarts"] for group in seen["status"]["groups"]] == [1]
     wait_until(
         lambda: told(redis_server, f"{namespace}.big") == ["big-0-a2-0"], "routers know the next"
@@ -76,7 +76,7 @@ def test_changes_of_scale_recovery_and_router_restart_no_pod(
     plane: ControlPlane, operator: OperatorProcess, namespace: str
 ) -> None:
     plane.kubectl.apply(service("llama", namespace))
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "llama", namespace)
     before = {p["metadata"]["uid"] for p in plane.kubectl.items("pods", "-n", namespace)}
     plane.kubectl.patch(
         RGSVC, "llama", "-n", namespace,
@@ -101,7 +101,7 @@ def test_a_new_revision_rolls_by_whole_groups(
 ) -> None:
     rollout = {"maxUnavailable": 0, "maxSurge": 1}
     plane.kubectl.apply(service("llama", namespace, replicas=2, rollout=rollout))
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "llama", namespace)
     plane.kubectl.patch(
         RGSVC, "llama", "-n", namespace, body={"spec": {"engine": {"pageSize": 32}}}
     )
@@ -193,7 +193,7 @@ def test_the_older_of_two_services_keeps_a_model_name(
 ) -> None:
     model = {"source": "pvc://models/demo", "name": f"Llama-{namespace}"}
     plane.kubectl.apply(service("first", namespace, model=model))
-    plane.kubectl.wait_for(RGSVC, "first", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "first", namespace)
     plane.kubectl.apply(service("second", namespace, model=model))
     plane.kubectl.wait_for(
         RGSVC,
@@ -235,7 +235,7 @@ def test_an_override_that_would_be_dropped_or_cannot_be_laid_over_is_named(
     assert words in str(seen["status"]["conditions"])
     body = {"spec": {"podOverrides": None}}
     plane.kubectl.patch(RGSVC, "llama", "-n", namespace, body=body)
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "llama", namespace)
 
 
 def test_evictions_take_one_group_at_a_time(
@@ -246,7 +246,7 @@ def test_evictions_take_one_group_at_a_time(
     plane.kubectl.apply(
         service("llama", namespace, replicas=2, hardware=hardware, podOverrides=late)
     )
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "llama", namespace)
     budget = ("pdb", "llama", "-n", namespace)
     plane.kubectl.wait_for(*budget, that=lets_one_pod_go, what="allows one pod")
 
@@ -264,7 +264,7 @@ def test_evictions_take_one_group_at_a_time(
     with pytest.raises(KubectlError, match="disruption budget"):
         evict(f"{second}-0")
     wait_until(lambda: first not in sets(plane, namespace), "its group is replaced whole")
-    seen = plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    seen = wait_ready(plane, "llama", namespace)
     assert second in sets(plane, namespace)
     assert sum(group["restarts"] for group in seen["status"]["groups"]) == 1
     plane.kubectl.wait_for(*budget, that=lets_one_pod_go, what="allows one again")
@@ -313,7 +313,7 @@ def test_a_bad_update_keeps_the_old_groups_and_a_rollback_heals(
     namespace = restricted
     rollout = {"maxUnavailable": 0, "maxSurge": 1}
     plane.kubectl.apply(service("llama", namespace, replicas=2, rollout=rollout))
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "llama", namespace)
     before = sets(plane, namespace)
     plane.kubectl.patch(
         RGSVC,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from operator_process import ACCOUNT, NAMESPACE, OperatorProcess, RedisServer, install
-from resources import RGSVC, ready, reason, service, sets, table, told
+from resources import RGSVC, ready, reason, service, sets, table, told, wait_ready
 
 from radixgrove.operator import names
 from tests.cluster.harness.audit import Request
@@ -84,7 +84,7 @@ def test_killed_while_rolling_it_ends_the_rollout_after_its_restart(
     rollout = {"maxUnavailable": 0, "maxSurge": 1}
     late = {"metadata": {"annotations": {LATE: "true"}}}
     plane.kubectl.apply(service("llama", namespace, replicas=2, rollout=rollout, podOverrides=late))
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "llama", namespace)
     before = set(sets(plane, namespace))
     patch = {"spec": {"engine": {"pageSize": 32}}}
     plane.kubectl.patch(RGSVC, "llama", "-n", namespace, body=patch)
@@ -96,14 +96,14 @@ def test_killed_while_rolling_it_ends_the_rollout_after_its_restart(
         lambda: len(sets(plane, namespace)) == 2 and not before & set(sets(plane, namespace)),
         "only groups of the new revision are left",
     )
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "llama", namespace)
 
 
 def test_a_pod_replaced_while_it_was_dead_costs_the_whole_group(
     plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str
 ) -> None:
     plane.kubectl.apply(service("big", namespace, hardware={"nodes": 2, "gpusPerNode": 8}))
-    plane.kubectl.wait_for(RGSVC, "big", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "big", namespace)
     operator.kill()
     pod = ("pod", "big-0-a1-1", "-n", namespace)
     lost = plane.kubectl.json("get", *pod)["metadata"]["uid"]
@@ -114,7 +114,7 @@ def test_a_pod_replaced_while_it_was_dead_costs_the_whole_group(
     )  # fmt: skip
     operator.start()
     wait_until(lambda: sets(plane, namespace) == ["big-0-a2"], "the next attempt")
-    seen = plane.kubectl.wait_for(RGSVC, "big", "-n", namespace, that=ready, what="is ready")
+    seen = wait_ready(plane, "big", namespace)
     assert [group["restarts"] for group in seen["status"]["groups"]] == [1]
     wait_until(
         lambda: told(redis_server, f"{namespace}.big") == ["big-0-a2-0"], "routers know the next"
@@ -127,7 +127,7 @@ def test_a_service_deleted_while_it_was_dead_goes_at_once_and_routers_learn_of_i
     plane.kubectl.apply(service("llama", namespace, router={"dedicated": True}))
     plane.kubectl.apply(service("shared", namespace))
     for name in ("llama", "shared"):
-        plane.kubectl.wait_for(RGSVC, name, "-n", namespace, that=ready, what="is ready")
+        wait_ready(plane, name, namespace)
     wait_until(lambda: f"{namespace}.shared" in table(redis_server), "routers know it")
     operator.kill()
     for name in ("llama", "shared"):
@@ -191,7 +191,7 @@ def test_deleted_twice_and_made_again_it_is_served_by_children_of_the_new_one(
         for _ in range(2):
             plane.kubectl.delete(RGSVC, "llama", "-n", namespace, wait=False)
     plane.kubectl.apply(ours)
-    seen = plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    seen = wait_ready(plane, "llama", namespace)
 
     def owners() -> set[str]:
         owned = plane.kubectl.items("statefulsets,pdb,configmaps", "-n", namespace,
@@ -243,7 +243,7 @@ def test_a_bystanders_write_costs_at_most_one_of_ours(
     plane: ControlPlane, operator: OperatorProcess, namespace: str
 ) -> None:
     plane.kubectl.apply(service("llama", namespace))
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "llama", namespace)
     wait_for_rest(plane, namespace)
     plane.kubectl.patch("pdb", "llama", "-n", namespace, body={"spec": {"minAvailable": 7}})
     plane.kubectl.wait_for(
@@ -317,7 +317,7 @@ def test_a_leader_stopped_past_its_lease_writes_nothing_when_it_continues(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     plane.kubectl.apply(service("llama", namespace))
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "llama", namespace)
     operator.signal(signal.SIGSTOP)
     second = OperatorProcess(plane, tmp_path, redis_server.port)
     second.start()
@@ -353,7 +353,7 @@ def test_namespaced_mode_sees_only_its_namespace(
     operator.start()
     try:
         plane.kubectl.apply(service("unseen", other), service("seen", namespace))
-        plane.kubectl.wait_for(RGSVC, "seen", "-n", namespace, that=ready, what="is ready")
+        wait_ready(plane, "seen", namespace)
         assert sets(plane, other) == []
         assert "status" not in plane.kubectl.json("get", RGSVC, "unseen", "-n", other)
     finally:
@@ -371,7 +371,7 @@ def test_a_second_installation_leaves_alone_what_the_first_looks_after_and_says_
     tmp_path: Path,
 ) -> None:  # fmt: skip
     plane.kubectl.apply(service("llama", namespace))
-    plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=ready, what="is ready")
+    wait_ready(plane, "llama", namespace)
     home = f"{namespace}-home"
     install(plane, [namespace], home)
     plane.audit.read()
