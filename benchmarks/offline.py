@@ -27,7 +27,14 @@ from workloads import WORKLOADS, ModelShape, Workload
 
 from radixgrove.protocol.directories import private_directory
 from radixgrove.protocol.sampling import SamplingParams
-from radixgrove.protocol.settings import AttentionBackend, Device, DType, LoadFormat, WorkerSettings
+from radixgrove.protocol.settings import (
+    AttentionBackend,
+    Device,
+    DType,
+    LoadFormat,
+    SchedulePolicy,
+    WorkerSettings,
+)
 from radixgrove.worker.execution.build import build_executor
 from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, Tokens
 from radixgrove.worker.models.config import ModelConfig, load_config
@@ -199,6 +206,7 @@ def make_settings(arguments: argparse.Namespace) -> WorkerSettings:
         "max_running": arguments.max_running,
         "max_step_tokens": arguments.max_step_tokens,
         "max_model_len": arguments.max_model_len,
+        "schedule_policy": SchedulePolicy(arguments.schedule_policy),
         "cuda_graphs": not arguments.eager,
         "overlap": not arguments.no_overlap,
     }
@@ -217,6 +225,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-running", type=int, default=None)
     parser.add_argument("--max-step-tokens", type=int, default=None)
     parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument(
+        "--schedule-policy", default="fcfs", choices=[p.value for p in SchedulePolicy]
+    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--no-overlap", action="store_true", help="one step in flight")
 
@@ -263,6 +274,8 @@ def measure(
         "start_seconds": round(engine.start_seconds, 1),
         "attention_backend": engine.info.attention_backend,
         "dtype": engine.info.dtype,
+        "schedule_policy": engine.scheduler.config.schedule_policy.value,
+        "max_step_tokens": engine.scheduler.config.max_step_tokens,
         "device": engine.info.device,
     }
     row = table_row(

@@ -364,6 +364,27 @@ def test_priority_is_ignored_by_other_policies() -> None:
     assert order_of_admission(harness) == [prompt(0, 6), prompt(1, 6)]
 
 
+def test_longest_output_serves_those_with_most_to_say_first() -> None:
+    harness = served_alone(SchedulePolicy.LONGEST_OUTPUT)
+    for index, most in enumerate((3, 9, 1, 9)):
+        harness.submit(request(f"r{index}", prompt(index, 6), most))
+    harness.run()
+    assert order_of_admission(harness) == [prompt(index, 6) for index in (1, 3, 0, 2)]
+
+
+def test_longest_output_takes_fewer_steps_when_prefill_is_spread_over_decodes() -> None:
+    steps = {}
+    for policy in (SchedulePolicy.FCFS, SchedulePolicy.LONGEST_OUTPUT):
+        harness = Harness(
+            num_pages=256, max_rows=16, max_running=16, schedule_policy=policy, max_step_tokens=20
+        )
+        for index in range(16):
+            harness.submit(request(f"r{index}", prompt(index, 16), 4 + 2 * index))
+        harness.run()
+        steps[policy] = len(harness.plans)
+    assert steps[SchedulePolicy.LONGEST_OUTPUT] <= 34 + 2 < steps[SchedulePolicy.FCFS]
+
+
 def test_under_priority_the_least_important_is_preempted() -> None:
     harness = Harness(
         num_pages=16,

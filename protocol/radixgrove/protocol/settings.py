@@ -43,6 +43,7 @@ class SchedulePolicy(StrEnum):
     FCFS = "fcfs"
     LPM = "lpm"
     DFS_WEIGHT = "dfs-weight"
+    LONGEST_OUTPUT = "longest-output"  # for batch jobs
     PRIORITY = "priority"
 
 
@@ -198,7 +199,10 @@ class WorkerSettings(Settings):
     watermark: float = _field(
         0.02, "Share of pages kept free when admitting, for requests that grow.", ge=0, lt=1
     )
-    schedule_policy: SchedulePolicy = _field(SchedulePolicy.FCFS, "Order of the waiting queue.")
+    schedule_policy: SchedulePolicy = _field(
+        SchedulePolicy.FCFS,
+        "Order of the waiting queue; `longest-output` is for batches that wait as a whole.",
+    )
     eviction_policy: EvictionPolicy = _field(EvictionPolicy.LRU, "Which cached page goes first.")
     sharing: Sharing = _field(Sharing.PRIVATE, "Who may use whose cached prefixes.")
     prefix_cache: bool = _field(True, "Keep finished pages for later requests.")

@@ -38,11 +38,7 @@ class WaitingQueue:
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; left requests stay in it
         self.tokens = 0
         self.prompt_tokens = 0  # of the same requests, whole
-        self._key: Callable[[Request], float] = (
-            (lambda request: request.arrived - request.submit.priority * AGEING_SECONDS)
-            if policy is SchedulePolicy.PRIORITY
-            else (lambda request: request.order)
-        )
+        self._key = _keys(policy)
 
     def __len__(self) -> int:
         """Requests that never ran; only these are bounded and expire."""
@@ -150,3 +146,16 @@ class WaitingQueue:
             return True, weights, request.order
 
         return sorted(self._waiting, key=key)
+
+
+def _keys(policy: SchedulePolicy) -> Callable[[Request], float]:
+    """What the queue is sorted by while it grows; equal ones stay in order of arrival.
+
+    Longest output first is the LPT rule (Graham 1969): when all requests are there at the start,
+    none that has much to say is left over at the end, in steps that read the weights for a few.
+    """
+    if policy is SchedulePolicy.PRIORITY:
+        return lambda request: request.arrived - request.submit.priority * AGEING_SECONDS
+    if policy is SchedulePolicy.LONGEST_OUTPUT:
+        return lambda request: -request.limit
+    return lambda request: request.order
