@@ -287,14 +287,21 @@ class Router(SpecModel):
 
     rules = [
         Rule(
-            rule="self.dedicated || !(has(self.auth) || has(self.policy) || has(self.replicas))",
-            message="auth, policy and replicas belong to a dedicated router",
+            rule="self.dedicated || !(has(self.auth) || has(self.policy) || has(self.replicas) "
+            "|| has(self.settings))",
+            message="auth, policy, replicas and settings belong to a dedicated router",
         ),
     ]
     dedicated: bool = Field(False, description="Run a router for this service alone.")
     replicas: int | None = Field(None, description="Router pods; 2 by default.", ge=1, le=64)
     policy: RoutingPolicy | None = Field(None, description="Placement policy.")
     auth: RouterAuth | None = Field(None, description="API keys.")
+    settings: dict[str, Any] | None = Field(
+        None,
+        description="Any other setting of the router, in the snake_case of its YAML file. Checked "
+        "against the router's own schema; a mistake shows as the reason InvalidRouter.",
+        max_length=64,
+    )
 
 
 class Targets(SpecModel):

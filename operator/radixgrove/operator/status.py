@@ -27,6 +27,8 @@ _CALM = {
     "Resolving", "RollingOut", "ScaledToZero", "Serving", "Settled", "Starting", "Suspended",
 }  # fmt: skip
 
+_FETCHING = {"Resolving", "Downloading"}
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -83,6 +85,7 @@ def compute(facts: Facts, before: InferenceServiceStatus, now: float) -> Inferen
         desired_replicas=desired,
         ready_replicas=len(ready),
         updated_replicas=sum(1 for r in ready if r.revision == facts.target),
+        served=desired > 0 and (before.served or before.ready_replicas > 0 or bool(ready)),
         revision=facts.target or before.revision,
         parallelism=facts.spec.layout,
         model=facts.model.status,
@@ -91,6 +94,31 @@ def compute(facts: Facts, before: InferenceServiceStatus, now: float) -> Inferen
         autoscaling=facts.autoscaling,
         conditions=[_condition(verdict, facts.generation, before, now) for verdict in verdicts],
     )
+
+
+def starting(facts: Facts, now: float) -> int:
+    """Groups on their way to their first readiness, without trouble, in the time they have."""
+    desired = 0 if facts.spec.suspend else facts.spec.replicas
+    records = {record.index: record for record in facts.plan.records}
+    if not facts.model.ready:
+        ready = sum(1 for r in records.values() if r.phase is GroupPhase.READY)
+        return max(desired - ready, 0) if facts.model.reason in _FETCHING else 0
+    groups = {group.index: group for group in facts.groups if not group.draining}
+    return sum(
+        1
+        for record in records.values()
+        if record.phase in (GroupPhase.PENDING, GroupPhase.STARTING)
+        and record.failures == 0
+        and not record.was_ready
+        and _in_time(groups.get(record.index), now)
+    )
+
+
+def _in_time(group: Group | None, now: float) -> bool:
+    if group is None:  # made in this very look
+        return True
+    begins = [pod.started_at or group.created for pod in group.pods if not pod.ready]
+    return problem(group) is None and now < max(begins, default=group.created) + group.startup
 
 
 def _condition(

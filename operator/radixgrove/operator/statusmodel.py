@@ -99,6 +99,7 @@ class InferenceServiceStatus(StatusModel):
     desired_replicas: int = 0
     ready_replicas: int = 0
     updated_replicas: int = 0
+    served: bool = Field(False, description="A group has been ready since groups are wanted.")
     revision: str = Field("", description="Revision being rolled out.", max_length=63)
     parallelism: Parallelism | None = Field(None, description="The parallelism in force.")
     model: ModelStatus = ModelStatus()
