@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from radixgrove.operator import crd, names, rbac
+from radixgrove.operator import crd, metrics, names, rbac
 from radixgrove.operator.config import OperatorConfig
 from radixgrove.protocol.settings import RouterSettings
 from tests.chart import foreign
@@ -368,6 +369,55 @@ def test_dashboard_and_alerts_name_metrics_that_exist() -> None:
         assert f'"{name}"' in sources or f'"{name.removesuffix("_total")}"' in sources, metric
 
 
+def alerts(name: str = "prod") -> dict[str, str]:
+    """Expressions by alert."""
+    objects = render({"monitoring": {"enabled": True, "alerts": True}}, name)
+    rule = next(o for o in objects if o["kind"] == "PrometheusRule")
+    return {r["alert"]: r["expr"] for group in rule["spec"]["groups"] for r in group["rules"]}
+
+
+def test_alerts_ask_for_labels_that_the_operators_metrics_have() -> None:
+    labels = {
+        f"{metric.name}{suffix}": set(collector._labelnames)
+        for collector in metrics.REGISTRY._collector_to_names
+        for metric in collector.collect()
+        for suffix in ("", "_total")
+    }
+    used = 0
+    for alert, expression in alerts().items():
+        for metric, selected in re.findall(
+            r"(radixgrove_operator_\w+)(?:\{([^}]*)\})?", expression
+        ):
+            used += 1
+            matchers = dict(re.findall(r'(\w+)=~?"([^"]*)"', selected))
+            assert set(matchers) <= labels[metric] | {"namespace", "job"}, alert
+            states = set(matchers.get("state", "").split("|")) - {""}
+            assert states <= set(metrics.GROUP_STATES), alert
+    assert used >= 8
+
+
+def test_an_operators_alerts_are_of_its_own_installation() -> None:
+    objects = render({"monitoring": {"enabled": True, "alerts": True}}, "prod")
+    monitor = find(objects, "ServiceMonitor", "prod-radixgrove-operator")
+    service = find(objects, "Service", "prod-radixgrove-operator")
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    assert wanted <= service["metadata"]["labels"].items()
+    assert "jobLabel" not in monitor["spec"], "so that the job is the Service's name"
+    place = (service["metadata"]["namespace"], service["metadata"]["name"])
+    for alert in ("RadixgroveOperatorWithoutLeader", "RadixgroveOperatorErrors"):
+        matchers = dict(re.findall(r'(\w+)="([^"]*)"', alerts("prod")[alert]))
+        assert (matchers["namespace"], matchers["job"]) == place
+    assert "vector(0)" in alerts()["RadixgroveOperatorWithoutLeader"], "also when nobody scrapes it"
+    assert "by (namespace, job)" in alerts()["RadixgroveRouterWithoutRedis"]
+    assert "@" not in "".join(alerts().values())
+
+
+def test_a_service_that_starts_in_time_is_not_down() -> None:
+    expression = alerts()["RadixgroveServiceDown"]
+    excused = expression.partition(" unless on (namespace, service) ")[2]
+    assert excused == "min_over_time(radixgrove_operator_first_start[5m]) == 1"
+
+
 # ---- wrong values --------------------------------------------------------------------------------
 
 
@@ -382,6 +432,11 @@ def test_dashboard_and_alerts_name_metrics_that_exist() -> None:
         ({"operator": {"namespaces": "team-a"}}, "namespaces"),
         ({"redis": {"url": "http://x"}}, "url"),
         ({"modelCache": {"accessMode": "ReadOnly"}}, "accessMode"),
+        ({"router": {"settings": {"retrys": 3}}}, "retrys"),
+        ({"router": {"settings": {"retries": 99}}}, "retries"),
+        ({"router": {"settings": {"log_level": "loud"}}}, "log_level"),
+        ({"router": {"settings": {"policy": "random"}}}, "policy"),
+        ({"router": {"settings": {"redis_url": "redis://x"}}}, "redis_url"),
     ],
     ids=str,
 )
@@ -393,6 +448,78 @@ def test_a_wrong_value_is_refused_by_its_key(values: dict[str, Any], named: str)
 def test_the_chart_passes_lint() -> None:
     result = helm_python.lint(str(CHART))
     assert [m for m in result["messages"] if m["severity"] >= 2] == []
+
+
+def routers_own_schema() -> dict[str, Any]:
+    """JSON schema of `router.settings`: the router's, without what the chart decides."""
+    objects = render({"router": {"auth": {"keysSecret": "keys"}}})
+    file = find(objects, "ConfigMap", "radixgrove-router")["data"]["router.yaml"]
+    pod = find(objects, "Deployment", "radixgrove-router")["spec"]["template"]["spec"]
+    variables = {entry["name"] for entry in pod["containers"][0]["env"]}
+    decided = {name.removeprefix("RADIXGROVE_").lower() for name in variables}
+    decided |= set(yaml.safe_load(file)) - {"log_json", "drain_timeout"}
+    whole = RouterSettings.model_json_schema()
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            name: plain(node, whole["$defs"])
+            for name, node in whole["properties"].items()
+            if name not in decided
+        },
+    }
+
+
+def plain(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Without references, and without what says nothing of a value."""
+    if "$ref" in node:
+        node = definitions[node["$ref"].rsplit("/", 1)[-1]] | node
+    said = {"type", "description", "enum", "items", "minimum", "exclusiveMinimum", "maximum"}
+    return {key: value for key, value in node.items() if key in said}
+
+
+def test_router_settings_are_checked_by_the_routers_own_schema() -> None:
+    """`RADIXGROVE_UPDATE_GOLDEN=1` writes it again."""
+    file = CHART / "values.schema.json"
+    schema = json.loads(file.read_text())
+    router = schema["properties"]["router"]["properties"]
+    if os.environ.get("RADIXGROVE_UPDATE_GOLDEN"):
+        router["settings"] = routers_own_schema()
+        file.write_text(json.dumps(schema, indent=2) + "\n")
+    assert router["settings"] == routers_own_schema()
+    assert {"retries", "queue_timeout", "drain_timeout", "log_level"} <= set(
+        router["settings"]["properties"]
+    )
+
+
+def test_large_numbers_reach_the_router_as_they_were_given() -> None:
+    given = {"max_body_bytes": 1_000_000, "max_queued": 1 << 20, "idle_timeout": 0.5}
+    objects = render({"router": {"settings": given}})
+    text = find(objects, "ConfigMap", "radixgrove-router")["data"]["router.yaml"]
+    settings = RouterSettings.model_validate(yaml.safe_load(text))
+    assert {name: getattr(settings, name) for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("repository", "image"),
+    [
+        ("redis", "registry.example.com/ai/redis"),
+        ("library/redis", "registry.example.com/ai/library/redis"),
+        ("v1.2/redis", "v1.2/redis"),
+        ("mirror.example.com/redis", "mirror.example.com/redis"),
+        ("mirror:5000/redis", "mirror:5000/redis"),
+        ("localhost/redis", "localhost/redis"),
+    ],
+)
+def test_an_image_that_names_its_registry_is_taken_from_there(repository: str, image: str) -> None:
+    values = {"registry": "registry.example.com/ai/", "redis": {"repository": repository}}
+    objects = render({"image": values})
+    (container,) = find(objects, "StatefulSet", "radixgrove-redis")["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert container["image"] == f"{image}:8-bookworm"
+    operator = find(objects, "Deployment", "radixgrove-operator")["spec"]["template"]["spec"]
+    assert operator["containers"][0]["image"].startswith("registry.example.com/ai/radixgrove/")
 
 
 def test_every_value_has_a_schema() -> None:

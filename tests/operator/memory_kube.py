@@ -16,7 +16,8 @@ STARTED = "2026-01-01T00:00:00Z"
 
 
 class MemoryKube(Kube):
-    """Objects by kind, namespace and name. `dropped`: fields of a status that the CRD lacks."""
+    """Objects by kind, namespace and name. `dropped`: fields of a status that the CRD lacks, or
+    `LIST.FIELD` of a list's items."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], Object] = {}
@@ -40,6 +41,9 @@ class MemoryKube(Kube):
 
     def the(self, kind: str, name: str) -> Object:
         return next(thing for thing in self.of(kind) if thing["metadata"]["name"] == name)
+
+    def schema_hash(self) -> str:
+        return str(sorted(self.dropped))
 
     def _request(
         self,
@@ -82,8 +86,11 @@ class MemoryKube(Kube):
             raise KubeError(verb, name, 409, "the object has been modified")
         change = {"status": body["status"]} if sub == "status" else body
         merged = strategic_merge(live, copy.deepcopy(change))
-        for field in self.dropped:
-            merged.get("status", {}).pop(field, None)
+        for dropped in self.dropped:
+            where, _, field = dropped.rpartition(".")
+            status = merged.get("status", {})
+            for item in status.get(where, []) if where else [status]:
+                item.pop(field, None)
         return copy.deepcopy(self.add(merged))
 
     def _note(self, verb: str, kind: str, name: str) -> None:

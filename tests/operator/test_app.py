@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -14,10 +16,11 @@ from memory_kube import MemoryKube
 from operator_builders import CONFIG
 
 from radixgrove.operator import app as module
-from radixgrove.operator import metrics, names
+from radixgrove.operator import health, metrics, names
 from radixgrove.operator.app import App
 from radixgrove.operator.health import HealthServer
-from radixgrove.operator.kube import Kube, NotLeading
+from radixgrove.operator.keys import Keys
+from radixgrove.operator.kube import Kube, KubeError, NotLeading
 from radixgrove.operator.redisside import RedisSide
 
 KEY = ("team-a", "llama")
@@ -99,6 +102,32 @@ def test_a_thread_that_dies_is_told_to_the_liveness_probe(monkeypatch: pytest.Mo
     assert app.trouble() == "the thread autoscaler has ended"
     stopping.set()
     assert app.trouble() == "", "all of them end when the app does"
+
+
+def test_the_keys_are_looked_at_as_long_as_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    kube = MemoryKube()
+    keys = Keys(kube, CONFIG)
+    before = keys.ensure()
+    stands = lambda: ("Secret", CONFIG.namespace, CONFIG.keys_secret) in kube.objects  # noqa: E731
+
+    def removed() -> None:
+        assert stands()
+        del kube.objects["Secret", CONFIG.namespace, CONFIG.keys_secret]
+
+    def refused(*_: Any) -> None:
+        raise KubeError("get", "secrets", 403, "forbidden")
+
+    class Moody(Keys):
+        moods = iter([refused, Keys.keep, Keys.keep])
+
+        def keep(self) -> None:
+            next(self.moods)(self)
+
+    keys.__class__ = Moody
+    App(kube, CONFIG, Turns(nothing, removed, removed))._keep(keys)
+    assert "cannot look after the keys: get secrets: forbidden" in caplog.text
+    assert stands()
+    assert keys.ensure() == Keys(kube, CONFIG).ensure() == before
 
 
 # ---- liveness ------------------------------------------------------------------------------------
@@ -206,6 +235,30 @@ def test_a_loop_or_a_look_that_hangs_is_trouble(monkeypatch: pytest.MonkeyPatch)
     clock[0] += 600
     app.beat()
     assert app.trouble() == "a reconciliation is stuck"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "[::1]"])
+def test_probes_are_answered_on_addresses_of_both_families(address: str) -> None:
+    if address == "[::1]" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with (
+        HealthServer(0, lambda: "") as server,
+        urllib.request.urlopen(f"http://{address}:{server.port}/livez", timeout=5) as said,
+    ):
+        assert said.status == 200
+
+
+def test_probes_are_answered_on_a_host_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(self: Any) -> None:
+        self.socket.close()
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(health._EveryAddress, "server_bind", none)
+    with (
+        HealthServer(0, lambda: "") as server,
+        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/livez", timeout=5) as said,
+    ):
+        assert said.status == 200
 
 
 def test_probes_and_metrics_are_answered_whether_it_leads_or_not() -> None:

@@ -24,14 +24,19 @@ from tests.router.harness import INTERNAL_KEY, SimulatedReplica, completion, eve
 SECRET = "cluster-secret"
 REPLICA = "llama-0-a1-0"
 WANTED = Router.model_validate(
-    {"dedicated": True, "policy": "random", "auth": {"keysSecret": "llama-keys"}}
+    {
+        "dedicated": True,
+        "policy": "random",
+        "auth": {"keysSecret": "llama-keys"},
+        "settings": {"max_body_bytes": 4096},
+    }
 )
 
 
 @pytest.fixture
 def container(redis_server: RedisServer, tmp_path: Path) -> Iterator[str]:
     """The URL of the router, started as its container would be."""
-    pod = router_objects(SERVICE, WANTED, CONFIG)[0]["spec"]["template"]["spec"]
+    pod = router_objects(SERVICE, WANTED, CONFIG, "")[0]["spec"]["template"]["spec"]
     (spec,) = pod["containers"]
     (keys,) = [volume for volume in pod["volumes"] if volume["name"] == "keys"]
     assert keys["secret"]["secretName"] == "llama-keys"
@@ -94,8 +99,8 @@ async def test_it_serves_its_own_model_to_those_with_a_key_and_no_other_service(
 
     async with replica(redis_server), aiohttp.ClientSession() as session:
 
-        async def ask(key: str | None) -> int:
-            body = completion(prompt(1), model="llama")
+        async def ask(key: str | None, **fields: str) -> int:
+            body = completion(prompt(1), model="llama") | fields
             headers = {"authorization": f"Bearer {key}"} if key else {}
             url = f"{container}/v1/completions"
             async with session.post(url, json=body, headers=headers) as response:
@@ -109,6 +114,7 @@ async def test_it_serves_its_own_model_to_those_with_a_key_and_no_other_service(
 
         await eventually(serves, deadline=60, what="the router has its replica")
         assert await ask("her-key") == 200
+        assert await ask("her-key", user="x" * 4096) == 413, "as its settings say"
         assert await ask(None) == 401
         assert await ask("another") == 401
         headers = {"authorization": "Bearer her-key"}

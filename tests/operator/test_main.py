@@ -76,3 +76,13 @@ async def test_it_watches_as_a_user_without_a_name(monkeypatch: pytest.MonkeyPat
     assert made, "kopf got as far as its tasks"
     assert stop.is_set(), "whatever ends the watches ends the operator"
     gc.collect()  # tasks that kopf forgot complain now, not in the middle of another test
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [("", []), ("10.0.0.7", ["10.0.0.7"]), ("fd00::7,10.0.0.7", ["fd00::7", "10.0.0.7"])],
+)
+def test_the_addresses_of_its_own_pod_tell_what_the_cluster_has(
+    text: str, addresses: list[str]
+) -> None:
+    assert main.with_pod_ips(CONFIG, text).pod_ips == addresses

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from memory_kube import MemoryKube, node
+from memory_kube import STARTED, MemoryKube, node
 from operator_builders import CONFIG
 
-from radixgrove.operator import names, renewals
+from radixgrove.operator import metrics, names, renewals
+from radixgrove.operator.config import OperatorConfig
 from radixgrove.operator.keys import Keys
 from radixgrove.operator.kube import KubeError
 from radixgrove.operator.observe import Pod
@@ -59,14 +60,17 @@ class Operator:
         self.kube, self.table, self.probe = MemoryKube(), Table(), Probe()
         self.store = Store()
         self.enqueued: list[Key] = []
-        keys = Keys(self.kube, CONFIG)
-        self._reconciler = Reconciler(
-            self.kube, self.store, keys, cast(RedisSide, self.table),
-            cast(WorkerProbe, self.probe), CONFIG, lambda key: None, self.enqueued.append,
-        )  # fmt: skip
+        self.restart()
         for number in range(4):
             self.node(f"n{number}")
         self.apply(**spec)
+
+    def restart(self, config: OperatorConfig = CONFIG) -> None:
+        """A new process, which reads the installation's keys again."""
+        self._reconciler = Reconciler(
+            self.kube, self.store, Keys(self.kube, config), cast(RedisSide, self.table),
+            cast(WorkerProbe, self.probe), config, lambda key: None, self.enqueued.append,
+        )  # fmt: skip
 
     def apply(self, **spec: Any) -> None:
         wanted = {"model": {"source": "pvc://models/llama"}, **spec}
@@ -85,6 +89,9 @@ class Operator:
         self.store.service_seen(self.resource)
         self._reconciler.reconcile(KEY)
         return list(self.kube.written)
+
+    def gone(self) -> None:
+        self._reconciler.reconcile(KEY)
 
     def settle(self, *nodes: str) -> None:
         for _ in range(4):
@@ -228,6 +235,69 @@ def test_a_service_is_ready_once_routers_know_of_it(monkeypatch: pytest.MonkeyPa
     assert operator.condition() == "True/Serving"
 
 
+# ---- what belongs to the installation ------------------------------------------------------------
+
+PREFIXED = CONFIG.model_copy(
+    update={"redis": CONFIG.redis.model_copy(update={"prefix": "mine"})}
+)  # fmt: skip
+
+
+def change_a_key(kube: MemoryKube) -> None:
+    found = kube.objects["Secret", CONFIG.namespace, CONFIG.keys_secret]
+    found["data"]["internal-key"] = "Y2hhbmdlZA=="
+
+
+@pytest.mark.parametrize("what", ["prefix", "key"])
+def test_what_pods_read_of_the_installation_at_their_start_replaces_groups_once(what: str) -> None:
+    operator = Operator(**DEDICATED)
+    operator.settle("n0")
+    routers = operator.kube.the("Deployment", "llama-router")["spec"]["template"]
+    operator.restart()
+    assert operator.look() == [], "an operator that starts again changes nothing"
+    if what == "key":
+        change_a_key(operator.kube)
+    config = PREFIXED if what == "prefix" else CONFIG
+    operator.restart(config)
+    for _ in range(6):
+        operator.look()
+        for group in operator.kube.of("StatefulSet"):  # drained ones have had their time
+            if names.DRAINING in group["metadata"].get("annotations", {}):
+                group["metadata"]["annotations"][names.DRAINING] = STARTED
+        operator.kube.run_pods("n0")
+    assert operator.sets() == ["llama-0-a2"]
+    assert operator.kube.the("Deployment", "llama-router")["spec"]["template"] != routers
+    assert operator.look() == []
+    operator.restart(config)
+    assert operator.look() == [], "and once is enough"
+
+
+def test_no_group_is_made_for_keys_that_could_not_be_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would start with the old ones, and count as new."""
+    operator = Operator(**DEDICATED, rollout={"maxUnavailable": 0, "maxSurge": 1})
+    operator.settle("n0")
+    router = operator.kube.the("Deployment", "llama-router")["spec"]
+    change_a_key(operator.kube)
+    operator.restart()
+    request = operator.kube._request
+
+    def refused(method: str, verb: str, kind: str, *rest: Any, **more: Any) -> Any:
+        if kind == "Secret" and method == "PATCH":
+            raise KubeError(verb, "secrets", 403, "forbidden")
+        return request(method, verb, kind, *rest, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(operator.kube, "_request", refused)
+        with pytest.raises(Incomplete, match="secrets: forbidden"):
+            operator.look()
+        assert operator.sets() == ["llama-0-a1"]
+        assert operator.kube.the("Deployment", "llama-router")["spec"] == router
+    operator.look()
+    assert operator.sets() == ["llama-0-a1", "llama-1-a2"]
+    assert operator.kube.the("Deployment", "llama-router")["spec"] != router
+
+
 def test_a_copy_of_the_keys_that_somebody_deleted_is_made_again() -> None:
     operator = Operator()
     operator.settle("n0")
@@ -247,6 +317,40 @@ def test_a_status_that_somebody_wiped_is_written_once() -> None:
         assert operator.resource["status"][kept] == before[kept]
     assert operator.look() == []
     assert operator.sets() == ["llama-0-a1"]
+
+
+# ---- what alerts are made of ---------------------------------------------------------------------
+
+
+def measured() -> tuple[float | None, ...]:
+    """Ready, desired and starting groups, and whether it is a first start."""
+    labels = {"namespace": KEY[0], "service": KEY[1]}
+    groups = [
+        metrics.REGISTRY.get_sample_value("radixgrove_operator_groups", labels | {"state": state})
+        for state in ("ready", "desired", "starting")
+    ]
+    return *groups, metrics.REGISTRY.get_sample_value("radixgrove_operator_first_start", labels)
+
+
+def test_a_first_start_is_told_from_a_service_that_is_down() -> None:
+    operator = Operator()
+    operator.look()
+    assert measured() == (0, 1, 1, 1)
+    operator.kube.the("StatefulSet", "llama-0-a1")["metadata"]["creationTimestamp"] = STARTED
+    operator.look()
+    assert measured() == (0, 1, 0, 0), "its time is over"
+    operator.settle("n0")
+    assert measured() == (1, 1, 0, 0)
+    pod = operator.pod("llama-0-a1-0")["status"]
+    pod["conditions"] = [{"type": "Ready", "status": "False"}]
+    operator.look()
+    assert measured() == (0, 1, 0, 0)
+    operator.apply(suspend=True)
+    operator.look()
+    assert measured() == (0, 0, 0, 0)
+    del operator.kube.objects[names.KIND, *KEY]
+    operator.gone()
+    assert measured() == (None,) * 4
 
 
 # ---- beside another installation -----------------------------------------------------------------
@@ -372,6 +476,28 @@ def test_what_keeps_its_own_router_from_starting_is_said() -> None:
     assert words in operator.message()
 
 
+def test_wrong_settings_of_its_router_are_named_and_leave_the_running_one_alone() -> None:
+    wrong = {"router": {"dedicated": True, "settings": {"retrys": 1}}}
+    operator = Operator(**wrong)
+    operator.settle("n0")
+    assert operator.kube.of("Deployment") == []
+    for kind, value in (("Ready", "False"), ("Progressing", "False"), ("Degraded", "True")):
+        assert operator.condition(kind) == f"{value}/InvalidRouter"
+    assert "router.settings.retrys" in operator.message()
+    operator.apply(router={"dedicated": True, "settings": {"retries": 1}})
+    operator.look()
+    router = operator.kube.the("Deployment", "llama-router")
+    router["status"] = {"availableReplicas": 1}
+    operator.settle("n0")
+    assert operator.condition() == "True/Serving"
+    operator.apply(**wrong)
+    operator.look()
+    assert operator.condition() == "True/Serving"
+    assert operator.condition("Degraded") == "True/InvalidRouter"
+    assert operator.kube.the("Deployment", "llama-router")["spec"] == router["spec"]
+    assert operator.look() == []
+
+
 def test_a_router_that_is_not_wanted_any_more_goes() -> None:
     operator = Operator(**DEDICATED)
     operator.settle("n0")
@@ -393,10 +519,40 @@ def test_a_crd_that_drops_parts_of_the_status_is_told_until_it_is_renewed() -> N
     assert operator.enqueued == [KEY], "to say so in the status"
     operator.look()
     assert operator.condition("Degraded") == "True/OutdatedCRD"
-    assert "status.summary" in operator.message("Degraded")
+    for words in ("status.summary", "Helm release that owns", "kubectl apply --server-side"):
+        assert words in operator.message("Degraded")
     operator.kube.dropped = set()
     operator.settle("n0", "n1")
     assert operator.condition("Degraded") == "False/AsExpected"
+
+
+@pytest.mark.parametrize("dropped", ["summary", "served", "groups.avoid", "groups.wasReady"])
+def test_under_a_crd_that_drops_parts_of_the_status_nothing_is_written_at_rest(
+    dropped: str,
+) -> None:
+    operator = Operator()
+    operator.kube.dropped = {dropped}
+    operator.settle("n0", "n1")
+    operator.apply(replicas=2)
+    operator.settle("n0", "n1")
+    operator.restart()
+    operator.settle("n0", "n1")
+    operator.kube.dropped = set()
+    operator.settle("n0", "n1")
+    where, _, field = dropped.rpartition(".")
+    status = operator.resource["status"]
+    assert field in (status[where][0] if where else status)
+    assert operator.condition("Degraded") == "False/AsExpected"
+
+
+def test_what_else_somebody_changes_of_a_status_is_written_again_under_such_a_crd() -> None:
+    operator = Operator()
+    operator.kube.dropped = {"summary"}
+    operator.settle("n0")
+    operator.resource["status"]["url"] = "http://elsewhere"
+    operator.settle("n0")
+    assert operator.resource["status"]["url"] == CONFIG.router.url
+    assert operator.condition("Degraded") == "True/OutdatedCRD"
 
 
 def test_a_spec_of_another_version_is_told_once() -> None:

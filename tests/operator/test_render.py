@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_builders import CONFIG, MODEL, SERVICE, revision, spec
 
+from radixgrove.cli.configuration import EMPTY_FILE, load_environment, resolve
 from radixgrove.operator import names
 from radixgrove.operator.config import NetworkPolicies, PodDefaults
 from radixgrove.operator.fetch import HOPELESS
@@ -59,7 +60,7 @@ def render_all(resource: dict[str, Any]) -> list[dict[str, Any]]:
         group.group_network_policy(service, labels, "set-uid"),
     ]
     if spec.router.dedicated:
-        children += router.router_objects(service, spec.router, CONFIG)
+        children += router.router_objects(service, spec.router, CONFIG, "keys-hash")
     return children
 
 
@@ -149,7 +150,7 @@ def test_chart_wide_defaults_reach_every_child_and_replace_nothing(child: str) -
         "download": models.download_job(
             "model-1", SERVICE, Model(source="hf://org/model"), "c0ffee", config
         ),
-        "router": router.router_objects(SERVICE, Router(dedicated=True), config)[0],
+        "router": router.router_objects(SERVICE, Router(dedicated=True), config, "")[0],
     }[child]
     kubernetes_validate.validate(workload, KUBERNETES, strict=True)
     pod = workload["spec"]["template"]["spec"]
@@ -420,7 +421,7 @@ def test_scrapers_and_the_operator_reach_metrics_and_management_ports() -> None:
 def test_a_dedicated_router_alone_reaches_its_services_workers() -> None:
     policy = policies.worker_network_policy(SERVICE, True, CONFIG)
     (peer,) = policy["spec"]["ingress"][0]["from"]
-    deployment = router.router_objects(SERVICE, Router(dedicated=True), CONFIG)[0]
+    deployment = own_router()
     assert peer == {
         "podSelector": {"matchLabels": deployment["spec"]["template"]["metadata"]["labels"]}
     }
@@ -451,10 +452,84 @@ def test_the_workers_environment_holds_only_settings_the_worker_knows() -> None:
 
 
 def test_a_dedicated_routers_environment_holds_only_settings_the_router_knows() -> None:
-    wanted = Router.model_validate(
-        {"dedicated": True, "policy": "random", "auth": {"keysSecret": "keys"}}
-    )
-    deployment = router.router_objects(SERVICE, wanted, CONFIG)[0]
+    deployment = own_router(policy="random", auth={"keysSecret": "keys"}, settings={"retries": 1})
     for name in environment(deployment["spec"]["template"]["spec"]):
         if name.startswith("RADIXGROVE_"):
             assert name.removeprefix("RADIXGROVE_").lower() in RouterSettings.model_fields
+
+
+# ---- a service's own router ----------------------------------------------------------------------
+
+
+def own_router(keys: str = "", config: Any = CONFIG, **fields: Any) -> dict[str, Any]:
+    """Its Deployment."""
+    wanted = Router.model_validate({"dedicated": True} | fields)
+    return router.router_objects(SERVICE, wanted, config, keys)[0]
+
+
+def test_its_settings_reach_it_in_the_form_it_reads() -> None:
+    given = {
+        "retries": 0,
+        "queue_timeout": 0.5,
+        "reveal_replica": True,
+        "log_json": False,
+        "replicas": ["http://one:1", "http://two:2"],
+        "drain_timeout": 600.0,
+    }
+    pod = own_router(settings=given)["spec"]["template"]["spec"]
+    kubernetes_validate.validate(own_router(settings=given), KUBERNETES, strict=True)
+    resolved = resolve("router", {}, load_environment(environment_of_process(pod)), EMPTY_FILE)
+    assert {name: getattr(resolved.settings, name) for name in given} == given
+    assert pod["terminationGracePeriodSeconds"] >= 610, "its streams get their time"
+
+
+def environment_of_process(pod: dict[str, Any]) -> dict[str, str]:
+    return {name: value or "x" for name, value in environment(pod).items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"retrys": 1}, "router.settings.retrys"),
+        ({"retries": 99}, "router.settings.retries"),
+        ({"redis_url": "redis://x"}, "router.settings.redis_url is set by the operator"),
+        ({"policy": "random"}, "set router.policy instead"),
+        ({"api_keys_file": "/x"}, "set router.auth instead"),
+        ({"replicas": ["http://a,http://b"]}, "comma"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(router.InvalidRouter, match=named):
+        own_router(settings=settings)
+
+
+def test_it_is_replaced_when_the_installations_keys_change() -> None:
+    before, same, after = own_router("one"), own_router("one"), own_router("two")
+    assert before == same
+    assert before["spec"]["template"] != after["spec"]["template"]
+    assert before["spec"]["selector"] == after["spec"]["selector"], "which cannot be changed"
+
+
+# ---- address families ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("addresses", "listens", "host"),
+    [
+        ([], "0.0.0.0", "$(POD_IP)"),
+        (["10.0.0.7"], "0.0.0.0", "$(POD_IP)"),
+        (["10.0.0.7", "fd00::7"], "::", "$(POD_IP)"),
+        (["fd00::7", "10.0.0.7"], "::", "[$(POD_IP)]"),
+        (["fd00::7"], "::", "[$(POD_IP)]"),
+    ],
+)
+def test_workers_listen_where_kubelets_and_routers_ask(
+    addresses: list[str], listens: str, host: str
+) -> None:
+    config = CONFIG.model_copy(update={"pod_ips": addresses})
+    frozen = revision()
+    file = yaml.safe_load(config_map_data(frozen, "team-a.llama", config)["worker.yaml"])
+    assert (file["host"], file["management_host"]) == (listens, listens)
+    pod = group.stateful_set(SERVICE, frozen, 3, 7, config)["spec"]["template"]["spec"]
+    assert environment(pod)["RADIXGROVE_ADVERTISE_URL"] == f"http://{host}:8100"

@@ -10,14 +10,14 @@ import pytest
 from operator_builders import spec
 
 from radixgrove.operator import clock, names
-from radixgrove.operator.diagnosis import pod_problem, problem
+from radixgrove.operator.diagnosis import Problem, pod_problem, problem
 from radixgrove.operator.events import event
 from radixgrove.operator.modelcache import Step
 from radixgrove.operator.observe import Group, Pod, group_of, pod_of
 from radixgrove.operator.plan import Plan
 from radixgrove.operator.revision import InvalidEngine, InvalidOverrides
 from radixgrove.operator.spec import InferenceServiceSpec
-from radixgrove.operator.status import Facts, compute, transitions
+from radixgrove.operator.status import Facts, compute, difference, starting, transitions
 from radixgrove.operator.statusmodel import (
     GroupPhase,
     GroupStatus,
@@ -236,7 +236,11 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
         (facts(WAITING, failures=["patch services: forbidden (403)"]), "RequestRefused", "403"),
         (facts(resource=spec(suspend=True)), "Suspended", "suspend"),
         (facts(resource=spec(replicas=0)), "ScaledToZero", "replicas is 0"),
-        (facts(record(0), router="its own router does not answer"), "RouterNotReady", "router"),
+        (
+            facts(record(0), router=Problem("RouterNotReady", "it starts")),
+            "RouterNotReady",
+            "it starts",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -481,3 +485,61 @@ def test_a_group_that_merely_starts_has_no_problem() -> None:
     assert [pod.name for pod in seen.pods] == ["llama-0-a1-1"]
     assert (seen.placed, seen.ready, seen.startup) == (1, False, 2700.0)
     assert problem(seen) is None
+
+
+def test_a_change_names_what_an_object_loses() -> None:
+    """Or a merge patch would leave it there, and be written for ever."""
+    before = {"autoscaling": {"desired": 1, "lowSince": "x"}, "url": "u", "summary": "1/1"}
+    after = {"autoscaling": {"desired": 1}, "url": "u"}
+    assert difference(before, after) == {
+        "autoscaling": {"desired": 1, "lowSince": None}, "summary": None,
+    }  # fmt: skip
+    assert difference(after, after) == {}
+
+
+# ---- how long a start may last before it is trouble ----------------------------------------------
+
+
+def loading(seconds: float, allowed: float = 1800.0, **fields: Any) -> Group:
+    """One group whose container has run for so long, of the time that its start may take."""
+    made = group_with(node="n0", running=True, started_at=NOW - seconds, **fields)
+    return replace(made, startup=allowed, created=NOW - seconds - 60)
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        (facts(STARTING, groups=[loading(1700)]), 1),
+        (facts(STARTING, groups=[loading(1801)]), 0),
+        (facts(record(0, GroupPhase.PENDING)), 1),  # made at this look
+        (facts(STARTING, groups=[loading(10, restarts=1, exited="out of memory")]), 0),
+        (facts(record(0, GroupPhase.STARTING, failures=1), groups=[loading(10)]), 0),
+        (facts(record(0, GroupPhase.STARTING, was_ready=True), groups=[loading(10)]), 0),
+        (facts(WAITING), 0),
+        (facts(STARTING, groups=[replace(group_with(unschedulable=UNSCHEDULABLE), startup=9)]), 0),
+        # Its pods do not even exist, or wait for an image or a volume: that time counts, too.
+        (facts(STARTING, groups=[replace(group_with(), startup=60.0, created=NOW - 59)]), 1),
+        (facts(STARTING, groups=[replace(group_with(), startup=60.0, created=NOW - 61)]), 0),
+        (facts(record(0)), 0),
+        (facts(record(0), STARTING.model_copy(update={"index": 1})), 1),
+        (facts(resource=spec(replicas=2), model=Step(ModelStatus(), reason="Downloading")), 2),
+        (facts(resource=spec(replicas=2), model=Step(ModelStatus(), reason="NoSpace")), 0),
+        (facts(resource=spec(replicas=0)), 0),
+    ],
+)
+def test_groups_start_without_trouble_only_for_so_long(given: Facts, count: int) -> None:
+    assert starting(given, NOW) == count
+
+
+def test_a_service_has_served_from_its_first_readiness_until_it_is_stopped() -> None:
+    first = compute(facts(STARTING), EMPTY, NOW)
+    ready = compute(facts(record(0)), first, NOW)
+    down = compute(facts(record(0, GroupPhase.STARTING, failures=1)), ready, NOW)
+    stopped = compute(facts(resource=spec(suspend=True)), down, NOW)
+    resumed = compute(facts(STARTING), stopped, NOW)
+    assert [s.served for s in (first, ready, down, stopped, resumed)] == [
+        False, True, True, False, False,
+    ]  # fmt: skip
+    asleep = facts(resource=spec(replicas=0, autoscaling={"min": 0, "max": 2}))
+    woken = compute(facts(STARTING), compute(asleep, ready, NOW), NOW)
+    assert not woken.served

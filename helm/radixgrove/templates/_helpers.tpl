@@ -19,12 +19,16 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 
-{{- /* One image: registry, repository, and a digest or else a tag. */ -}}
+{{- /*
+One image: registry, repository, and a digest or else a tag. A repository whose first part is a host
+(it has a dot or a port, or is localhost) names its registry itself.
+*/ -}}
 {{- define "radixgrove.image" -}}
 {{- $image := index .root.Values.image .name -}}
 {{- $registry := .root.Values.image.registry | trimSuffix "/" -}}
 {{- $path := $image.repository -}}
-{{- if $registry -}}{{- $path = printf "%s/%s" $registry $path -}}{{- end -}}
+{{- $hosted := regexMatch "^(localhost|[^/]*[.:][^/]*)/" $path -}}
+{{- if and $registry (not $hosted) -}}{{- $path = printf "%s/%s" $registry $path -}}{{- end -}}
 {{- if $image.digest -}}
 {{- printf "%s@%s" $path $image.digest -}}
 {{- else -}}
@@ -168,7 +172,7 @@ reconcilers: {{ .Values.operator.reconcilers }}
 {{- end -}}
 
 {{- define "radixgrove.router-config" -}}
-{{- $fixed := dict "host" "0.0.0.0" "port" 8000 "management_host" "0.0.0.0" "management_port" 8001 "processes" .Values.router.processes "policy" .Values.router.policy "model_table" "shared" "redis_prefix" .Values.redis.prefix -}}
+{{- $fixed := dict "host" "::" "port" 8000 "management_host" "::" "management_port" 8001 "processes" .Values.router.processes "policy" .Values.router.policy "model_table" "shared" "redis_prefix" .Values.redis.prefix -}}
 {{- if .Values.router.auth.keysSecret -}}
 {{- $_ := set $fixed "api_keys_file" "/etc/radixgrove-keys/api-keys" -}}
 {{- end -}}

@@ -32,6 +32,7 @@ Object = dict[str, Any]
 
 _GUARD_EVERY = 60.0
 _REWRITE_EVERY = 5.0
+_KEYS_EVERY = 15.0
 _LONGEST_LOOK = 600.0
 _REDIS_TIMEOUT = 3.0
 
@@ -83,6 +84,7 @@ class App:
         self._thread("autoscaler", lambda: autoscaler.run(self._stopping))
         self._thread("model-table", lambda: self._rewrite(redis_side))
         self._thread("watch-guard", self._guard)
+        self._thread("keys", lambda: self._keep(keys))
 
     def stop(self) -> None:
         self._stopping.set()
@@ -213,6 +215,14 @@ class App:
                 logger.warning("model tables are not kept up: Redis: %s", error)
             if self._stopping.wait(_REWRITE_EVERY if kept else 1.0):
                 return
+
+    def _keep(self, keys: Keys) -> None:
+        """Looks at the one Secret: to watch it would take the right to read all of them."""
+        while not self._stopping.wait(_KEYS_EVERY):
+            try:
+                keys.keep()
+            except (KubeError, NotLeading) as error:
+                logger.warning("cannot look after the keys: %s", error)
 
     def _guard(self) -> None:
         """Compares watch and list: a watch that fell silent is healed, and makes liveness fail."""

@@ -90,6 +90,7 @@ class OperatorConfig(ConfigModel):
     autoscale_every: float = Field(5.0, gt=0)
     drain_notice: float = Field(3.0, ge=0)  # routers forget a group before its pods end
     gang_timeout: float = Field(60.0, gt=0)  # a partly placed group that others wait for
+    pod_ips: list[str] = []  # of the operator's own pod: the families of the cluster, primary first
     health_port: int = Field(8080, ge=0, le=65535)
     log_json: bool = True
 
@@ -97,6 +98,17 @@ class OperatorConfig(ConfigModel):
     def installation(self) -> str:
         """Its name among others of the cluster: where its Lease is."""
         return f"{self.namespace}/{self.election.lease}"
+
+    @property
+    def listen_host(self) -> str:
+        """Where workers listen: on every address, as far as nodes have IPv6."""
+        return "::" if any(":" in address for address in self.pod_ips) else "0.0.0.0"
+
+    @property
+    def pod_host(self) -> str:
+        """A pod's own address in its URL, as the kubelet expands it."""
+        primary = next(iter(self.pod_ips), "")
+        return "[$(POD_IP)]" if ":" in primary else "$(POD_IP)"
 
     @property
     def key_names(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ upgrade.
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from radixgrove.operator.metrics import REGISTRY
+
+
+class _EveryAddress(ThreadingHTTPServer):
+    """Listens on every address of IPv6 and IPv4. OSError on a host without IPv6."""
+
+    address_family = socket.AF_INET6
+
+    def server_bind(self) -> None:
+        self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
 
 class HealthServer:
@@ -43,7 +54,11 @@ class HealthServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Probes are no news."""
 
-        self._server = ThreadingHTTPServer(("", port), Handler)
+        self._server: ThreadingHTTPServer
+        try:
+            self._server = _EveryAddress(("::", port), Handler)
+        except OSError:
+            self._server = ThreadingHTTPServer(("0.0.0.0", port), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="health", daemon=True

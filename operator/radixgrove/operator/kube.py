@@ -123,6 +123,15 @@ class Kube:
         answer = self._request("GET", "list", kind, namespace, None, query=query)
         return list(answer.get("items") or [])
 
+    def schema_hash(self) -> str:
+        """Changes when the CRD is renewed; "" when the API server does not say."""
+        try:
+            found = self._send("GET", "get", "openapi", "openapi", "/openapi/v3")
+        except KubeError:
+            return ""
+        served = found.get("paths", {}).get(f"apis/{names.GROUP}/{names.VERSION}", {})
+        return str(served.get("serverRelativeURL", ""))  # which holds the hash
+
     # ---- writing ---------------------------------------------------------------------------------
 
     def apply(self, desired: Object) -> Object:
@@ -222,24 +231,36 @@ class Kube:
         what = "/".join(part for part in (where.plural, namespace, name, sub) if part)
         if method != "GET" and not self._may_write(self._timeout):
             raise NotLeading(f"{verb} {what}: not the leader any more")
-        url = self._api.configuration.host + where.path(namespace, name, sub)
+        path = where.path(namespace, name, sub)
+        return self._send(method, verb, what, where.plural, path, body, query, content_type)
+
+    def _send(
+        self,
+        method: str,
+        verb: str,
+        what: str,
+        resource: str,
+        path: str,
+        body: Object | None = None,
+        query: dict[str, str] | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        url = self._api.configuration.host + path
         if query:
             url += "?" + urllib.parse.urlencode(query)
         headers = {"Accept": "application/json", "User-Agent": names.FIELD_MANAGER}
         if body is not None:
             headers["Content-Type"] = content_type
-        self._api.update_params_for_auth(
-            headers, [], ["BearerToken"], where.path(namespace, name, sub), method, body
-        )
+        self._api.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         try:
             response = self._api.rest_client.pool_manager.request(
                 method, url, headers=headers, body=json.dumps(body) if body is not None else None,
                 timeout=self._timeout, retries=False,
             )  # fmt: skip
         except urllib3.exceptions.HTTPError as error:
-            metrics.API_REQUESTS.labels(verb, where.plural, "none").inc()
+            metrics.API_REQUESTS.labels(verb, resource, "none").inc()
             raise KubeError(verb, what, 0, f"no answer ({type(error).__name__})") from error
-        metrics.API_REQUESTS.labels(verb, where.plural, str(response.status)).inc()
+        metrics.API_REQUESTS.labels(verb, resource, str(response.status)).inc()
         if response.status >= 300:
             raise KubeError(verb, what, response.status, _message(response.data))
         answer: Object = json.loads(response.data)

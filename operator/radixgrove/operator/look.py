@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixgrove.operator import modelcache
+from radixgrove.operator.diagnosis import Problem
 from radixgrove.operator.kube import KubeError
 from radixgrove.operator.observe import World
 from radixgrove.operator.redisside import RedisAway
 from radixgrove.operator.render.common import Service
-from radixgrove.operator.revision import InvalidEngine, Revision
+from radixgrove.operator.revision import InvalidEngine, InvalidSettings, Revision
 from radixgrove.operator.spec import InferenceServiceSpec
 from radixgrove.operator.statusmodel import InferenceServiceStatus
 from radixgrove.operator.store import Key
@@ -40,9 +41,10 @@ class Look:
     revisions: dict[str, Revision] = field(default_factory=dict)
     model: modelcache.Step | None = None
     target: Revision | None = None
-    invalid: InvalidEngine | None = None
+    invalid: InvalidSettings | None = None
     name_taken: str = ""
-    router: str = ""  # why the service's own router does not answer
+    keys: str = ""  # hash of those that the namespace's pods read; "": they could not be given
+    router: Problem | None = None  # why the service's own router does not answer
     untold: bool = False  # routers know an older state than this look's
 
     @property

@@ -161,6 +161,12 @@ def run(config: OperatorConfig) -> int:
     return 0
 
 
+def with_pod_ips(config: OperatorConfig, text: str) -> OperatorConfig:
+    """`text`: this pod's `status.podIPs` as the downward API writes them; empty outside of any."""
+    addresses = [address for address in text.split(",") if address]
+    return config.model_copy(update={"pod_ips": addresses}) if addresses else config
+
+
 class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -187,7 +193,7 @@ def main() -> None:
         handler.setFormatter(_JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    sys.exit(run(config))
+    sys.exit(run(with_pod_ips(config, os.environ.get("POD_IPS", ""))))
 
 
 if __name__ == "__main__":

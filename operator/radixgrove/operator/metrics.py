@@ -7,6 +7,7 @@ import contextlib
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 REGISTRY = CollectorRegistry()
+GROUP_STATES = ("ready", "desired", "starting")
 
 QUEUE_DEPTH = Gauge(
     "radixgrove_operator_queue_depth", "Services that wait to be looked at.", registry=REGISTRY
@@ -38,16 +39,23 @@ GROUP_RECOVERIES = Counter(
 )
 GROUPS = Gauge(
     "radixgrove_operator_groups",
-    "Worker groups.",
+    "Worker groups; starting: without trouble, and in the time that a start may take.",
     ["namespace", "service", "state"],
+    registry=REGISTRY,
+)
+FIRST_START = Gauge(
+    "radixgrove_operator_first_start",
+    "1 while a service that has not served yet is starting, in the time that this may take.",
+    ["namespace", "service"],
     registry=REGISTRY,
 )
 
 
 def forget(namespace: str, service: str) -> None:
     """A deleted service leaves no series behind."""
-    for state in ("ready", "desired"):
+    for state in GROUP_STATES:
         with contextlib.suppress(KeyError):
             GROUPS.remove(namespace, service, state)
-    with contextlib.suppress(KeyError):
-        GROUP_RECOVERIES.remove(namespace, service)
+    for metric in (FIRST_START, GROUP_RECOVERIES):
+        with contextlib.suppress(KeyError):
+            metric.remove(namespace, service)

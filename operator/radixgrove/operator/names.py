@@ -32,6 +32,7 @@ RESTART = f"{GROUP}/restart"  # on the resource: a new value rolls every group
 DRAINING = f"{GROUP}/draining-since"  # on a StatefulSet: RFC 3339, no new requests since then
 DRAIN_REASON = f"{GROUP}/draining-because"
 RENDERED = f"{GROUP}/rendered"  # on a StatefulSet: hash of the rendered object
+KEYS = f"{GROUP}/keys"  # on a router's pods: hash of the installation's keys
 SOURCE = f"{GROUP}/source"
 RESOLVED = f"{GROUP}/resolved-revision"
 

@@ -13,9 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from radixgrove.operator import clock, metrics, modelcache, names, status
+from radixgrove.operator import clock, metrics, modelcache, names, ownrouter, status
 from radixgrove.operator.config import OperatorConfig
-from radixgrove.operator.diagnosis import pod_problem
 from radixgrove.operator.events import event
 from radixgrove.operator.keys import Keys
 from radixgrove.operator.kube import Kube, KubeError, controllers, covers
@@ -27,11 +26,10 @@ from radixgrove.operator.observe import (
     World,
     group_of,
     highest_attempt,
-    is_available,
     job_of,
     node_of,
-    pod_of,
 )
+from radixgrove.operator.outdated import Outdated
 from radixgrove.operator.ownership import Ownership
 from radixgrove.operator.plan import NewAttempt, Plan, Situation, as_placements, make_plan
 from radixgrove.operator.redisside import RedisAway, RedisSide
@@ -93,7 +91,7 @@ class Reconciler:
         self._ownership = Ownership(kube, config)
         self._elsewhere: dict[Key, str] = {}  # the installation that looks after it
         self._serving: dict[Key, list[str]] = {}
-        self._outdated: dict[Key, str] = {}  # what the CRD dropped of a status
+        self._outdated = Outdated(kube)
 
     def serving(self, key: Key) -> Sequence[str]:
         """Replica ids of the service's groups that routers may use, as last decided."""
@@ -136,7 +134,7 @@ class Reconciler:
 
     def _forget(self, key: Key) -> None:
         self._serving.pop(key, None)
-        self._outdated.pop(key, None)
+        self._outdated.forget(key)
         metrics.forget(*key)
         try:
             self._redis.drop(names.service_key(*key))
@@ -242,23 +240,23 @@ class Reconciler:
         look.name_taken = name_conflict(own, neighbours)
         same_namespace = [n for n in neighbours if n.service.namespace == own.service.namespace]
         with look.trying():
-            self._copy_keys(look, same_namespace, own)
+            look.keys = self._give_keys(look, same_namespace, own)
         for child in self._guards(look):
             with look.trying():
                 self._kube.apply_cached(child)
         if look.spec.router.dedicated:
-            look.router = self._router(look)
+            ownrouter.keep(self._kube, look, self._config)
         else:
-            self._remove_router(look)
+            ownrouter.remove(self._kube, look, self._config)
         self._remove_policies(look)
         self._model(look, own, same_namespace)
         step = look.model
-        if step is None or step.at is None or look.name_taken:
+        # Groups of new keys would otherwise start with the old ones, and keep them.
+        if step is None or step.at is None or look.name_taken or not look.keys:
             return
         restart = look.body["metadata"].get("annotations", {}).get(names.RESTART, "")
-        keys = self._keys.digest()
         target = revision_of(
-            look.spec, look.service.name, step.at, restart, self._config, keys, step.size
+            look.spec, look.service.name, step.at, restart, self._config, look.keys, step.size
         )
         target = look.revisions.get(target.hash, target)  # as it was frozen
         try:
@@ -270,53 +268,23 @@ class Reconciler:
             look.target = target
             look.revisions[target.hash] = target
 
-    def _copy_keys(self, look: Look, neighbours: list[Neighbour], own: Neighbour) -> None:
-        """Read at every look: Secrets are not watched, and pods without their keys do not start."""
+    def _give_keys(self, look: Look, neighbours: list[Neighbour], own: Neighbour) -> str:
+        """The hash of the keys that the namespace's pods read.
+
+        Read at every look: Secrets are not watched, and pods without their keys do not start.
+        """
         namespace = look.service.namespace
         users = [n.service for n in neighbours if n.key != own.key] + [look.service]
         if namespace != self._config.namespace:
             users.sort(key=lambda user: user.uid)
             self._kube.apply(self._keys.copy(namespace, users))
+        return self._keys.digest()
 
     def _guards(self, look: Look) -> Iterator[Object]:
         service, config = look.service, self._config
         yield policies.service_account(service)
         if config.network_policies.enabled:
             yield policies.worker_network_policy(service, look.spec.router.dedicated, config)
-        if look.spec.router.dedicated:
-            yield from render_router.router_objects(service, look.spec.router, config)
-
-    def _router(self, look: Look) -> str:
-        """Why the service's own router does not answer; "" when it does, or nobody knows."""
-        service = look.service
-        with look.trying():
-            name = render_router.router_name(service)
-            deployment = self._kube.get("Deployment", service.namespace, name)
-            if deployment is None or is_available(deployment):
-                return ""
-            labels = names.labels(service.name, names.ROUTER)
-            pods = map(pod_of, self._kube.list("Pod", service.namespace, labels))
-            found = next(filter(None, map(pod_problem, pods)), None)
-            return f"its own router does not answer: {found.message if found else 'it starts'}"
-        return ""
-
-    def _remove_router(self, look: Look) -> None:
-        """A router of the service's own that is not wanted any more."""
-        service = look.service
-        name = render_router.router_name(service)
-        with look.trying():
-            deployment = self._kube.get("Deployment", service.namespace, name)
-            if deployment is None or not controllers([deployment], service.uid):
-                return
-            # The Deployment goes last: as long as it exists, this runs again.
-            for child in reversed(
-                render_router.router_objects(service, look.spec.router, self._config)
-            ):
-                meta = child["metadata"]
-                live = self._kube.get(child["kind"], meta["namespace"], meta["name"])
-                if live is not None and controllers([live], service.uid):
-                    uid = live["metadata"]["uid"]
-                    self._kube.delete(child["kind"], meta["namespace"], meta["name"], uid)
 
     def _remove_policies(self, look: Look) -> None:
         """NetworkPolicies from before they were switched off in the chart."""
@@ -508,18 +476,16 @@ class Reconciler:
         placements = as_placements(look.service, look.created, device, groups, plan.records)
         for other in self._store.placed(look.key, placements, device if plan.waits_for else ""):
             self._enqueue(other)
-        after = status.compute(self._facts(look, plan, groups), look.before, look.now)
-        namespace, name = look.key
-        body = status.difference(look.body.get("status") or {}, _dump(after))
+        facts = self._facts(look, plan, groups)
+        after = status.compute(facts, look.before, look.now)
+        live = look.body.get("status") or {}
+        body = self._outdated.lasting(look.key, live, status.difference(live, _dump(after)))
         if body:
             self._write_status(look, body)
         for kind, reason, message in [*plan.events, *status.transitions(look.before, after)]:
             with look.trying():
                 self._event(look.body, kind, reason, message)
-        metrics.GROUPS.labels(namespace, name, "ready").set(after.ready_replicas)
-        metrics.GROUPS.labels(namespace, name, "desired").set(after.desired_replicas)
-        recovered = sum(1 for _, reason, _ in plan.events if reason == "GroupRecovery")
-        metrics.GROUP_RECOVERIES.labels(namespace, name).inc(recovered)
+        _measure(look.key, plan, after, status.starting(facts, look.now))
 
     def _facts(self, look: Look, plan: Plan, groups: Sequence[Group]) -> status.Facts:
         assert look.model is not None
@@ -538,27 +504,20 @@ class Reconciler:
             name_taken=look.name_taken,
             router=look.router,
             untold=look.untold,
-            outdated=self._outdated.get(look.key, ""),
+            outdated=self._outdated.words(look.key),
             invalid=look.invalid,
             failures=look.failures,
             phases=self._probe.phases(groups),
         )
 
     def _write_status(self, look: Look, body: Object) -> None:
-        """A CRD that is older than this operator drops what it does not know, in silence."""
+        """A CRD that is older than this operator drops what it does not know: that is told next."""
+        before = self._outdated.words(look.key)
         answer = self._kube.patch(names.KIND, *look.key, {"status": body}, sub="status")
-        kept = answer.get("status") or {}
-        dropped = [f"status.{k}" for k, v in body.items() if v and not covers(kept.get(k), v)]
-        if not dropped:
-            self._outdated.pop(look.key, None)
-            return
-        words = (
-            f"the installed CRD is of another version and drops {', '.join(sorted(dropped))}: "
-            "renew it, by helm upgrade with crds.install=true"
-        )
-        if self._outdated.get(look.key) != words:
-            logger.error("%s/%s: %s", *look.key, words)
-            self._outdated[look.key] = words
+        self._outdated.learn(look.key, body, answer.get("status") or {})
+        words = self._outdated.words(look.key)
+        if words != before:
+            logger.warning("%s/%s: %s", *look.key, words or "the CRD has been renewed")
             self._enqueue(look.key)
 
     def _event(self, resource: Object, kind: str, reason: str, message: str) -> None:
@@ -578,6 +537,15 @@ class Reconciler:
         if unready:
             delay = min(delay, _STARTING_EVERY)
         return max(delay, 0.05)
+
+
+def _measure(key: Key, plan: Plan, after: InferenceServiceStatus, starting: int) -> None:
+    counts = (after.ready_replicas, after.desired_replicas, starting)
+    for state, count in zip(metrics.GROUP_STATES, counts, strict=True):
+        metrics.GROUPS.labels(*key, state).set(count)
+    metrics.FIRST_START.labels(*key).set(starting > 0 and not after.served)
+    recovered = sum(1 for _, reason, _ in plan.events if reason == "GroupRecovery")
+    metrics.GROUP_RECOVERIES.labels(*key).inc(recovered)
 
 
 def _dump(model: InferenceServiceStatus | GroupStatus) -> Object:

@@ -9,7 +9,7 @@ either.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import ValidationError
@@ -34,14 +34,20 @@ _STARTUP = 1800.0  # seconds for all that does not grow with the model
 _SLOW_READ = 100e6  # bytes/s of storage that many nodes read at once
 
 
-class InvalidEngine(ValueError):
-    """`engine` does not make worker settings; the message names the field."""
+class InvalidSettings(ValueError):
+    """A resource asks for what its parts would refuse; the message names the field."""
 
-    reason = "InvalidEngine"  # of conditions
+    reason: ClassVar[str]  # of conditions
+
+
+class InvalidEngine(InvalidSettings):
+    """`engine` does not make worker settings."""
+
+    reason = "InvalidEngine"
 
 
 class InvalidOverrides(InvalidEngine):
-    """`podOverrides` cannot be laid over a pod template; the message names the field."""
+    """`podOverrides` cannot be laid over a pod template."""
 
     reason = "InvalidPodOverrides"
 
@@ -75,7 +81,7 @@ class Revision(SpecModel):
     scheduler_name: str | None = None
     pod_overrides: dict[str, Any] = {}
     restart: str = ""
-    keys: str = ""  # hash of the installation's keys and Redis address, which pods read at start
+    keys: str = ""  # hash of what pods read of the installation when they start
     # As it was when the revision was made; not part of the hash.
     frozen_image: str = ""  # the chart's
     frozen_bytes: int = 0  # of the model; 0: unknown
@@ -143,9 +149,9 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
     settings: dict[str, Any] = {"drain_timeout": DRAIN_TIMEOUT, "log_json": True}
     settings |= _everyday(revision.engine) | revision.engine.settings
     settings |= {
-        "host": "0.0.0.0",
+        "host": config.listen_host,
         "port": names.API_PORT,
-        "management_host": "0.0.0.0",
+        "management_host": config.listen_host,
         "management_port": names.MANAGEMENT_PORT,
         "redis_prefix": config.redis.prefix,
         "model": revision.model.directory,

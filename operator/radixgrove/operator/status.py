@@ -11,7 +11,7 @@ from radixgrove.operator.diagnosis import Problem, problem
 from radixgrove.operator.modelcache import Step
 from radixgrove.operator.observe import Group
 from radixgrove.operator.plan import Plan
-from radixgrove.operator.revision import InvalidEngine
+from radixgrove.operator.revision import InvalidSettings
 from radixgrove.operator.spec import InferenceServiceSpec, duration
 from radixgrove.operator.statusmodel import (
     AutoscalingStatus,
@@ -55,10 +55,10 @@ class Facts:
     model: Step
     autoscaling: AutoscalingStatus | None
     name_taken: str = ""  # the model name or alias, and whose it is
-    router: str = ""  # why the service's own router does not answer
+    router: Problem | None = None  # why the service's own router does not answer
     untold: bool = False  # routers could not be told of the present groups
     outdated: str = ""  # what an older CRD drops of this status
-    invalid: InvalidEngine | None = None  # why the engine's settings are refused
+    invalid: InvalidSettings | None = None  # which settings are refused, and why
     failures: Sequence[str] = ()  # requests that the API server refused, Redis away
     phases: Sequence[str] = ()  # what starting workers say they do
 
@@ -155,8 +155,12 @@ def transitions(
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """A merge patch from one status to the other, at the first level."""
+    """A merge patch from one status to the other: whole fields, and what they lose inside."""
     changed = {key: value for key, value in after.items() if before.get(key) != value}
+    for key, value in changed.items():
+        old = before.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            changed[key] = value | dict.fromkeys(old.keys() - value.keys())
     return changed | dict.fromkeys(before.keys() - after.keys())
 
 
@@ -191,7 +195,7 @@ def _ready(facts: Facts, ready: int, desired: int) -> Verdict:
     if blocking is not None and (facts.name_taken or facts.spec.suspend or not ready):
         return blocking
     if ready and facts.router:
-        return Verdict("Ready", False, "RouterNotReady", facts.router)
+        return Verdict("Ready", False, facts.router.reason, facts.router.message)
     if ready:
         return Verdict("Ready", True, "Serving", f"{ready} of {desired} groups are ready")
     if desired == 0:
@@ -285,7 +289,7 @@ def _progressing(facts: Facts, ready: int, desired: int) -> Verdict:
         given_up = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
         return Verdict("Progressing", not given_up, reason, message)
     if facts.router and desired:
-        return Verdict("Progressing", True, "RouterNotReady", facts.router)
+        return Verdict("Progressing", True, facts.router.reason, facts.router.message)
     if len(facts.plan.records) > desired:
         return Verdict("Progressing", True, "Draining", "groups are leaving")
     return Verdict("Progressing", False, "Settled", "")

@@ -246,7 +246,7 @@ def _environment(
     domain = f"{service.namespace}.svc.{config.cluster_domain}"
     values: dict[str, Any] = {
         "RADIXGROVE_REPLICA_ID": names.replica_id(name),
-        "RADIXGROVE_ADVERTISE_URL": f"http://$(POD_IP):{names.API_PORT}",
+        "RADIXGROVE_ADVERTISE_URL": f"http://{config.pod_host}:{names.API_PORT}",
         "NNODES": hardware.nodes,
         "NPROC_PER_NODE": hardware.gpus_per_node,
         "WORLD_SIZE": hardware.nodes * hardware.gpus_per_node,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+from pydantic import ValidationError
 
 from radixgrove.operator import names
 from radixgrove.operator.config import OperatorConfig
@@ -18,10 +21,23 @@ from radixgrove.operator.render.common import (
     with_pod_defaults,
 )
 from radixgrove.operator.render.policies import router_network_policy
-from radixgrove.operator.revision import DRAIN_TIMEOUT
+from radixgrove.operator.revision import DRAIN_TIMEOUT, InvalidSettings
 from radixgrove.operator.spec import Router
+from radixgrove.protocol.settings import RouterSettings
 
 _KEYS_DIRECTORY = "/etc/radixgrove/keys"
+# Settings that a user does not choose, or chooses elsewhere.
+_BY_OPERATOR = {
+    "host", "port", "management_host", "management_port", "management_key", "internal_key",
+    "cluster_secret", "redis_url", "redis_prefix", "model_table", "router_id",
+}  # fmt: skip
+_ELSEWHERE = {"policy": "router.policy", "api_keys_file": "router.auth"}
+
+
+class InvalidRouter(InvalidSettings):
+    """`router.settings` does not make settings of a router; the message names the field."""
+
+    reason = "InvalidRouter"
 
 
 def router_name(service: Service) -> str:
@@ -32,11 +48,49 @@ def router_url(service: Service, config: OperatorConfig) -> str:
     return f"http://{service.name}.{service.namespace}.svc.{config.cluster_domain}/v1"
 
 
-def router_objects(service: Service, router: Router, config: OperatorConfig) -> list[Object]:
+def router_settings(service: Service, router: Router, config: OperatorConfig) -> RouterSettings:
+    """All but the secrets. Raises InvalidRouter when the router's own schema refuses a setting."""
+    given = router.settings or {}
+    for name in given:
+        if name in _BY_OPERATOR:
+            raise InvalidRouter(f"router.settings.{name} is set by the operator")
+        if name in _ELSEWHERE:
+            raise InvalidRouter(f"router.settings.{name}: set {_ELSEWHERE[name]} instead")
+    settings: dict[str, Any] = {"drain_timeout": DRAIN_TIMEOUT, "log_json": True} | given
+    settings |= {
+        "host": "::",
+        "port": names.ROUTER_PORT,
+        "management_host": "::",
+        "management_port": names.ROUTER_MANAGEMENT_PORT,
+        "redis_prefix": config.redis.prefix,
+        "model_table": service.key,
+    }
+    if router.policy is not None:
+        settings["policy"] = router.policy
+    if router.auth is not None:
+        settings["api_keys_file"] = f"{_KEYS_DIRECTORY}/api-keys"
+    try:
+        checked = RouterSettings.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise InvalidRouter(f"router.settings.{field}: {first['msg']}") from error
+    if any("," in url for url in checked.replicas):
+        raise InvalidRouter("router.settings.replicas: an item must not hold a comma")
+    return checked
+
+
+def router_objects(
+    service: Service, router: Router, config: OperatorConfig, keys: str
+) -> list[Object]:
+    """`keys`: hash of the installation's, which routers read when they start.
+
+    Raises InvalidRouter.
+    """
     labels = names.labels(service.name, names.ROUTER)
     guards = [router_network_policy(service, config)] if config.network_policies.enabled else []
     return [
-        _deployment(service, router, config),
+        _deployment(service, router, config, keys),
         {
             "apiVersion": "v1",
             "kind": "Service",
@@ -60,14 +114,15 @@ def router_objects(service: Service, router: Router, config: OperatorConfig) -> 
     ]
 
 
-def _deployment(service: Service, router: Router, config: OperatorConfig) -> Object:
+def _deployment(service: Service, router: Router, config: OperatorConfig, keys: str) -> Object:
     labels = names.labels(service.name, names.ROUTER)
+    settings = router_settings(service, router, config)
     spec = with_pod_defaults(
         {
             "serviceAccountName": service.name,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            "terminationGracePeriodSeconds": math.ceil(DRAIN_TIMEOUT) + 30,
+            "terminationGracePeriodSeconds": math.ceil(settings.drain_timeout) + 30,
             "securityContext": pod_security_context(),
             "topologySpreadConstraints": [
                 {
@@ -77,7 +132,7 @@ def _deployment(service: Service, router: Router, config: OperatorConfig) -> Obj
                     "labelSelector": {"matchLabels": labels},
                 }
             ],
-            "containers": [_container(service, router, config)],
+            "containers": [_container(settings, config)],
             "volumes": [{"name": "tmp", "emptyDir": {}}, *_key_volumes(router)],
         },
         config,
@@ -90,31 +145,25 @@ def _deployment(service: Service, router: Router, config: OperatorConfig) -> Obj
             "replicas": router.replicas or 2,
             "selector": {"matchLabels": labels},
             "strategy": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
-            "template": {"metadata": {"labels": labels}, "spec": spec},
+            "template": {
+                "metadata": {"labels": labels, "annotations": {names.KEYS: keys}},
+                "spec": spec,
+            },
         },
     }
 
 
-def _container(service: Service, router: Router, config: OperatorConfig) -> Object:
-    values = {
-        "RADIXGROVE_HOST": "0.0.0.0",
-        "RADIXGROVE_PORT": str(names.ROUTER_PORT),
-        "RADIXGROVE_MANAGEMENT_HOST": "0.0.0.0",
-        "RADIXGROVE_MANAGEMENT_PORT": str(names.ROUTER_MANAGEMENT_PORT),
-        "RADIXGROVE_REDIS_PREFIX": config.redis.prefix,
-        "RADIXGROVE_MODEL_TABLE": service.key,
-        "RADIXGROVE_LOG_JSON": "true",
-        "RADIXGROVE_DRAIN_TIMEOUT": str(DRAIN_TIMEOUT),
+def _container(settings: RouterSettings, config: OperatorConfig) -> Object:
+    plain = settings.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    values = {f"RADIXGROVE_{name.upper()}": _variable(value) for name, value in plain.items()}
+    values |= {
         "RADIXGROVE_ROUTER_ID": "$(POD_NAME)",
         "HOME": "/tmp",
         "XDG_CACHE_HOME": "/tmp/cache",
         "XDG_RUNTIME_DIR": "/tmp",
     }
-    if router.policy is not None:
-        values["RADIXGROVE_POLICY"] = router.policy.value
     mounts = [{"name": "tmp", "mountPath": "/tmp"}]
-    if router.auth is not None:
-        values["RADIXGROVE_API_KEYS_FILE"] = f"{_KEYS_DIRECTORY}/api-keys"
+    if settings.api_keys_file is not None:
         mounts.append({"name": "keys", "mountPath": _KEYS_DIRECTORY})
     return {
         "name": "router",
@@ -137,6 +186,13 @@ def _container(service: Service, router: Router, config: OperatorConfig) -> Obje
         "securityContext": container_security_context(),
         "volumeMounts": mounts,
     }
+
+
+def _variable(value: Any) -> str:
+    """A setting as the router reads it from its environment."""
+    if isinstance(value, list):
+        return ",".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _key_volumes(router: Router) -> list[Object]:
