@@ -230,7 +230,7 @@ def _make_session(settings: RouterSettings) -> aiohttp.ClientSession:
 
 def _address(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://{host}:{port}"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _NoUnfinished(logging.Filter):
