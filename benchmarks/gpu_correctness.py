@@ -63,7 +63,8 @@ class Counters:
     continued_chunks: int = 0  # prefill chunks that do not start their row
     largest_batch: int = 0
     cached_tokens: int = 0
-    replays: int = 0
+    replays: int = 0  # of decodes
+    mixed_replays: int = 0  # of steps with chunks
     ranks: int = 1  # that launched steps
 
 
@@ -105,7 +106,7 @@ class Subject:
     ) -> list[Generated]:
         found = [Generated() for _ in prompts]
         groups = [[i] for i in range(len(prompts))] if one_by_one else [list(range(len(prompts)))]
-        replays, scheduler = self._replays(), self.engine.scheduler
+        before, scheduler = self._replays(), self.engine.scheduler
         self.counters = Counters(cached_tokens=-scheduler.counters.cached_tokens)
         for group in groups:
             for index in group:
@@ -115,15 +116,18 @@ class Subject:
                 for output in scheduler.take_outputs().get(0, []):
                     self._take(output, found)
         self.counters.cached_tokens += scheduler.counters.cached_tokens
-        self.counters.replays = self._replays() - replays
+        after = self._replays()
+        self.counters.replays = after[0] - before[0]
+        self.counters.mixed_replays = after[1] - before[1]
         self.counters.ranks = self._ranks()
         return found
 
-    def _replays(self) -> int:
-        """Of rank 0."""
+    def _replays(self) -> tuple[int, int]:
+        """Of rank 0: of decodes, and of steps with chunks."""
         executor = self.engine.executor
-        graphs = getattr(getattr(executor, "_runner", executor), "_graphs", None)
-        return 0 if graphs is None else int(graphs.replays)
+        runner = getattr(executor, "_runner", executor)
+        decodes, mixed = (getattr(runner, name, None) for name in ("_graphs", "_mixed"))
+        return (decodes.replays if decodes else 0), (mixed.replays if mixed else 0)
 
     def _ranks(self) -> int:
         links = getattr(self.engine.executor, "_links", None)
@@ -337,7 +341,7 @@ def modes(backend: str) -> list[Mode]:
             "batched, eager",
             {"cuda_graphs": False},
             {},
-            lambda c: c.largest_batch > 8 and not c.replays,
+            lambda c: c.largest_batch > 8 and not c.replays + c.mixed_replays,
         ),
         (
             "one by one",
@@ -350,7 +354,7 @@ def modes(backend: str) -> list[Mode]:
             "chunked",
             {"max_step_tokens": 64, "cuda_graphs": graphs},
             {},
-            lambda c: c.continued_chunks > 8,
+            lambda c: c.continued_chunks > 8 and (c.mixed_replays > 8) == graphs,
         ),
     ]
 

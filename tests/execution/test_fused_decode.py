@@ -42,7 +42,7 @@ class Decoding(DecodingBackend):
         super().plan_captured(batch, padded)
         self._apart.plan(batch)
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         if layer == 0 and not self._batch.num_prefills:
             ways[q.shape[0], "apart"] += 1
         return self._apart.attend(layer, q, kv)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -110,8 +109,7 @@ def test_graphs_are_counted_with_their_static_buffers(
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2000))
-    runner: Any = SimpleNamespace(capture=capture)
-    assert build._graph_bytes(runner, sizes, torch.device("cuda", 0)) == expected
+    assert build._graph_bytes(capture, sizes, torch.device("cuda", 0)) == expected
 
 
 def test_default_length_shrinks_to_the_pool_but_an_explicit_one_is_refused() -> None:

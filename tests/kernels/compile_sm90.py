@@ -178,6 +178,16 @@ def launch_all(dtype: torch.dtype) -> None:
     for rows_reduced in (1, 64, 256):
         part = zeros(rows_reduced, hidden)
         all_reduce.all_reduce(part, part.clone(), addresses, addresses.clone(), counts, 1 << 20, 0)
+    decode.decode_attention(
+        q,
+        layer,
+        index32,
+        index32,
+        table,
+        1.0,
+        decode.DecodeWorkspace(4, heads, kv_heads, dim, torch.device("cpu")),
+        tokens=index32,
+    )
     for longest in (16, 64, 4096):
         attention.extend_attention(
             q, layer, index32[:1], indptr[:2], index32[:1], table, 1.0, longest

@@ -11,7 +11,7 @@ from torch import Tensor
 from radixgrove.kernels import attention, decode
 from radixgrove.kernels.decode import MAX_PROGRAMS, DecodeConfig, DecodeWorkspace
 from radixgrove.kernels.rope import rope_store_reference
-from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
+from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch, PaddedBatch
 from radixgrove.worker.execution.attention.decode import FUSED_ROWS, PagedDecode
 
 from .helpers import DTYPES, PagedKv, assert_close
@@ -121,6 +121,35 @@ def test_decode_merges_a_row_that_many_programs_share(
     assert parts > 2 * 8, "each KV head of the long row should reach into many shares"
 
 
+@pytest.mark.parametrize("capacity", [4, 40], ids=["few", "whole-pairs"])
+def test_decode_finds_queries_where_it_is_told(capacity: int, device: torch.device) -> None:
+    lengths = [5, 70, 33]
+    kv = PagedKv.random(
+        lengths, page_size=16, kv_heads=2, head_dim=32, dtype=torch.float16, device=device
+    )
+    q = torch.randn(9, 4, 32, device=device).half()
+    places = torch.tensor([7, 2, 8], device=device)
+
+    def padded(values: Tensor, beyond: int) -> Tensor:
+        return torch.nn.functional.pad(values.int(), (0, capacity - 3), value=beyond)
+
+    out = torch.full_like(q, 5.0)
+    decode.decode_attention(
+        q,
+        kv.pages,
+        padded(kv.rows, 0),
+        padded(kv.kv_lens, 0),
+        kv.page_table,
+        0.3,
+        DecodeWorkspace(capacity, 4, 2, 32, device),
+        tokens=padded(places, 0),
+        out=out,
+    )
+    assert_close(out[places], exact(q[places], kv, torch.arange(4), 0.3))
+    others = [0, 1, 3, 4, 5, 6]
+    assert out[others].eq(5.0).all(), "only where a row has its query may anything be written"
+
+
 def test_decode_of_nothing_and_of_too_much(device: torch.device) -> None:
     kv = PagedKv.random(
         [3, 3], page_size=16, kv_heads=1, head_dim=16, dtype=torch.float32, device=device
@@ -165,6 +194,28 @@ def test_extend(
         q, kv.pages, kv.rows, indptr, kv.kv_lens, kv.page_table, 0.3, max(chunks)
     )
     assert_close(out, exact(q, kv, indptr, 0.3))
+
+
+@pytest.mark.parametrize("longest", [16, 64, 4096])
+def test_extend_leaves_empty_chunks_and_padding_alone(longest: int, device: torch.device) -> None:
+    prefixes, chunks = [20, 0, 7, 0, 3], [0, 33, 0, 5, 0]
+    lengths = [p + c for p, c in zip(prefixes, chunks, strict=True)]
+    kv = PagedKv.random(
+        [max(1, n) for n in lengths],
+        page_size=16,
+        kv_heads=2,
+        head_dim=16,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    indptr = torch.tensor([0, *chunks]).cumsum(0).int().to(device)
+    q = torch.randn(38 + 10, 4, 16, device=device).bfloat16()
+    out = torch.full_like(q, 5.0)
+    attention.extend_attention(
+        q, kv.pages, kv.rows, indptr, kv.kv_lens, kv.page_table, 0.3, longest, out=out
+    )
+    assert_close(out[:38], exact(q[:38], kv, indptr, 0.3))
+    assert out[38:].eq(5.0).all()
 
 
 # ---- backends: one suite over all of them ----------------------------------------------------
@@ -229,6 +280,32 @@ class Step:
         flat[:, self.batch.slots] = torch.stack([self.k, self.v])
         kv = torch.cat((self.k, self.v), dim=1)
         assert_close(backend.attend(1, self.q, kv), expected, self.bound())
+
+    def check_padded(self, backend: AttentionBackend, pool: Tensor, padding: int) -> None:
+        """In static buffers for 4 chunks and 6 decodes, with so many tokens of padding."""
+        expected = exact(self.q, self.kv, self.indptr, backend.scale)
+        batch, chunks = self.batch, self.batch.num_prefills
+        free, idle = 4 - chunks, 6 - batch.num_decodes
+
+        def padded(values: Tensor, count: int, beyond: int = 0) -> Tensor:
+            return torch.nn.functional.pad(values, (0, count), value=beyond)
+
+        buffers = PaddedBatch(
+            chunk_rows=padded(batch.rows[:chunks], free),
+            chunk_indptr=padded(self.indptr[: chunks + 1], free, batch.num_prefill_tokens),
+            chunk_kv_lens=padded(batch.kv_lens[:chunks], free),
+            decode_rows=padded(batch.rows[chunks:], idle),
+            decode_kv_lens=padded(batch.kv_lens[chunks:], idle),
+            decode_tokens=padded(self.indptr[chunks:-1], idle),
+            page_table=batch.page_table,
+            slots=batch.slots,
+            positions=batch.positions,
+        )
+        backend.plan_padded(buffers, batch)
+        q = torch.nn.functional.pad(self.q, (0, 0, 0, 0, 0, padding))
+        kv = torch.cat((self.k, self.v), dim=1)
+        assert not backend.takes_qkv
+        assert_close(backend.attend(1, q, kv)[: len(self.q)], expected, self.bound())
 
     def check_qkv(self, backend: AttentionBackend, pool: Tensor) -> None:
         """From the projection: against the same step, rotated and stored before."""
@@ -296,6 +373,20 @@ def test_backends_agree(
     pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
     backend = make_backend(backend_name, pool, group * kv_heads)
     Step(kv, chunks, len(decodes), group * kv_heads).check(backend, pool)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_backends_replan_padded_steps(backend_name: str, device: torch.device) -> None:
+    kv = PagedKv.random(
+        [5, 70, 33, 200], page_size=16, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device
+    )
+    pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
+    backend = make_backend(backend_name, pool, 4)
+    backend.prepare_capture(6, kv.page_table.shape[1])
+    for chosen, chunks, decodes in (([1, 0, 2, 3], [60, 5], 2), ([3, 1, 2], [17, 70, 1], 0)):
+        part = PagedKv(kv.pages, kv.rows[chosen], kv.kv_lens[chosen], kv.page_table)
+        Step(part, chunks, decodes, 4).check_padded(backend, pool, padding=11)
+        Step(part, chunks, decodes, 4).check(backend, pool)
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)

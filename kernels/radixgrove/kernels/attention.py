@@ -42,7 +42,7 @@ def extend_attention_reference(
     return out
 
 
-@jit(varying=("rows_ptr", "qo_indptr_ptr", "kv_lens_ptr"))
+@jit(varying=("rows_ptr", "qo_indptr_ptr", "kv_lens_ptr", "chunks"))
 def _extend_kernel(
     q_ptr,
     k_pages_ptr,
@@ -54,23 +54,33 @@ def _extend_kernel(
     out_ptr,
     table_stride,
     scale_log2,
+    chunks,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: BLOCK_M queries of one head of one row."""
-    # The last blocks see the most KV: starting with them leaves short ones to fill the end.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    """One program: BLOCK_M queries of one head of one chunk.
+
+    Blocks are numbered chunk by chunk, and dealt out from the last one: a chunk's last blocks see
+    the most KV, and starting with them leaves short ones to fill the end.
+    """
     head = tl.program_id(1)
-    item = tl.program_id(2)
-    start = tl.load(qo_indptr_ptr + item)
-    length = tl.load(qo_indptr_ptr + item + 1) - start
-    if block * BLOCK_M < length:
+    chunk = tl.arange(0, BLOCK_C)
+    starts = tl.load(qo_indptr_ptr + chunk, mask=chunk < chunks, other=0)
+    lengths = tl.load(qo_indptr_ptr + chunk + 1, mask=chunk < chunks, other=0) - starts
+    ends = tl.cumsum((lengths + BLOCK_M - 1) // BLOCK_M, axis=0)
+    block = tl.max(ends, axis=0) - 1 - tl.program_id(0)
+    if block >= 0:
+        item = tl.sum((ends <= block).to(tl.int32), axis=0)
+        block -= tl.max(tl.where(chunk < item, ends, 0), axis=0)
+        start = tl.load(qo_indptr_ptr + item)
+        length = tl.load(qo_indptr_ptr + item + 1) - start
         kv_len = tl.load(kv_lens_ptr + item)
         prefix = kv_len - length
         query = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -129,15 +139,17 @@ def extend_attention(
     """Causal attention of chunks of new tokens over their rows' cached prefix and themselves.
 
     Args:
-        q: [T, H, D] contiguous; tokens of item i are qo_indptr[i] .. qo_indptr[i + 1].
+        q: [T, H, D] contiguous; tokens of chunk i are qo_indptr[i] .. qo_indptr[i + 1].
         pages: [2, num_pages, page_size, KV, D] contiguous, q's dtype; holds the new tokens' KV.
-        rows: [P] int32. qo_indptr: [P + 1] int32. kv_lens: [P] int32, new tokens included.
+        rows: [P] int32. qo_indptr: [P + 1] int32, chunks may be empty. kv_lens: [P] int32, new
+            tokens included.
         page_table: [max_rows, max_pages] int32.
-        max_q_len: at least the longest chunk; known to the host, so nothing synchronises.
+        max_q_len: about the length of the longest chunk, which decides the tile.
         out: where to write, as the returned tensor; allocated when None.
 
     Returns:
-        [T, H, D], q's dtype.
+        [T, H, D], q's dtype; tokens of no chunk are left as they were. The grid depends on T, P and
+        the tile alone, so a captured graph serves any chunks.
     """
     tokens, heads, head_dim = q.shape
     page_size, kv_heads = pages.shape[2:4]
@@ -149,7 +161,9 @@ def extend_attention(
     block_m = 32 if wide else 128
     if max_q_len <= 64:
         block_m = 16 if max_q_len <= 16 else min(block_m, 64)
-    _extend_kernel[(cdiv(max_q_len, block_m), heads, rows.numel())](
+    chunks = rows.numel()
+    # A chunk ends with a block that may not be full.
+    _extend_kernel[(cdiv(tokens, block_m) + chunks, heads)](
         q,
         pages[0],
         pages[1],
@@ -160,10 +174,13 @@ def extend_attention(
         out,
         page_table.stride(0),
         scale * LOG2_E,
+        chunks,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         PAGE=page_size,
+        # The same for the usual numbers of chunks, so that the kernel is not compiled for each.
+        BLOCK_C=32 if chunks <= 32 else max(256, next_power_of_2(chunks)),
         BLOCK_M=block_m,
         BLOCK_D=max(16, next_power_of_2(head_dim)),
         BLOCK_N=32 if wide else 64,

@@ -225,7 +225,7 @@ def _decode_kernel(
     tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=in_group)
 
 
-@jit(varying=("rows_ptr", "kv_lens_ptr", "batch", "least"))
+@jit(varying=("rows_ptr", "kv_lens_ptr", "tokens_ptr", "batch", "least"))
 def _shared_decode_kernel(
     source_ptr,
     source_stride,
@@ -241,6 +241,7 @@ def _shared_decode_kernel(
     partial_ptr,
     stats_ptr,
     counter_ptr,
+    tokens_ptr,
     table_stride,
     scale_log2,
     eps,
@@ -258,6 +259,7 @@ def _shared_decode_kernel(
     PRECISION: tl.constexpr,
     RAW: tl.constexpr,
     NORM: tl.constexpr,
+    INDEXED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: its share of all blocks of KV, a run of them across rows and KV heads.
@@ -298,7 +300,11 @@ def _shared_decode_kernel(
         count = tl.minimum(pair_end, stop_unit) - unit
 
         pair = (row * KV_HEADS + kv_head).to(tl.int64)
-        target = (pair * GROUP + group)[:, None] * HEAD_DIM + dim[None, :]
+        token = row
+        if INDEXED:
+            token = tl.load(tokens_ptr + row)
+        heads = (token.to(tl.int64) * KV_HEADS + kv_head) * GROUP + group
+        target = heads[:, None] * HEAD_DIM + dim[None, :]
         table = page_table_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride
         q = decode_queries(
             source_ptr,
@@ -309,7 +315,7 @@ def _shared_decode_kernel(
             k_pages_ptr,
             v_pages_ptr,
             table,
-            row,
+            token,
             kv_head,
             kv_len,
             unit + count == pair_end,
@@ -428,22 +434,25 @@ def decode_attention(
     scale: float,
     workspace: DecodeWorkspace,
     *,
+    tokens: Tensor | None = None,
     config: DecodeConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend from one query a row to all of the row's KV, the query's own included.
 
     Args:
-        q: [B, H, D] contiguous. pages: [2, num_pages, page_size, KV, D] contiguous, q's dtype,
-            KV divides H.
-        rows: [B] int32, rows of page_table. kv_lens: [B] int32, at least 1.
+        q: [B, H, D] contiguous, or [T, H, D] with `tokens`. pages: [2, num_pages, page_size, KV, D]
+            contiguous, q's dtype, KV divides H.
+        rows: [B] int32, rows of page_table. kv_lens: [B] int32, at least 1, or 0 with `tokens`.
         page_table: [max_rows, max_pages] int32.
+        tokens: [B] int32, where each row's query is in q, and its result in the output; rows
+            without KV have none. The other places of the output are left as they were.
         config: tile, pipeline and programs, by default what suits B; any gives the same result up
             to rounding.
         out: where to write, as the returned tensor; allocated when None.
 
     Returns:
-        [B, H, D], q's dtype. The grid depends on the config alone, so a captured graph serves any
+        As q. The grid depends on the config alone, so a captured graph serves any
         lengths.
 
     Raises:
@@ -451,7 +460,7 @@ def decode_attention(
     """
     if out is None:
         out = torch.empty_like(q)
-    inputs = _Inputs(q, q.stride(0), q, q, q, eps=0.0, raw=False, norm=False)
+    inputs = _Inputs(q, q.stride(0), q, q, q, eps=0.0, raw=False, norm=False, tokens=tokens)
     _launch(inputs, pages, rows, kv_lens, page_table, scale, workspace, config, out)
     return out
 
@@ -511,6 +520,7 @@ class _Inputs:
     eps: float
     raw: bool
     norm: bool
+    tokens: Tensor | None = None
 
 
 def _launch(
@@ -524,7 +534,8 @@ def _launch(
     config: DecodeConfig | None,
     out: Tensor,
 ) -> None:
-    batch, heads, head_dim = out.shape
+    tokens, heads, head_dim = out.shape
+    batch = tokens if inputs.tokens is None else len(inputs.tokens)
     page_size, kv_heads = pages.shape[2:4]
     if not batch:
         return
@@ -563,7 +574,8 @@ def _launch(
     )
     numbers = (page_table.stride(0), scale * LOG2_E, inputs.eps)
     programs = workspace.multiprocessors * config.programs
-    if batch * kv_heads >= _WHOLE_PAIRS * programs:
+    # Of indexed rows any number may have no KV, which only the shares account for.
+    if inputs.tokens is None and batch * kv_heads >= _WHOLE_PAIRS * programs:
         _decode_kernel[(batch, kv_heads)](*tensors, *numbers, **geometry)
         return
     _shared_decode_kernel[(programs,)](
@@ -571,10 +583,12 @@ def _launch(
         workspace.partials,
         workspace.stats,
         workspace.counters,
+        rows if inputs.tokens is None else inputs.tokens,
         *numbers,
         batch,
         config.least,
         BLOCK_B=workspace.block_b,
         MERGE=config.merge,
+        INDEXED=inputs.tokens is not None,
         **geometry,
     )

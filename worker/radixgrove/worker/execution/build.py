@@ -13,6 +13,7 @@ from radixgrove.kernels import ops as kernels
 from radixgrove.protocol.settings import AttentionBackend as Backend
 from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
 from radixgrove.worker.execution.attention.select import select_attention
+from radixgrove.worker.execution.graphs import Report as CaptureReport
 from radixgrove.worker.execution.graphs import ladder
 from radixgrove.worker.execution.memory import (
     CudaUse,
@@ -23,6 +24,7 @@ from radixgrove.worker.execution.memory import (
     cuda_shortage,
     describe,
 )
+from radixgrove.worker.execution.mixed import token_ladder
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.execution.warmup import (
@@ -42,6 +44,7 @@ from radixgrove.worker.parallel.rendezvous import check_divides, join, limit_col
 from radixgrove.worker.plan import Executor, ExecutorInfo
 
 Report = Callable[[PhaseReport], None]
+Capture = Callable[[list[int], CaptureReport], object]
 # A CPU's step is this much slower than a GPU's before it counts as stuck.
 _CPU_STEP_FACTOR = 12.0
 
@@ -104,12 +107,13 @@ class _Loaded:
         )
         return Runner(self.model, attention, table, info, self.limits.step_timeout), name
 
-    def graph_sizes(self, backend: str) -> list[int]:
-        """Batch sizes to capture: none on a CPU, or for the backend whose shapes vary."""
+    def graph_sizes(self, backend: str) -> tuple[list[int], list[int]]:
+        """Batch sizes and token counts to capture: none on a CPU, or for the backend whose shapes
+        vary."""
         on_cuda = self.model.device.type == "cuda"
         if not on_cuda or not self.settings.cuda_graphs or backend == Backend.TORCH:
-            return []
-        return ladder(self.limits.max_running)
+            return [], []
+        return ladder(self.limits.max_running), token_ladder(self.limits.max_step_tokens)
 
 
 def build_executor(
@@ -198,10 +202,17 @@ def _build(
     runner, backend = loaded.assemble(
         kv_tokens // settings.page_size, longest, _nothing if silent else report
     )
-    if sizes := loaded.graph_sizes(backend):
-        runner.capture(sizes, lambda text, done: loaded.say(EngineState.CAPTURING, text, done))
-    if device.type == "cuda":
+
+    def say_captured(text: str, done: float) -> None:
+        loaded.say(EngineState.CAPTURING, text, done)
+
+    batches, steps = loaded.graph_sizes(backend)
+    if batches:
+        runner.capture(batches, say_captured)
+    if device.type == "cuda":  # before small steps with chunks have graphs that large ones lack
         rehearse_decodes(runner, loaded.limits.max_step_tokens)
+    if steps:
+        runner.capture_mixed(steps, say_captured)
     speed = measure_prefill(runner, loaded.limits.max_step_tokens, device)
     limit_collectives(group, loaded.limits.step_timeout)
     return runner, EngineInfo(
@@ -252,8 +263,11 @@ def _measure_cuda(loaded: _Loaded, longest: int) -> CudaUse:
     exercise(runner, limits.max_step_tokens)
     activations = torch.cuda.max_memory_allocated(device) - weights - pool
     graphs = 0
-    if sizes := loaded.graph_sizes(backend):
-        graphs = _graph_bytes(runner, sizes, device)
+    batches, steps = loaded.graph_sizes(backend)
+    if batches:
+        graphs += _graph_bytes(runner.capture, batches, device)
+    if steps:
+        graphs += _graph_bytes(runner.capture_mixed, steps, device)
     del runner
     gc.collect()
     torch.cuda.empty_cache()
@@ -262,7 +276,7 @@ def _measure_cuda(loaded: _Loaded, longest: int) -> CudaUse:
     return CudaUse(total, weights, activations, graphs, other)
 
 
-def _graph_bytes(runner: Runner, sizes: list[int], device: torch.device) -> int:
+def _graph_bytes(capture: Capture, sizes: list[int], device: torch.device) -> int:
     """What capturing all of `sizes` takes: static buffers (a float32 row of logits for each row of
     a batch is much of it) with the largest one, and the rest each like the second."""
     torch.cuda.empty_cache()
@@ -272,7 +286,7 @@ def _graph_bytes(runner: Runner, sizes: list[int], device: torch.device) -> int:
         free.append(torch.cuda.mem_get_info(device)[0])
 
     note()
-    runner.capture(sizes[-2:], note)  # notes before each
+    capture(sizes[-2:], note)  # notes before each
     note()
     first, others = free[0] - free[2], free[2] - free[-1]
     return max(0, first) + max(0, others) * (len(sizes) - 1)

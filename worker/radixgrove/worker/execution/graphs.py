@@ -68,7 +68,7 @@ class Recorder:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """A garbage collection may free CUDA memory, which a capture does not allow."""
     gc.collect()
     gc.disable()
@@ -87,6 +87,7 @@ class DecodeGraphs:
         attention: AttentionBackend,
         table: RequestTable,
         sampler: Sampler,
+        recorder: Recorder,
         sizes: list[int],
     ) -> None:
         self.sizes = sizes
@@ -113,7 +114,7 @@ class DecodeGraphs:
             (largest, model.config.vocab_size), dtype=model.logits_dtype, device=self._device
         )
         attention.prepare_capture(largest, table.pages.shape[1])
-        self._recorder = Recorder(self._device)
+        self._recorder = recorder
         self._gather: dict[int, Replay] = {}
         self._forward: dict[int, Replay] = {}
         self._sample: dict[tuple[int, int], Replay] = {}
@@ -124,7 +125,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, report: Report) -> None:
         """Capture every size, the largest first: smaller ones then fit the memory it took."""
-        with _no_collection():
+        with no_collection():
             for done, size in enumerate(reversed(self.sizes)):
                 report(f"capturing decode of {size}", done / len(self.sizes))
                 self._capture(size)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from radixgrove.worker.execution.attention.base import AttentionBackend
-from radixgrove.worker.execution.graphs import DecodeGraphs
+from radixgrove.worker.execution.graphs import DecodeGraphs, Recorder
 from radixgrove.worker.execution.inputs import StepInputs, step_inputs
 from radixgrove.worker.execution.memory import cuda_shortage
+from radixgrove.worker.execution.mixed import MixedGraphs
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import SamplingState
@@ -95,16 +96,37 @@ class Runner:
         self._device = model.device
         self._state = SamplingState(info.max_rows, model.device)
         self._sampler = Sampler(self._state, table)
+        self._recorder = Recorder(model.device)
         self._graphs: DecodeGraphs | None = None
+        self._mixed: MixedGraphs | None = None
         self._in_flight: deque[_InFlight] = deque()
         self._results = _ResultCopies(model.device) if model.device.type == "cuda" else None
 
     def capture(self, sizes: list[int], report: Callable[[str, float], None]) -> DecodeGraphs:
         """From now on decode-only steps of up to the largest of `sizes` rows are replayed."""
-        graphs = DecodeGraphs(self._model, self._attention, self._table, self._sampler, sizes)
+        graphs = DecodeGraphs(
+            self._model, self._attention, self._table, self._sampler, self._recorder, sizes
+        )
         graphs.capture(report)
         self._graphs = graphs
         return graphs
+
+    def capture_mixed(self, sizes: list[int], report: Callable[[str, float], None]) -> MixedGraphs:
+        """The same for steps with chunks, of up to the largest of `sizes` tokens.
+
+        After `capture`, for whose largest size the attention backend has its buffers.
+        """
+        mixed = MixedGraphs(
+            self._model,
+            self._attention,
+            self._table,
+            self._recorder,
+            sizes,
+            max_decodes=self._info.max_rows,
+        )
+        mixed.capture(report)
+        self._mixed = mixed
+        return mixed
 
     @property
     def group(self) -> TensorParallel:
@@ -138,9 +160,13 @@ class Runner:
             self._table.advance(plan.decodes)
             return self._finish(plan.step_id, sampled, [])
         inputs = step_inputs(plan, self._table, self._device)
-        self._attention.plan(inputs.batch)
         sampled_tokens = inputs.sampled_tokens
         whole = self._want_prompt_logprobs(plan.prefills)
+        if self._mixed is not None and not whole and self._mixed.fits(plan):
+            hidden = self._mixed.run(inputs).index_select(0, sampled_tokens)
+            sampled = self._sample(plan.sampled_rows(), inputs, hidden)
+            return self._finish(plan.step_id, sampled, [])
+        self._attention.plan(inputs.batch)
         hidden = self._model.hidden_states(
             inputs.token_ids, inputs.batch, self._attention, None if whole else sampled_tokens
         )
@@ -235,3 +261,6 @@ class Runner:
         if self._graphs is not None:
             self._graphs.release()
             self._graphs = None
+        if self._mixed is not None:
+            self._mixed.release()
+            self._mixed = None

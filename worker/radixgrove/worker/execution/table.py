@@ -36,6 +36,7 @@ class RequestTable:
     ) -> None:
         self.dummy_row = max_rows
         self.page_size = page_size
+        self.scratch_slot = scratch_page * page_size
         max_pages = -(-max_model_len // page_size)
         # One column more than a request can fill: a step in flight may sample past its last token.
         self.tokens = torch.zeros(

@@ -32,6 +32,25 @@ class AttentionBatch:
     kv_lens_host: list[int] = field(default_factory=list)  # [P + D]
 
 
+@dataclass(slots=True, kw_only=True)
+class PaddedBatch:
+    """The geometry of a step with chunks and decodes in static buffers, for a captured graph.
+
+    C and D are fixed, whatever the step has: chunks and decodes beyond are empty, which the device
+    alone knows. T is the padded number of tokens; slots of padding are in the scratch page.
+    """
+
+    chunk_rows: Tensor  # [C] int32, rows of the page table
+    chunk_indptr: Tensor  # [C + 1] int32, first token of each chunk
+    chunk_kv_lens: Tensor  # [C] int32, new tokens included
+    decode_rows: Tensor  # [D] int32
+    decode_kv_lens: Tensor  # [D] int32; 0: no decode
+    decode_tokens: Tensor  # [D] int32, where each decode's token is in the step
+    page_table: Tensor  # [max_rows, max_pages] int32
+    slots: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+
+
 class AttentionBackend(ABC):
     """Attention over pages. The pool is `[layers, 2, num_pages + 1, page_size, kv_heads, head_dim]`
     (K at index 0, V at 1; the last page is scratch, written by padding and never read).
@@ -111,5 +130,13 @@ class AttentionBackend(ABC):
         """As `plan` for a decode-only batch, before capturing or replaying the graph of `padded`.
 
         Whatever the graph reads must live in the buffers of `prepare_capture`.
+        """
+        self.plan(batch)
+
+    def plan_padded(self, padded: PaddedBatch, batch: AttentionBatch) -> None:
+        """Before capturing or replaying the graph of a step with chunks.
+
+        Args:
+            batch: the same step as it is, for backends whose "replay" is a call.
         """
         self.plan(batch)

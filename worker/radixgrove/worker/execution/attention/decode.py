@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
+import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import next_power_of_2
+from radixgrove.kernels.attention import extend_attention
 from radixgrove.kernels.decode import DecodeWorkspace, decode_attention, rope_decode_attention
-from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
+from radixgrove.worker.execution.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    PaddedBatch,
+)
 
 # Up to here RoPE and the store of K and V inside attention win: 0.8 % at 64 rows, nothing at 1;
 # with up to 256 rows they lose 1.4 % (Qwen3-0.6B on an H100).
 FUSED_ROWS = 64
+# What chunks of captured steps are taken to be long: short tiles, since there are few of them.
+PADDED_CHUNK = 64
 _FIRST_ROWS = 256  # of a step, before anyone says how many there may be
 
 
@@ -63,6 +73,20 @@ class PagedDecode:
             out=out,
         )
 
+    def run_padded(self, layer: int, q: Tensor, batch: PaddedBatch, out: Tensor) -> None:
+        """The decodes among q [T, H, head_dim]; written to their places in `out`, as q."""
+        decode_attention(
+            q,
+            self._pool[layer],
+            batch.decode_rows,
+            batch.decode_kv_lens,
+            batch.page_table,
+            self._scale,
+            self._workspace,
+            tokens=batch.decode_tokens,
+            out=out,
+        )
+
     def run_qkv(
         self,
         layer: int,
@@ -99,10 +123,12 @@ class DecodingBackend(AttentionBackend):
     """What backends have in common whose decode rows take `PagedDecode`.
 
     Steps of up to `FUSED_ROWS` rows that only decode take the projection. The padded size of a
-    captured step decides, so that a graph always holds the same way.
+    captured step decides, so that a graph always holds the same way. Captured steps with chunks
+    take our extend kernel for these, whatever the backend has for larger ones.
     """
 
     _batch: AttentionBatch  # as planned last
+    _padded: PaddedBatch | None  # as planned last, if that is what was planned last
 
     def __init__(
         self, pool: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
@@ -113,7 +139,7 @@ class DecodingBackend(AttentionBackend):
         self._decode = PagedDecode(pool, num_heads, scale)
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._batch = batch
+        self._batch, self._padded = batch, None
         self._decode.plan(batch.num_decodes)
         self.takes_qkv = not batch.num_prefills and batch.num_decodes <= FUSED_ROWS
 
@@ -121,9 +147,36 @@ class DecodingBackend(AttentionBackend):
         self._decode.prepare_capture(max_batch)
 
     def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
-        self._batch = batch
+        self._batch, self._padded = batch, None
         self._decode.plan_captured()
         self.takes_qkv = padded <= FUSED_ROWS
+
+    def plan_padded(self, padded: PaddedBatch, batch: AttentionBatch) -> None:
+        self._padded = padded
+        self._decode.plan_captured()
+        self.takes_qkv = False
+
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        if self._padded is None:
+            return self.attend_eager(layer, q, kv)
+        out = torch.empty_like(q)
+        extend_attention(
+            q,
+            self.pool[layer],
+            self._padded.chunk_rows,
+            self._padded.chunk_indptr,
+            self._padded.chunk_kv_lens,
+            self._padded.page_table,
+            self.scale,
+            PADDED_CHUNK,
+            out=out,
+        )
+        self._decode.run_padded(layer, q, self._padded, out)
+        return out
+
+    @abstractmethod
+    def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """See `AttentionBackend.attend`, for a batch that `plan` or `plan_captured` was given."""
 
     def attend_qkv(
         self,

@@ -248,7 +248,7 @@ class FlashInferAttention(DecodingBackend):
 
     # ---- running -----------------------------------------------------------------------------
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         prefixed, tokens = self._prefixed_tokens, self._batch.num_prefill_tokens
         out = torch.empty_like(q)
         if prefixed:

@@ -12,7 +12,7 @@ from radixgrove.worker.execution.attention.decode import DecodingBackend
 class TritonAttention(DecodingBackend):
     """Extend attention for prefill chunks, split-KV decode for the rest of the step."""
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         batch = self._batch
         prefills, tokens = batch.num_prefills, batch.num_prefill_tokens
         out = torch.empty_like(q)
