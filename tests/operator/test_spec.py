@@ -52,8 +52,9 @@ def test_the_schema_is_structural() -> None:
         assert not {"$ref", "anyOf", "title", "exclusiveMinimum"} & set(node), path
 
 
-def test_every_field_of_the_spec_is_described() -> None:
-    for path, node in nodes(SCHEMA["properties"]["spec"], "spec"):
+@pytest.mark.parametrize("part", ["spec", "status"])
+def test_every_field_is_described(part: str) -> None:
+    for path, node in nodes(SCHEMA["properties"][part], part):
         assert node.get("description") or path.endswith("[]"), path
 
 
