@@ -41,6 +41,7 @@ def test_examples_are_admitted(plane: ControlPlane, namespace: str, path: Path) 
         ({"model": {"source": "ftp://x"}}, "spec.model.source"),
         ({"model": {"source": "s3://b/x", "revision": "main"}}, "revision is for hf://"),
         ({"router": {"policy": "random"}}, "belong to a dedicated router"),
+        ({"router": {"settings": {"retries": 1}}}, "belong to a dedicated router"),
         ({"engine": {"pageSize": 0}}, "spec.engine.pageSize"),
         ({"replicas": -1}, "spec.replicas"),
     ],

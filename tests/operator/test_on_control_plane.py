@@ -215,6 +215,14 @@ def test_a_wrong_engine_setting_is_named_in_a_condition(
         RGSVC, "llama", "-n", namespace, that=lambda r: reason(r) == "InvalidEngine", what="is told"
     )
     assert "no_such" in str(seen["status"]["conditions"])
+    plane.kubectl.apply(
+        service("own", namespace, router={"dedicated": True, "settings": {"no_such": {"x": 1}}})
+    )
+    seen = plane.kubectl.wait_for(
+        RGSVC, "own", "-n", namespace, that=lambda r: reason(r, "Degraded") == "InvalidRouter",
+        what="is told",
+    )  # fmt: skip
+    assert "router.settings.no_such" in str(seen["status"]["conditions"])
 
 
 @pytest.mark.parametrize(

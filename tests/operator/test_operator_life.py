@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ import pytest
 from operator_process import ACCOUNT, NAMESPACE, OperatorProcess, RedisServer, install
 from resources import RGSVC, ready, reason, service, sets, table, told, wait_ready
 
-from radixgrove.operator import names
+from radixgrove.operator import crd, names
 from tests.cluster.harness.audit import Request
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kubectl import KubectlError
@@ -258,6 +259,71 @@ def test_a_bystanders_write_costs_at_most_one_of_ours(
     assert len(wrote) == 2, wrote
 
 
+def nudge(plane: ControlPlane, name: str, namespace: str) -> None:
+    """Something that changes nothing, and makes the operator look."""
+    mark = f"nudged={time.monotonic_ns()}"
+    plane.kubectl.run("annotate", RGSVC, name, "-n", namespace, mark, "--overwrite")
+
+
+def writes_of_two_looks(plane: ControlPlane, name: str, namespace: str) -> list[str]:
+    """One thread at a time looks at a service: where a look begins, the last one has ended."""
+    wrote = []
+    for _ in range(3):
+        nudge(plane, name, namespace)
+        seen = list[Request]()
+
+        def looked(seen: list[Request] = seen) -> bool:
+            seen += plane.audit.read(user())
+            return any(r.verb == "get" and r.resource.endswith(names.PLURAL) for r in seen)
+
+        wait_until(looked, "the operator looks")
+        wrote += [f"{r.verb} {r.resource}" for r in seen if r.writes and r.namespace == namespace]
+    return wrote
+
+
+def test_under_an_older_crd_it_says_so_writes_nothing_at_rest_and_notices_the_new_one(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    plane.kubectl.apply(service("llama", namespace))
+    wait_ready(plane, "llama", namespace)
+    status = "/spec/versions/0/schema/openAPIV3Schema/properties/status/properties"
+    older = [{"op": "remove", "path": f"{status}/{name}"} for name in ("summary", "served")]
+    crd_name = f"{names.PLURAL}.{names.GROUP}"
+    try:
+        plane.kubectl.run("patch", "crd", crd_name, "--type=json", f"--patch={json.dumps(older)}")
+        plane.kubectl.run("scale", RGSVC, "llama", "-n", namespace, "--replicas=2")
+        seen = plane.kubectl.wait_for(
+            RGSVC, "llama", "-n", namespace, what="is told",
+            that=lambda r: ready(r) and reason(r, "Degraded") == "OutdatedCRD",
+        )  # fmt: skip
+        assert "summary" not in seen["status"]
+        assert "drops status.served, status.summary" in str(seen["status"]["conditions"])
+        wait_for_rest(plane, namespace)
+        assert writes_of_two_looks(plane, "llama", namespace) == []
+    finally:
+        plane.kubectl.apply(crd.custom_resource_definition())
+
+    def renewed() -> bool:
+        nudge(plane, "llama", namespace)
+        seen = plane.kubectl.json("get", RGSVC, "llama", "-n", namespace)
+        return reason(seen, "Degraded") == "AsExpected" and seen["status"]["summary"] == "2/2"
+
+    wait_until(renewed, "the status is whole", interval=1.0)
+
+
+def test_a_secret_of_keys_that_somebody_deleted_comes_back_as_it_was(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    plane.kubectl.apply(service("llama", namespace))
+    wait_ready(plane, "llama", namespace)
+    secret = ("secret", "radixgrove-keys", "-n", NAMESPACE)
+    before = plane.kubectl.json("get", *secret)["data"]
+    plane.kubectl.delete(*secret)
+    after = plane.kubectl.wait_for(*secret, that=bool, what="is there again")
+    assert after["data"] == before
+    assert sets(plane, namespace) == ["llama-0-a1"]
+
+
 # ---- neighbours and modes ------------------------------------------------------------------------
 
 
@@ -394,6 +460,43 @@ def test_a_second_installation_leaves_alone_what_the_first_looks_after_and_says_
     assert [request for request in asked if request.code == 403] == []
     assert f"{NAMESPACE}/radixgrove-operator" in second.log.read_text(), "whose it is"
     assert told(redis_server, f"{namespace}.llama") == ["llama-0-a1-0"]
+
+
+def test_a_service_is_taken_over_from_an_installation_that_died(
+    plane: ControlPlane, no_operator: None, shared_operator: OperatorProcess,
+    redis_server: RedisServer, namespace: str, tmp_path: Path,
+) -> None:  # fmt: skip
+    home = f"{namespace}-home"
+    install(plane, [namespace], home)
+    settings = {
+        "redis": {"url": f"redis://127.0.0.1:{redis_server.port}/1"},
+        "election": {"duration": 3.0, "renew_every": 0.5},
+    }
+    first = OperatorProcess(plane, tmp_path, redis_server.port, [namespace], settings, home)
+    first.start()
+    try:
+        plane.kubectl.apply(service("llama", namespace))
+        seen = wait_ready(plane, "llama", namespace)
+        assert seen["status"]["operator"] == f"{home}/radixgrove-operator"
+    finally:
+        first.kill()  # its lease stays
+    shared_operator.start()
+
+    def taken() -> bool:
+        nudge(plane, "llama", namespace)  # left alone, it would look again in a minute
+        seen = plane.kubectl.json("get", RGSVC, "llama", "-n", namespace)
+        return bool(seen["status"]["operator"] == f"{NAMESPACE}/radixgrove-operator")
+
+    try:
+        wait_until(taken, "the second installation takes it", interval=1.0)
+        # Its keys and its Redis are others: groups that know the dead one's are replaced.
+        wait_until(lambda: sets(plane, namespace) == ["llama-0-a2"], "the next attempt")
+        wait_ready(plane, "llama", namespace)
+        wait_until(
+            lambda: told(redis_server, f"{namespace}.llama") == ["llama-0-a2-0"], "routers know it"
+        )
+    finally:
+        plane.kubectl.run("delete", "namespace", home, "--wait=false")
 
 
 def _across_the_cluster(requests: Iterable[Request]) -> set[str]:
