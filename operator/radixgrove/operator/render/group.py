@@ -224,6 +224,8 @@ def _container(service: Service, revision: Revision, name: str, config: Operator
         "readinessProbe": http_probe("/readyz", "http", period=2, failures=2),
         "livenessProbe": http_probe("/livez", "http", period=10, failures=6),
         "lifecycle": {"preStop": {"sleep": {"seconds": math.ceil(config.drain_notice) or 1}}},
+        # Effective for a container that `podOverrides` run as root. To any other user it is only in
+        # the bounding set; the runtime's limit of locked memory then decides (docs/kubernetes.md).
         "securityContext": container_security_context(["IPC_LOCK"] if rdma else None),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
