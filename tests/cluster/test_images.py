@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
-from tests.cluster.harness.images import scratch_image, write_together
+from tests.cluster.harness import release
+from tests.cluster.harness.images import Recipe, scratch_image, write_together
 
 
 def test_images_written_together_share_their_layers(tmp_path: Path) -> None:
@@ -35,6 +37,44 @@ def test_images_written_together_share_their_layers(tmp_path: Path) -> None:
             with tarfile.open(fileobj=_content(together, layer)) as files:
                 assert _content(files, program).read() == programs[program].read_bytes()
     assert manifest[0]["Layers"] == manifest[2]["Layers"]
+
+
+def test_a_recipe_changes_with_what_the_image_is_made_of_and_with_nothing_else(
+    tmp_path: Path,
+) -> None:
+    dockerfile = tmp_path / "part" / "Dockerfile"
+    dockerfile.parent.mkdir()
+    dockerfile.write_text("FROM base\nCOPY code one.txt ./\nCOPY --from=build /not/here /there\n")
+    code = tmp_path / "code" / "inner" / "module.py"
+    code.parent.mkdir(parents=True)
+    for path in (code, tmp_path / "one.txt"):
+        path.write_text("first")
+    recipe = Recipe("localhost/part:1", dockerfile, tmp_path)
+    key = recipe.key()
+
+    (tmp_path / "two.txt").write_text("which nobody copies")
+    cached = code.parent / "__pycache__" / "module.pyc"
+    cached.parent.mkdir()
+    cached.write_text("which no image gets")
+    assert recipe.key() == key
+
+    seen = {key, replace(recipe, arguments={"A": "1"}).key(), replace(recipe, base=recipe).key()}
+    code.write_text("other")
+    seen.add(recipe.key())
+    code.chmod(0o700)
+    seen.add(recipe.key())
+    code.rename(code.with_name("moved.py"))
+    seen.add(recipe.key())
+    dockerfile.write_text(dockerfile.read_text() + "USER 1\n")
+    seen.add(recipe.key())
+    assert len(seen) == 7
+
+
+def test_the_release_is_made_of_the_checkouts_code() -> None:
+    for recipe in release.recipes()[:2]:
+        assert {"operator/radixgrove/operator/main.py", "requirements/build.txt"} <= {
+            path.relative_to(recipe.context).as_posix() for path in recipe.files()
+        }
 
 
 def _content(tar: tarfile.TarFile, name: str) -> io.BytesIO:

@@ -71,7 +71,7 @@ def test_an_upgrade_under_load_restarts_no_worker_and_fails_no_request(
     tmp_path: Path,
 ) -> None:
     release.uninstall(cluster)
-    previous.build_images(cluster)
+    cluster.build_images(previous.recipe())
     release.install(cluster, previous.values(), chart=previous.make_chart(tmp_path))
     served.apply(spec_of(worker_mounts))
     status = served.wait_until_ready(2)

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 
-from tests.cluster.harness import build, demo, prepare, state
+from tests.cluster.harness import build, demo, images, prepare, previous, release, state
 from tests.cluster.harness.cluster import Cluster
 
 
@@ -15,7 +15,7 @@ def main() -> int:
     arguments = _parser().parse_args()
     try:
         _run(arguments)
-    except (build.BuildError, prepare.PrepareError, state.StateError) as error:
+    except (build.BuildError, images.ImageError, prepare.PrepareError, state.StateError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -29,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "prepare", help="install the Debian packages that nodes need (as root); compile bytecode"
     )
+    commands.add_parser("images", help="build the images that tests install into the cache")
     up = commands.add_parser("up", help="start a cluster that goes on until `down`")
     up.add_argument("--nodes", type=int, default=2)
     commands.add_parser("down", help="end all clusters that have no living owner")
@@ -43,6 +44,10 @@ def _run(arguments: argparse.Namespace) -> None:
         case "prepare":
             prepare.install()
             prepare.compile_bytecode()
+        case "images":
+            prepare.check()
+            for recipe in (*release.recipes(), previous.recipe()):
+                print(images.build_image(recipe))
         case "up":
             cluster = Cluster(nodes=arguments.nodes)
             cluster.start()

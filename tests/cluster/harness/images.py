@@ -25,6 +25,7 @@ _CERTIFICATES = Path("/etc/ssl/certs")
 _BASE_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 _SUITE = "bookworm"
 _KEPT_ARCHIVES = 3  # of one image
+_KEPT_STAGES = 50  # of builds, about five gigabytes
 _CHUNK = 1 << 20
 
 
@@ -36,13 +37,40 @@ class ImageError(RuntimeError):
 class Recipe:
     """What an image is built from: a Dockerfile, its context, build arguments.
 
-    `BASE` is our own Debian unless `arguments` name another.
+    `BASE` is the image of `base`, or our own Debian.
     """
 
     name: str
     dockerfile: Path
     context: Path
     arguments: Mapping[str, str] = field(default_factory=dict)
+    base: Recipe | None = None
+
+    def key(self) -> str:
+        """Equal for equal images: a digest of all that the image is made of."""
+        digest = hashlib.sha256(self.dockerfile.read_bytes())
+        digest.update(json.dumps([self.name, *sorted(self.arguments.items())]).encode())
+        digest.update((self.base.key() if self.base else _base_name()).encode())
+        for path in sorted(self.files()):
+            about = [str(path.relative_to(self.context)), path.stat().st_mode, path.stat().st_size]
+            digest.update(json.dumps(about).encode())
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def files(self) -> Iterator[Path]:
+        """What its Dockerfile copies from the context."""
+        for line in self.dockerfile.read_text().splitlines():
+            instruction, *words = line.split() or [""]
+            if instruction in ("COPY", "ADD") and not words[0].startswith("--from"):
+                for source in (self.context / word for word in words[:-1]):
+                    yield from _files(source) if source.is_dir() else [source]
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """What a directory holds, without what .dockerignore leaves out everywhere."""
+    for path in directory.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc":
+            yield path
 
 
 def environment(name: str) -> Recipe:
@@ -55,22 +83,26 @@ def environment(name: str) -> Recipe:
 def build_image(recipe: Recipe) -> Path:
     """Builds an image with buildah and returns a docker-archive of it.
 
-    Layers and archives are kept in the user's cache, so an unchanged image costs seconds. Raises
-    `ImageError`.
+    Archives are kept in the user's cache by what they are made of, so an unchanged image costs
+    nothing; layers are kept too, so a changed one costs seconds. Raises `ImageError`.
     """
-    name = recipe.name
-    stem = name.replace("/", "_").replace(":", "_")
+    stem = recipe.name.replace("/", "_").replace(":", "_")
     archives = _store() / "archives"
-    arguments = {"BASE": base_image(), **recipe.arguments}
+    archive = archives / f"{stem}.{recipe.key()}.tar"
     with _alone(archives / f"{stem}.lock"):
-        _build(name, recipe.dockerfile, recipe.context, arguments, layers=True)
-        identity = _buildah("images", "--quiet", "--no-trunc", name).strip().removeprefix("sha256:")
-        archive = archives / f"{stem}.{identity[:16]}.tar"
         if not archive.exists():
-            partial = archive.with_suffix(".partial")
-            partial.unlink(missing_ok=True)
-            _buildah("push", name, f"docker-archive:{partial}:{name}")
+            base = recipe.base
+            if base is not None:
+                # Of this very recipe, whatever the name has stood for in the store.
+                _buildah("pull", f"docker-archive:{build_image(base)}")
+            arguments = {"BASE": base.name if base else base_image(), **recipe.arguments}
+            with _building():
+                _build(recipe.name, recipe.dockerfile, recipe.context, arguments, layers=True)
+                partial = archives / f"{stem}.partial"
+                partial.unlink(missing_ok=True)
+                _buildah("push", recipe.name, f"docker-archive:{partial}:{recipe.name}")
             partial.rename(archive)
+            _prune()
         archive.touch()
         # Another cluster of this machine may still give an older one to its nodes.
         newest_first = sorted(archives.glob(f"{stem}.*.tar"), key=_modified, reverse=True)
@@ -86,6 +118,26 @@ def _alone(path: Path) -> Iterator[None]:
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _building() -> Iterator[None]:
+    """While the layers of a build are nobody's yet, they are not removed."""
+    with (_store() / "building").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+def _prune() -> None:
+    """Removes stages that no name needs once there are many, unless somebody is building."""
+    with (_store() / "building").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        unnamed = _buildah("images", "--quiet", "--filter=dangling=true").split()
+        if len(unnamed) > _KEPT_STAGES:
+            _buildah("rmi", "--prune")
 
 
 def _modified(path: Path) -> float:
@@ -111,7 +163,8 @@ def container_of(
 ) -> Iterator[Container]:
     """Builds a Dockerfile, and removes container and image afterwards: for images that are too
     large to keep. Raises `ImageError`."""
-    _build(name, dockerfile, context, arguments, layers=False)
+    with _building():
+        _build(name, dockerfile, context, arguments, layers=False)
     try:
         container = Container(_buildah("from", "--pull-never", name).strip(), name)
         try:
@@ -147,8 +200,7 @@ def base_image() -> str:
 
     For the `BASE` argument of the project's Dockerfiles. Raises `ImageError`.
     """
-    packages = ",".join(_BASE_PACKAGES)
-    name = f"localhost/radixgrove/base:{_SUITE}-{hashlib.sha256(packages.encode()).hexdigest()[:8]}"
+    packages, name = ",".join(_BASE_PACKAGES), _base_name()
     with _alone(_store() / "base.lock"):
         if _buildah("images", "--quiet", "--filter", f"reference={name}").strip():
             return name
@@ -161,6 +213,11 @@ def base_image() -> str:
             (context / "Dockerfile").write_text('FROM scratch\nADD base.tar /\nCMD ["python3"]\n')
             _buildah("build", f"--tag={name}", str(context))
     return name
+
+
+def _base_name() -> str:
+    packages = hashlib.sha256(",".join(_BASE_PACKAGES).encode()).hexdigest()
+    return f"localhost/radixgrove/base:{_SUITE}-{packages[:8]}"
 
 
 def _store() -> Path:

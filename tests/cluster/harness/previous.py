@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from tests.cluster.harness import images, release
-from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.images import Recipe
 
 VERSION = "0.0.9"
@@ -37,11 +36,11 @@ def make_chart(directory: Path) -> Path:
     return chart
 
 
-def build_images(cluster: Cluster) -> None:
-    """The previous operator's image, on every node; needs `release.build_images`."""
+def recipe() -> Recipe:
+    """The previous operator's image."""
     folder = images.FOLDER / "previous"
-    base = {"BASE": release.image("operator")}
-    cluster.build_images(Recipe(image("operator"), folder / "Dockerfile", folder, base))
+    present = next(found for found in release.recipes() if found.name == release.image("operator"))
+    return Recipe(image("operator"), folder / "Dockerfile", folder, base=present)
 
 
 def image(part: str) -> str:

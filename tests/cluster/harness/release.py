@@ -30,19 +30,24 @@ def image(part: str) -> str:
     return f"{REGISTRY}/radixgrove/{part}:{TAG}"
 
 
-def build_images(cluster: Cluster) -> None:
+def recipes() -> list[Recipe]:
     """Operator and router from the project's Dockerfiles, Redis from the distribution.
 
     The worker's image is the mounted environment (`worker_overrides`): its own is five gigabytes
     because of CUDA.
     """
     redis = images.FOLDER / "redis"
-    cluster.build_images(
+    return [
         Recipe(image("operator"), _ROOT / "operator" / "Dockerfile", _ROOT),
         Recipe(image("router"), _ROOT / "router" / "Dockerfile", _ROOT),
         Recipe(image("redis"), redis / "Dockerfile", redis),
         images.environment(image("worker")),
-    )
+    ]
+
+
+def build_images(cluster: Cluster) -> None:
+    """All of `recipes`, on every node."""
+    cluster.build_images(*recipes())
 
 
 def values() -> dict[str, Any]:
