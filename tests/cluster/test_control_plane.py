@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 
 import pytest
@@ -55,6 +56,38 @@ def test_the_audit_log_counts_requests(control_plane: ControlPlane) -> None:
 
     wait_until(two_are_logged, "two writes are logged")
     assert writes == [("create", "configmaps", "counted"), ("delete", "configmaps", "counted")]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("namespace", "kube-system"),
+        ("svc", "kubernetes"),
+        ("clusterroles.rbac.authorization.k8s.io",),
+        ("roles,cm", "-n", "kube-system"),
+        ("roles", "--all-namespaces"),
+        ("clusterroles", "--selector=rbac.authorization.k8s.io/aggregate-to-view=true"),
+        ("namespace/kube-system",),
+    ],
+    ids=" ".join,
+)
+def test_what_is_read_without_kubectl_is_what_kubectl_says(
+    control_plane: ControlPlane, arguments: tuple[str, ...]
+) -> None:
+    program = dataclasses.replace(control_plane.kubectl, api=None)
+    read, said = (kubectl.json("get", *arguments) for kubectl in (control_plane.kubectl, program))
+    assert read.get("items") == said.get("items") != []
+    assert read["metadata"] == said["metadata"] if "items" not in said else read["kind"] == "List"
+
+
+def test_what_is_missing_is_missing_without_kubectl_too(control_plane: ControlPlane) -> None:
+    kubectl = control_plane.kubectl
+    assert kubectl.get("configmap", "missing") is None
+    assert kubectl.items("configmaps", "--selector=nobody=has") == []
+    with pytest.raises(KubectlError, match='configmaps "missing" not found'):
+        kubectl.json("get", "configmap", "missing")
+    with pytest.raises(KubectlError, match='have a resource type "nothings"'):
+        kubectl.get("nothings")
 
 
 def test_a_paused_server_goes_on(control_plane: ControlPlane) -> None:

@@ -16,6 +16,7 @@ from types import TracebackType
 import yaml
 
 from tests.cluster.harness import build, pki, state
+from tests.cluster.harness.api import Api
 from tests.cluster.harness.audit import AuditLog
 from tests.cluster.harness.audit import policy as audit_policy
 from tests.cluster.harness.kubectl import Kubectl
@@ -70,6 +71,7 @@ class ControlPlane:
         self._owner = owner
         self._owned: state.StateDirectory | None = None
         self._processes: list[Process] = []
+        self._api: Api | None = None
 
     def __enter__(self) -> ControlPlane:
         self.start()
@@ -100,6 +102,8 @@ class ControlPlane:
 
     def stop(self) -> None:
         """Ends the processes and removes the state, unless that belongs to a cluster."""
+        if self._api is not None:
+            self._api.close()
         for process in self._processes:
             process.kill()
         if self._owned is not None:
@@ -126,7 +130,7 @@ class ControlPlane:
     @property
     def kubectl(self) -> Kubectl:
         """kubectl as cluster administrator."""
-        return Kubectl(self._programs / "kubectl", self.kubeconfig)
+        return Kubectl(self._programs / "kubectl", self.kubeconfig, self._api)
 
     def service_account_kubeconfig(self, namespace: str, name: str) -> Path:
         """A kubeconfig with a fresh token (24 h) of an existing service account."""
@@ -157,14 +161,15 @@ class ControlPlane:
 
     def _write_credentials(self) -> None:
         groups = _GROUPS | {node_user(node): "system:nodes" for node in self._nodes}
-        lines = []
-        for user, group in groups.items():
-            token = secrets.token_hex(16)
-            lines.append(f'{token},{user},{user},"{group}"')
+        bearers = {user: secrets.token_hex(16) for user in groups}
+        for user, token in bearers.items():
             self._write_kubeconfig(user, token)
         tokens = self.path / "tokens.csv"
         tokens.touch(mode=0o600)
-        tokens.write_text("\n".join(lines) + "\n")
+        tokens.write_text(
+            "".join(f'{bearers[u]},{u},{u},"{group}"\n' for u, group in groups.items())
+        )
+        self._api = Api(self.address, self.port, self.authority.certificate, bearers[ADMIN])
 
     def _write_kubeconfig(self, user: str, token: str) -> Path:
         path = self.kubeconfig_of(user)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.cluster.harness.api import Api, Unanswered
 from tests.cluster.harness.waiting import PATIENCE, wait_until
 
 Manifest = Mapping[str, Any]
@@ -28,10 +30,14 @@ class KubectlError(RuntimeError):
 
 @dataclass(frozen=True)
 class Kubectl:
-    """Runs one kubectl with one kubeconfig."""
+    """Runs one kubectl with one kubeconfig.
+
+    `api` may answer, with the same credentials and without a program, what only reads.
+    """
 
     program: Path
     kubeconfig: Path
+    api: Api | None = None
 
     def run(self, *arguments: str, text: str | None = None, timeout: float = PATIENCE) -> str:
         """Returns standard output; `text` goes to standard input. Raises `KubectlError`."""
@@ -50,10 +56,18 @@ class Kubectl:
 
     def json(self, *arguments: str) -> Any:
         """`run` with `--output=json`, parsed."""
+        if arguments[0] == "get" and self.api is not None:
+            with contextlib.suppress(Unanswered):
+                answer = self.api.read(*arguments[1:])
+                if answer is not None:
+                    return answer
         return json.loads(self.run(*arguments, "--output=json"))
 
     def get(self, *arguments: str) -> Any | None:
         """One resource, or None when there is none of that name."""
+        if self.api is not None:
+            with contextlib.suppress(Unanswered):
+                return self.api.read(*arguments)
         answer = self.run("get", *arguments, "--output=json", "--ignore-not-found")
         return json.loads(answer) if answer.strip() else None
 
