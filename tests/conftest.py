@@ -45,6 +45,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if item.get_closest_marker("cluster") is None:
         return (yield)
     from tests.cluster.harness import machine
+    from tests.cluster.side_by_side import is_light
+
+    if is_light(item.nodeid):
+        return (yield)
 
     with machine.shared():
         return (yield)

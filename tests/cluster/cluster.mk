@@ -1,14 +1,13 @@
 # A real Kubernetes on this machine, for tests and demonstrations; included by the Makefile.
 
 CLUSTER_PYTHON ?= python
-# Folders or files to take `cluster` tests from; all by default.
-CLUSTER_TESTS ?=
-# Most of a test is waiting: two processes, each with its own clusters or control plane. The groups
-# of side_by_side.py start in the order of the files.
-SIDE_BY_SIDE ?= -n 2 --dist loadscope --no-loadscope-reorder
+# Folders or files to take `cluster` tests from: nobody else has any.
+CLUSTER_TESTS ?= tests/cluster tests/operator
+# Most of a test is waiting: one process for each group of side_by_side.py.
+SIDE_BY_SIDE ?= -n 3 --dist loadscope
 CLUSTER := $(CLUSTER_PYTHON) -m tests.cluster.harness
 
-.PHONY: cluster-build cluster-prepare cluster-up cluster-down test-cluster test-cluster-rights test-cluster-slow demo-cluster
+.PHONY: cluster-build cluster-prepare cluster-images cluster-up cluster-down test-cluster test-cluster-rights test-cluster-slow demo-cluster
 
 cluster-build: ## build the programs of Kubernetes into the user's cache (cold: about 13 minutes)
 	$(CLUSTER) build
@@ -16,16 +15,19 @@ cluster-build: ## build the programs of Kubernetes into the user's cache (cold: 
 cluster-prepare: ## install the Debian packages that nodes need (as root), compile bytecode
 	$(CLUSTER) prepare
 
+cluster-images: cluster-prepare ## build the images that tests install into the user's cache
+	$(CLUSTER) images
+
 cluster-up: cluster-prepare ## start a two-node cluster that goes on until cluster-down
 	$(CLUSTER) up
 
 cluster-down: ## end clusters, and remove whatever killed ones have left
 	$(CLUSTER) down
 
-test-cluster: cluster-build cluster-prepare ## run the tests that need a real Kubernetes (all but the slow ones)
+test-cluster: cluster-build cluster-images ## run the tests that need a real Kubernetes (all but the slow ones)
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and not slow" $(SIDE_BY_SIDE) $(CLUSTER_TESTS)
 
-test-cluster-rights: cluster-build cluster-prepare ## take every right from the operator in turn; uninstall the chart
+test-cluster-rights: cluster-build cluster-images ## take every right from the operator in turn; uninstall the chart
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" $(SIDE_BY_SIDE) tests/operator/test_rbac.py tests/cluster/test_upgrade.py
 
 test-cluster-slow: cluster-build cluster-prepare ## all of the slow ones: those, the demonstration, the worker's image, which has CUDA

@@ -1,7 +1,7 @@
 """Which cluster tests go to one process where several run side by side (`pytest -n`).
 
-Each process has a cluster or a control plane of its own, which its groups of files share one after
-the other. (The mark `xdist_group` would say the same, but pytest-xdist 3.8 writes it where
+Two processes have a cluster each and the third none, only control planes; one file of theirs comes
+after the other. (The mark `xdist_group` would say the same, but pytest-xdist 3.8 writes it where
 pytest 9.2 does not read it any more, and then deals the tests out one by one.)
 """
 
@@ -9,23 +9,34 @@ from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
+CONTROL_PLANES = "control planes"
+
 _GROUPS = {
-    "tests/cluster/test_autoscale.py": "load",
-    "tests/cluster/test_rollout.py": "load",
-    "tests/cluster/test_upgrade.py": "load",
+    "tests/cluster/test_autoscale.py": "groups",
     "tests/cluster/test_groups.py": "groups",
-    "tests/cluster/test_node_loss.py": "node loss",
+    "tests/cluster/test_rollout.py": "groups",
+    "tests/cluster/test_upgrade.py": "groups",
+    "tests/cluster/test_control_plane.py": CONTROL_PLANES,
+    "tests/cluster/test_kwok.py": CONTROL_PLANES,
+    "tests/cluster/test_teardown.py": CONTROL_PLANES,
     "tests/cluster/": "nodes",
-    "tests/operator/test_operator_life.py": "operator's life",
-    "tests/operator/test_rbac.py": "operator's life",
-    "tests/operator/test_scale.py": "scale",
-    "tests/operator/": "operator",
+    "tests/operator/": CONTROL_PLANES,
 }
 
 
 def group_of(nodeid: str) -> str | None:
     """The group of a test; None for one that is neither of the cluster's nor of the operator's."""
     return next((group for path, group in _GROUPS.items() if nodeid.startswith(path)), None)
+
+
+def is_light(nodeid: str) -> bool:
+    """Whether a test may go on beside what is timed: it has no pods that run, and few that do not.
+
+    Of the others, nobody's may.
+    """
+    return nodeid.startswith("tests/operator/") and not nodeid.startswith(
+        "tests/operator/test_scale"
+    )
 
 
 class ByGroup(LoadScopeScheduling):  # type: ignore[misc]

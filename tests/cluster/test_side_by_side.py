@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.cluster.side_by_side import group_of
+
 _ROOT = Path(__file__).resolve().parents[2]
 
 _CONFTEST = """
@@ -62,6 +64,16 @@ def test_groups_stay_together_and_in_order(tmp_path: Path) -> None:
         lines = [(worker, name) for worker, name in ran if name in group]
         assert len({worker for worker, _ in lines}) == 1
         assert [name for _, name in lines] == [name for name in group for _ in range(3)]
+
+
+def test_every_file_with_cluster_tests_has_a_group() -> None:
+    marked = [
+        path.relative_to(_ROOT).as_posix()
+        for path in (_ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.cluster" in path.read_text() and path != Path(__file__).resolve()
+    ]
+    assert len(marked) > 15
+    assert [path for path in marked if group_of(path) is None] == []
 
 
 def test_whoever_is_alone_is_alone_and_everybody_gets_a_turn(tmp_path: Path) -> None:
