@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import boto3
+import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
+from safetensors import safe_open
+from safetensors.numpy import save
 
 from radixgrove.worker import demo_model
 from tests.cluster.harness import demo, release
@@ -24,24 +27,36 @@ from tests.hub import COMMIT, Hub
 pytestmark = pytest.mark.cluster
 
 ENGINE = {"contextLength": 256, "kvTokens": 1024, "maxRunning": 1, "settings": {"cpu_threads": 1}}
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+CORNER = {576: 64, 1536: 128, 192: 32}  # the demo model's sizes, and those of that shape
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A model of the demo model's kind and tokenizer, but small: 13 MB of random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    directory = tmp_path_factory.mktemp("model")
+def files() -> dict[str, bytes]:
+    """A model of the demo model's kind and tokenizer, but small: 13 MB, a corner of its weights."""
     original = demo_model.ensure()
-    config = AutoConfig.from_pretrained(original)
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 64, 128, 2
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16
-    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    model.save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(original / name, directory)
-    return {file.name: file.read_bytes() for file in directory.iterdir()}
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    small = {name: (original / name).read_bytes() for name in names}
+    config = json.loads((original / "config.json").read_text()) | SHAPE
+    small["config.json"] = json.dumps(config).encode()
+    weights = {}
+    with safe_open(original / "model.safetensors", "numpy") as whole:
+        for name in whole.keys():  # noqa: SIM118 (it is no mapping)
+            layer = re.match(r"model\.layers\.(\d+)\.", name)
+            if layer is None or int(layer[1]) < SHAPE["num_hidden_layers"]:
+                tensor = whole.get_slice(name)
+                corner = tuple(slice(CORNER.get(size, size)) for size in tensor.get_shape())
+                weights[name] = np.ascontiguousarray(tensor[corner])
+    small["model.safetensors"] = save(weights)
+    return small
 
 
 @pytest.fixture
@@ -84,7 +99,7 @@ def test_two_services_share_one_download_that_is_cut_and_once_corrupt(
             status = service.wait_until_ready(1)
             assert reason(status, "ModelCached") == "True/Cached"
             assert status["model"]["revision"] == COMMIT
-            # An error raises; random weights may well have nothing to say.
+            # An error raises; such a model may well have nothing to say.
             client.ask(status["url"], service.name, "Say anything.")
 
         small = [name for name, _ in hub.requests if name != "model.safetensors"]
@@ -146,7 +161,7 @@ def test_a_model_of_a_bucket_is_served(
     )
     try:
         status = served.wait_until_ready(1)
-        # An error raises; random weights may well have nothing to say.
+        # An error raises; such a model may well have nothing to say.
         client.ask(status["url"], served.name, "Say anything.")
         assert "secret" not in json.dumps(served.read())
     finally:
