@@ -5,6 +5,8 @@ CLUSTER_PYTHON ?= python
 CLUSTER_TESTS ?= tests/cluster tests/operator
 # Most of a test is waiting: one process for each group of side_by_side.py.
 SIDE_BY_SIDE ?= -n 3 --dist loadscope
+# An existing cluster is given no images.
+IMAGES := $(if $(RADIXGROVE_TEST_KUBECONFIG),,cluster-images)
 CLUSTER := $(CLUSTER_PYTHON) -m tests.cluster.harness
 
 .PHONY: cluster-build cluster-prepare cluster-images cluster-up cluster-down test-cluster test-cluster-rights test-cluster-slow demo-cluster
@@ -24,10 +26,10 @@ cluster-up: cluster-prepare ## start a two-node cluster that goes on until clust
 cluster-down: ## end clusters, and remove whatever killed ones have left
 	$(CLUSTER) down
 
-test-cluster: cluster-build cluster-images ## run the tests that need a real Kubernetes (all but the slow ones)
+test-cluster: cluster-build cluster-prepare $(IMAGES) ## run the tests that need a real Kubernetes (all but the slow ones)
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and not slow" $(SIDE_BY_SIDE) $(CLUSTER_TESTS)
 
-test-cluster-rights: cluster-build cluster-images ## take every right from the operator in turn; uninstall the chart
+test-cluster-rights: cluster-build cluster-prepare $(IMAGES) ## take every right from the operator in turn; uninstall the chart
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" $(SIDE_BY_SIDE) tests/operator/test_rbac.py tests/cluster/test_upgrade.py
 
 test-cluster-slow: cluster-build cluster-prepare ## all of the slow ones: those, the demonstration, the worker's image, which has CUDA

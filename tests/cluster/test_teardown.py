@@ -56,7 +56,7 @@ def machine() -> Machine:
 
 
 class Owner:
-    """Another process that owns a cluster or a control plane."""
+    """Another process that owns a cluster or a control plane; a context manager."""
 
     def __init__(self, directory: Path, module: str, kind: str, arguments: str = "") -> None:
         self._before = set(state.names())
@@ -68,6 +68,12 @@ class Owner:
             text=True,
             env={**os.environ, "PYTHONPATH": os.getcwd()},
         )
+
+    def __enter__(self) -> Owner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def wait_until_running(self) -> None:
         assert self._process.stdout is not None
@@ -120,24 +126,24 @@ def test_a_cluster_ends_without_a_trace(machine: Machine) -> None:
 def test_a_killed_owner_leaves_nothing_after_the_next_start(
     tmp_path: Path, machine: Machine, moment: Callable[[str], object]
 ) -> None:
-    owner = Owner(tmp_path, "cluster", "Cluster", "nodes=1")
-    name = owner.wait_for_name("rg")
-    wait_until(lambda: moment(name), moment.__name__, interval=0.01)
-    with state.sweeping():  # nobody else, meanwhile
-        owner.kill()
-        assert any("process" in what for what in remains(name)), "the cluster outlives its owner"
+    with Owner(tmp_path, "cluster", "Cluster", "nodes=1") as owner:
+        name = owner.wait_for_name("rg")
+        wait_until(lambda: moment(name), moment.__name__, interval=0.01)
+        with state.sweeping():  # nobody else, meanwhile
+            owner.kill()
+            assert any("process" in what for what in remains(name)), "it outlives its owner"
     state.sweep()
     assert remains(name) == []
     assert Machine.look() == machine
 
 
 def test_a_killed_owner_of_a_control_plane_leaves_nothing(tmp_path: Path) -> None:
-    owner = Owner(tmp_path, "control_plane", "ControlPlane")
-    owner.wait_until_running()
-    name = owner.wait_for_name("control-plane")
-    with state.sweeping():  # nobody else, meanwhile
-        owner.kill()
-        assert any("process" in what for what in remains(name))
+    with Owner(tmp_path, "control_plane", "ControlPlane") as owner:
+        owner.wait_until_running()
+        name = owner.wait_for_name("control-plane")
+        with state.sweeping():  # nobody else, meanwhile
+            owner.kill()
+            assert any("process" in what for what in remains(name))
     state.sweep()
     assert remains(name) == []
 

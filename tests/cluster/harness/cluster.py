@@ -12,7 +12,7 @@ from tests.cluster.harness.kubectl import Kubectl, condition
 from tests.cluster.harness.node import PAUSE_IMAGE, Node
 from tests.cluster.harness.waiting import wait_until
 
-SLOTS = 4  # clusters that one machine may run at once, each with its own addresses
+SLOTS = 8  # clusters that one machine may run at once, each with its own addresses
 MAX_NODES = 6
 GPUS = 8
 
