@@ -545,6 +545,21 @@ def test_under_a_crd_that_drops_parts_of_the_status_nothing_is_written_at_rest(
     assert operator.condition("Degraded") == "False/AsExpected"
 
 
+def test_where_nobody_says_which_crd_is_served_every_look_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    operator = Operator()
+    monkeypatch.setattr(operator.kube, "schema_hash", lambda: "")
+    operator.kube.dropped = {"summary"}
+    for _ in range(4):
+        operator.look()
+        operator.kube.run_pods("n0")
+    assert operator.look() == ["patch InferenceService/llama"]
+    operator.kube.dropped = set()
+    operator.settle("n0")
+    assert operator.condition("Degraded") == "False/AsExpected"
+
+
 def test_what_else_somebody_changes_of_a_status_is_written_again_under_such_a_crd() -> None:
     operator = Operator()
     operator.kube.dropped = {"summary"}

@@ -515,21 +515,21 @@ def test_it_is_replaced_when_the_installations_keys_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("addresses", "listens", "host"),
+    ("addresses", "serves", "managed", "host"),
     [
-        ([], "0.0.0.0", "$(POD_IP)"),
-        (["10.0.0.7"], "0.0.0.0", "$(POD_IP)"),
-        (["10.0.0.7", "fd00::7"], "::", "$(POD_IP)"),
-        (["fd00::7", "10.0.0.7"], "::", "[$(POD_IP)]"),
-        (["fd00::7"], "::", "[$(POD_IP)]"),
+        ([], "0.0.0.0", "0.0.0.0", "$(POD_IP)"),
+        (["10.0.0.7"], "0.0.0.0", "0.0.0.0", "$(POD_IP)"),
+        (["10.0.0.7", "fd00::7"], "::", "0.0.0.0", "$(POD_IP)"),
+        (["fd00::7", "10.0.0.7"], "::", "::", "[$(POD_IP)]"),
+        (["fd00::7"], "::", "::", "[$(POD_IP)]"),
     ],
 )
 def test_workers_listen_where_kubelets_and_routers_ask(
-    addresses: list[str], listens: str, host: str
+    addresses: list[str], serves: str, managed: str, host: str
 ) -> None:
     config = CONFIG.model_copy(update={"pod_ips": addresses})
     frozen = revision()
     file = yaml.safe_load(config_map_data(frozen, "team-a.llama", config)["worker.yaml"])
-    assert (file["host"], file["management_host"]) == (listens, listens)
+    assert (file["host"], file["management_host"]) == (serves, managed)
     pod = group.stateful_set(SERVICE, frozen, 3, 7, config)["spec"]["template"]["spec"]
     assert environment(pod)["RADIXGROVE_ADVERTISE_URL"] == f"http://{host}:8100"

@@ -101,14 +101,23 @@ class OperatorConfig(ConfigModel):
 
     @property
     def listen_host(self) -> str:
-        """Where workers listen: on every address, as far as nodes have IPv6."""
+        """Where workers serve: on every address, as far as nodes have IPv6."""
         return "::" if any(":" in address for address in self.pod_ips) else "0.0.0.0"
+
+    @property
+    def management_host(self) -> str:
+        """Where workers' management ports listen, which are of one family: the operator asks there
+        by `status.podIP`."""
+        return "::" if self._ipv6_first else "0.0.0.0"
 
     @property
     def pod_host(self) -> str:
         """A pod's own address in its URL, as the kubelet expands it."""
-        primary = next(iter(self.pod_ips), "")
-        return "[$(POD_IP)]" if ":" in primary else "$(POD_IP)"
+        return "[$(POD_IP)]" if self._ipv6_first else "$(POD_IP)"
+
+    @property
+    def _ipv6_first(self) -> bool:
+        return ":" in next(iter(self.pod_ips), "")
 
     @property
     def key_names(self) -> dict[str, str]:

@@ -64,7 +64,8 @@ class Outdated:
             if field in loss.written
             and (loss.written[field], loss.kept[field]) == (value, live.get(field))
         }
-        if not again or loss.schema != self._kube.schema_hash():
+        # Where the API server does not say which CRD it serves, only trying tells.
+        if not (again and loss.schema and loss.schema == self._kube.schema_hash()):
             return body
         return {field: value for field, value in body.items() if field not in again}
 

@@ -151,7 +151,7 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
     settings |= {
         "host": config.listen_host,
         "port": names.API_PORT,
-        "management_host": config.listen_host,
+        "management_host": config.management_host,
         "management_port": names.MANAGEMENT_PORT,
         "redis_prefix": config.redis.prefix,
         "model": revision.model.directory,
