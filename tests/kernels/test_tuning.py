@@ -99,7 +99,7 @@ class TestFile:
 class TestChoose:
     @pytest.mark.parametrize(
         ("tokens", "bucket"),
-        [(1, 1), (2, 16), (16, 16), (17, 32), (129, 192), (257, 512), (8192, 8192), (9000, 8192)],
+        [(1, 1), (2, 16), (16, 16), (17, 32), (129, 192), (257, 384), (8192, 8192), (9000, 8192)],
     )
     def test_takes_the_next_larger_bucket(self, tokens: int, bucket: int) -> None:
         tuner = LinearTuner()

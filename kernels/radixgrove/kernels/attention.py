@@ -6,12 +6,46 @@ With the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) in base 2
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from radixgrove.kernels._triton import cdiv, jit, next_power_of_2, tl
+from radixgrove.kernels._triton import (
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    next_power_of_2,
+    pdl,
+    tl,
+)
 
 LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendConfig:
+    """A program's tile, queries x KV tokens, with `stages` of the latter in flight."""
+
+    block_m: int = 128
+    block_n: int = 64
+    stages: int = 3
+    warps: int = 8
+
+
+_TINY = ExtendConfig(block_m=16, warps=4)
+_SHORT = ExtendConfig(block_m=64, warps=4)
+_WIDE = ExtendConfig(block_m=32, block_n=32, stages=2, warps=4)  # float32 takes twice the memory
+_WIDE_TINY = ExtendConfig(block_m=16, block_n=32, stages=2, warps=4)
+
+
+def _config_for(max_q_len: int, *, wide: bool) -> ExtendConfig:
+    if max_q_len <= 16:
+        return _WIDE_TINY if wide else _TINY
+    if wide:
+        return _WIDE
+    return _SHORT if max_q_len <= 64 else ExtendConfig()
 
 
 def extend_attention_reference(
@@ -64,6 +98,7 @@ def _extend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program: BLOCK_M queries of one head of one chunk.
 
@@ -76,6 +111,9 @@ def _extend_kernel(
     lengths = tl.load(qo_indptr_ptr + chunk + 1, mask=chunk < chunks, other=0) - starts
     ends = tl.cumsum((lengths + BLOCK_M - 1) // BLOCK_M, axis=0)
     block = tl.max(ends, axis=0) - 1 - tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     if block >= 0:
         item = tl.sum((ends <= block).to(tl.int32), axis=0)
         block -= tl.max(tl.where(chunk < item, ends, 0), axis=0)
@@ -134,6 +172,7 @@ def extend_attention(
     scale: float,
     max_q_len: int,
     *,
+    config: ExtendConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of chunks of new tokens over their rows' cached prefix and themselves.
@@ -144,7 +183,8 @@ def extend_attention(
         rows: [P] int32. qo_indptr: [P + 1] int32, chunks may be empty. kv_lens: [P] int32, new
             tokens included.
         page_table: [max_rows, max_pages] int32.
-        max_q_len: about the length of the longest chunk, which decides the tile.
+        max_q_len: about the length of the longest chunk, which decides the tile unless `config`
+            does; any gives the same result up to rounding.
         out: where to write, as the returned tensor; allocated when None.
 
     Returns:
@@ -158,12 +198,11 @@ def extend_attention(
     if not tokens:
         return out
     wide = q.dtype == torch.float32
-    block_m = 32 if wide else 128
-    if max_q_len <= 64:
-        block_m = 16 if max_q_len <= 16 else min(block_m, 64)
+    if config is None or wide:
+        config = _config_for(max_q_len, wide=wide)
     chunks = rows.numel()
     # A chunk ends with a block that may not be full.
-    _extend_kernel[(cdiv(tokens, block_m) + chunks, heads)](
+    _extend_kernel[(cdiv(tokens, config.block_m) + chunks, heads)](
         q,
         pages[0],
         pages[1],
@@ -181,11 +220,12 @@ def extend_attention(
         PAGE=page_size,
         # The same for the usual numbers of chunks, so that the kernel is not compiled for each.
         BLOCK_C=32 if chunks <= 32 else max(256, next_power_of_2(chunks)),
-        BLOCK_M=block_m,
+        BLOCK_M=config.block_m,
         BLOCK_D=max(16, next_power_of_2(head_dim)),
-        BLOCK_N=32 if wide else 64,
+        BLOCK_N=config.block_n,
         PRECISION="ieee" if wide else "tf32",
-        num_warps=8 if block_m == 128 else 4,
-        num_stages=2 if wide else 3,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **pdl(q),
     )
     return out

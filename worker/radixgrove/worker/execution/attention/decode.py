@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import next_power_of_2
-from radixgrove.kernels.attention import extend_attention
+from radixgrove.kernels.attention import ExtendConfig, extend_attention
 from radixgrove.kernels.decode import DecodeWorkspace, decode_attention, rope_decode_attention
 from radixgrove.worker.execution.attention.base import (
     AttentionBackend,
@@ -19,8 +19,8 @@ from radixgrove.worker.execution.attention.base import (
 # Up to here RoPE and the store of K and V inside attention win: 0.8 % at 64 rows, nothing at 1;
 # with up to 256 rows they lose 1.4 % (Qwen3-0.6B on an H100).
 FUSED_ROWS = 64
-# What chunks of captured steps are taken to be long: short tiles, since there are few of them.
-PADDED_CHUNK = 64
+# Of chunks in captured steps: short tiles, since there are few of them.
+PADDED_EXTEND = ExtendConfig(block_m=64, warps=4)
 _FIRST_ROWS = 256  # of a step, before anyone says how many there may be
 
 
@@ -168,7 +168,8 @@ class DecodingBackend(AttentionBackend):
             self._padded.chunk_kv_lens,
             self._padded.page_table,
             self.scale,
-            PADDED_CHUNK,
+            max_q_len=len(q),
+            config=PADDED_EXTEND,
             out=out,
         )
         self._decode.run_padded(layer, q, self._padded, out)
