@@ -289,8 +289,15 @@ def test_under_an_older_crd_it_says_so_writes_nothing_at_rest_and_notices_the_ne
     status = "/spec/versions/0/schema/openAPIV3Schema/properties/status/properties"
     older = [{"op": "remove", "path": f"{status}/{name}"} for name in ("summary", "served")]
     crd_name = f"{names.PLURAL}.{names.GROUP}"
+
+    def published() -> str:
+        found = json.loads(plane.kubectl.run("get", "--raw", "/openapi/v3"))
+        return str(found["paths"][f"apis/{names.API_VERSION}"])
+
+    before = published()
     try:
         plane.kubectl.run("patch", "crd", crd_name, "--type=json", f"--patch={json.dumps(older)}")
+        wait_until(lambda: published() != before, "the older schema is published")
         plane.kubectl.run("scale", RGSVC, "llama", "-n", namespace, "--replicas=2")
         seen = plane.kubectl.wait_for(
             RGSVC, "llama", "-n", namespace, what="is told",
