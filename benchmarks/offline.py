@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import results
 import torch
 import workloads
@@ -169,8 +170,11 @@ def count_tokens(outputs: dict[int, list[Any]]) -> int:
 
 
 def show_phase(report: PhaseReport) -> None:
+    since = time.time() - psutil.Process().create_time()
     share = "" if report.fraction is None else f" {report.fraction:.0%}"
-    print(f"[{report.state.value}] {report.message}{share}", file=sys.stderr, flush=True)
+    print(
+        f"[{report.state.value} {since:.1f} s] {report.message}{share}", file=sys.stderr, flush=True
+    )
 
 
 def find_model(name: str) -> tuple[str, Path]:

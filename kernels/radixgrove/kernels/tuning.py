@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Token counts that are measured; others take the next larger one's choice.
-BUCKETS = (1, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+BUCKETS = (1, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 # Past this many tokens an addition to the residual costs enough to ask who should do it.
 _MANY_TOKENS = 256
 GEMV_CANDIDATES = (

@@ -1,9 +1,10 @@
 """Decode steps at fixed batch sizes: CUDA graphs, captured once and replayed.
 
-A decode step is four pieces, in order: gather the inputs from the request table (captured), plan
-the attention (not captured: it reads the host's mirrors), forward to logits (captured), sample and
-append (captured when nothing needs editing; a grammar mask has its place before it). A batch is
-padded to the next size of the ladder with the dummy row.
+A decode step is three pieces, in order: plan the attention (not captured: it may read the host's
+mirrors), gather the inputs from the request table and compute the logits (captured as one, since
+the GPU stands still for some microseconds between two graphs), sample and append (captured when
+nothing needs editing; a grammar mask has its place before it). A batch is padded to the next size
+of the ladder with the dummy row.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        if self._on_cuda:
+        self.on_cuda = device.type == "cuda"
+        if self.on_cuda:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, function: Replay) -> Replay:
         """Run once (kernels compile, libraries allocate), then capture."""
         function()
-        if not self._on_cuda:
+        if not self.on_cuda:
             return function
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -115,7 +116,6 @@ class DecodeGraphs:
         )
         attention.prepare_capture(largest, table.pages.shape[1])
         self._recorder = recorder
-        self._gather: dict[int, Replay] = {}
         self._forward: dict[int, Replay] = {}
         self._sample: dict[tuple[int, int], Replay] = {}
 
@@ -132,7 +132,6 @@ class DecodeGraphs:
 
     def _capture(self, size: int) -> None:
         record = self._recorder.record
-        self._gather[size] = record(lambda: self._gather_inputs(size))
         batch = self._batch([self._table.dummy_row] * size, size)
         self._attention.plan_captured(batch, size)
         self._forward[size] = record(lambda: self._compute(batch, size))
@@ -157,6 +156,7 @@ class DecodeGraphs:
         )
 
     def _compute(self, batch: AttentionBatch, size: int) -> None:
+        self._gather_inputs(size)
         hidden = self._model.hidden_states(
             self._token_ids[:size],
             batch,
@@ -185,8 +185,8 @@ class DecodeGraphs:
 
     def release(self) -> None:
         """Drop the graphs: NCCL does not end a group while a graph holds its collectives."""
-        for replays in (self._gather, self._forward, self._sample):
-            replays.clear()
+        self._forward.clear()
+        self._sample.clear()
 
     def fits(self, rows: list[int]) -> bool:
         return len(rows) <= self.sizes[-1]
@@ -202,7 +202,8 @@ class DecodeGraphs:
         count = len(rows)
         size = self.sizes[bisect_left(self.sizes, count)]
         self._set_rows(rows, size)
-        self._gather[size]()
+        if not self._recorder.on_cuda:  # where attention plans from what is gathered
+            self._gather_inputs(size)
         self._attention.plan_captured(self._batch(rows, size), size)
         self._forward[size]()
         need = self._sampler.need(rows)

@@ -12,6 +12,7 @@ from bisect import bisect_left
 import torch
 from torch import Tensor
 
+from radixgrove.kernels.tuning import BUCKETS
 from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch, PaddedBatch
 from radixgrove.worker.execution.graphs import Recorder, Replay, Report, no_collection
 from radixgrove.worker.execution.inputs import StepInputs
@@ -21,16 +22,17 @@ from radixgrove.worker.plan import StepPlan
 
 # Larger steps keep a GPU busy for as long as they take to launch.
 _LARGEST = 1024
+_SMALLEST = 64
 _MOST_CHUNKS = 32
 # Few programs share a chunk's long context; the eager kernels of larger steps do better there.
 _LONGEST_CONTEXT = 8192
 
 
 def token_ladder(largest: int) -> list[int]:
-    """Token counts to capture, of steps of up to `largest` tokens."""
+    """Token counts to capture, of steps of up to `largest` tokens: those that products are tuned
+    for, since the kernel that is best at one count may be bad at another."""
     largest = min(largest, _LARGEST)
-    sizes = {*range(64, 513, 64), *range(640, _LARGEST + 1, 128)}
-    return sorted({size for size in sizes if size < largest} | {largest})
+    return [size for size in BUCKETS if _SMALLEST <= size < largest] + [largest]
 
 
 class MixedGraphs:
