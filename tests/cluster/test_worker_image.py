@@ -39,8 +39,16 @@ def test_it_runs_as_a_numeric_user_that_can_change_nothing_in_the_image(
         container.run("touch", "/opt/radixgrove/here", writable=cache)
 
 
+def test_it_needs_no_writable_root(container: Container, cache: dict[Path, str]) -> None:
+    with pytest.raises(ImageError, match="Read-only file system"):
+        container.run("touch", "/var/tmp/here", writable=cache, read_only=True)
+    program = "import radixgrove.worker.execution.build, torch; print(torch.ones(2))"
+    said = container.run("python", "-c", program, writable=cache, read_only=True)
+    assert said == "tensor([1., 1.])\n"
+
+
 def test_doctor_names_the_backend(container: Container, cache: dict[Path, str]) -> None:
-    said = container.run("radixgrove", "doctor", writable=cache)
+    said = container.run("radixgrove", "doctor", writable=cache, read_only=True)
     assert "attention auto: torch here, triton on a GPU" in said
 
 
@@ -56,5 +64,6 @@ def test_triton_can_compile_into_the_cache(
         "source += 'PyMODINIT_FUNC PyInit_probe(void) { return PyModule_Create(&d); }\\n'\n"
         "print(build(source, 'probe').__name__)\n"
     )
-    assert container.run("python3", "-c", program, writable=cache).strip() == "probe"
+    said = container.run("python3", "-c", program, writable=cache, read_only=True)
+    assert said.strip() == "probe"
     assert list(tmp_path.rglob("*.so")), "nothing was compiled into the cache"

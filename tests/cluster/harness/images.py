@@ -28,6 +28,13 @@ _KEPT_ARCHIVES = 3  # of one image
 _KEPT_STAGES = 50  # of builds, about five gigabytes
 _CHUNK = 1 << 20
 
+# As root: makes the root file system read-only, then becomes a user and the command.
+_READ_ONLY = """
+mount -o remount,bind,ro / && mount -t tmpfs tmpfs /tmp || exit
+user=$1 group=$2; shift 2
+exec setpriv --reuid="$user" --regid="$group" --clear-groups -- "$@"
+"""
+
 
 class ImageError(RuntimeError):
     """An image could not be built; the message carries the end of the builder's output."""
@@ -182,13 +189,23 @@ class Container:
     identity: str
     image: str
 
-    def run(self, *command: str, writable: Mapping[Path, str] | None = None) -> str:
+    def run(
+        self,
+        *command: str,
+        writable: Mapping[Path, str] | None = None,
+        read_only: bool = False,
+    ) -> str:
         """The command's output; `writable` mounts host directories at paths of the container.
 
-        Raises `ImageError`.
+        `read_only` as pods have it: nothing but those and an empty /tmp can be written to. Raises
+        `ImageError`.
         """
-        volumes = [f"--volume={host}:{inside}:rw" for host, inside in (writable or {}).items()]
-        return _buildah("run", "--isolation=chroot", *volumes, self.identity, "--", *command)
+        options = [f"--volume={host}:{inside}:rw" for host, inside in (writable or {}).items()]
+        if read_only:
+            user, group = self.config()["User"].split(":")
+            options += ["--user=0", "--cap-add=CAP_SYS_ADMIN"]
+            command = ("sh", "-c", _READ_ONLY, "sh", user, group, *command)
+        return _buildah("run", "--isolation=chroot", *options, self.identity, "--", *command)
 
     def config(self) -> Any:
         """The image's OCI configuration."""
