@@ -30,10 +30,7 @@ def group_of(nodeid: str) -> str | None:
 
 
 def is_light(nodeid: str) -> bool:
-    """Whether a test may go on beside what is timed: it has no pods that run, and few that do not.
-
-    Of the others, nobody's may.
-    """
+    """Whether a test may go on beside what is timed (`machine.alone`): it has no pods that run."""
     return nodeid.startswith("tests/operator/") and not nodeid.startswith(
         "tests/operator/test_scale"
     )
