@@ -40,6 +40,7 @@ from radixgrove.kernels import (
     rows,
     thresholds,
 )
+from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.linear import SkinnyWorkspace
 from radixgrove.kernels.products import Scratch, multiply
 from radixgrove.kernels.tuning import (
@@ -126,7 +127,7 @@ def launch_all(dtype: torch.dtype) -> None:
     def zeros(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=kind)
 
-    heads, kv_heads, dim, hidden = 16, 8, 128, 1024
+    kv_heads, dim, hidden = 8, 128, 1024
     index32, index64 = zeros(4, kind=torch.int32), zeros(4, kind=torch.int64)
     x, weight = zeros(4, hidden), zeros(hidden)
     norm.rms_norm(x, weight, 1e-6)
@@ -146,12 +147,29 @@ def launch_all(dtype: torch.dtype) -> None:
     )
     inputs = (index64, lens, tokens_known, table, 16, index32, index32, index64, index32, index64)
     rows.gather_rows(*inputs, zeros(64, hidden), zeros(4, hidden))
+    addresses, counts = zeros(2, kind=torch.int64), zeros(all_reduce.PROGRAMS, kind=torch.int32)
+    for rows_reduced in (1, 64, 256):
+        part = zeros(rows_reduced, hidden)
+        all_reduce.all_reduce(part, part.clone(), addresses, addresses.clone(), counts, 1 << 20, 0)
+    launch_paged(dtype, dtype)
+    launch_linear(dtype, hidden)
+
+
+def launch_paged(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """What writes and reads pages of `kv_dtype`, at the shape of a Qwen3 layer."""
+
+    def zeros(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=kind)
+
+    heads, kv_heads, dim = 16, 8, 128
+    index32, indptr = zeros(4, kind=torch.int32), zeros(5, kind=torch.int32)
+    table, weight = zeros(9, 64, kind=torch.int32), zeros(dim)
+    layer = zeros(2, 8, 16, kv_heads, dim, kind=kv_dtype)
     for tokens in (4, 80, 800):
         qkv = zeros(tokens, (heads + 2 * kv_heads) * dim)
         where = zeros(tokens, kind=torch.int64)
         angles = zeros(64, dim, kind=torch.float32)
-        rope.rope_store(qkv, angles, where, where, layer, weight[:dim], weight[:dim])
-    q = zeros(4, heads, dim)
+        rope.rope_store(qkv, angles, where, where, layer, weight, weight)
     for count in (4, 16, 3000):
         decode.decode_attention(
             zeros(count, heads, dim),
@@ -171,15 +189,11 @@ def launch_all(dtype: torch.dtype) -> None:
         table,
         1.0,
         decode.DecodeWorkspace(4, heads, kv_heads, dim, torch.device("cpu")),
-        weight[:dim],
-        weight[:dim],
+        weight,
+        weight,
     )
-    addresses, counts = zeros(2, kind=torch.int64), zeros(all_reduce.PROGRAMS, kind=torch.int32)
-    for rows_reduced in (1, 64, 256):
-        part = zeros(rows_reduced, hidden)
-        all_reduce.all_reduce(part, part.clone(), addresses, addresses.clone(), counts, 1 << 20, 0)
     decode.decode_attention(
-        q,
+        zeros(4, heads, dim),
         layer,
         index32,
         index32,
@@ -190,9 +204,8 @@ def launch_all(dtype: torch.dtype) -> None:
     )
     for longest in (16, 64, 4096):
         attention.extend_attention(
-            q, layer, index32[:1], indptr[:2], index32[:1], table, 1.0, longest
+            zeros(4, heads, dim), layer, index32[:1], indptr[:2], index32[:1], table, 1.0, longest
         )
-    launch_linear(dtype, hidden)
 
 
 def launch_linear(dtype: torch.dtype, hidden: int) -> None:
@@ -308,5 +321,7 @@ if __name__ == "__main__":
     else:
         launch_all(torch.bfloat16)
         launch_all(torch.float32)
+        for dtype in (torch.bfloat16, torch.float32):
+            launch_paged(dtype, FLOAT8)
         launch_sampling()
         launch_smallest()

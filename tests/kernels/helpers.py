@@ -8,10 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from radixgrove.kernels.float8 import FLOAT8
+
 # Relative Frobenius error that rounding inputs, sums and outputs to the type explains.
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 DTYPES = pytest.mark.parametrize(
     "dtype", list(BOUNDS), ids=[str(d).removeprefix("torch.") for d in BOUNDS]
+)
+# Pages of the dtype itself, and in float8, which is read without loss: the same bounds.
+PAGED_DTYPES = pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(dtype, kind) for kind in (None, FLOAT8) for dtype in BOUNDS],
+    ids=[str(dtype).removeprefix("torch.") + kind for kind in ("", "-float8") for dtype in BOUNDS],
 )
 
 

@@ -1,8 +1,8 @@
-"""Three repairs of Triton 3.6's interpreter, which runs kernels on NumPy arrays.
+"""Four repairs of Triton 3.6's interpreter, which runs kernels on NumPy arrays.
 
 It turns one-element arrays into integers by `int`, which NumPy 2.4 refuses, multiplies bfloat16
-matrices as the 16-bit integers that carry them, and cuts float32 off to bfloat16, which compiled
-kernels round to the nearest.
+matrices as the 16-bit integers that carry them, cuts float32 off to bfloat16, which compiled
+kernels round to the nearest, and rounds to float8 without carry into the exponent.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -28,6 +29,24 @@ def _rounded(handle: Any) -> Any:
     return interpreter.TensorHandle(halves, tl.bfloat16)
 
 
+_FLOATS = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}
+
+
+def _through_torch(handle: Any, kind: Any) -> Any:
+    """float8 to or from another type: torch rounds to the nearest, ties to even; like compiled
+    kernels' conversion but that what is beyond 448 becomes NaN."""
+    carrier = np.ascontiguousarray(handle.data)  # integers, where NumPy has no such type
+    values = torch.from_numpy(carrier.view(f"i{carrier.itemsize}").copy())
+    converted = values.view(_FLOATS[handle.dtype.scalar]).to(_FLOATS[kind.scalar])
+    raw = converted.view(getattr(torch, f"int{8 * converted.itemsize}")).numpy()
+    return interpreter.TensorHandle(raw.view(interpreter._get_np_dtype(kind)), kind.scalar)
+
+
 def repair() -> None:
     """Apply all, once."""
     if getattr(interpreter, "_repaired", False):
@@ -36,6 +55,7 @@ def repair() -> None:
     patch_tensor = interpreter._patch_lang_tensor
     create_dot = interpreter.InterpreterBuilder.create_dot
     cast = interpreter.InterpreterBuilder.cast_impl
+    convert = interpreter.InterpreterBuilder.create_fp_to_fp
 
     def patch_tensor_too(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -49,6 +69,12 @@ def repair() -> None:
             return _rounded(source)
         return cast(self, source, kind)
 
+    def convert_to_nearest(self: Any, source: Any, kind: Any, rounding: Any) -> Any:
+        if tl.float8e4nv in (source.dtype.scalar, kind.scalar):
+            return _through_torch(source, kind)
+        return convert(self, source, kind, rounding)
+
     interpreter._patch_lang_tensor = patch_tensor_too
     interpreter.InterpreterBuilder.create_dot = create_wide_dot
     interpreter.InterpreterBuilder.cast_impl = cast_to_nearest
+    interpreter.InterpreterBuilder.create_fp_to_fp = convert_to_nearest

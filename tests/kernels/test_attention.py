@@ -10,11 +10,12 @@ from torch import Tensor
 
 from radixgrove.kernels import attention, decode
 from radixgrove.kernels.decode import MAX_PROGRAMS, DecodeConfig, DecodeWorkspace
+from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.rope import rope_store_reference
 from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch, PaddedBatch
 from radixgrove.worker.execution.attention.decode import FUSED_ROWS, PagedDecode
 
-from .helpers import DTYPES, PagedKv, assert_close
+from .helpers import PAGED_DTYPES, PagedKv, assert_close
 
 GEOMETRIES = pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size"),
@@ -29,7 +30,7 @@ def exact(q: Tensor, kv: PagedKv, indptr: Tensor, scale: float) -> Tensor:
     )
 
 
-@DTYPES
+@PAGED_DTYPES
 @GEOMETRIES
 @pytest.mark.parametrize("lengths", [[1], [1, 16, 17, 300, 129]], ids=["one", "mixed"])
 def test_decode(
@@ -39,6 +40,7 @@ def test_decode(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
     kv = PagedKv.random(
@@ -46,7 +48,7 @@ def test_decode(
         page_size=page_size,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
         device=device,
     )
     q = torch.randn(len(lengths), heads, head_dim, device=device).to(dtype)
@@ -162,7 +164,7 @@ def test_decode_of_nothing_and_of_too_much(device: torch.device) -> None:
         decode.decode_attention(torch.zeros(2, 2, 16, device=device), *arguments)
 
 
-@DTYPES
+@PAGED_DTYPES
 @GEOMETRIES
 @pytest.mark.parametrize(
     ("prefixes", "chunks"),
@@ -177,6 +179,7 @@ def test_extend(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
     lengths = [p + c for p, c in zip(prefixes, chunks, strict=True)]
@@ -185,7 +188,7 @@ def test_extend(
         page_size=page_size,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
         device=device,
     )
     indptr = torch.tensor([0, *chunks]).cumsum(0).int().to(device)
@@ -221,7 +224,9 @@ def test_extend_leaves_empty_chunks_and_padding_alone(longest: int, device: torc
 # ---- backends: one suite over all of them ----------------------------------------------------
 
 
-def make_backend(name: str, pool: Tensor, heads: int) -> AttentionBackend:
+def make_backend(
+    name: str, pool: Tensor, heads: int, dtype: torch.dtype | None = None
+) -> AttentionBackend:
     from importlib import import_module
 
     kinds = {"torch": "TorchAttention", "triton": "TritonAttention"}
@@ -229,20 +234,38 @@ def make_backend(name: str, pool: Tensor, heads: int) -> AttentionBackend:
     module = import_module(f"radixgrove.worker.execution.attention.{name}")
     kv_heads, head_dim = pool.shape[4:]
     backend: AttentionBackend = getattr(module, kinds[name])(
-        pool, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5
+        pool,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        dtype=dtype,
     )
     return backend
+
+
+def two_layers(kv: PagedKv) -> Tensor:
+    """A pool of two layers like this one, without NaN."""
+    finite = kv.pages.float().nan_to_num(0.0).to(kv.pages.dtype)
+    return finite.unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
 
 
 class Step:
     """A step over paged rows whose newest KV still has to be stored by the backend."""
 
-    def __init__(self, kv: PagedKv, chunks: list[int], decodes: int, heads: int) -> None:
+    def __init__(
+        self,
+        kv: PagedKv,
+        chunks: list[int],
+        decodes: int,
+        heads: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.kv = kv
         page_size, kv_heads, head_dim = kv.pages.shape[2:]
         lens = kv.kv_lens.tolist()
         q_lens = chunks + [1] * decodes
-        device, dtype = kv.pages.device, kv.pages.dtype
+        device, dtype = kv.pages.device, dtype or kv.pages.dtype
         positions = torch.cat(
             [torch.arange(n - q, n) for n, q in zip(lens, q_lens, strict=True)]
         ).to(device)
@@ -251,7 +274,7 @@ class Step:
         slots += positions % page_size
         self.q = torch.randn(sum(q_lens), heads, head_dim, device=device).to(dtype)
         flat = kv.pages.view(2, -1, kv_heads, head_dim)
-        self.k, self.v = flat[0][slots].clone(), flat[1][slots].clone()
+        self.k, self.v = flat[0][slots].to(dtype), flat[1][slots].to(dtype)
         self.indptr = torch.tensor([0, *q_lens]).cumsum(0).int().to(device)
         self.batch = AttentionBatch(
             num_prefills=len(chunks),
@@ -277,7 +300,7 @@ class Step:
             backend.plan(self.batch)
         if backend.takes_qkv:
             self.check_qkv(backend, pool)
-        flat[:, self.batch.slots] = torch.stack([self.k, self.v])
+        flat[:, self.batch.slots] = torch.stack([self.k, self.v]).to(pool.dtype)
         kv = torch.cat((self.k, self.v), dim=1)
         assert_close(backend.attend(1, self.q, kv), expected, self.bound())
 
@@ -319,7 +342,7 @@ class Step:
         q = rope_store_reference(
             heads.flatten(1), *rotation, self.batch.slots, pool[1], *norms, 1e-6
         )
-        assert_close(stored, pool[1])
+        assert_close(stored, pool[1], 4e-2 if pool.dtype == FLOAT8 else None)
         kv = heads[:, self.q.shape[1] :]
         assert_close(backend.attend(1, q, kv), fused, self.bound())
 
@@ -337,7 +360,17 @@ BACKENDS = [
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
 @pytest.mark.parametrize("group", [1, 3, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float32, FLOAT8),
+        (torch.float16, FLOAT8),
+        (torch.bfloat16, FLOAT8),
+    ],
+    ids=["float32", "bfloat16", "float32-float8", "float16-float8", "bfloat16-float8"],
+)
 @pytest.mark.parametrize(
     ("chunks", "prefixes", "decodes"),
     [
@@ -353,6 +386,7 @@ def test_backends_agree(
     backend_name: str,
     group: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
     chunks: list[int],
     prefixes: list[int],
     decodes: list[int],
@@ -367,42 +401,51 @@ def test_backends_agree(
         page_size=page_size,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        dtype=dtype,
+        dtype=kv_dtype or dtype,
         device=device,
     )
-    pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
-    backend = make_backend(backend_name, pool, group * kv_heads)
-    Step(kv, chunks, len(decodes), group * kv_heads).check(backend, pool)
+    pool = two_layers(kv)
+    heads = group * kv_heads
+    backend = make_backend(backend_name, pool, heads, dtype)
+    Step(kv, chunks, len(decodes), heads, dtype).check(backend, pool)
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
-def test_backends_replan_padded_steps(backend_name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FLOAT8], ids=["bfloat16", "float8"])
+def test_backends_replan_padded_steps(
+    backend_name: str, kv_dtype: torch.dtype, device: torch.device
+) -> None:
+    dtype = torch.bfloat16
     kv = PagedKv.random(
-        [5, 70, 33, 200], page_size=16, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device
+        [5, 70, 33, 200], page_size=16, kv_heads=2, head_dim=64, dtype=kv_dtype, device=device
     )
-    pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
-    backend = make_backend(backend_name, pool, 4)
+    pool = two_layers(kv)
+    backend = make_backend(backend_name, pool, 4, dtype)
     backend.prepare_capture(6, kv.page_table.shape[1])
     for chosen, chunks, decodes in (([1, 0, 2, 3], [60, 5], 2), ([3, 1, 2], [17, 70, 1], 0)):
         part = PagedKv(kv.pages, kv.rows[chosen], kv.kv_lens[chosen], kv.page_table)
-        Step(part, chunks, decodes, 4).check_padded(backend, pool, padding=11)
-        Step(part, chunks, decodes, 4).check(backend, pool)
+        Step(part, chunks, decodes, 4, dtype).check_padded(backend, pool, padding=11)
+        Step(part, chunks, decodes, 4, dtype).check(backend, pool)
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
-def test_backends_replan_captured_decodes(backend_name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FLOAT8], ids=["bfloat16", "float8"])
+def test_backends_replan_captured_decodes(
+    backend_name: str, kv_dtype: torch.dtype, device: torch.device
+) -> None:
     """The same padded size twice with other rows: static buffers must not keep the old ones."""
     dtype = torch.bfloat16
     kv = PagedKv.random(
-        [5, 70, 33, 200], page_size=16, kv_heads=2, head_dim=128, dtype=dtype, device=device
+        [5, 70, 33, 200], page_size=16, kv_heads=2, head_dim=128, dtype=kv_dtype, device=device
     )
-    pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
-    backend = make_backend(backend_name, pool, 4)
+    pool = two_layers(kv)
+    backend = make_backend(backend_name, pool, 4, dtype)
     backend.prepare_capture(4, kv.page_table.shape[1])
-    Step(kv, [3, 60, 30], 1, 4).check(backend, pool)  # nor may anything of an eager step's plan
+    # Nor may they keep anything of an eager step's plan.
+    Step(kv, [3, 60, 30], 1, 4, dtype).check(backend, pool)
     for chosen in ([0, 1], [3, 2]):
         part = PagedKv(kv.pages, kv.rows[chosen], kv.kv_lens[chosen], kv.page_table)
-        Step(part, [], 2, 4).check(backend, pool, captured=True)
+        Step(part, [], 2, 4, dtype).check(backend, pool, captured=True)
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS[1:])
@@ -412,7 +455,7 @@ def test_our_decode_takes_projections_where_nothing_is_prefilled(
     kv = PagedKv.random(
         [20, 9], page_size=16, kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device
     )
-    pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
+    pool = two_layers(kv)
     decodes, mixed = Step(kv, [], 2, 4), Step(kv, [3], 1, 4)
     backend = make_backend(backend_name, pool, 4)
     backend.prepare_capture(2, kv.page_table.shape[1])
@@ -433,7 +476,7 @@ def test_our_decode_takes_projections_of_few_rows(
     kv = PagedKv.random(
         lengths, page_size=16, kv_heads=1, head_dim=64, dtype=torch.bfloat16, device=device
     )
-    pool = kv.pages.nan_to_num(0.0).unsqueeze(0).repeat(2, 1, 1, 1, 1, 1)
+    pool = two_layers(kv)
     backend = make_backend(backend_name, pool, 2)
     backend.prepare_capture(rows, kv.page_table.shape[1])
     step = Step(kv, [], rows, 2)

@@ -141,12 +141,12 @@ def _extend_kernel(
                 k_pages_ptr + place[None, :] + dim[:, None],
                 mask=inside[None, :] & (dim < HEAD_DIM)[:, None],
                 other=0.0,
-            )
+            ).to(q.dtype)
             v = tl.load(
                 v_pages_ptr + place[:, None] + dim[None, :],
                 mask=inside[:, None] & (dim < HEAD_DIM)[None, :],
                 other=0.0,
-            )
+            ).to(q.dtype)
             scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
             visible = token[None, :] <= prefix + query[:, None]
             # Only rows past `length` may lack a visible key, and they are not stored.
@@ -156,7 +156,7 @@ def _extend_kernel(
             weights = tl.exp2(scores - new_best[:, None])
             norm = norm * shrink + tl.sum(weights, axis=1)
             acc = acc * shrink[:, None]
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+            acc = tl.dot(weights.to(q.dtype), v, acc, input_precision=PRECISION)
             best = new_best
         out = acc / norm[:, None]
         tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -179,7 +179,8 @@ def extend_attention(
 
     Args:
         q: [T, H, D] contiguous; tokens of chunk i are qo_indptr[i] .. qo_indptr[i + 1].
-        pages: [2, num_pages, page_size, KV, D] contiguous, q's dtype; holds the new tokens' KV.
+        pages: [2, num_pages, page_size, KV, D] contiguous, q's dtype or float8 (widened to q's as
+            it is read); holds the new tokens' KV.
         rows: [P] int32. qo_indptr: [P + 1] int32, chunks may be empty. kv_lens: [P] int32, new
             tokens included.
         page_table: [max_rows, max_pages] int32.

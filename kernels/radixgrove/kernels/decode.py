@@ -122,12 +122,12 @@ def _attend_run(
             k_pages_ptr + place[None, :] + dim[:, None],
             mask=inside[None, :] & (dim < HEAD_DIM)[:, None],
             other=0.0,
-        )
+        ).to(q.dtype)
         v = tl.load(
             v_pages_ptr + place[:, None] + dim[None, :],
             mask=inside[:, None] & (dim < HEAD_DIM)[None, :],
             other=0.0,
-        )
+        ).to(q.dtype)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
         scores = tl.where(inside[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
@@ -135,7 +135,7 @@ def _attend_run(
         weights = tl.exp2(scores - new_best[:, None])
         norm = norm * shrink + tl.sum(weights, axis=1)
         acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(weights.to(q.dtype), v, acc, input_precision=PRECISION)
         best = new_best
     return best, norm, acc
 
@@ -442,7 +442,7 @@ def decode_attention(
 
     Args:
         q: [B, H, D] contiguous, or [T, H, D] with `tokens`. pages: [2, num_pages, page_size, KV, D]
-            contiguous, q's dtype, KV divides H.
+            contiguous, q's dtype or float8 (widened to q's as it is read), KV divides H.
         rows: [B] int32, rows of page_table. kv_lens: [B] int32, at least 1, or 0 with `tokens`.
         page_table: [max_rows, max_pages] int32.
         tokens: [B] int32, where each row's query is in q, and its result in the output; rows

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import cdiv, jit, next_power_of_2, tl
+from radixgrove.kernels.float8 import bits
 
 
 def gather_pages_reference(pool: Tensor, page_ids: Tensor, out: Tensor) -> None:
@@ -20,7 +21,8 @@ def gather_pages_reference(pool: Tensor, page_ids: Tensor, out: Tensor) -> None:
 
 def scatter_pages_reference(pool: Tensor, page_ids: Tensor, source: Tensor) -> None:
     """See `scatter_pages`."""
-    pool.index_copy_(2, page_ids.long(), source.movedim(0, 2).to(pool.device))
+    moved = source.movedim(0, 2).to(pool.device)
+    bits(pool).index_copy_(2, page_ids.long(), bits(moved))
 
 
 def kv_indices_reference(
@@ -77,9 +79,9 @@ def _copy(pool: Tensor, page_ids: Tensor, packed: Tensor, gather: bool) -> None:
     block = 2048
     grid = (page_ids.numel(), layers * sides, cdiv(page_elements, block))
     _copy_pages_kernel[grid](
-        pool,
+        bits(pool),
         page_ids,
-        packed,
+        bits(packed),
         layers * sides,
         pool_pages,
         page_elements,

@@ -18,6 +18,7 @@ from radixgrove.kernels._triton import (
     pdl,
     tl,
 )
+from radixgrove.kernels.float8 import bits, stored, to_page
 from radixgrove.kernels.norm import rms_norm_reference
 
 
@@ -44,11 +45,11 @@ def rope_store_reference(
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
-    keys = qkv.unflatten(-1, (-1, head_dim))[:, heads : heads + kv_heads]
-    keys.copy_(rotate_reference(k, cos_sin, positions))
-    flat = pages.view(2, -1, kv_heads, head_dim)
-    flat[0].index_copy_(0, slots, keys.contiguous())
-    flat[1].index_copy_(0, slots, v.contiguous())
+    keys = rotate_reference(k, cos_sin, positions)
+    kept = to_page(torch.stack((keys, v)), pages.dtype)
+    bits(pages).view(2, -1, kv_heads, head_dim).index_copy_(1, slots, bits(kept))
+    own = qkv.unflatten(-1, (-1, head_dim))[:, heads:]
+    own.copy_(kept.transpose(0, 1).flatten(1, 2))
     return rotate_reference(q, cos_sin, positions)
 
 
@@ -119,18 +120,22 @@ def _rope_store_kernel(
         sin = tl.load(angles + HALF, mask=mask, other=0.0)
         low, high = _turn(low, high, norm_ptr, eps, cos, sin, HALF, NORM)
     if is_query:
-        target = q_out_ptr + (token[:, None] * HEADS + head) * (2 * HALF) + lane[None, :]
+        query = q_out_ptr + (token[:, None] * HEADS + head) * (2 * HALF) + lane[None, :]
+        tl.store(query, low, mask=mask)
+        tl.store(query + HALF, high, mask=mask)
     else:
         slot = tl.load(slots_ptr + token, mask=alive, other=0)
         is_key = head < HEADS + KV_HEADS
         base = k_pages_ptr if is_key else v_pages_ptr
-        if is_key:
-            tl.store(source, low, mask=mask)
-            tl.store(source + HALF, high, mask=mask)
+        kept_low = stored(low, base)
+        kept_high = stored(high, base)
+        if is_key or kept_low.dtype != low.dtype:
+            tl.store(source, kept_low.to(low.dtype), mask=mask)
+            tl.store(source + HALF, kept_high.to(high.dtype), mask=mask)
         kv_head = (head - HEADS) % KV_HEADS
-        target = base + (slot[:, None] * KV_HEADS + kv_head) * (2 * HALF) + lane[None, :]
-    tl.store(target, low, mask=mask)
-    tl.store(target + HALF, high, mask=mask)
+        place = base + (slot[:, None] * KV_HEADS + kv_head) * (2 * HALF) + lane[None, :]
+        tl.store(place, kept_low, mask=mask)
+        tl.store(place + HALF, kept_high, mask=mask)
 
 
 def rope_store(
@@ -147,11 +152,13 @@ def rope_store(
 
     Args:
         qkv: [T, (H + 2 KV) * D], heads of q, then k, then v; rows may be strided. Afterwards its
-            keys are as stored, for attention that need not go through the pages.
+            keys and values are as stored, rounded to float8 where pages are, for attention that
+            need not go through the pages.
         cos_sin: [max_position, D] float32: D/2 cosines, then D/2 sines.
         positions: [T] int64. slots: [T] int64, `page * page_size + offset`, distinct except for
             the scratch page, whose content is undefined.
-        pages: [2, num_pages, page_size, KV, D] contiguous, qkv's dtype: one layer of the pool.
+        pages: [2, num_pages, page_size, KV, D] contiguous, qkv's dtype or float8: one layer of
+            the pool.
         q_norm, k_norm: [D] each, both or none.
 
     Returns:
@@ -248,8 +255,10 @@ def decode_queries(
             cos = tl.load(angles + lane, mask=inside, other=0.0)
             sin = tl.load(angles + HALF + lane, mask=inside, other=0.0)
             low, high = _turn(low, high, k_norm_ptr, eps, cos, sin, HALF, NORM)
+            low, high = stored(low, k_pages_ptr), stored(high, k_pages_ptr)
             tl.store(k_pages_ptr + place * HEAD_DIM + lane, low, mask=inside)
             tl.store(k_pages_ptr + place * HEAD_DIM + HALF + lane, high, mask=inside)
+            value = stored(value, v_pages_ptr)
             tl.store(v_pages_ptr + place * HEAD_DIM + dim, value, mask=dim < HEAD_DIM)
         dtype = q.dtype
         if NORM:

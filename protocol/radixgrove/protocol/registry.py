@@ -39,7 +39,7 @@ class Registration(msgspec.Struct, kw_only=True):
     service: str
     url: str
     models: list[str]  # served names, the id first, aliases after it
-    namespace: str  # names model, weight version and KV dtype in the hash chain
+    namespace: str  # names model, weight version, dtypes of weights and KV in the hash chain
     root: str  # `root_fingerprint`: proves the same cluster secret
     index_block: int  # tokens
     page_size: int  # tokens; divides index_block
@@ -54,7 +54,8 @@ class Registration(msgspec.Struct, kw_only=True):
     host_tokens_per_second: float = 0.0
     kv_tokens: int = 0
     device: str = ""
-    dtype: str = ""
+    dtype: str = ""  # of the weights
+    kv_dtype: str = ""
     protocol_version: int = PROTOCOL_VERSION
     hash_scheme: str = HASH_SCHEME
     generation: str = ""  # set by the publisher, unique per registration

@@ -27,6 +27,11 @@ class DType(StrEnum):
     FLOAT32 = "float32"
 
 
+class KVDType(StrEnum):
+    AUTO = "auto"
+    FP8_E4M3 = "fp8_e4m3"
+
+
 class LoadFormat(StrEnum):
     SAFETENSORS = "safetensors"
     DUMMY = "dummy"
@@ -158,7 +163,10 @@ class WorkerSettings(Settings):
 
     device: Device = _field(Device.AUTO, "Where to run.", everyday=True)
     dtype: DType = _field(
-        DType.AUTO, "Weights and KV; auto: the model's own, float32 on CPU.", everyday=True
+        DType.AUTO, "Weights; auto: the model's own, float32 on CPU.", everyday=True
+    )
+    kv_dtype: KVDType = _field(
+        KVDType.AUTO, "KV; auto: the weights' dtype; fp8_e4m3: one byte a value.", everyday=True
     )
     load_format: LoadFormat = _field(
         LoadFormat.SAFETENSORS, "`dummy`: random weights, for benchmarks."

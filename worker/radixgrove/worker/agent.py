@@ -384,7 +384,9 @@ class Agent:
                 self.settings.redis_url,
                 self.settings.redis_prefix,
                 registration,
-                block_hasher(self.settings, cache_namespace(self.settings, info.dtype)),
+                block_hasher(
+                    self.settings, cache_namespace(self.settings, info.dtype, info.kv_dtype)
+                ),
                 self._request_snapshot,
             )
             await publisher.start()
@@ -458,7 +460,7 @@ def describe(runtime: Runtime, info: EngineInfo) -> Registration:
     settings = runtime.settings
     assert settings.replica_id is not None
     assert settings.advertise_url is not None
-    namespace = cache_namespace(settings, info.dtype)
+    namespace = cache_namespace(settings, info.dtype, info.kv_dtype)
     return Registration(
         replica_id=settings.replica_id,
         service=settings.service,
@@ -478,6 +480,7 @@ def describe(runtime: Runtime, info: EngineInfo) -> Registration:
         kv_tokens=info.num_pages * info.page_size,
         device=info.device,
         dtype=info.dtype,
+        kv_dtype=info.kv_dtype,
     )
 
 

@@ -186,7 +186,7 @@ class Engine:
         self._told_deadline = -math.inf  # of the last pulse; without one when it was idle
 
         on_cpu = info.device == "cpu"
-        namespace = cache_namespace(settings, info.dtype)
+        namespace = cache_namespace(settings, info.dtype, info.kv_dtype)
         config = SchedulerConfig.resolve(
             settings, executor.info, on_cpu=on_cpu, namespace=namespace
         )

@@ -192,6 +192,7 @@ class EngineInfo(msgspec.Struct, tag="info", kw_only=True):
     kv_bytes_per_token: int
     attention_backend: str
     prefill_tokens_per_second: float  # measured in warm-up; the router's cost model
+    kv_dtype: str = ""  # `dtype` again, or as the setting names it; "" as `dtype`
 
 
 class PhaseReport(msgspec.Struct, tag="phase"):

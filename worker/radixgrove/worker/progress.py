@@ -53,7 +53,8 @@ def memory_arithmetic(info: EngineInfo) -> list[str]:
     lines = [
         f"memory: weights {size(info.weights_bytes)} ({info.dtype} on {info.device})",
         f"memory: KV cache {size(tokens * info.kv_bytes_per_token)}: {info.num_pages} pages of "
-        f"{info.page_size} tokens = {tokens} tokens, {size(info.kv_bytes_per_token)} a token",
+        f"{info.page_size} tokens = {tokens} tokens, {size(info.kv_bytes_per_token)} a token "
+        f"({info.kv_dtype or info.dtype})",
         f"memory: room for {fitting(info, longest)} requests of {longest} tokens at once, "
         f"{fitting(info, typical)} of {typical}; batches of up to {info.max_running}",
     ]

@@ -12,9 +12,9 @@ from radixgrove.protocol.settings import WorkerSettings, reveal
 _SMALLEST_INDEX_BLOCK = 16
 
 
-def cache_namespace(settings: WorkerSettings, dtype: str) -> str:
-    """Model, weight version and KV dtype, length-framed so that no two triples collide."""
-    parts = (settings.served_model_name[0], settings.weight_version, dtype)
+def cache_namespace(settings: WorkerSettings, dtype: str, kv_dtype: str) -> str:
+    """Model, weight version, dtypes of weights and KV; framed so that no two of these collide."""
+    parts = (settings.served_model_name[0], settings.weight_version, dtype, kv_dtype)
     return "".join(f"{len(part)}:{part}," for part in parts)
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from radixgrove.kernels import ops as kernels
+from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.settings import AttentionBackend as Backend
-from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
+from radixgrove.protocol.settings import Device, DType, KVDType, LoadFormat, WorkerSettings
 from radixgrove.worker.execution.attention.select import select_attention
 from radixgrove.worker.execution.graphs import Report as CaptureReport
 from radixgrove.worker.execution.graphs import ladder
@@ -45,6 +46,8 @@ from radixgrove.worker.plan import Executor, ExecutorInfo
 
 Report = Callable[[PhaseReport], None]
 Capture = Callable[[list[int], CaptureReport], object]
+# From here on (Ada, Hopper) the kernels have instructions that convert float8.
+_FLOAT8_CAPABILITY = (8, 9)
 # A CPU's step is this much slower than a GPU's before it counts as stuck.
 _CPU_STEP_FACTOR = 12.0
 
@@ -96,7 +99,12 @@ class _Loaded:
         )
         pool = self.shape.allocate(num_pages, device)
         attention, name = select_attention(
-            settings.attention_backend, pool, self.config, self.model.group.shard, report
+            settings.attention_backend,
+            pool,
+            self.config,
+            self.model.group.shard,
+            self.model.dtype,
+            report,
         )
         table = RequestTable(
             max_rows=info.max_rows,
@@ -177,6 +185,7 @@ def _build(
     group: TensorParallel,
 ) -> tuple[Runner, EngineInfo]:
     dtype = choose_dtype(settings.dtype, config, device)
+    kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype, device)
     place = Placement(group, dtype, device)
     limits = Limits.of(settings, device)
     loaded = _Loaded(
@@ -184,7 +193,7 @@ def _build(
         config,
         limits,
         load_model(settings, config, limits, model_dir, place, report),
-        KvShape.of(config, settings.page_size, dtype, group.shard),
+        KvShape.of(config, settings.page_size, kv_dtype, group.shard),
         report,
     )
     if rows := group.use_peer_memory(config.hidden_size, dtype):
@@ -227,6 +236,7 @@ def _build(
         kv_bytes_per_token=loaded.shape.bytes_per_token,
         attention_backend=backend,
         prefill_tokens_per_second=speed,
+        kv_dtype=loaded.shape.dtype_name,
     )
 
 
@@ -312,6 +322,24 @@ def choose_dtype(setting: DType, config: ModelConfig, device: torch.device) -> t
         dtype: torch.dtype = getattr(torch, setting.value)
         return dtype
     return torch.float32 if device.type == "cpu" else config.dtype
+
+
+def choose_kv_dtype(setting: KVDType, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The pool's dtype, for a model of `dtype`.
+
+    Raises:
+        ModelError: the device cannot convert float8.
+    """
+    if setting == KVDType.AUTO:
+        return dtype
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FLOAT8_CAPABILITY:
+            raise ModelError(
+                f"kv_dtype {setting.value} needs a GPU of compute capability 8.9 or later, and "
+                f"this one has {capability[0]}.{capability[1]}; set kv_dtype to auto"
+            )
+    return FLOAT8
 
 
 def choose_length(setting: int | None, config: ModelConfig) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.protocol.settings import KVDType, WorkerSettings
 from radixgrove.worker.models.config import ModelConfig, ModelError
 from radixgrove.worker.parallel.group import Shard
 
@@ -42,6 +43,13 @@ class KvShape:
     def of(cls, config: ModelConfig, page_size: int, dtype: torch.dtype, shard: Shard) -> KvShape:
         kv_heads = shard.split(config.num_kv_heads)[1]
         return cls(config.num_layers, kv_heads, config.head_dim, page_size, dtype)
+
+    @property
+    def dtype_name(self) -> str:
+        """As the settings name it."""
+        if self.dtype == FLOAT8:
+            return KVDType.FP8_E4M3.value
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def bytes_per_token(self) -> int:
@@ -154,7 +162,8 @@ def describe(weights: int, shape: KvShape, kv_tokens: int, max_model_len: int, r
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     return (
         f"memory{each}: weights {_gib(weights)}; KV {_gib(pool)} = {kv_tokens:,} tokens of "
-        f"{shape.bytes_per_token / 1024:.1f} KiB in pages of {shape.page_size}; "
+        f"{shape.bytes_per_token / 1024:.1f} KiB in pages of {shape.page_size} "
+        f"({shape.dtype_name}); "
         f"{kv_tokens / max_model_len:.1f} requests of {max_model_len:,} tokens at once"
     )
 

@@ -45,7 +45,8 @@ class ServedModel:
         longest = int(config.get("max_position_embeddings") or (1 << 24))
         vocab_size = int(config.get("vocab_size") or encoder.tokenizer.get_vocab_size())
         names = tuple(settings.served_model_name) or (model_dir.name,)
-        identity = f"{names[0]}\0{settings.weight_version}\0{settings.dtype}\0{files.digest}"
+        types = f"{settings.dtype}\0{settings.kv_dtype}"
+        identity = f"{names[0]}\0{settings.weight_version}\0{types}\0{files.digest}"
         return cls(
             names=names,
             limits=ModelLimits(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from radixgrove.kernels import ops as kernels
+from radixgrove.kernels.float8 import bits, to_page
 
 Rotation = tuple[Tensor, Tensor]
 _MKLDNN = torch.ops.mkldnn
@@ -103,7 +104,7 @@ class Ops(Protocol):
             qkv: [T, (H + 2 KV) * D], query heads first, then keys, then values; overwritten, keys
                 and values by what is stored.
             slots: [T] int64, `page * page_size + offset`.
-            pages: [2, num_pages, page_size, KV, D], one layer of the pool.
+            pages: [2, num_pages, page_size, KV, D], one layer of the pool; qkv's dtype or float8.
         """
         ...
 
@@ -197,8 +198,12 @@ class TorchOps:
         halves = rotated.view(tokens, -1, 2, head_dim // 2)
         swapped = halves.flip(-2)
         halves.mul_(cos).addcmul_(swapped, signed_sin)
-        stored = heads[:, num_heads:].view(tokens, 2, kv_heads, head_dim)
-        pages.view(2, -1, kv_heads, head_dim).index_copy_(1, slots, stored.transpose(0, 1))
+        own = heads[:, num_heads:].view(tokens, 2, kv_heads, head_dim)
+        kept = to_page(own, pages.dtype)
+        if kept is not own:
+            own.copy_(kept)
+        flat = bits(pages).view(2, -1, kv_heads, head_dim)
+        flat.index_copy_(1, slots, bits(kept).transpose(0, 1))
         return heads[:, :num_heads]
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -53,7 +54,8 @@ class PaddedBatch:
 
 class AttentionBackend(ABC):
     """Attention over pages. The pool is `[layers, 2, num_pages + 1, page_size, kv_heads, head_dim]`
-    (K at index 0, V at 1; the last page is scratch, written by padding and never read).
+    (K at index 0, V at 1; the last page is scratch, written by padding and never read), in the
+    model's dtype or in float8, which is widened to the model's as it is read.
     """
 
     def __init__(
@@ -64,8 +66,11 @@ class AttentionBackend(ABC):
         num_kv_heads: int,
         head_dim: int,
         scale: float,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """`dtype`: of queries and results; the pool's when None."""
         self.pool = pool
+        self.dtype = dtype or pool.dtype
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -95,8 +100,9 @@ class AttentionBackend(ABC):
 
         Args:
             q: [T, num_heads, head_dim], RoPE already applied.
-            kv: [T, 2 * num_kv_heads, head_dim], this step's K and V as stored, for a backend that
-                can do without the pages where nothing else is attended to; rows may be strided.
+            kv: [T, 2 * num_kv_heads, head_dim], this step's K and V as stored (of float8 pages,
+                what reading them gives), for a backend that can do without the pages where nothing
+                else is attended to; rows may be strided.
 
         Returns:
             [T, num_heads, head_dim], q's dtype.

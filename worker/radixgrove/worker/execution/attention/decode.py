@@ -131,10 +131,22 @@ class DecodingBackend(AttentionBackend):
     _padded: PaddedBatch | None  # as planned last, if that is what was planned last
 
     def __init__(
-        self, pool: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+        self,
+        pool: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            pool, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=scale
+            pool,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=scale,
+            dtype=dtype,
         )
         self._decode = PagedDecode(pool, num_heads, scale)
 

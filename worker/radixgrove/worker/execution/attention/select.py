@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
+import torch
 from torch import Tensor
 
 from radixgrove.protocol.settings import AttentionBackend as Choice
@@ -26,9 +27,10 @@ def select_attention(
     pool: Tensor,
     config: ModelConfig,
     shard: Shard,
+    dtype: torch.dtype,
     report: Callable[[PhaseReport], None],
 ) -> tuple[AttentionBackend, str]:
-    """The backend and its name.
+    """The backend for a model of `dtype`, and its name.
 
     `auto` tries flashinfer, triton, torch in this order on CUDA, and takes torch on a CPU.
 
@@ -40,7 +42,7 @@ def select_attention(
         if choice != Choice.TORCH and not on_cuda:
             raise ModelError(f"attention backend {choice.value} needs CUDA")
         try:
-            backend = _create(choice, pool, config, shard)
+            backend = _create(choice, pool, config, shard, dtype)
             _warm_up(backend, report)
         except (ImportError, RuntimeError) as error:
             raise ModelError(f"attention backend {choice.value}: {error}") from error
@@ -49,7 +51,7 @@ def select_attention(
     reasons = []
     for candidate in _PREFERENCE if on_cuda else (Choice.TORCH,):
         try:
-            backend = _create(candidate, pool, config, shard)
+            backend = _create(candidate, pool, config, shard, dtype)
             _warm_up(backend, report)
         except (ImportError, RuntimeError, ValueError) as error:
             reasons.append(f"{candidate.value} not usable: {error}")
@@ -65,7 +67,9 @@ def _warm_up(backend: AttentionBackend, report: Callable[[PhaseReport], None]) -
     backend.warm_up(lambda text, done: report(PhaseReport(EngineState.WARMING_UP, text, done)))
 
 
-def _create(choice: Choice, pool: Tensor, config: ModelConfig, shard: Shard) -> AttentionBackend:
+def _create(
+    choice: Choice, pool: Tensor, config: ModelConfig, shard: Shard, dtype: torch.dtype
+) -> AttentionBackend:
     module = import_module(f"radixgrove.worker.execution.attention.{choice.value}")
     kind: type[AttentionBackend] = getattr(module, _CLASSES[choice])
     return kind(
@@ -74,4 +78,5 @@ def _create(choice: Choice, pool: Tensor, config: ModelConfig, shard: Shard) -> 
         num_kv_heads=shard.split(config.num_kv_heads)[1],
         head_dim=config.head_dim,
         scale=config.head_dim**-0.5,
+        dtype=dtype,
     )

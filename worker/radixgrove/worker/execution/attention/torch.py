@@ -35,7 +35,8 @@ class _Group:
     tokens: Tensor | slice  # of the step
     pages: Tensor  # [size * n] int64
     gathered: Tensor  # [2, size * n, page_size, KV, D], where each layer's pages are copied
-    k: Tensor  # [size, KV, L, D], the part of `gathered` that is attended to
+    wide: Tensor  # the same in the model's dtype: `gathered` itself, or what widens it
+    k: Tensor  # [size, KV, L, D], the part of `wide` that is attended to
     v: Tensor
     mask: Tensor | None  # [size, 1, 1, L] additive, when the rows are not equally long
 
@@ -83,7 +84,7 @@ class TorchAttention(AttentionBackend):
         mask = torch.full(
             (queries, start + queries),
             float("-inf"),
-            dtype=self.pool.dtype,
+            dtype=self.dtype,
             device=self.pool.device,
         )
         return mask.triu_(start + 1)
@@ -112,12 +113,15 @@ class TorchAttention(AttentionBackend):
             if any(lengths[i] != longest for i in group):
                 beyond = torch.arange(longest, device=rows.device)
                 mask = torch.zeros(
-                    (len(group), beyond.numel()), dtype=self.pool.dtype, device=rows.device
+                    (len(group), beyond.numel()), dtype=self.dtype, device=rows.device
                 ).masked_fill_(beyond >= in_lens[:, None], float("-inf"))[:, None, None]
             pages = table.index_select(0, in_rows)[:, :num_pages].long().flatten()
             gathered = self.pool.new_empty((2, pages.shape[0], *self.pool.shape[3:]))
-            k, v = self._heads_first(gathered, len(group), longest)
-            groups.append(_Group(chosen, pages, gathered, k, v, mask))
+            wide = gathered
+            if self.pool.dtype != self.dtype:
+                wide = torch.empty_like(gathered, dtype=self.dtype)
+            k, v = self._heads_first(wide, len(group), longest)
+            groups.append(_Group(chosen, pages, gathered, wide, k, v, mask))
         return groups
 
     def _heads_first(self, pages: Tensor, rows: int, length: int) -> Tensor:
@@ -142,6 +146,8 @@ class TorchAttention(AttentionBackend):
     def _decode(self, kv: Tensor, q: Tensor, group: _Group) -> Tensor:
         """[size, H, D] -> [size, H, D]."""
         torch.index_select(kv, 1, group.pages, out=group.gathered)
+        if group.wide is not group.gathered:
+            group.wide.copy_(group.gathered)
         grouped = q.view(q.shape[0], self.num_kv_heads, -1, self.head_dim)
         out = scaled_dot_product_attention(
             grouped, group.k, group.v, attn_mask=group.mask, scale=self.scale
@@ -153,14 +159,15 @@ class TorchAttention(AttentionBackend):
         result = out[chunk.first : chunk.first + chunk.length].transpose(0, 1)
         flat = kv.view(2, -1, self.num_kv_heads, self.head_dim)
         if chunk.pages is None:
-            k, v = flat.index_select(1, chunk.slots).transpose(1, 2).unsqueeze(1)
+            own = flat.index_select(1, chunk.slots).to(self.dtype)
+            k, v = own.transpose(1, 2).unsqueeze(1)
             result.copy_(
                 scaled_dot_product_attention(
                     queries, k, v, is_causal=True, scale=self.scale, enable_gqa=True
                 )[0]
             )
             return
-        pages = kv.index_select(1, chunk.pages)
+        pages = kv.index_select(1, chunk.pages).to(self.dtype)
         k, v = pages.view(2, 1, -1, self.num_kv_heads, self.head_dim).transpose(2, 3)
         for i, mask in enumerate(chunk.masks):
             begin = i * _QUERY_BLOCK
