@@ -37,6 +37,7 @@ INFO = EngineInfo(
     kv_bytes_per_token=1000,
     attention_backend="torch",
     prefill_tokens_per_second=100.0,
+    kv_dtype="fp8_e4m3",
 )
 
 

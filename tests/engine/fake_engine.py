@@ -84,6 +84,7 @@ def build(
         weights_bytes=0,
         kv_bytes_per_token=16,
         attention_backend="none",
+        kv_dtype="fp8_e4m3",
         prefill_tokens_per_second=1000.0,
     )
 

@@ -122,9 +122,8 @@ def test_cache_events_name_what_became_matchable(start_engine: StartEngine) -> N
     engine.send(request("r", PROMPT, 13))
     events = engine.from_agent_socket(CacheEvents)
     assert events.sequence == 1
-    info_dtype = "float32"
     settings = engine.runtime.settings
-    hasher = block_hasher(settings, cache_namespace(settings, info_dtype))
+    hasher = block_hasher(settings, cache_namespace(settings, "float32", "fp8_e4m3"))
     chain = hasher.chain(pack(PROMPT + answer(PROMPT, 13)))
     assert events.events[0].hashes == chain[:HASH_BYTES]  # the prompt's one block of 16
     assert engine.from_agent_socket(CacheEvents).events[0].hashes == chain[HASH_BYTES:]

@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from radixgrove.kernels.decode import DecodeWorkspace, rope_decode_attention_reference
+from radixgrove.protocol.settings import KVDType
 from radixgrove.worker.execution import build
 from radixgrove.worker.execution.attention import decode
 from radixgrove.worker.execution.attention import torch as torch_backend
@@ -65,11 +66,13 @@ def _references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "rope_decode_attention", rope_decode_attention)
 
 
-def texts(directory: Path, backend: type, sizes: list[int]) -> list[list[int]]:
+def texts(
+    directory: Path, backend: type, sizes: list[int], kv_dtype: KVDType = KVDType.AUTO
+) -> list[list[int]]:
     """Of three prompts, past a page's end, one after the other done."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_backend, "TorchAttention", backend)
-        runner = cpu_runner(directory)
+        runner = cpu_runner(directory, kv_dtype=kv_dtype)
     if sizes:
         runner.capture(sizes, lambda text, done: None)
     ways.clear()
@@ -79,12 +82,13 @@ def texts(directory: Path, backend: type, sizes: list[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("sizes", [[], [1, 4, 8]], ids=["eager", "padded"])
+@pytest.mark.parametrize("kv_dtype", KVDType)
 def test_positions_and_pages_of_decode_rows_follow_from_their_lengths(
-    kind: str, sizes: list[int], tmp_path: Path
+    kind: str, sizes: list[int], kv_dtype: KVDType, tmp_path: Path
 ) -> None:
     tiny.save(kind, tmp_path)
-    expected = texts(tmp_path, Apart, sizes)
-    assert texts(tmp_path, Decoding, sizes) == expected
+    expected = texts(tmp_path, Apart, sizes, kv_dtype)
+    assert texts(tmp_path, Decoding, sizes, kv_dtype) == expected
     assert {way for _, way in ways} == {"fused"}
     assert ways.total() == 39, "every step behind the prompts should have taken the projection"
     assert [len(tokens) for tokens in expected] == [20, 30, 40]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
 from radixgrove.worker.execution import build
 from radixgrove.worker.execution.build import build_executor, fit_length
@@ -54,6 +56,17 @@ def test_a_pool_on_the_host_is_zero_and_takes_memory_only_as_it_is_used() -> Non
     assert not pool[-1, -1, -1].any()
     pool[3, 1, 5] = 1.0
     assert pool[3, 1, 4:7].sum().item() == 16 * 8 * 128
+
+
+def test_a_float8_pool_is_half_as_large_and_begins_as_zeros() -> None:
+    small = replace(SHAPE, layers=2, dtype=FLOAT8)
+    assert 2 * small.bytes_per_token == replace(small, dtype=torch.bfloat16).bytes_per_token
+    pool = small.allocate(5, torch.device("cpu"))
+    assert (pool.dtype, pool.nbytes) == (FLOAT8, small.allocated_bytes(5))
+    assert not pool.view(torch.uint8).any()
+    budget = settings(memory_fraction=0.9)
+    twice = cuda_kv_tokens(budget, replace(SHAPE, dtype=FLOAT8), USE, wanted=1 << 30)
+    assert twice == pytest.approx(2 * cuda_kv_tokens(budget, SHAPE, USE, wanted=1 << 30), abs=16)
 
 
 def test_cuda_pool_takes_what_the_fraction_leaves() -> None:
@@ -122,8 +135,10 @@ def test_default_length_shrinks_to_the_pool_but_an_explicit_one_is_refused() -> 
 def test_arithmetic_in_words() -> None:
     text = describe(15 * GIB, SHAPE, 40_960, 8192, ranks=1)
     assert "weights 15.00 GiB" in text
-    assert "KV 5.00 GiB = 40,960 tokens of 128.0 KiB in pages of 16" in text
+    assert "KV 5.00 GiB = 40,960 tokens of 128.0 KiB in pages of 16 (bfloat16);" in text
     assert "5.0 requests of 8,192 tokens at once" in text
+    text = describe(15 * GIB, replace(SHAPE, dtype=FLOAT8), 40_960, 8192, ranks=1)
+    assert "KV 2.50 GiB = 40,960 tokens of 64.0 KiB in pages of 16 (fp8_e4m3);" in text
 
 
 def test_a_built_engine_reports_what_it_has(tmp_path: Path) -> None:

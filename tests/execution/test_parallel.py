@@ -86,9 +86,11 @@ def followers(directory: Path, tp: int) -> Iterator[list[subprocess.Popen[str]]]
             process.communicate()
 
 
-def generate(directory: Path, model_dir: Path, tp: int, prompts: list[list[int]]) -> str:
+def generate(
+    directory: Path, model_dir: Path, tp: int, prompts: list[list[int]], **changes: object
+) -> str:
     directory.mkdir()
-    Runtime(directory, settings(tp), model_dir).write()
+    Runtime(directory, settings(tp, **changes), model_dir).write()
     with followers(directory, tp) as processes:
         leader = subprocess.run(
             [sys.executable, "-c", _LEAD, str(directory), json.dumps(prompts), "24"],
@@ -103,11 +105,17 @@ def generate(directory: Path, model_dir: Path, tp: int, prompts: list[list[int]]
     return leader.stdout
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "llama-biased"])
-def test_two_ranks_say_what_one_says(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "kv_dtype"),
+    [("llama", "auto"), ("qwen3", "auto"), ("llama-biased", "auto"), ("qwen3", "fp8_e4m3")],
+)
+def test_two_ranks_say_what_one_says(kind: str, kv_dtype: str, tmp_path: Path) -> None:
     tiny.save(kind, tmp_path / "model")
     prompts = tiny.prompts()
-    texts = [generate(tmp_path / f"tp{tp}", tmp_path / "model", tp, prompts) for tp in (1, 2)]
+    texts = [
+        generate(tmp_path / f"tp{tp}", tmp_path / "model", tp, prompts, kv_dtype=kv_dtype)
+        for tp in (1, 2)
+    ]
     assert texts[0] == texts[1]
     assert len(texts[0]) > 8 * 24
 
