@@ -32,6 +32,7 @@ from radixgrove.protocol.settings import (
     AttentionBackend,
     Device,
     DType,
+    KVDType,
     LoadFormat,
     SchedulePolicy,
     WorkerSettings,
@@ -185,7 +186,8 @@ def find_model(name: str) -> tuple[str, Path]:
     return path.name, path
 
 
-def model_shape(config: ModelConfig, item_bytes: int) -> ModelShape:
+def model_shape(config: ModelConfig, info: EngineInfo) -> ModelShape:
+    item_bytes = getattr(torch, info.dtype).itemsize
     hidden, dim = config.hidden_size, config.head_dim
     attention = hidden * (config.num_heads + 2 * config.num_kv_heads) * dim
     attention += config.num_heads * dim * hidden
@@ -197,6 +199,7 @@ def model_shape(config: ModelConfig, item_bytes: int) -> ModelShape:
         kv_heads=config.num_kv_heads,
         head_dim=dim,
         item_bytes=item_bytes,
+        kv_item_bytes=1 if info.kv_dtype == KVDType.FP8_E4M3 else item_bytes,
     )
 
 
@@ -205,6 +208,7 @@ def make_settings(arguments: argparse.Namespace) -> WorkerSettings:
         "load_format": LoadFormat(arguments.load_format),
         "device": Device(arguments.device),
         "dtype": DType(arguments.dtype),
+        "kv_dtype": KVDType(arguments.kv_dtype),
         "tp": arguments.tp,
         "attention_backend": AttentionBackend(arguments.backend),
         "max_running": arguments.max_running,
@@ -225,6 +229,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", choices=[d.value for d in Device])
     parser.add_argument("--dtype", default="auto", choices=[d.value for d in DType])
+    parser.add_argument("--kv-dtype", default="auto", choices=[d.value for d in KVDType])
     parser.add_argument("--load-format", default="dummy", choices=[f.value for f in LoadFormat])
     parser.add_argument("--max-running", type=int, default=None)
     parser.add_argument("--max-step-tokens", type=int, default=None)
@@ -278,6 +283,7 @@ def measure(
         "start_seconds": round(engine.start_seconds, 1),
         "attention_backend": engine.info.attention_backend,
         "dtype": engine.info.dtype,
+        "kv_dtype": engine.info.kv_dtype,
         "schedule_policy": engine.scheduler.config.schedule_policy.value,
         "max_step_tokens": engine.scheduler.config.max_step_tokens,
         "device": engine.info.device,
@@ -311,8 +317,7 @@ def main(argv: list[str] | None = None) -> int:
         model, model_dir = find_model(name)
         engine = OfflineEngine(settings, model_dir)
         try:
-            item_bytes = getattr(torch, engine.info.dtype).itemsize
-            shape = model_shape(load_config(model_dir), item_bytes)
+            shape = model_shape(load_config(model_dir), engine.info)
             for workload_name in arguments.workload:
                 workload = WORKLOADS[workload_name]()
                 row, record = measure(engine, model, shape, workload, arguments.runs, arguments.tp)

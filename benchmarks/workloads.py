@@ -124,10 +124,11 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     item_bytes: int = 2
+    kv_item_bytes: int = 2
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.item_bytes
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_item_bytes
 
 
 def least_seconds(workload: Workload, shape: ModelShape, device: Device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
@@ -69,3 +70,11 @@ def test_limits_of_an_8b_model(workloads: ModuleType, name: str, limit: int) -> 
     workload = workloads.WORKLOADS[name]()
     seconds = workloads.least_seconds(workload, shape, workloads.H100)
     assert workload.counted_tokens / seconds == pytest.approx(limit, rel=0.01)
+    halved = dataclasses.replace(shape, kv_item_bytes=1)
+    assert halved.kv_bytes_per_token == 65_536
+    saved = seconds - workloads.least_seconds(workload, halved, workloads.H100)
+    contexts = sum(
+        (item.max_tokens - 1) * (len(item.token_ids) + item.max_tokens / 2)
+        for item in workload.items
+    )
+    assert saved == pytest.approx(contexts * 65_536 / 2.94e12, rel=1e-6)

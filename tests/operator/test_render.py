@@ -335,6 +335,7 @@ def test_these_changes_restart_nothing(fields: dict[str, Any]) -> None:
     "fields",
     [
         {"engine": {"pageSize": 32}},
+        {"engine": {"kvDtype": "fp8_e4m3"}},
         {"hardware": {"gpusPerNode": 2}},
         {"image": "rg/worker:2"},
         {"startup": {"timeout": "1h"}},

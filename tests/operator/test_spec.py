@@ -13,7 +13,7 @@ from operator_builders import CONFIG, revision, spec
 from radixgrove.operator import crd
 from radixgrove.operator.revision import InvalidEngine, config_map_data, thaw, worker_settings
 from radixgrove.operator.spec import duration, quantity, seconds
-from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.settings import KVDType, WorkerSettings
 
 CHART_CRD = Path(__file__).parents[2] / "helm/radixgrove/files/inferenceservice-crd.yaml"
 SCHEMA = crd.custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -89,7 +89,12 @@ def test_absent_parallelism_is_tensor_in_the_node_and_pipeline_across() -> None:
 def test_engine_settings_pass_the_workers_own_schema() -> None:
     rendered = worker_settings(
         revision(
-            engine={"contextLength": 4096, "memoryPercent": 80, "settings": {"max_step_tokens": 99}}
+            engine={
+                "contextLength": 4096,
+                "memoryPercent": 80,
+                "kvDtype": "fp8_e4m3",
+                "settings": {"max_step_tokens": 99},
+            }
         ),
         "team-a.llama",
         CONFIG,
@@ -98,6 +103,7 @@ def test_engine_settings_pass_the_workers_own_schema() -> None:
     assert settings.max_model_len == 4096
     assert settings.memory_fraction == pytest.approx(0.8)
     assert settings.max_step_tokens == 99
+    assert settings.kv_dtype is KVDType.FP8_E4M3
     assert settings.served_model_name == ["llama"]
 
 

@@ -177,6 +177,7 @@ def _everyday(engine: Engine) -> dict[str, Any]:
         "max_model_len": engine.context_length,
         "max_running": engine.max_running,
         "dtype": engine.dtype,
+        "kv_dtype": engine.kv_dtype,
         "kv_tokens": engine.kv_tokens,
         "memory_fraction": engine.memory_percent and engine.memory_percent / 100,
         "schedule_policy": engine.schedule_policy,

@@ -13,7 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.alias_generators import to_camel
 
 from radixgrove.protocol.settings import DType as DType
-from radixgrove.protocol.settings import EvictionPolicy, RoutingPolicy, SchedulePolicy, Sharing
+from radixgrove.protocol.settings import (
+    EvictionPolicy,
+    KVDType,
+    RoutingPolicy,
+    SchedulePolicy,
+    Sharing,
+)
 
 MAX_NAME = 40
 MAX_NODES = 64
@@ -194,7 +200,12 @@ class Engine(SpecModel):
         None, description="Longest prompt + output, in tokens.", ge=16, le=1 << 24
     )
     max_running: int | None = Field(None, description="Requests in a batch.", ge=1, le=4096)
-    dtype: DType | None = Field(None, description="Weights and KV.")
+    dtype: DType | None = Field(None, description="Weights, and KV but for kvDtype.")
+    kv_dtype: KVDType | None = Field(
+        None,
+        description="KV; auto: as the weights. fp8_e4m3 takes one byte a value: room for twice the "
+        "tokens of bfloat16, for a little accuracy. GPUs of compute capability 8.9 or later, CPUs.",
+    )
     kv_tokens: int | None = Field(
         None, description="Size of the KV pool in tokens.", ge=16, le=1 << 34
     )
