@@ -2,13 +2,14 @@
 
     python benchmarks/gpu_float8.py [--model DIR] [--random NAME ...] [--backend triton flashinfer]
 
-Models in bfloat16 with KV in float8. Two things are judged, each with a cold and with a warm cache:
+Two things are judged, each with a cold and with a warm cache:
 
-- how far log-probabilities are from transformers' in float32, beside transformers' own in bfloat16;
-- how far decoding, which reads K and V out of pages, is from scoring the same text, which takes the
-  step's own. Were one of them to see other than what float8 holds, this would show it.
-
-Float8's steps are 16 times as wide as bfloat16's, but K and V are two of many tensors.
+- models in bfloat16: how far log-probabilities are from transformers' in float32, beside
+  transformers' own in bfloat16. Float8's steps are 16 times as wide, but K and V are two of many
+  tensors;
+- how far decoding, which reads K and V out of pages, is from scoring the same text; in float32 too,
+  but for FlashInfer. Random models have few layers, and suffer most from float8: that K and V of
+  a fresh chunk were not rounded like those in pages would show.
 """
 
 from __future__ import annotations
@@ -43,31 +44,53 @@ from radixgrove.worker.models.config import load_config
 
 # Of the mean distance of log-probabilities, in those of transformers' own bfloat16.
 DISTANCE_BOUND = 16.0
-# Decoding and scoring round to bfloat16 in different places, and what lies between two float8
-# tips over now and then: a wider step for the same value.
-KL_BOUND = 2e-2
+# Decoding and scoring round to their dtype in different places, and what lies between two float8
+# tips over now and then: a wide step from a small difference, and more of them in each layer. On a
+# CPU at most 6e-3 with the 30 layers of SmolLM2; with the 6 of random models 1.3e-3, and 6e-6 in
+# float32, but 1e-2 at least with fresh chunks that are not rounded.
+KL_BOUND_DEEP = 2e-2
+KL_BOUNDS = {DType.BFLOAT16: 5e-3, DType.FLOAT32: 1e-4}
 _TEXTS = 25
 
 
 def check(
     model: str, model_dir: Path, backend: str, texts: int, judge: Judge, report: Report
 ) -> None:
-    subject = Subject(model_dir, DType.BFLOAT16, backend, kv_dtype=KVDType.FP8_E4M3)
+    bounds = KL_BOUNDS if model in MODELS else {DType.BFLOAT16: KL_BOUND_DEEP}
+    for dtype, bound in bounds.items():
+        if backend == "flashinfer" and dtype == DType.FLOAT32:
+            continue
+        what = f"{model} float8 {backend} {dtype.value}"
+        with report.guarded(what):
+            check_dtype(what, model_dir, dtype, backend, texts, bound, judge, report)
+
+
+def check_dtype(
+    what: str,
+    model_dir: Path,
+    dtype: DType,
+    backend: str,
+    texts: int,
+    bound: float,
+    judge: Judge,
+    report: Report,
+) -> None:
+    subject = Subject(model_dir, dtype, backend, kv_dtype=KVDType.FP8_E4M3)
     try:
         info = subject.engine.info
-        what = f"{model} float8 {backend}"
         config = load_config(model_dir)
         values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         one = info.kv_bytes_per_token == values
         report.check(f"{what}: one byte a value", one, f"{values} values a token")
         prompts = make_prompts(model_dir, info.vocab_size)[:texts]
-        for cache in ("cold", "warm"):
+        for cache in ("cold", "warm") if dtype == DType.BFLOAT16 else ():
             out = subject.generate(prompts, logprobs=0, **GREEDY)
             proved = (subject.counters.cached_tokens > 0) == (cache == "warm")
             check_distance(f"{what}: distance, {cache} cache", prompts, out, proved, judge, report)
         subject.flush()
         for cache in ("cold", "warm"):
-            check_rescoring(f"{what}: decode then rescore, {cache} cache", subject, prompts, report)
+            name = f"{what}: decode then rescore, {cache} cache"
+            check_rescoring(name, subject, prompts, bound, report)
     finally:
         subject.close()
 
@@ -113,7 +136,9 @@ def _teacher_forced(
         yield exact[own], rounded[own], tokens, generated
 
 
-def check_rescoring(what: str, subject: Subject, prompts: list[list[int]], report: Report) -> None:
+def check_rescoring(
+    what: str, subject: Subject, prompts: list[list[int]], bound: float, report: Report
+) -> None:
     """KL between what decoding sampled from and what scoring the same text gives."""
     out = subject.generate(prompts, max_tokens=NEW_TOKENS, temperature=1.0, logprobs=0)
     proved = (subject.counters.cached_tokens > 0) == ("warm" in what)
@@ -125,7 +150,7 @@ def check_rescoring(what: str, subject: Subject, prompts: list[list[int]], repor
         ratios.append(scored(score)[-len(decode) :] - decode)
     kl = kl_estimate(torch.cat(ratios))
     report.check(
-        what, proved and kl < KL_BOUND, f"KL {kl:.2e}" + ("" if proved else "; not proved"), kl=kl
+        what, proved and kl < bound, f"KL {kl:.2e}" + ("" if proved else "; not proved"), kl=kl
     )
 
 
@@ -136,6 +161,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", nargs="+", default=["triton", "flashinfer"])
     parser.add_argument("--texts", type=int, default=_TEXTS)
     arguments = parser.parse_args(argv)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     report = Report()
     with tempfile.TemporaryDirectory() as scratch:
         models: list[tuple[str, Path, float]] = []
@@ -148,8 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         for model, model_dir, tie in models:
             judge = Judge.of(model_dir, tie)
             for backend in arguments.backend:
-                with report.guarded(f"{model} float8 {backend}"):
-                    check(model, model_dir, backend, arguments.texts, judge, report)
+                check(model, model_dir, backend, arguments.texts, judge, report)
     print("all passed" if not report.failed else f"{report.failed} failed")
     return 1 if report.failed else 0
 
