@@ -8,17 +8,20 @@ Times are medians of graph replays over inputs that together exceed the L2 cache
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import results
 import torch
 from torch import Tensor
 
 from radixgrove.kernels import activation, attention, decode, norm, race, rope, thresholds
+from radixgrove.kernels.float8 import FLOAT8, to_page
 from radixgrove.kernels.linear import MAX_SKINNY_TOKENS
 from radixgrove.kernels.products import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
@@ -183,19 +186,45 @@ def bench_elementwise() -> None:
 def bench_attention() -> None:
     for shape in SHAPES:
         for batch, context in ((1, 640), (1, 8192), (64, 400), (64, 4096), (256, 800)):
-            counts = -(-context // PAGE)
-            pages = random(2, batch * counts + 1, PAGE, shape.kv_heads, shape.head_dim)
-            order = torch.randperm(batch * counts, device="cuda").int().view(batch, counts)
-            rows = torch.arange(batch, dtype=torch.int32, device="cuda")
-            lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-            q = random(batch, shape.heads, shape.head_dim)
-            workspace = decode.DecodeWorkspace(
-                batch, shape.heads, shape.kv_heads, shape.head_dim, q.device
-            )
+            q, pages, where = decode_inputs(shape, batch, context)
             moved = batch * context * shape.kv_heads * shape.head_dim * 4
-            call = partial(decode.decode_attention, *(q, pages, rows, lens, order, 0.1, workspace))
+            call = partial(decode.decode_attention, q, pages, *where)
             show("decode", f"{shape.name} {batch}x{context}", microseconds([call] * 4), moved)
         bench_extend(shape)
+
+
+def decode_inputs(shape: Shape, batch: int, context: int) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Queries, pages, and the arguments of `decode_attention` behind them."""
+    counts = -(-context // PAGE)
+    pages = random(2, batch * counts + 1, PAGE, shape.kv_heads, shape.head_dim)
+    order = torch.randperm(batch * counts, device="cuda").int().view(batch, counts)
+    rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+    lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    q = random(batch, shape.heads, shape.head_dim)
+    workspace = decode.DecodeWorkspace(batch, shape.heads, shape.kv_heads, shape.head_dim, q.device)
+    return q, pages, (rows, lens, order, 0.1, workspace)
+
+
+def bench_float8() -> None:
+    """Attention over float8 pages, beside bfloat16's; decode as cut up by default, and at best."""
+    configs = [
+        decode.DecodeConfig(*choice)
+        for choice in itertools.product((32, 64, 128), (2, 4, 6), (2, 4), (3, 4, 6))
+        if choice[0] * choice[1] <= 512  # beyond, shared memory may not do
+    ]
+    for shape in SHAPES:
+        for batch, context in ((1, 8192), (16, 4096), (64, 400), (64, 4096), (256, 800)):
+            q, pages, where = decode_inputs(shape, batch, context)
+            label = f"{shape.name} {batch}x{context}"
+            values = 2 * batch * context * shape.kv_heads * shape.head_dim
+            for name, kept in (("", pages), (", float8", to_page(pages, FLOAT8))):
+                call = partial(decode.decode_attention, q, kept, *where)
+                show(f"decode{name}", label, microseconds([call] * 4), values * kept.itemsize)
+            times = {config: microseconds([partial(call, config=config)] * 4) for config in configs}
+            best = min(times, key=lambda config: times[config])
+            cut = f"{best.block_n}/{best.stages}/{best.warps}/{best.programs}"
+            show("decode, float8, best", f"{label} {cut}", times[best], values)
+        bench_extend(shape, FLOAT8)
 
 
 def bench_rope_decode() -> None:
@@ -226,9 +255,9 @@ def bench_rope_decode() -> None:
             show("rope in decode", label, microseconds([fused] * 4), moved)
 
 
-def bench_extend(shape: Shape) -> None:
+def bench_extend(shape: Shape, kv_dtype: torch.dtype = DTYPE) -> None:
     tokens = 8192
-    pages = random(2, tokens // PAGE + 1, PAGE, shape.kv_heads, shape.head_dim)
+    pages = to_page(random(2, tokens // PAGE + 1, PAGE, shape.kv_heads, shape.head_dim), kv_dtype)
     order = torch.randperm(tokens // PAGE, device="cuda").int().view(1, -1)
     one = torch.zeros(1, dtype=torch.int32, device="cuda")
     indptr = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
@@ -237,7 +266,8 @@ def bench_extend(shape: Shape) -> None:
         [lambda: attention.extend_attention(q, pages, one, indptr, indptr[1:], order, 0.1, tokens)]
     )
     flops = 2.0 * tokens * tokens * shape.heads * shape.head_dim
-    show("extend", f"{shape.name} T={tokens}", us, 0.0, flops)
+    name = "extend" if kv_dtype == DTYPE else "extend, float8"
+    show(name, f"{shape.name} T={tokens}", us, 0.0, flops)
 
 
 def bench_sampling() -> None:
@@ -267,6 +297,7 @@ BENCHES = {
     "linear": bench_linear,
     "elementwise": bench_elementwise,
     "attention": bench_attention,
+    "float8": bench_float8,
     "rope_decode": bench_rope_decode,
     "sampling": bench_sampling,
 }
