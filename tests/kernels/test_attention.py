@@ -437,7 +437,7 @@ def test_backends_replan_padded_steps(
 ) -> None:
     dtype = torch.bfloat16
     kv = PagedKv.random(
-        [5, 70, 33, 200], page_size=16, kv_heads=2, head_dim=64, dtype=kv_dtype, device=device
+        [5, 70, 33, 200], page_size=16, kv_heads=2, head_dim=128, dtype=kv_dtype, device=device
     )
     pool = two_layers(kv)
     backend = make_backend(backend_name, pool, 4, dtype)
