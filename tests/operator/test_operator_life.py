@@ -391,6 +391,8 @@ def test_a_leader_stopped_past_its_lease_writes_nothing_when_it_continues(
 ) -> None:  # fmt: skip
     plane.kubectl.apply(service("llama", namespace))
     wait_ready(plane, "llama", namespace)
+    # Nothing takes back a request whose half is sent when its sender is stopped.
+    wait_for_rest(plane, namespace)
     operator.signal(signal.SIGSTOP)
     second = OperatorProcess(plane, tmp_path, redis_server.port)
     second.start()
