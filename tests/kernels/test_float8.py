@@ -96,7 +96,7 @@ def test_rope_store_rounds_what_it_stores_and_leaves_that_behind(
     case = Projection(tokens, dtype, device)
     q, exact, _ = case.store(dtype)
     same_q, kept, stored = case.store(FLOAT8)
-    assert torch.equal(same_q, q)
+    assert_close(same_q, q)  # each is compiled for its pages, and may contract other products
     assert torch.equal(bits(stored.contiguous()), bits(to_page(exact, FLOAT8).contiguous()))
     assert torch.equal(kept, stored.to(dtype)), "what attention may read instead of the pages"
     assert_close(stored.float(), exact, 4e-2)

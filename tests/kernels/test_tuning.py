@@ -298,7 +298,9 @@ class TestCompiling:
         compiled: list[Any] = []
 
         def submit(executor: object, jobs: list[Any], device: object) -> None:
-            compiled.extend((trial._tokens, choice) for trial, choice in jobs)
+            for job in jobs:  # a trial's `run_once`, with what it runs
+                trial = getattr(job, "func", None)
+                compiled.append(job if trial is None else (trial.__self__._tokens, *job.args))
 
         monkeypatch.setattr(tuning, "_submit", submit)
         monkeypatch.setattr(tuning, "_is_tunable", lambda device, dtype: True)
@@ -319,6 +321,13 @@ class TestCompiling:
         tuning._write(tmp_path / "linear.json", known)
         with LinearTuner().compiling([layer, twin], 64, 64):
             assert [bucket for bucket, _ in compiled] == [16, 32, 64]
+
+    def test_other_kernels_come_first(self, compiled: list[Any]) -> None:
+        def other() -> None: ...
+
+        with LinearTuner().compiling([projection(6144, 32)], 1, 1, [other]):
+            assert compiled[0] is other
+            assert len(compiled) == 1 + len(GEMV_CANDIDATES)
 
 
 def test_compiling_threads_end_even_when_loading_fails(

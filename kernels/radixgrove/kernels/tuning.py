@@ -126,11 +126,18 @@ class LinearTuner:
 
     @contextmanager
     def compiling(
-        self, projections: Sequence[Projection], max_batch: int, max_tokens: int
+        self,
+        projections: Sequence[Projection],
+        max_batch: int,
+        max_tokens: int,
+        others: Sequence[Callable[[], object]] = (),
     ) -> Iterator[None]:
         """Meanwhile compile, in threads, what `tune` with these arguments has to measure.
 
         Weights may be loading: they are read, and what comes out is dropped.
+
+        Args:
+            others: launches of other kernels that will be needed, which come first.
         """
         device, dtype = _place(projections)
         if not _is_tunable(device, dtype):
@@ -138,17 +145,18 @@ class LinearTuner:
             return
         known = _read(_cache_path(device, dtype))
         scratch = self.scratch(device)
-        jobs: dict[object, tuple[_Trial, Choice]] = {}
+        jobs: dict[object, Callable[[], object]] = {}
         for bucket, projection in _work(projections, max_batch, max_tokens):
             for choice in own_candidates(bucket, projection, scratch):
                 if projection.key(bucket) not in known:
                     kind = projection
                     endings = kind.silu, kind.residual, kind.biased, kind.wide
                     job = choice, next_power_of_2(bucket), endings
-                    jobs.setdefault(job, (_Trial(projection, bucket, scratch), choice))
+                    trial = _Trial(projection, bucket, scratch)
+                    jobs.setdefault(job, partial(trial.run_once, choice))
         # A compilation leaves Python for most of its time.
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile-kernels") as executor:
-            _submit(executor, list(jobs.values()), device)
+            _submit(executor, [*others, *jobs.values()], device)
             yield
         torch.cuda.synchronize(device)
 
@@ -259,25 +267,25 @@ def _candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[C
 
 
 def _submit(
-    executor: ThreadPoolExecutor, jobs: Sequence[tuple[_Trial, Choice]], device: torch.device
+    executor: ThreadPoolExecutor, jobs: Sequence[Callable[[], object]], device: torch.device
 ) -> None:
-    """Run each trial once, so that its kernel is compiled."""
+    """Run each once, so that its kernel is compiled."""
     # One stream for all threads: they share the scratch.
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
 
-    def run(trial: _Trial, choice: Choice, first: Future[None] | None) -> None:
+    def run(job: Callable[[], object], first: Future[None] | None) -> None:
         if first is not None:  # in which Triton finds its driver and tools
             wait([first])
         torch.cuda.set_device(device)
         with torch.cuda.stream(stream):
-            trial.run_once(choice)
+            job()
 
     first = None
-    for trial, choice in jobs:
-        # What fails here fails when it is timed too, and is not chosen.
-        job = executor.submit(run, trial, choice, first)
-        first = first or job
+    for job in jobs:
+        # What fails here fails where it is needed, too.
+        submitted = executor.submit(run, job, first)
+        first = first or submitted
 
 
 class _Trial:

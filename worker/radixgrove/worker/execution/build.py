@@ -13,6 +13,7 @@ from radixgrove.kernels import ops as kernels
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.settings import AttentionBackend as Backend
 from radixgrove.protocol.settings import Device, DType, KVDType, LoadFormat, WorkerSettings
+from radixgrove.worker.execution.attention.ahead import AttentionShape, compile_jobs
 from radixgrove.worker.execution.attention.select import select_attention
 from radixgrove.worker.execution.graphs import Report as CaptureReport
 from radixgrove.worker.execution.graphs import ladder
@@ -192,7 +193,7 @@ def _build(
         settings,
         config,
         limits,
-        load_model(settings, config, limits, model_dir, place, report),
+        load_model(settings, config, limits, model_dir, place, kv_dtype, report),
         KvShape.of(config, settings.page_size, kv_dtype, group.shard),
         report,
     )
@@ -367,12 +368,17 @@ def load_model(
     limits: Limits,
     model_dir: Path,
     place: Placement,
+    kv_dtype: torch.dtype,
     report: Report,
 ) -> Decoder:
-    """The decoder with its weights, on the device; its products' kernels compile meanwhile."""
+    """The decoder with its weights, on the device; kernels compile meanwhile."""
     model = Decoder(config, place, choose_ops(place.device))
     sizes = limits.max_running, limits.max_step_tokens
-    with kernels.tuner.compiling(model.projections(), *sizes):
+    attention = []
+    if place.device.type == "cuda":
+        shape = attention_shape(settings, config, limits, place, kv_dtype)
+        attention = compile_jobs(shape, place.device)
+    with kernels.tuner.compiling(model.projections(), *sizes, attention):
         if settings.load_format == LoadFormat.DUMMY:
             report(PhaseReport(EngineState.LOADING, "filling random weights"))
             fill_random(model.parts(), seed=place.group.rank)
@@ -384,3 +390,24 @@ def load_model(
             )
     model.prepare()
     return model
+
+
+def attention_shape(
+    settings: WorkerSettings,
+    config: ModelConfig,
+    limits: Limits,
+    place: Placement,
+    kv_dtype: torch.dtype,
+) -> AttentionShape:
+    longest = choose_length(settings.max_model_len, config)
+    return AttentionShape(
+        heads=place.group.shard.split(config.num_heads)[1],
+        kv_heads=place.group.shard.split(config.num_kv_heads)[1],
+        head_dim=config.head_dim,
+        page_size=settings.page_size,
+        max_rows=limits.max_running,
+        max_pages=-(-longest // settings.page_size),
+        qk_norm=config.qk_norm,
+        dtype=place.dtype,
+        kv_dtype=kv_dtype,
+    )
