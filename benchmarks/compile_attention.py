@@ -1,6 +1,6 @@
 """Compile FlashInfer's kernels for head dimensions, as a worker does at its first start.
 
-python benchmarks/compile_attention.py [--kv-dtype fp8_e4m3] 128 64
+python benchmarks/compile_attention.py 128 64
 """
 
 from __future__ import annotations
@@ -11,27 +11,18 @@ import time
 
 import torch
 
-from radixgrove.kernels.float8 import FLOAT8
-from radixgrove.protocol.settings import KVDType
 from radixgrove.worker.execution.attention.flashinfer import FlashInferAttention
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("head_dim", nargs="+", type=int)
-    parser.add_argument("--kv-dtype", default="auto", choices=[d.value for d in KVDType])
     arguments = parser.parse_args(argv)
-    kv_dtype = FLOAT8 if arguments.kv_dtype == KVDType.FP8_E4M3 else torch.bfloat16
     for head_dim in arguments.head_dim:
         begin = time.monotonic()
-        pool = torch.zeros(1, 2, 2, 16, 2, head_dim, dtype=kv_dtype, device="cuda")
+        pool = torch.zeros(1, 2, 2, 16, 2, head_dim, dtype=torch.bfloat16, device="cuda")
         backend = FlashInferAttention(
-            pool,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            dtype=torch.bfloat16,
+            pool, num_heads=4, num_kv_heads=2, head_dim=head_dim, scale=head_dim**-0.5
         )
         backend.warm_up(lambda message, _: print(message, flush=True))
         print(f"head dimension {head_dim}: {time.monotonic() - begin:.1f} s", flush=True)

@@ -7,8 +7,8 @@
 #   compile       FlashInfer's kernels (in the background, while `tests` runs)
 #   tests         kernel tests, compiled
 #   flashinfer    those of its attention backend
-#   float8        KV in float8: its kernel tests, FlashInfer's too, and distances from bfloat16 and
-#                 from Hugging Face; MODEL_DIR as below (not by default: it compiles for minutes)
+#   float8        KV in float8: distances from bfloat16 and from Hugging Face; MODEL_DIR as below (not
+#                 by default)
 #   correctness   against Hugging Face; MODEL_DIR=<dir> adds that model to the random ones,
 #                 CORRECTNESS_OPTIONS go to gpu_correctness.py
 #   kernels       time and bandwidth of each kernel
@@ -79,17 +79,13 @@ kernel_tests() {
         --ignore=tests/kernels/test_compile.py tests/kernels -k "$1"
 }
 
-run_tests() { kernel_tests 'not flashinfer and not float8'; }
+run_tests() { kernel_tests 'not flashinfer'; }
 
-run_flashinfer() { kernel_tests 'flashinfer and not float8'; }
+run_flashinfer() { kernel_tests flashinfer; }
 
 run_float8() {
-    local status=0
-    python3 benchmarks/compile_attention.py --kv-dtype fp8_e4m3 64 128 && keep_compiled || status=$?
-    kernel_tests float8 || status=$?
     # shellcheck disable=SC2086
-    python3 benchmarks/gpu_float8.py ${MODEL_DIR:+--model "$MODEL_DIR"} ${CORRECTNESS_OPTIONS:-} || status=$?
-    return $status
+    python3 benchmarks/gpu_float8.py ${MODEL_DIR:+--model "$MODEL_DIR"} ${CORRECTNESS_OPTIONS:-}
 }
 
 run_correctness() {
@@ -146,7 +142,7 @@ run_tp() {
 
 run_tp_correctness() { python3 benchmarks/gpu_correctness.py --tp 2 --backend triton; }
 
-declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [float8]=500 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
+declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [float8]=150 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
     [profile]=120 [profile_small]=120 [serving]=180 [tp]=240 [tp_correctness]=200)
 declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [float8]=60 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
     [profile]=26 [profile_small]=52 [serving]=30 [tp]=8 [tp_correctness]=8)

@@ -1,15 +1,15 @@
 """KV in float8 against Hugging Face transformers in float32, and against itself.
 
-    python benchmarks/gpu_float8.py [--model DIR] [--random NAME ...] [--backend triton flashinfer]
+    python benchmarks/gpu_float8.py [--model DIR] [--random NAME ...] [--backend triton torch]
 
 Two things are judged, each with a cold and with a warm cache:
 
 - models in bfloat16: how far log-probabilities are from transformers' in float32, beside
   transformers' own in bfloat16. Float8's steps are 16 times as wide, but K and V are two of many
   tensors;
-- how far decoding, which reads K and V out of pages, is from scoring the same text; in float32 too,
-  but for FlashInfer. Random models have few layers, and suffer most from float8: that K and V of
-  a fresh chunk were not rounded like those in pages would show.
+- how far decoding is from scoring the same text; in float32 too. Random models have few layers, and
+  suffer most from float8: that K and V of a fresh chunk were not rounded like those in pages would
+  show.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ def check(
 ) -> None:
     bounds = KL_BOUNDS if model in MODELS else {DType.BFLOAT16: KL_BOUND_DEEP}
     for dtype, bound in bounds.items():
-        if backend == "flashinfer" and dtype == DType.FLOAT32:
-            continue
         what = f"{model} float8 {backend} {dtype.value}"
         with report.guarded(what):
             check_dtype(what, model_dir, dtype, backend, texts, bound, judge, report)
@@ -158,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a Hugging Face directory")
     parser.add_argument("--random", nargs="*", choices=MODELS, help="random models to make")
-    parser.add_argument("--backend", nargs="+", default=["triton", "flashinfer"])
+    parser.add_argument("--backend", nargs="+", default=["triton"])
     parser.add_argument("--texts", type=int, default=_TEXTS)
     arguments = parser.parse_args(argv)
     torch.backends.cuda.matmul.allow_tf32 = False

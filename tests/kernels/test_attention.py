@@ -356,6 +356,18 @@ BACKENDS = [
     "triton",
     pytest.param("flashinfer", marks=pytest.mark.gpu),
 ]
+FLOAT8_BACKENDS = BACKENDS[:2]
+BACKENDS_AND_PAGES = pytest.mark.parametrize(
+    ("backend_name", "kv_dtype"),
+    [
+        ("torch", torch.bfloat16),
+        ("triton", torch.bfloat16),
+        pytest.param("flashinfer", torch.bfloat16, marks=pytest.mark.gpu),
+        ("torch", FLOAT8),
+        ("triton", FLOAT8),
+    ],
+    ids=["torch", "triton", "flashinfer", "torch-float8", "triton-float8"],
+)
 
 
 STEPS = pytest.mark.parametrize(
@@ -389,7 +401,7 @@ def test_backends_agree(
     check_backend(backend_name, group, dtype, dtype, chunks, prefixes, decodes, device)
 
 
-@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("backend_name", FLOAT8_BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @STEPS
 def test_backends_agree_on_float8_pages(
@@ -400,8 +412,6 @@ def test_backends_agree_on_float8_pages(
     decodes: list[int],
     device: torch.device,
 ) -> None:
-    if backend_name == "flashinfer" and dtype != torch.bfloat16:
-        pytest.skip("FlashInfer has no float32 kernels; those of float16 compile for minutes")
     check_backend(backend_name, 3, dtype, FLOAT8, chunks, prefixes, decodes, device)
 
 
@@ -430,8 +440,7 @@ def check_backend(
     Step(kv, chunks, len(decodes), group * kv_heads, dtype).check(backend, pool)
 
 
-@pytest.mark.parametrize("backend_name", BACKENDS)
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FLOAT8], ids=["bfloat16", "float8"])
+@BACKENDS_AND_PAGES
 def test_backends_replan_padded_steps(
     backend_name: str, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -448,8 +457,7 @@ def test_backends_replan_padded_steps(
         Step(part, chunks, decodes, 4, dtype).check(backend, pool)
 
 
-@pytest.mark.parametrize("backend_name", BACKENDS)
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FLOAT8], ids=["bfloat16", "float8"])
+@BACKENDS_AND_PAGES
 def test_backends_replan_captured_decodes(
     backend_name: str, kv_dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -1,8 +1,8 @@
 """Small steps with prefill chunks at fixed token counts: CUDA graphs, captured once and replayed.
 
-Launched one by one, the kernels of such a step take the CPU longer than the GPU: 20 ms for 32
-layers. Its chunks and decodes lie in static buffers of fixed capacity, so that one graph serves any
-of them up to its number of tokens. Sampling, whose shape is free, stays outside.
+Launched one by one, the kernels of such a step take the CPU longer than the GPU. Its chunks and
+decodes lie in static buffers of fixed capacity, so that one graph serves any of them up to its
+number of tokens. Sampling, whose shape is free, stays outside.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Prefill chunks take its prefill kernels (FA3 on Hopper), planned once a step from the host's
 mirrors: the paged one behind a cached prefix, with page lists flattened on the device, and the
 ragged one from a prompt's beginning, over the step's own K and V, which takes a sixth less time.
-Over float8 pages the paged one is FA2: FA3 has none for queries of another type.
 Decode rows take our own kernel, which has every GQA group size and needs no plan.
 """
 
@@ -71,7 +70,9 @@ class FlashInferAttention(DecodingBackend):
     """See the module.
 
     Raises:
-        FlashInferUnavailable: not importable, or the model's dtype has no kernels.
+        FlashInferUnavailable: not importable, or no kernels for the pool's dtype. (Those for
+            float8 pages and bfloat16 queries are not used: with them a model's log-probabilities
+            were NaN on an H100, version 0.6.13.)
     """
 
     def __init__(
@@ -92,22 +93,21 @@ class FlashInferAttention(DecodingBackend):
             scale=scale,
             dtype=dtype,
         )
-        if self.dtype not in _DTYPES:
-            name = str(self.dtype).removeprefix("torch.")
-            raise FlashInferUnavailable(f"FlashInfer has no kernels for {name}")
+        if pool.dtype not in _DTYPES:
+            name = str(pool.dtype).removeprefix("torch.")
+            raise FlashInferUnavailable(f"FlashInfer has no kernels here for {name} KV")
         self._flashinfer = _import_flashinfer()
         device = pool.device
         hopper = torch.cuda.get_device_capability(device)[0] == 9
-        self._fresh_kernel = "fa3" if hopper else "fa2"
-        self._prefixed_kernel = self._fresh_kernel if pool.dtype == self.dtype else "fa2"
+        self._prefill_kernel = "fa3" if hopper else "fa2"
         self._workspace = torch.empty(_FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._plans = _PlanSpace(device)
         self._prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, "NHD", backend=self._prefixed_kernel
+            self._workspace, "NHD", backend=self._prefill_kernel
         )
         self._fresh_plans = _PlanSpace(device)
         self._fresh = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-            self._workspace, "NHD", backend=self._fresh_kernel
+            self._workspace, "NHD", backend=self._prefill_kernel
         )
         self._prefixed_tokens = 0  # of the planned step's prefill tokens, those of the paged kernel
         self._pages = [(layer[0], layer[1]) for layer in pool]
@@ -115,19 +115,18 @@ class FlashInferAttention(DecodingBackend):
     # ---- compiling ---------------------------------------------------------------------------
 
     def warm_up(self, report: Report) -> None:
-        """Compile the prefill kernels that FlashInfer's cache lacks, and run a step once.
+        """Compile the prefill kernel if FlashInfer's cache lacks it, and run a step once.
 
         The cache is a directory below `$FLASHINFER_WORKSPACE_BASE` (default: the home directory),
-        named by FlashInfer's version and the architecture; its entries by dtypes and head
-        dimension.
+        named by FlashInfer's version and the architecture; its entries by dtype and head dimension.
 
         Raises:
             FlashInferUnavailable: compiling or the trial run failed.
         """
         try:
-            for kernel, spec in self._specs():
-                if not spec.is_compiled:
-                    self._compile(kernel, spec, report)
+            spec = self._spec()
+            if not spec.is_compiled:
+                self._compile(spec, report)
             report("trying FlashInfer's kernels", None)
             self._try_out()
         except Exception as error:
@@ -136,21 +135,14 @@ class FlashInferAttention(DecodingBackend):
                 f"FlashInfer's kernels cannot be built or run here ({type(error).__name__})"
             ) from error
 
-    def _specs(self) -> list[tuple[str, Any]]:
-        """Names and modules: one has the paged and the ragged kernel, unless their types differ."""
-        fresh = self._fresh_kernel, self._spec(self._fresh_kernel, self.dtype)
-        if self.pool.dtype == self.dtype:
-            return [fresh]
-        name = f"{self._prefixed_kernel} for float8 pages"
-        return [fresh, (name, self._spec(self._prefixed_kernel, self.pool.dtype))]
-
-    def _spec(self, kernel: str, kv_dtype: torch.dtype) -> Any:
-        dim, no_position_encoding = self.head_dim, 0
+    def _spec(self) -> Any:
+        dtype, dim = self.pool.dtype, self.head_dim
+        no_position_encoding = 0
         return self._flashinfer.jit.gen_batch_prefill_module(
-            kernel,
-            self.dtype,
-            kv_dtype,
-            self.dtype,
+            self._prefill_kernel,
+            dtype,
+            dtype,
+            dtype,
             torch.int32,
             dim,
             dim,
@@ -160,15 +152,15 @@ class FlashInferAttention(DecodingBackend):
             False,  # fp16 reduction
         )
 
-    def _compile(self, kernel: str, spec: Any, report: Report) -> None:
+    def _compile(self, spec: Any, report: Report) -> None:
         """Build, in processes of their own, and say now and then how long it has taken."""
         begin = time.monotonic()
         with ThreadPoolExecutor(1) as pool:
             build = pool.submit(spec.build, False)
             while wait((build,), timeout=2.0).not_done:
                 report(
-                    f"compiling FlashInfer {kernel} (once for this version and head dimension): "
-                    f"{time.monotonic() - begin:.0f} s",
+                    f"compiling FlashInfer {self._prefill_kernel} (once for this version and head "
+                    f"dimension): {time.monotonic() - begin:.0f} s",
                     None,
                 )
             build.result()
@@ -176,7 +168,7 @@ class FlashInferAttention(DecodingBackend):
     def _try_out(self) -> None:
         """A step with each kind of row, on the scratch page."""
         device, scratch = self.pool.device, self.pool.shape[2] - 1
-        q = torch.zeros(5, self.num_heads, self.head_dim, dtype=self.dtype, device=device)
+        q = torch.zeros(5, self.num_heads, self.head_dim, dtype=self.pool.dtype, device=device)
         indptr = torch.tensor([0, 2, 4, 5], dtype=torch.int32, device=device)
         lens = [3, 2, 1]
         batch = AttentionBatch(
@@ -230,7 +222,7 @@ class FlashInferAttention(DecodingBackend):
             self.page_size,
             causal=True,
             sm_scale=self.scale,
-            q_data_type=self.dtype,
+            q_data_type=self.pool.dtype,
             kv_data_type=self.pool.dtype,
             max_token_per_sequence=max(q_lens),
         )
@@ -247,8 +239,8 @@ class FlashInferAttention(DecodingBackend):
             self.head_dim,
             causal=True,
             sm_scale=self.scale,
-            q_data_type=self.dtype,
-            kv_data_type=self.dtype,
+            q_data_type=self.pool.dtype,
+            kv_data_type=self.pool.dtype,
         )
 
     def _page_bounds(self, lens: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
