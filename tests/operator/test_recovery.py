@@ -55,6 +55,21 @@ def test_a_pod_replaced_before_anybody_looked_is_noticed_by_its_uid() -> None:
     assert "replaced" in found.message
 
 
+@pytest.mark.parametrize("policy", ["RecreateGroup", "None"])
+@pytest.mark.parametrize("failures", [0, 100])
+def test_long_last_words_fit_into_a_status_that_the_api_server_takes(
+    policy: str, failures: int
+) -> None:
+    log = "first line\n" + "x" * 2000 + "\nthe error"
+    seen = fault(group(pod(0), pod(1, restarts=1, exited=log)))
+    assert seen is not None
+    recovery = Recovery.model_validate({"policy": policy})
+    told = after_fault(RECORD.model_copy(update={"failures": failures}), seen, recovery, NOW).detail
+    assert "llama-0-a1-1" in told
+    assert told.endswith("the error")
+    GroupStatus.model_validate({"index": 0, "detail": told})
+
+
 def test_a_rank_restarted_in_place_ends_the_group() -> None:
     found = fault(group(pod(0), pod(1, restarts=1, exited="NCCL error")))
     assert found is not None

@@ -11,7 +11,7 @@ from radixgrove.operator.diagnosis import Problem, problem
 from radixgrove.operator.observe import Group, Pod, World
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.spec import InferenceServiceSpec
-from radixgrove.operator.statusmodel import GroupPhase, GroupStatus
+from radixgrove.operator.statusmodel import MAX_DETAIL, GroupPhase, GroupStatus
 
 REMOVED = "removed"  # the drained group does not come back
 RECOVERY = "recovery"  # its next attempt takes over
@@ -328,7 +328,7 @@ def _with_phase(record: GroupStatus, group: Group | None) -> GroupStatus:
         phase = GroupPhase.PENDING
     else:
         phase = GroupPhase.STARTING
-    detail = f"{trouble.reason}: {trouble.message}"[:1024] if trouble else ""
+    detail = f"{trouble.reason}: {trouble.message}"[:MAX_DETAIL] if trouble else ""
     return record.model_copy(update={"phase": phase, "detail": detail})
 
 

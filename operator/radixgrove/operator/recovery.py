@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from radixgrove.operator import clock
 from radixgrove.operator.observe import Group, Node, Pod
 from radixgrove.operator.spec import Recovery, RecoveryPolicy, seconds
-from radixgrove.operator.statusmodel import GroupPhase, GroupStatus, PodRecord
+from radixgrove.operator.statusmodel import MAX_DETAIL, GroupPhase, GroupStatus, PodRecord
 
 MAX_BACKOFF = 300.0
 
@@ -160,17 +160,15 @@ def _records(group: Group, record: GroupStatus) -> list[PodRecord]:
 def after_fault(record: GroupStatus, fault: Fault, recovery: Recovery, now: float) -> GroupStatus:
     """The record once an attempt is over: `Failed` when it must not try again."""
     failures = record.failures + 1
+    detail = _fitting(fault.message)
     if recovery.policy is RecoveryPolicy.NONE:
         return record.model_copy(
-            update={"phase": GroupPhase.FAILED, "failures": failures, "detail": fault.message}
+            update={"phase": GroupPhase.FAILED, "failures": failures, "detail": detail}
         )
     if failures > recovery.max_restarts:
+        last = _fitting(f"{failures} failures in a row; the last: {fault.message}")
         return record.model_copy(
-            update={
-                "phase": GroupPhase.FAILED,
-                "failures": failures,
-                "detail": f"{failures} failures in a row; the last: {fault.message}",
-            }
+            update={"phase": GroupPhase.FAILED, "failures": failures, "detail": last}
         )
     return record.model_copy(
         update={
@@ -178,11 +176,20 @@ def after_fault(record: GroupStatus, fault: Fault, recovery: Recovery, now: floa
             "failures": failures,
             "restarts": record.restarts + 1,
             "retry_at": clock.to_text(now + backoff(failures, seconds(recovery.backoff))),
-            "detail": fault.message,
+            "detail": detail,
             "ready_since": None,
             "partly_since": None,
         }
     )
+
+
+def _fitting(words: str) -> str:
+    """Cut in the middle to what a status may hold: the last words of a container are the end of
+    its log, two kilobytes perhaps, and say most at their own end."""
+    if len(words) <= MAX_DETAIL:
+        return words
+    begin, cut = MAX_DETAIL // 4, " … "
+    return words[:begin] + cut + words[begin + len(cut) - MAX_DETAIL :]
 
 
 def backoff(failures: int, base: float) -> float:

@@ -14,6 +14,8 @@ from pydantic.alias_generators import to_camel
 
 from radixgrove.operator.spec import MAX_GROUPS, MAX_NODES, Parallelism
 
+MAX_DETAIL = 1024  # characters; the API server refuses a status whose detail is longer
+
 
 class StatusModel(BaseModel):
     # Unknown fields are those of another version of the operator: ignored, not fatal.
@@ -44,7 +46,9 @@ class GroupStatus(StatusModel):
     attempt: int = Field(0, description="Number of its attempt.", ge=0)
     revision: str = Field("", description="Revision that it runs.", max_length=63)
     phase: GroupPhase = Field(GroupPhase.WAITING, description="How far it is.")
-    detail: str = Field("", description="What keeps it, or its last failure.", max_length=1024)
+    detail: str = Field(
+        "", description="What keeps it, or its last failure.", max_length=MAX_DETAIL
+    )
     restarts: int = Field(0, description="Recoveries since the group was made.", ge=0)
     failures: int = Field(0, description="Failures in a row.", ge=0)
     yields: int = Field(0, description="Times the group gave up its pods for another.", ge=0)
