@@ -8,8 +8,7 @@ Two things are judged, each with a cold and with a warm cache:
   transformers' own in bfloat16. Float8's steps are 16 times as wide, but K and V are two of many
   tensors;
 - how far decoding is from scoring the same text; in float32 too. Random models have few layers, and
-  suffer most from float8: that K and V of a fresh chunk were not rounded like those in pages would
-  show.
+  suffer most from float8: a chunk that attended to K and V other than those in pages would show.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None) -> None:
-    """Eager decodes beside chunks, decodes alone of every kind, and a padded step."""
+    """Eager decodes beside chunks, decodes alone of every kind, chunks, and a padded step."""
     dtype = torch.bfloat16
 
     def zeros(*size: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
@@ -91,6 +91,23 @@ def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None) -> None:
             backend.attend_qkv(0, qkv, (angles, tokens), norm, norm, 1e-6)
         # As beside chunks, however few they are.
         backend.attend(0, zeros(rows, HEADS, HEAD_DIM, kind=dtype), qkv)
+    for longest, count in ((16, 1), (17, 1), (64, 40), (65, 1), (300, 40), (2000, ROWS)):
+        backend.plan(
+            AttentionBatch(
+                num_prefills=count,
+                num_decodes=0,
+                num_prefill_tokens=longest,
+                rows=zeros(count),
+                qo_indptr=zeros(count + 1),
+                kv_lens=zeros(count),
+                page_table=table,
+                slots=tokens,
+                positions=tokens,
+                q_lens_host=[longest] * count,
+                kv_lens_host=[longest] * count,
+            )
+        )
+        backend.attend(0, zeros(longest, HEADS, HEAD_DIM, kind=dtype), qkv)
     chunks, decodes = zeros(33), zeros(ROWS)
     padded = PaddedBatch(
         chunk_rows=chunks[1:],
@@ -116,7 +133,16 @@ def test_everything_that_steps_launch_is_compiled_ahead(
     wanted = set(launches)
     launches.clear()
     shape = AttentionShape(
-        HEADS, KV_HEADS, HEAD_DIM, PAGE, ROWS, PAGES, qk_norm, torch.bfloat16, kv_dtype
+        HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+        PAGE,
+        ROWS,
+        PAGES,
+        qk_norm,
+        torch.bfloat16,
+        kv_dtype,
+        extends=True,
     )
     for job in compile_jobs(shape, torch.device("cpu")):
         job()

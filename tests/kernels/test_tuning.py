@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,18 +331,25 @@ class TestCompiling:
             assert len(compiled) == 1 + len(GEMV_CANDIDATES)
 
 
-def test_compiling_threads_end_even_when_loading_fails(
+def test_when_loading_fails_what_is_being_compiled_ends_and_the_rest_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[Choice] = []
-    started = threading.Event()
+    failed = threading.Event()
+    shut_down = ThreadPoolExecutor.shutdown
+
+    def shutdown(executor: ThreadPoolExecutor, wait: bool = True, **options: bool) -> None:
+        shut_down(executor, wait=False, **options)
+        failed.set()
+        shut_down(executor, wait=wait)
 
     def run_once(trial: object, choice: Choice) -> None:
-        assert started.wait(10)
+        assert failed.wait(10)
         ran.append(choice)
-        if choice == GEMV_CANDIDATES[0]:
-            raise RuntimeError("cannot be built")
+        raise RuntimeError("cannot be built")
 
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutdown)
+    monkeypatch.setattr(tuning.os, "cpu_count", lambda: 1)
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(tuning._Trial, "run_once", run_once)
     monkeypatch.setattr(tuning, "_is_tunable", lambda device, dtype: True)
@@ -354,12 +362,12 @@ def test_compiling_threads_end_even_when_loading_fails(
 
     def load() -> None:
         with LinearTuner().compiling([projection(64, 32)], 1, 1):
-            started.set()
             raise OSError("no weights")
 
     with pytest.raises(OSError, match="no weights"):
         load()
-    assert set(ran) == set(GEMV_CANDIDATES)
+    assert ran == [GEMV_CANDIDATES[0]]
+    assert not [t for t in threading.enumerate() if t.name.startswith("compile-kernels")]
 
 
 class TestLibrary:

@@ -26,12 +26,17 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class ExtendConfig:
-    """A program's tile, queries x KV tokens, with `stages` of the latter in flight."""
+    """A program's tile, queries x KV tokens, with `stages` of the latter in flight.
+
+    `chunks`: that every program looks at, or more where there are more. A round number, so that the
+    kernel is not compiled for each.
+    """
 
     block_m: int = 128
     block_n: int = 64
     stages: int = 3
     warps: int = 8
+    chunks: int = 256
 
 
 _TINY = ExtendConfig(block_m=16, warps=4)
@@ -185,7 +190,7 @@ def extend_attention(
             tokens included.
         page_table: [max_rows, max_pages] int32.
         max_q_len: about the length of the longest chunk, which decides the tile unless `config`
-            does; any gives the same result up to rounding.
+            does (but for float32, which has its own); any gives the same result up to rounding.
         out: where to write, as the returned tensor; allocated when None.
 
     Returns:
@@ -219,8 +224,7 @@ def extend_attention(
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         PAGE=page_size,
-        # The same for the usual numbers of chunks, so that the kernel is not compiled for each.
-        BLOCK_C=32 if chunks <= 32 else max(256, next_power_of_2(chunks)),
+        BLOCK_C=max(config.chunks, next_power_of_2(chunks)),
         BLOCK_M=config.block_m,
         BLOCK_D=max(16, next_power_of_2(head_dim)),
         BLOCK_N=config.block_n,

@@ -157,7 +157,11 @@ class LinearTuner:
         # A compilation leaves Python for most of its time.
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile-kernels") as executor:
             _submit(executor, [*others, *jobs.values()], device)
-            yield
+            try:
+                yield
+            except BaseException:  # nobody needs the rest
+                executor.shutdown(wait=False, cancel_futures=True)
+                raise
         torch.cuda.synchronize(device)
 
     def tune(

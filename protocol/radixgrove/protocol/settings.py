@@ -174,7 +174,9 @@ class WorkerSettings(Settings):
     weight_version: str = _field("0", "Names the weights in cache keys.", max_length=128)
     tp: int = _field(1, "Tensor-parallel ranks.", ge=1, le=64, everyday=True)
     attention_backend: AttentionBackend = _field(AttentionBackend.AUTO, "Attention kernels.")
-    cuda_graphs: bool = _field(True, "Capture decode steps as CUDA graphs.")
+    cuda_graphs: bool = _field(
+        True, "Capture decode steps, and small ones that prefill, as CUDA graphs."
+    )
     overlap: bool = _field(True, "Prepare the next step while the GPU runs this one.")
     cpu_threads: int | None = _field(None, "Threads of a CPU engine; all cores by default.", ge=1)
     step_timeout: float = _field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -410,4 +411,7 @@ def attention_shape(
         qk_norm=config.qk_norm,
         dtype=place.dtype,
         kv_dtype=kv_dtype,
+        extends=settings.attention_backend == Backend.TRITON
+        or kv_dtype == FLOAT8
+        or find_spec("flashinfer") is None,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from radixgrove.kernels.tuning import BUCKETS
 from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch, PaddedBatch
+from radixgrove.worker.execution.attention.decode import PADDED_CHUNKS
 from radixgrove.worker.execution.graphs import Recorder, Replay, Report, no_collection
 from radixgrove.worker.execution.inputs import StepInputs
 from radixgrove.worker.execution.table import RequestTable
@@ -23,8 +24,7 @@ from radixgrove.worker.plan import StepPlan
 # Larger steps keep a GPU busy for as long as they take to launch.
 _LARGEST = 1024
 _SMALLEST = 64
-_MOST_CHUNKS = 32
-# Few programs share a chunk's long context; the eager kernels of larger steps do better there.
+# Few programs share a chunk's long context, which FlashInfer's kernels do better.
 _LONGEST_CONTEXT = 8192
 
 
@@ -64,9 +64,9 @@ class MixedGraphs:
             largest, model.config.hidden_size, dtype=model.dtype, device=device
         )
         self._buffers = PaddedBatch(
-            chunk_rows=zeros(_MOST_CHUNKS, torch.int32),
-            chunk_indptr=zeros(_MOST_CHUNKS + 1, torch.int32),
-            chunk_kv_lens=zeros(_MOST_CHUNKS, torch.int32),
+            chunk_rows=zeros(PADDED_CHUNKS, torch.int32),
+            chunk_indptr=zeros(PADDED_CHUNKS + 1, torch.int32),
+            chunk_kv_lens=zeros(PADDED_CHUNKS, torch.int32),
             decode_rows=zeros(max_decodes, torch.int32),
             decode_kv_lens=zeros(max_decodes, torch.int32),
             decode_tokens=zeros(max_decodes, torch.int32),
@@ -123,7 +123,7 @@ class MixedGraphs:
     def fits(self, plan: StepPlan) -> bool:
         chunks = plan.prefills
         return (
-            0 < len(chunks) <= _MOST_CHUNKS
+            0 < len(chunks) <= PADDED_CHUNKS
             and plan.num_tokens <= self.sizes[-1]
             and len(plan.decodes) <= len(self._buffers.decode_rows)
             and max(chunk.start + chunk.length for chunk in chunks) <= _LONGEST_CONTEXT

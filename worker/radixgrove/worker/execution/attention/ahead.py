@@ -13,14 +13,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from radixgrove.kernels.attention import extend_attention
+from radixgrove.kernels.attention import ExtendConfig, extend_attention
 from radixgrove.kernels.decode import DecodeWorkspace, decode_attention, rope_decode_attention
 from radixgrove.kernels.rope import rope_store
-from radixgrove.worker.execution.attention.decode import FUSED_ROWS, PADDED_EXTEND
+from radixgrove.worker.execution.attention.decode import (
+    FUSED_ROWS,
+    PADDED_CHUNKS,
+    PADDED_EXTEND,
+)
 
 _FEW = 8  # rows, for which decode attention has a variant of its own
 _MANY = 128  # rows that are neither few nor have a program each
-_CHUNKS = 32  # as `mixed` captures
+# Chunks of eager steps, for which extend attention has three tiles.
+_CHUNK_LENGTHS = (16, 64, 65)
 # Tokens for which RoPE has its three tiles.
 _ROPE_TOKENS = (1, 64, 512)
 
@@ -38,11 +43,13 @@ class AttentionShape:
     qk_norm: bool
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    extends: bool  # our kernel for chunks of eager steps too
 
 
 def compile_jobs(shape: AttentionShape, device: torch.device) -> list[Callable[[], object]]:
     """Launches of all variants, which may run in any threads, on one stream."""
     steps = _Steps(shape, device)
+    lengths = _CHUNK_LENGTHS if shape.extends else ()
     return [
         partial(steps.decode, 1),
         partial(steps.decode, min(_MANY, shape.max_rows)),
@@ -50,7 +57,8 @@ def compile_jobs(shape: AttentionShape, device: torch.device) -> list[Callable[[
         steps.decode_padded,
         partial(steps.rope_decode, min(_FEW, shape.max_rows)),
         partial(steps.rope_decode, min(FUSED_ROWS, shape.max_rows)),
-        steps.extend,
+        partial(steps.extend, PADDED_CHUNKS, 1, PADDED_EXTEND),
+        *(partial(steps.extend, shape.max_rows, length, None) for length in lengths),
         *(partial(steps.rope_store, tokens) for tokens in _ROPE_TOKENS),
     ]
 
@@ -122,8 +130,8 @@ class _Steps:
             *self._norms,
         )
 
-    def extend(self) -> None:
-        chunks = self._integers(_CHUNKS + 1)
+    def extend(self, count: int, longest: int, config: ExtendConfig | None) -> None:
+        chunks = self._integers(count + 1)
         extend_attention(
             self._queries(1),
             self._pages,
@@ -132,8 +140,8 @@ class _Steps:
             chunks[1:],
             self._table,
             1.0,
-            max_q_len=1,
-            config=PADDED_EXTEND,
+            longest,
+            config=config,
         )
 
     def rope_store(self, tokens: int) -> None:

@@ -135,6 +135,7 @@ class AttentionBackend(ABC):
     def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
         """As `plan` for a decode-only batch, before capturing or replaying the graph of `padded`.
 
+        On CUDA only the host's fields of the batch are of this step: the graph fills the others.
         Whatever the graph reads must live in the buffers of `prepare_capture`.
         """
         self.plan(batch)

@@ -19,8 +19,9 @@ from radixgrove.worker.execution.attention.base import (
 # Up to here RoPE and the store of K and V inside attention win: 0.8 % at 64 rows, nothing at 1;
 # with up to 256 rows they lose 1.4 % (Qwen3-0.6B on an H100).
 FUSED_ROWS = 64
+PADDED_CHUNKS = 32  # that captured steps have places for
 # Of chunks in captured steps: on an H100 the best of 16 for chunks of 60 to 900 tokens.
-PADDED_EXTEND = ExtendConfig(block_m=64, stages=2, warps=4)
+PADDED_EXTEND = ExtendConfig(block_m=64, stages=2, warps=4, chunks=PADDED_CHUNKS)
 _FIRST_ROWS = 256  # of a step, before anyone says how many there may be
 
 

@@ -1,8 +1,8 @@
 """Attention with FlashInfer's kernels (Ye et al. 2025): bfloat16, float16; compiled on first use.
 
-Prefill chunks take its prefill kernels (FA3 on Hopper), planned once a step from the host's
-mirrors: the paged one behind a cached prefix, with page lists flattened on the device, and the
-ragged one from a prompt's beginning, over the step's own K and V, which takes a sixth less time.
+Prefill chunks of eager steps take its prefill kernels (FA3 on Hopper), planned once a step from the
+host's mirrors: the paged one behind a cached prefix, with page lists flattened on the device, and
+the ragged one from a prompt's beginning, over the step's own K and V, which takes a sixth less.
 Decode rows take our own kernel, which has every GQA group size and needs no plan.
 """
 
