@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -214,6 +216,21 @@ def test_management_needs_its_key(start_agent: StartAgent) -> None:
     assert answer["models"] == ["tiny-model"]
     assert answer["stats"]["pages_total"] == 64
     assert answer["engine"]["max_model_len"] == 512
+
+
+def test_management_on_all_addresses_answers_in_both_families(start_agent: StartAgent) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    agent = start_agent(management_host="::", management_key="open sesame")
+    agent.wait_ready()
+    found = re.search(r"management port: \S*:(\d+)", agent.output)
+    assert found, agent.output
+    for host in ("127.0.0.1", "[::1]"):
+        with urllib.request.urlopen(f"http://{host}:{found[1]}/livez", timeout=10) as answer:
+            assert answer.status == 200
 
 
 def test_management_without_key_stays_on_loopback(start_agent: StartAgent) -> None:

@@ -93,7 +93,9 @@ def _listen(settings: WorkerSettings) -> socket.socket:
     host, port = settings.management_host, settings.management_port
     try:
         return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            (host, port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
         )
     except OSError as error:
         raise BindingError(
