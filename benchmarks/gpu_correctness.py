@@ -532,25 +532,47 @@ def check_model(
                 check_bfloat16(model, model_dir, backend, judge, report)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+Named = tuple[str, Path, float]  # a model's name and directory, and what is a tie there
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="a Hugging Face directory")
     parser.add_argument("--random", nargs="*", choices=MODELS, help="random models to make")
+
+
+def chosen_models(
+    arguments: argparse.Namespace, default: Callable[[bool], list[str]], scratch: Path
+) -> list[Named]:
+    """The model of `--model`, then random ones made in `scratch`.
+
+    Args:
+        default: names of random ones where none are asked for, if a model is given, and if not.
+    """
+    given = arguments.model
+    models = [] if given is None else [(given.name, given, REAL_TIE)]
+    names = default(given is not None) if arguments.random is None else arguments.random
+    return models + [(name, make_random_model(name, scratch), RANDOM_TIE) for name in names]
+
+
+def forbid_tf32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_model_options(parser)
     parser.add_argument("--backend", nargs="+", default=["torch", "triton", "flashinfer"])
     parser.add_argument("--tp", type=int, default=1, help="check the text of so many ranks only")
     arguments = parser.parse_args(argv)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    forbid_tf32()
     report = Report()
+
+    def default(given: bool) -> list[str]:
+        return SPLIT if arguments.tp > 1 else DEFAULT[given:]
+
     with tempfile.TemporaryDirectory() as scratch:
-        models: list[tuple[str, Path, float]] = []
-        if arguments.model is not None:
-            models.append((arguments.model.name, arguments.model, REAL_TIE))
-        names = arguments.random
-        if names is None:
-            names = SPLIT if arguments.tp > 1 else DEFAULT[bool(models) :]
-        for name in names:
-            models.append((name, make_random_model(name, Path(scratch)), RANDOM_TIE))
+        models = chosen_models(arguments, default, Path(scratch))
         for index, (model, model_dir, tie) in enumerate(models):
             judge = Judge.of(model_dir, tie)
             check_model(model, model_dir, judge, arguments, report, first=not index)

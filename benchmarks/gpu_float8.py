@@ -25,15 +25,15 @@ from gpu_correctness import (
     GREEDY,
     MODELS,
     NEW_TOKENS,
-    RANDOM_TIE,
-    REAL_TIE,
     Generated,
     Judge,
     Report,
     Subject,
+    add_model_options,
+    chosen_models,
+    forbid_tf32,
     kl_estimate,
     make_prompts,
-    make_random_model,
     scored,
 )
 from torch import Tensor
@@ -153,22 +153,14 @@ def check_rescoring(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory")
-    parser.add_argument("--random", nargs="*", choices=MODELS, help="random models to make")
+    add_model_options(parser)
     parser.add_argument("--backend", nargs="+", default=["triton"])
     parser.add_argument("--texts", type=int, default=_TEXTS)
     arguments = parser.parse_args(argv)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    forbid_tf32()
     report = Report()
     with tempfile.TemporaryDirectory() as scratch:
-        models: list[tuple[str, Path, float]] = []
-        if arguments.model is not None:
-            models.append((arguments.model.name, arguments.model, REAL_TIE))
-        names = arguments.random
-        if names is None:
-            names = DEFAULT[bool(models) :]
-        models += [(name, make_random_model(name, Path(scratch)), RANDOM_TIE) for name in names]
+        models = chosen_models(arguments, lambda given: DEFAULT[given:], Path(scratch))
         for model, model_dir, tie in models:
             judge = Judge.of(model_dir, tie)
             for backend in arguments.backend:

@@ -117,8 +117,6 @@ def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None) -> None:
         decode_kv_lens=decodes,
         decode_tokens=decodes,
         page_table=table,
-        slots=tokens,
-        positions=tokens,
     )
     backend.plan_padded(padded, batch)
     backend.attend(0, zeros(512, HEADS, HEAD_DIM, kind=dtype), qkv)

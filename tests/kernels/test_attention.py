@@ -321,8 +321,6 @@ class Step:
             decode_kv_lens=padded(batch.kv_lens[chunks:], idle),
             decode_tokens=padded(self.indptr[chunks:-1], idle),
             page_table=batch.page_table,
-            slots=batch.slots,
-            positions=batch.positions,
         )
         backend.plan_padded(buffers, batch)
         q = torch.nn.functional.pad(self.q, (0, 0, 0, 0, 0, padding))

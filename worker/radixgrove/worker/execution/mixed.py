@@ -71,9 +71,9 @@ class MixedGraphs:
             decode_kv_lens=zeros(max_decodes, torch.int32),
             decode_tokens=zeros(max_decodes, torch.int32),
             page_table=table.pages,
-            slots=torch.full_like(zeros(largest, torch.int64), self._scratch_slot),
-            positions=zeros(largest, torch.int64),
         )
+        self._slots = zeros(largest, torch.int64).fill_(self._scratch_slot)
+        self._positions = zeros(largest, torch.int64)
 
     @torch.inference_mode()
     def capture(self, report: Report) -> None:
@@ -82,7 +82,7 @@ class MixedGraphs:
             for done, size in enumerate(reversed(self.sizes)):
                 report(f"capturing prefill of {size}", done / len(self.sizes))
                 nothing = self._batch(size)
-                self._attention.plan_padded(self._padded(size), nothing)
+                self._attention.plan_padded(self._buffers, nothing)
                 self._forward[size] = self._recorder.record(
                     lambda size=size, batch=nothing: self._compute(size, batch)  # type: ignore[misc]
                 )
@@ -98,22 +98,8 @@ class MixedGraphs:
             qo_indptr=buffers.chunk_indptr[:1],
             kv_lens=buffers.chunk_kv_lens[:0],
             page_table=buffers.page_table,
-            slots=buffers.slots[:size],
-            positions=buffers.positions[:size],
-        )
-
-    def _padded(self, size: int) -> PaddedBatch:
-        buffers = self._buffers
-        return PaddedBatch(
-            chunk_rows=buffers.chunk_rows,
-            chunk_indptr=buffers.chunk_indptr,
-            chunk_kv_lens=buffers.chunk_kv_lens,
-            decode_rows=buffers.decode_rows,
-            decode_kv_lens=buffers.decode_kv_lens,
-            decode_tokens=buffers.decode_tokens,
-            page_table=buffers.page_table,
-            slots=buffers.slots[:size],
-            positions=buffers.positions[:size],
+            slots=self._slots[:size],
+            positions=self._positions[:size],
         )
 
     def _compute(self, size: int, batch: AttentionBatch) -> None:
@@ -136,7 +122,7 @@ class MixedGraphs:
         tokens = len(inputs.token_ids)
         size = self.sizes[bisect_left(self.sizes, tokens)]
         self._fill(inputs, size)
-        self._attention.plan_padded(self._padded(size), batch)
+        self._attention.plan_padded(self._buffers, batch)
         self._forward[size]()
         return self._hidden[:tokens]
 
@@ -146,9 +132,9 @@ class MixedGraphs:
         tokens, chunks = len(inputs.token_ids), batch.num_prefills
         decodes = batch.num_decodes
         self._token_ids[:tokens].copy_(inputs.token_ids)
-        buffers.positions[:tokens].copy_(batch.positions)
-        buffers.slots[:tokens].copy_(batch.slots)
-        buffers.slots[tokens:size].fill_(self._scratch_slot)
+        self._positions[:tokens].copy_(batch.positions)
+        self._slots[:tokens].copy_(batch.slots)
+        self._slots[tokens:size].fill_(self._scratch_slot)
         buffers.chunk_rows[:chunks].copy_(batch.rows[:chunks])
         buffers.chunk_kv_lens[:chunks].copy_(batch.kv_lens[:chunks])
         buffers.chunk_indptr[: chunks + 1].copy_(batch.qo_indptr[: chunks + 1])

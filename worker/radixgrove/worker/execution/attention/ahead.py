@@ -22,7 +22,6 @@ from radixgrove.worker.execution.attention.decode import (
     PADDED_EXTEND,
 )
 
-_FEW = 8  # rows, for which decode attention has a variant of its own
 _MANY = 128  # rows that are neither few nor have a program each
 # Chunks of eager steps, for which extend attention has three tiles.
 _CHUNK_LENGTHS = (16, 64, 65)
@@ -55,7 +54,7 @@ def compile_jobs(shape: AttentionShape, device: torch.device) -> list[Callable[[
         partial(steps.decode, min(_MANY, shape.max_rows)),
         partial(steps.decode, shape.max_rows),
         steps.decode_padded,
-        partial(steps.rope_decode, min(_FEW, shape.max_rows)),
+        partial(steps.rope_decode, 1),
         partial(steps.rope_decode, min(FUSED_ROWS, shape.max_rows)),
         partial(steps.extend, PADDED_CHUNKS, 1, PADDED_EXTEND),
         *(partial(steps.extend, shape.max_rows, length, None) for length in lengths),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class PaddedBatch:
     """The geometry of a step with chunks and decodes in static buffers, for a captured graph.
 
     C and D are fixed, whatever the step has: chunks and decodes beyond are empty, which the device
-    alone knows. T is the padded number of tokens; slots of padding are in the scratch page.
+    alone knows.
     """
 
     chunk_rows: Tensor  # [C] int32, rows of the page table
@@ -48,8 +49,16 @@ class PaddedBatch:
     decode_kv_lens: Tensor  # [D] int32; 0: no decode
     decode_tokens: Tensor  # [D] int32, where each decode's token is in the step
     page_table: Tensor  # [max_rows, max_pages] int32
-    slots: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
+
+
+class Geometry(TypedDict):
+    """What a backend has to know beside the pool, on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    dtype: NotRequired[torch.dtype]  # of queries and results; the pool's by default
 
 
 class AttentionBackend(ABC):
@@ -58,23 +67,13 @@ class AttentionBackend(ABC):
     model's dtype or in float8, which is widened to the model's as it is read.
     """
 
-    def __init__(
-        self,
-        pool: Tensor,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """`dtype`: of queries and results; the pool's when None."""
+    def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
         self.pool = pool
-        self.dtype = dtype or pool.dtype
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.scale = scale
+        self.dtype = geometry.get("dtype", pool.dtype)
+        self.num_heads = geometry["num_heads"]
+        self.num_kv_heads = geometry["num_kv_heads"]
+        self.head_dim = geometry["head_dim"]
+        self.scale = geometry["scale"]
         self.page_size = pool.shape[3]
         # Of the planned batch, and so set by `plan` and `plan_captured`: whether its layers call
         # `attend_qkv`, which begins with what otherwise comes before `attend`.

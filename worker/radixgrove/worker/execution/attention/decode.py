@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from radixgrove.kernels.decode import DecodeWorkspace, decode_attention, rope_de
 from radixgrove.worker.execution.attention.base import (
     AttentionBackend,
     AttentionBatch,
+    Geometry,
     PaddedBatch,
 )
 
@@ -131,25 +133,9 @@ class DecodingBackend(AttentionBackend):
     _batch: AttentionBatch  # as planned last
     _padded: PaddedBatch | None  # as planned last, if that is what was planned last
 
-    def __init__(
-        self,
-        pool: Tensor,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            pool,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            scale=scale,
-            dtype=dtype,
-        )
-        self._decode = PagedDecode(pool, num_heads, scale)
+    def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
+        super().__init__(pool, **geometry)
+        self._decode = PagedDecode(pool, self.num_heads, self.scale)
 
     def plan(self, batch: AttentionBatch) -> None:
         self._batch, self._padded = batch, None

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from radixgrove.kernels import ops
-from radixgrove.worker.execution.attention.base import AttentionBatch
+from radixgrove.worker.execution.attention.base import AttentionBatch, Geometry
 from radixgrove.worker.execution.attention.decode import DecodingBackend
 
 log = logging.getLogger(__name__)
@@ -75,24 +75,8 @@ class FlashInferAttention(DecodingBackend):
             were NaN on an H100, version 0.6.13.)
     """
 
-    def __init__(
-        self,
-        pool: Tensor,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            pool,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            scale=scale,
-            dtype=dtype,
-        )
+    def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
+        super().__init__(pool, **geometry)
         if pool.dtype not in _DTYPES:
             name = str(pool.dtype).removeprefix("torch.")
             raise FlashInferUnavailable(f"FlashInfer has no kernels here for {name} KV")
