@@ -39,6 +39,7 @@ from radixgrove.operator.render import router as render_router
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.revision import (
     InvalidEngine,
+    first_mistake,
     revision_of,
     thaw,
 )
@@ -165,9 +166,7 @@ class Reconciler:
             spec = InferenceServiceSpec.model_validate(body.get("spec", {}))
         except ValidationError as error:
             # The API server's schema is that of another version of the operator.
-            first = error.errors()[0]
-            words = f"spec.{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-            self._refuse(body, before, words)
+            self._refuse(body, before, f"spec.{first_mistake(error)}")
             return None
         service = Service(meta["namespace"], meta["name"], meta["uid"])
         created = clock.from_text(meta.get("creationTimestamp")) or 0.0

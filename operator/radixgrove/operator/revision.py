@@ -40,6 +40,13 @@ class InvalidSettings(ValueError):
     reason: ClassVar[str]  # of conditions
 
 
+def first_mistake(error: ValidationError) -> str:
+    """Its field, and what is wrong with it."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    return f"{field}: {first['msg']}"
+
+
 class InvalidEngine(InvalidSettings):
     """`engine` does not make worker settings."""
 
@@ -164,9 +171,7 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
     try:
         checked = WorkerSettings.model_validate(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise InvalidEngine(f"engine: {field}: {first['msg']}") from error
+        raise InvalidEngine(f"engine: {first_mistake(error)}") from error
     return checked.model_dump(mode="json", include=set(settings))
 
 

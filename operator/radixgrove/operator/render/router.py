@@ -21,7 +21,7 @@ from radixgrove.operator.render.common import (
     with_pod_defaults,
 )
 from radixgrove.operator.render.policies import router_network_policy
-from radixgrove.operator.revision import DRAIN_TIMEOUT, InvalidSettings
+from radixgrove.operator.revision import DRAIN_TIMEOUT, InvalidSettings, first_mistake
 from radixgrove.operator.spec import Router
 from radixgrove.protocol.settings import RouterSettings
 
@@ -72,9 +72,7 @@ def router_settings(service: Service, router: Router, config: OperatorConfig) ->
     try:
         checked = RouterSettings.model_validate(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise InvalidRouter(f"router.settings.{field}: {first['msg']}") from error
+        raise InvalidRouter(f"router.settings.{first_mistake(error)}") from error
     if any("," in url for url in checked.replicas):
         raise InvalidRouter("router.settings.replicas: an item must not hold a comma")
     return checked
