@@ -59,6 +59,14 @@ class EvictionPolicy(StrEnum):
     PRIORITY = "priority"
 
 
+class HostWritePolicy(StrEnum):
+    """When a cached page is copied to the host."""
+
+    WRITE_THROUGH = "write-through"  # as soon as it is cached
+    WRITE_THROUGH_SELECTIVE = "write-through-selective"  # once it was used again
+    WRITE_BACK = "write-back"  # when it leaves the device
+
+
 class Sharing(StrEnum):
     PRIVATE = "private"  # a principal's cache serves only that principal
     SHARED = "shared"  # one cache for all
@@ -216,6 +224,16 @@ class WorkerSettings(Settings):
     eviction_policy: EvictionPolicy = _field(EvictionPolicy.LRU, "Which cached page goes first.")
     sharing: Sharing = _field(Sharing.PRIVATE, "Who may use whose cached prefixes.")
     prefix_cache: bool = _field(True, "Keep finished pages for later requests.")
+    host_cache_gib: float = _field(
+        0.0,
+        "GiB of host memory, over all ranks, for cached pages that leave the device; 0: none.",
+        ge=0,
+        le=1 << 16,
+        everyday=True,
+    )
+    host_write_policy: HostWritePolicy = _field(
+        HostWritePolicy.WRITE_THROUGH, "When cached pages are copied to the host."
+    )
     index_block: int | None = _field(
         None, "Tokens of a block of the routers' index; a multiple of the page.", ge=1, le=4096
     )

@@ -136,6 +136,11 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True):
     generated_tokens: int = 0
     preemptions: int = 0
     evicted_pages: int = 0
+    host_pages_total: int = 0
+    host_pages_used: int = 0
+    host_cached_tokens: int = 0  # of `cached_tokens`, those that were brought back from the host
+    saved_pages: int = 0  # copied to the host
+    loaded_pages: int = 0  # copied back
     finished: int = 0
     aborted: int = 0
 
@@ -193,6 +198,8 @@ class EngineInfo(msgspec.Struct, tag="info", kw_only=True):
     attention_backend: str
     prefill_tokens_per_second: float  # measured in warm-up; the router's cost model
     kv_dtype: str = ""  # `dtype` again, or as the setting names it; "" as `dtype`
+    host_pages: int = 0  # of the host tier
+    host_tokens_per_second: float = 0.0  # measured: how fast it brings pages back
 
 
 class PhaseReport(msgspec.Struct, tag="phase"):

@@ -9,6 +9,10 @@ Steps in flight: the scheduler may plan step N+1 before it has the results of N.
 still exact (a decode adds one token); what it cannot know is that step N ended the row, in which
 case it discards the token of N+1. Whatever a step may read or write (rows, pages) is not reused
 until that step has been collected.
+
+Copies between the device's pages and the host's run beside the steps, saves and loads each in the
+order of their ids. Rank 0 alone sees when they end; `saved`, `loaded` and `collected` tell the
+others what it relied on, and each rank makes whatever comes after wait for the same on its device.
 """
 
 from __future__ import annotations
@@ -43,6 +47,18 @@ class PrefillChunk(msgspec.Struct, array_like=True):
     sample: bool
 
 
+class PageCopies(msgspec.Struct, array_like=True):
+    """One operation between the device's pages and the host's, page by page.
+
+    Saves and loads have ids of their own, each counting up from 1.
+    """
+
+    copy_id: int
+    pages: list[int]  # of the device
+    host_pages: list[int]  # as many
+    after: int = 0  # of a load: the last save that wrote any of its host pages
+
+
 class StepPlan(msgspec.Struct, kw_only=True):
     """One forward pass over prefill chunks and decodes together.
 
@@ -58,6 +74,13 @@ class StepPlan(msgspec.Struct, kw_only=True):
     appended_pages: list[tuple[int, int]] = []  # (row, page), in table order
     prefills: list[PrefillChunk] = []
     decodes: list[int] = []
+    saves: list[PageCopies] = []  # device to host, of what collected steps have written
+    loads: list[PageCopies] = []  # host to device
+    # Rank 0 had seen the end of everything up to these when it planned; nobody may see less.
+    collected: int = 0  # steps
+    saved: int = 0
+    loaded: int = 0
+    awaited: int = 0  # this step reads what loads up to this one bring, layer by layer
 
     @property
     def num_tokens(self) -> int:
@@ -92,6 +115,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     depth: int  # steps in flight: 1 synchronous, 2 overlapped
+    num_host_pages: int = 0  # of the host tier, the scheduler's to give out as well
 
 
 class Executor(Protocol):
@@ -109,6 +133,13 @@ class Executor(Protocol):
 
         Raises:
             RuntimeError: a rank died or the step failed as a whole; the engine must end.
+        """
+        ...
+
+    def copies_ended(self) -> tuple[int, int]:
+        """Ids of the last save and the last load that have ended here, with all before them.
+
+        Never waits.
         """
         ...
 
