@@ -38,6 +38,8 @@ INFO = EngineInfo(
     attention_backend="torch",
     prefill_tokens_per_second=100.0,
     kv_dtype="fp8_e4m3",
+    host_pages=640,
+    host_tokens_per_second=5000.0,
 )
 
 
@@ -69,7 +71,16 @@ def main() -> None:
     while True:
         ticks += deadline is None
         state = EngineState.READY
-        tell(Stats(state=state, ticks=ticks, steps=0, step_deadline=deadline, pages_total=64))
+        tell(
+            Stats(
+                state=state,
+                ticks=ticks,
+                steps=0,
+                step_deadline=deadline,
+                pages_total=64,
+                host_pages_total=640,
+            )
+        )
         if inbox.poll(100):
             message = decoder.decode(inbox.recv())
             with (notes / "engine-heard").open("a") as file:

@@ -10,12 +10,16 @@ import time
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
+import redis
 
 from radixgrove.protocol.directories import remove_abandoned
+from radixgrove.protocol.keys import ServiceKeys
+from radixgrove.protocol.registry import Registration
 from tests.agent.conftest import StartAgent
-from tests.conftest import wait_until
+from tests.conftest import RedisServer, wait_until
 
 
 def test_starts_says_what_fits_and_drains_on_sigterm(start_agent: StartAgent) -> None:
@@ -24,6 +28,7 @@ def test_starts_says_what_fits_and_drains_on_sigterm(start_agent: StartAgent) ->
     assert "start: loading 50%: reading weights" in agent.output
     assert "KV cache 1.02 MB: 64 pages of 16 tokens = 1024 tokens, 1 KB a token " in agent.output
     assert "a token (fp8_e4m3)" in agent.output
+    assert "host tier 10.2 MB: 640 pages = 10240 tokens, brought back at 5000 " in agent.output
     assert "room for 2 requests of 512 tokens at once" in agent.output
     (agent.notes / "busy").touch()
 
@@ -215,6 +220,7 @@ def test_management_needs_its_key(start_agent: StartAgent) -> None:
     assert answer["state"] == "ready"
     assert answer["models"] == ["tiny-model"]
     assert answer["stats"]["pages_total"] == 64
+    assert answer["stats"]["host_pages_total"] == 640
     assert answer["engine"]["max_model_len"] == 512
 
 
@@ -258,6 +264,18 @@ def test_management_flushes_drains_and_changes_the_log_level(start_agent: StartA
     assert agent.process.poll() is None, "a drained worker stays up until SIGTERM"
     agent.process.send_signal(signal.SIGTERM)
     assert agent.end() == 0
+
+
+def test_routers_learn_how_fast_the_engine_computes_and_loads(
+    start_agent: StartAgent, redis_server: RedisServer
+) -> None:
+    agent = start_agent(redis_url=redis_server.url, replica_id="r0")
+    agent.wait_ready()
+    keys = ServiceKeys("radixgrove", "default")
+    (record,) = redis.Redis.from_url(redis_server.url).hvals(keys.replicas)
+    registered = msgspec.json.decode(record, type=Registration)
+    assert registered.prefill_tokens_per_second == 100.0
+    assert registered.host_tokens_per_second == 5000.0
 
 
 def test_runtime_files_are_private(start_agent: StartAgent) -> None:

@@ -477,6 +477,7 @@ def describe(runtime: Runtime, info: EngineInfo) -> Registration:
         sharing=settings.sharing,
         weight_version=settings.weight_version,
         prefill_tokens_per_second=info.prefill_tokens_per_second,
+        host_tokens_per_second=info.host_tokens_per_second,
         kv_tokens=info.num_pages * info.page_size,
         device=info.device,
         dtype=info.dtype,

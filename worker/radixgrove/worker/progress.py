@@ -58,6 +58,12 @@ def memory_arithmetic(info: EngineInfo) -> list[str]:
         f"memory: room for {fitting(info, longest)} requests of {longest} tokens at once, "
         f"{fitting(info, typical)} of {typical}; batches of up to {info.max_running}",
     ]
+    if info.host_pages:
+        kept = info.host_pages * info.page_size
+        lines.append(
+            f"memory: host tier {size(kept * info.kv_bytes_per_token)}: {info.host_pages} pages = "
+            f"{kept} tokens, brought back at {info.host_tokens_per_second:.0f} tokens/s"
+        )
     if tokens < info.max_model_len:
         lines.append(
             f"memory: the KV cache is smaller than max_model_len {info.max_model_len}: requests "

@@ -56,6 +56,8 @@ class EngineMetrics:
             "pages_total": gauge("kv_pages", "Pages of the KV pool."),
             "pages_free": gauge("kv_free_pages", "Pages that hold nothing."),
             "pages_evictable": gauge("kv_evictable_pages", "Cached pages that nobody uses now."),
+            "host_pages_total": gauge("host_pages", "Pages of the host tier."),
+            "host_pages_used": gauge("host_used_pages", "Pages of the host tier that hold KV."),
         }
         self._counters = {
             "steps": counter("steps", "Steps computed."),
@@ -64,6 +66,11 @@ class EngineMetrics:
             "generated_tokens": counter("generated_tokens", "Tokens generated."),
             "preemptions": counter("preemptions", "Requests preempted for lack of pages."),
             "evicted_pages": counter("evicted_pages", "Pages evicted from the prefix cache."),
+            "host_cached_tokens": counter(
+                "host_cached_tokens", "Cached prompt tokens that were brought back from the host."
+            ),
+            "saved_pages": counter("saved_pages", "Pages copied to the host."),
+            "loaded_pages": counter("loaded_pages", "Pages copied back from the host."),
             "finished": counter("finished_requests", "Requests that ended by themselves."),
             "aborted": counter("aborted_requests", "Requests that were aborted."),
         }
