@@ -49,7 +49,8 @@ class Candidate:
 
     def depths(self, path: int, length: int) -> tuple[int, int]:
         gpu = min(self.gpu[path], length)
-        return gpu, max(gpu, min(self.host[path], length)) if self.has_host else gpu
+        worth = self.has_host and self.host_token_ms < self.token_ms
+        return gpu, max(gpu, min(self.host[path], length)) if worth else gpu
 
     def cost(self, path: int, length: int, tokens: int) -> float:
         gpu, total = self.depths(path, length)
@@ -146,6 +147,7 @@ def candidate_states() -> st.SearchStrategy[list[Candidate]]:
             waiting_tokens=draw(st.sampled_from([0, 0, 50, 900])),
             booked={r: draw(booking) for r in (ME, OTHER, DEAD) if draw(st.booleans())},
             token_ms=draw(st.sampled_from([1.0, 1.0, 0.5, 3.0])),
+            host_token_ms=draw(st.sampled_from([0.25, 0.25, 0.9, 1.0, 40.0])),
         )
 
     def named(candidates: list[Candidate]) -> list[Candidate]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
+import asyncio
+import threading
 from typing import Any
 
 import msgspec
@@ -13,106 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixgrove.protocol import index
-from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, BlockHasher, members
-from radixgrove.protocol.keys import ServiceKeys
-from radixgrove.protocol.registry import (
-    Lease,
-    LeaseState,
-    Registration,
-    RegistrationRefused,
-    root_fingerprint,
-)
+from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, members
+from radixgrove.protocol.registry import Lease, LeaseState, Registration, RegistrationRefused
 from radixgrove.worker import publisher as publisher_module
-from radixgrove.worker.messages import (
-    Admitted,
-    CacheEvent,
-    CacheEvents,
-    CacheSnapshot,
-    EngineState,
-    Stats,
-    Tier,
-)
-from radixgrove.worker.publisher import Publisher
+from radixgrove.worker.messages import Admitted, Tier
 from tests.conftest import RedisServer
 from tests.router.harness import eventually
-
-HASHER = BlockHasher(b"secret", "model", 16)
-KEYS = ServiceKeys("radixgrove", "default")
-
-
-def registration(**fields: Any) -> Registration:
-    values: dict[str, Any] = {
-        "replica_id": "r0",
-        "service": "default",
-        "url": "http://127.0.0.1:1",
-        "models": ["m"],
-        "namespace": "model",
-        "root": root_fingerprint(HASHER),
-        "index_block": 16,
-        "page_size": 16,
-        "tokenizer_digest": "d",
-        "max_model_len": 1000,
-        "prefill_tokens_per_second": 16_000.0,
-    }
-    return Registration(**values | fields)
-
-
-class Engine:
-    """An engine's cache and its event stream, as the agent would pass it on."""
-
-    def __init__(self, redis_url: str, **fields: Any) -> None:
-        self.publisher = Publisher(
-            redis_url, "radixgrove", registration(**fields), HASHER, self.snapshot
-        )
-        self.cached: dict[Tier, set[bytes]] = {Tier.GPU: set(), Tier.HOST: set()}
-        self.sequence = 0
-        self.snapshots = 0
-        self.answers_snapshots = True
-
-    def snapshot(self) -> None:
-        self.snapshots += 1
-        if self.answers_snapshots:
-            self.send_snapshot()
-
-    def send_snapshot(self) -> None:
-        tiers = [
-            CacheEvent(True, tier, "local", b"".join(hashes))
-            for tier, hashes in self.cached.items()
-        ]
-        self.publisher.apply(CacheSnapshot(self.sequence, tiers[:1], last=False))
-        self.publisher.apply(CacheSnapshot(self.sequence, tiers[1:], last=True))
-
-    def change(self, stored: bool, tier: Tier, hashes: bytes, *, lose: bool = False) -> None:
-        self.sequence += 1
-        parts = {hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)}
-        if stored:
-            self.cached[tier] |= parts
-        else:
-            self.cached[tier] -= parts
-        if not lose:
-            event = CacheEvent(stored, tier, "local", hashes)
-            self.publisher.apply(CacheEvents(self.sequence, [event]))
-
-    def pulse(self, **fields: Any) -> None:
-        values: dict[str, Any] = {
-            "state": EngineState.READY,
-            "ticks": 1,
-            "steps": 1,
-            "step_deadline": None,
-            "running": 1,
-        }
-        self.publisher.apply(Stats(**values | fields))
-
-    def expected(self, tier: Tier) -> set[bytes]:
-        packed = members(b"".join(self.cached[tier]), HASHER.domain64("local"))
-        return {packed[i : i + MEMBER_BYTES] for i in range(0, len(packed), MEMBER_BYTES)}
-
-    def in_step(self, client: redis.Redis) -> bool:
-        generation = self.publisher.status().generation
-        return all(
-            client.smembers(KEYS.tree(tier.value, generation)) == self.expected(tier)
-            for tier in Tier
-        )
+from tests.router.publishing import HASHER, KEYS, Engine, chain, running
 
 
 @pytest.fixture
@@ -120,23 +27,8 @@ def client(redis_server: RedisServer) -> redis.Redis:
     return redis.Redis.from_url(redis_server.url)
 
 
-@contextlib.asynccontextmanager
-async def running(redis_url: str, **fields: Any) -> AsyncIterator[Engine]:
-    engine = Engine(redis_url, **fields)
-    engine.pulse()
-    await engine.publisher.start()
-    try:
-        yield engine
-    finally:
-        await engine.publisher.close()
-
-
 def lease(client: redis.Redis, engine: Engine) -> Lease:
     return Lease.unpack(client.hget(KEYS.leases, engine.publisher.status().generation))
-
-
-def chain(seed: int, blocks: int) -> bytes:
-    return HASHER.chain(seed.to_bytes(4, "little") * 16 * blocks)
 
 
 async def test_registers_with_a_lease_and_follows_events(
@@ -164,6 +56,42 @@ async def test_batches_stay_small(redis_server: RedisServer, client: redis.Redis
         await eventually(lambda: engine.in_step(client))
         after = int(client.hget(KEYS.sequences, engine.publisher.status().generation))
         assert after - before >= 1000 / index.BATCH_MEMBERS
+
+
+async def test_a_block_that_changes_tiers_is_never_out_of_the_index(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    """And the GPU's set is a prefix of the path at every moment: placement bisects it."""
+    path = chain(1, 5000)
+    packed = members(path, HASHER.domain64("local"))
+    blocks = [packed[i : i + MEMBER_BYTES] for i in range(0, len(packed), MEMBER_BYTES)]
+    moved = threading.Event()
+
+    def watch(generation: str) -> int:
+        looks = 0
+        while not moved.is_set():
+            with client.pipeline(transaction=True) as pipeline:
+                for tier in Tier:
+                    pipeline.smembers(KEYS.tree(tier.value, generation))
+                gpu, host = pipeline.execute()
+            assert gpu | host == set(blocks)
+            assert gpu == set(blocks[: len(gpu)])
+            looks += 1
+        return looks
+
+    async with running(redis_server.url) as engine:
+        engine.change(True, Tier.GPU, path)
+        await eventually(lambda: engine.in_step(client))
+        watching = asyncio.create_task(
+            asyncio.to_thread(watch, engine.publisher.status().generation)
+        )
+        try:
+            for origin, goal in ((Tier.GPU, Tier.HOST), (Tier.HOST, Tier.GPU)):
+                engine.move(path, origin, goal)
+                await eventually(lambda: engine.in_step(client))
+        finally:
+            moved.set()
+        assert await watching > 2
 
 
 async def test_gap_in_the_engines_events_leads_to_a_snapshot(

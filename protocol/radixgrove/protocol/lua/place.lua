@@ -59,6 +59,8 @@ end
 local generations, slot = {}, {}
 for i, candidate in ipairs(candidates) do
   generations[i], slot[candidate[1]] = candidate[1], i
+  -- Where bringing back is no faster than computing, the worker computes: as without a host tier.
+  if candidate[3] >= candidate[2] then candidate[3] = 0 end
 end
 local leases = redis.call('HMGET', KEYS[1], unpack(generations))
 
@@ -177,7 +179,7 @@ for _, i in ipairs(order) do
     local all = bisect(i, needed, depth, anywhere)
     local gpu = all
     if host_ms > 0 then gpu = math.max(bisect(i, 0, all, on_gpu), pending[i] or 0) end
-    saved = block * (all * ms - (all - gpu) * math.min(ms, host_ms))
+    saved = block * (all * ms - (all - gpu) * host_ms)
     local cost = cost_of(i, saved)
     if cost < best_cost then
       best, best_cost, best_saved, matched, host = i, cost, saved, all, all - gpu
