@@ -135,6 +135,16 @@ def test_a_wrong_value_names_its_source_and_not_the_value() -> None:
     assert "s3cret" not in str(caught.value)
 
 
+def test_a_host_cache_without_a_prefix_cache_is_refused() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve("worker", {"host_cache_gib": "8", "prefix_cache": False}, {}, EMPTY_FILE)
+    assert str(caught.value).startswith("host_cache_gib (from --host-cache-gib): needs prefix_cach")
+    kept: WorkerSettings = resolve("worker", {"host_cache_gib": "8"}, {}, EMPTY_FILE).settings
+    assert kept.host_cache_gib == 8.0
+    without = resolve("worker", {"prefix_cache": False}, {}, EMPTY_FILE).settings
+    assert without.host_cache_gib == 0.0
+
+
 def test_up_gives_each_part_what_is_its_own(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RADIXGROVE_PAGE_SIZE", "32")
     path = write("port: 9000\nrouter: {max_queued: 7}\nworker: {max_queued: 8}\n")

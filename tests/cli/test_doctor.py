@@ -66,6 +66,17 @@ def test_a_taken_port_is_a_warning() -> None:
     assert verdicts == {"warn"}
 
 
+def test_a_host_cache_is_held_against_the_memory_there_is() -> None:
+    code, found = findings(RADIXGROVE_HOST_CACHE_GIB="0.001")
+    assert code == 0
+    assert about("host cache", found)[0]["verdict"] == "ok"
+    code, found = findings(RADIXGROVE_HOST_CACHE_GIB="60000")
+    assert code == 1
+    assert about("host cache", found)[0]["verdict"] == "FAIL"
+    assert "lower host_cache_gib" in about("host cache", found)[0]["text"]
+    assert not about("host cache", findings()[1])
+
+
 def test_a_directory_without_a_model_fails(tmp_path: Path) -> None:
     code, found = findings(RADIXGROVE_MODEL=str(tmp_path))
     assert code == 1

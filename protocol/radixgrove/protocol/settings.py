@@ -11,7 +11,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 
 class Device(StrEnum):
@@ -241,6 +242,15 @@ class WorkerSettings(Settings):
     max_queued_tokens: int = _field(4 << 20, "Prompt tokens of waiting requests before 429.", ge=0)
     queue_timeout: float = _field(120.0, "Seconds a request may wait.", gt=0, le=86400)
     log_prompts: bool = _field(False, "Log prompts and answers. Off: they never reach a log.")
+
+    @field_validator("host_cache_gib")
+    @classmethod
+    def _needs_prefix_cache(cls, size: float, info: ValidationInfo) -> float:
+        if size > 0 and not info.data.get("prefix_cache", True):
+            raise PydanticCustomError(
+                "no_prefix_cache", "needs prefix_cache: with it off there is nothing to keep"
+            )
+        return size
 
 
 class RouterSettings(Settings):

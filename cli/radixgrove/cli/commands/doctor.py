@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -39,6 +40,7 @@ _LIBRARIES = (
 )
 _PORT_TIMEOUT = 2.0
 _MIN_REDIS = (6, 2)
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Verdict(StrEnum):
@@ -66,6 +68,7 @@ def doctor(path: str | None, as_json: bool) -> int:
     checks: list[Callable[[], Iterable[Finding]]] = [
         _versions,
         lambda: _gpus(worker),
+        lambda: _host_cache(worker),
         lambda: _redis(worker.redis_url or router.redis_url),
         lambda: _ports("router", router),
         lambda: _ports("worker", worker),
@@ -145,6 +148,28 @@ def _backend(settings: WorkerSettings, *, on_gpu: bool) -> Finding:
         return Finding(Verdict.OK, "backend", f"attention auto: {fastest}")
     text = f"attention auto: {AttentionBackend.TORCH} here, {fastest} on a GPU"
     return Finding(Verdict.OK, "backend", text)
+
+
+def _host_cache(settings: WorkerSettings) -> Iterable[Finding]:
+    """Whether there is memory for it: a worker takes it whole when it starts."""
+    wanted = settings.host_cache_gib
+    if not wanted:
+        return
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limit = memory.total
+    with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
+        limit = min(limit, int(_CGROUP_LIMIT.read_text()))
+    text = (
+        f"{wanted:g} GiB of host memory for cached pages: the limit is {limit / 2**30:.1f} GiB, "
+        f"{memory.available / 2**30:.1f} GiB of the machine are free"
+    )
+    if wanted * 2**30 >= limit:
+        yield Finding(Verdict.FAIL, "host cache", f"{text}; lower host_cache_gib")
+    else:
+        enough = wanted * 2**30 < memory.available
+        yield Finding(Verdict.OK if enough else Verdict.WARN, "host cache", text)
 
 
 def _redis(url: str | None) -> Iterable[Finding]:
