@@ -18,6 +18,8 @@
 #   profile_small the same for the small model
 #   serving       a whole worker over HTTP, 256 streams at once; MODELS chooses, SERVING_OPTIONS go
 #                 to serving.py; after `offline`, or with OFFLINE="MODEL=RATE ...", compares with it
+#   multi_turn    conversations that are more than the GPU holds, with the host tier and without;
+#                 MULTI_TURN_OPTIONS go to multi_turn.py (not by default)
 #   tp            two GPUs: bs1_decode, bs64_decode, nano256
 #   tp_correctness   two GPUs: the text of random models, split, against Hugging Face
 #
@@ -135,6 +137,11 @@ run_serving() {
     return $status
 }
 
+run_multi_turn() {
+    # shellcheck disable=SC2086
+    python3 benchmarks/multi_turn.py ${MULTI_TURN_OPTIONS:-}
+}
+
 run_tp() {
     python3 benchmarks/offline.py --model llama-3.1-8b --tp 2 \
         --workload bs1_decode bs64_decode nano256
@@ -143,9 +150,9 @@ run_tp() {
 run_tp_correctness() { python3 benchmarks/gpu_correctness.py --tp 2 --backend triton; }
 
 declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [float8]=150 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
-    [profile]=120 [profile_small]=120 [serving]=180 [tp]=240 [tp_correctness]=200)
+    [profile]=120 [profile_small]=120 [serving]=180 [multi_turn]=270 [tp]=240 [tp_correctness]=200)
 declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [float8]=60 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
-    [profile]=26 [profile_small]=52 [serving]=30 [tp]=8 [tp_correctness]=8)
+    [profile]=26 [profile_small]=52 [serving]=30 [multi_turn]=12 [tp]=8 [tp_correctness]=8)
 declare -A STATUS SECONDS_OF
 
 run_stage() {

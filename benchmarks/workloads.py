@@ -1,4 +1,4 @@
-"""The named offline workloads, and the least time in which a device could do them.
+"""The named offline workloads, conversations, and the least time in which a device could do them.
 
 Everything is drawn from `random.Random(seed)`, so every engine that is measured gets the same
 requests.
@@ -6,8 +6,9 @@ requests.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 VOCABULARY = 10_000  # token ids are drawn below this
@@ -97,6 +98,49 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     function.__name__: function
     for function in (nano256, bs1_decode, bs64_decode, bs256_decode, prefill_32x8k, shared_prefix)
 }
+
+
+# ---- conversations ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MultiTurn:
+    """Clients take turns, round after round; each sends its whole history and new tokens.
+
+    A history is all that a client has sent and got, so its length is known beforehand.
+    """
+
+    clients: int = 64
+    rounds: int = 8
+    new_tokens: int = 1024  # a client sends in a round, after its history
+    output_tokens: int = 64
+
+    def turns(self) -> Iterator[tuple[int, int]]:
+        """(round, client), both from 0, in the order of sending."""
+        return itertools.product(range(self.rounds), range(self.clients))
+
+    def messages(self) -> list[list[list[int]]]:
+        """The new tokens of each client and round."""
+        rng = random.Random(0)
+        return [
+            [_tokens(rng, self.new_tokens) for _ in range(self.rounds)] for _ in range(self.clients)
+        ]
+
+    def history_tokens(self, completed: int) -> int:
+        """A client's history after so many rounds."""
+        return completed * (self.new_tokens + self.output_tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.clients * sum(
+            self.history_tokens(number) + self.new_tokens for number in range(self.rounds)
+        )
+
+    @property
+    def best_hit_share(self) -> float:
+        """Of the prompt tokens after the first round, those in a history."""
+        histories = sum(map(self.history_tokens, range(1, self.rounds)))
+        return histories / (histories + (self.rounds - 1) * self.new_tokens)
 
 
 # ---- the limit -------------------------------------------------------------------------------

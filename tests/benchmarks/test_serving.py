@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -13,28 +11,22 @@ from tokenizers import Tokenizer
 
 from radixgrove.protocol.detokenize import Vocabulary
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 VOCABULARY = 150_000
 
 
 @pytest.fixture(scope="module")
-def serving() -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))  # it imports its neighbours
-    try:
-        spec = importlib.util.spec_from_file_location("serving", BENCHMARKS / "serving.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["serving"] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return module
+def serving(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("serving")
 
 
-def test_ids_of_the_synthetic_tokenizer_read_as_distinct_words(serving: ModuleType) -> None:
-    content = serving.synthetic_tokenizer(VOCABULARY)
-    assert content == serving.synthetic_tokenizer(VOCABULARY)
+@pytest.fixture(scope="module")
+def worker_process(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("worker_process")
+
+
+def test_ids_of_the_synthetic_tokenizer_read_as_distinct_words(worker_process: ModuleType) -> None:
+    content = worker_process.synthetic_tokenizer(VOCABULARY)
+    assert content == worker_process.synthetic_tokenizer(VOCABULARY)
     tokenizer = Tokenizer.from_str(json.dumps(content))
     assert tokenizer.get_vocab_size() == VOCABULARY
     vocabulary = Vocabulary(tokenizer)
@@ -44,10 +36,10 @@ def test_ids_of_the_synthetic_tokenizer_read_as_distinct_words(serving: ModuleTy
     assert tokenizer.decode(tokenizer.encode("Grüße, 世界!").ids) == "Grüße, 世界!"
 
 
-def test_usage_is_what_came_since(serving: ModuleType) -> None:
-    before = serving.Usage({"engine": 1.0}, {"radixgrove_engine_steps_total": 10.0})
+def test_usage_is_what_came_since(serving: ModuleType, worker_process: ModuleType) -> None:
+    before = worker_process.Usage({"engine": 1.0}, {"radixgrove_engine_steps_total": 10.0})
     phase = 'radixgrove_engine_phase_cpu_seconds_total{phase="launch"}'
-    after = serving.Usage(
+    after = worker_process.Usage(
         {"engine": 3.0, "agent": 0.5}, {"radixgrove_engine_steps_total": 20.0, phase: 0.1}
     )
     run = serving.Run({"client cpu": 2.0}, after.since(before))

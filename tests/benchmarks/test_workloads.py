@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
-def workloads() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("workloads", BENCHMARKS / "workloads.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["workloads"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def workloads(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("workloads")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +40,43 @@ def test_a_shared_prefix_is_shared_by_sixteen(workloads: ModuleType) -> None:
     assert {prefixes.count(prefix) for prefix in prefixes} == {16}
     assert len({tuple(item.token_ids) for item in items}) == 512
     assert prefixes[:16] != sorted(prefixes)[:16], "groups are shuffled"
+
+
+def test_conversations_add_up(workloads: ModuleType) -> None:
+    """64 clients, 8 rounds, 1,024 tokens sent and 64 got in each."""
+    workload = workloads.MultiTurn()
+    assert workload.prompt_tokens == 2_473_984
+    assert workload.best_hit_share == pytest.approx(0.8095, abs=5e-5)
+    assert workload.history_tokens(8) == 8_704
+    turns = list(workload.turns())
+    assert turns[:2] == [(0, 0), (0, 1)]
+    assert turns[64] == (1, 0), "a round begins when every client has had its turn"
+    assert len(turns) == 512
+
+
+def test_no_two_messages_of_conversations_are_the_same(workloads: ModuleType) -> None:
+    workload = workloads.MultiTurn(clients=4, rounds=3, new_tokens=32, output_tokens=8)
+    messages = workload.messages()
+    assert messages == workload.messages()
+    assert len({tuple(message) for client in messages for message in client}) == 4 * 3
+    assert {len(message) for client in messages for message in client} == {32}
+
+
+@pytest.mark.parametrize("rounds", [2, 5])
+def test_sums_of_conversations_are_those_of_their_turns(workloads: ModuleType, rounds: int) -> None:
+    workload = workloads.MultiTurn(clients=3, rounds=rounds, new_tokens=10, output_tokens=4)
+    histories = dict.fromkeys(range(3), 0)
+    prompts = later_prompts = known = 0
+    for number, client in workload.turns():
+        prompt = histories[client] + 10
+        prompts += prompt
+        if number:
+            later_prompts += prompt
+            known += histories[client]
+        histories[client] = prompt + 4
+    assert workload.prompt_tokens == prompts
+    assert workload.best_hit_share == known / later_prompts
+    assert set(histories.values()) == {workload.history_tokens(rounds)}
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,11 @@ class Sample(msgspec.Struct, kw_only=True):
     late: float  # how long after its planned time it was sent
     first: float | None = None  # to the first token
     total: float = 0.0
-    gaps: list[float] = []  # between events that carried text
+    gaps: list[float] = []  # between events that carried output
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    token_ids: list[int] = []  # of the output, where the request asked for them
     error: str | None = None  # "HTTP 429", "cut short", ...
 
 
@@ -69,13 +70,7 @@ class Sender:
     async def run(self, start_at: float) -> None:
         """Send everything, from `start_at` (Unix seconds) on."""
         job = self.job
-        headers = {"authorization": f"Bearer {job.key}"} if job.key else {}
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=job.timeout),
-            headers=headers,
-            read_bufsize=_LINE_BYTES,
-        ) as session:
+        async with open_session(job.timeout, job.key) as session:
             await asyncio.sleep(max(0.0, start_at - time.time()))
             if job.concurrency is None:
                 users = [self._once(session, start_at, *entry) for entry in self._bodies]
@@ -103,27 +98,42 @@ class Sender:
     async def _send(
         self, session: aiohttp.ClientSession, start_at: float, planned: float, body: bytes
     ) -> None:
-        started = time.perf_counter()
         sent = time.time() - start_at
         sample = Sample(sent=sent, late=max(0.0, sent - planned))
         path = "/v1/chat/completions" if self.job.chat else "/v1/completions"
-        try:
-            async with session.post(
-                self.job.url + path, data=body, headers={"content-type": "application/json"}
-            ) as response:
-                if response.status != 200:
-                    sample.error = f"HTTP {response.status}"
-                    await response.read()
-                else:
-                    await _read(response, sample, started)
-        except TimeoutError:
-            sample.error = "timeout"
-        except msgspec.DecodeError:
-            sample.error = "malformed event"
-        except (aiohttp.ClientError, OSError) as error:
-            sample.error = type(error).__name__
-        sample.total = time.perf_counter() - started
+        await send(session, self.job.url + path, body, sample)
         self.samples.append(sample)
+
+
+def open_session(timeout: float, key: str | None = None) -> aiohttp.ClientSession:
+    """A session without a limit of connections; `timeout` is seconds a request may take."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=timeout),
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        read_bufsize=_LINE_BYTES,
+    )
+
+
+async def send(session: aiohttp.ClientSession, address: str, body: bytes, sample: Sample) -> None:
+    """Send a request that streams, and note in `sample` what came of it."""
+    started = time.perf_counter()
+    try:
+        async with session.post(
+            address, data=body, headers={"content-type": "application/json"}
+        ) as response:
+            if response.status != 200:
+                sample.error = f"HTTP {response.status}"
+                await response.read()
+            else:
+                await _read(response, sample, started)
+    except TimeoutError:
+        sample.error = "timeout"
+    except msgspec.DecodeError:
+        sample.error = "malformed event"
+    except (aiohttp.ClientError, OSError) as error:
+        sample.error = type(error).__name__
+    sample.total = time.perf_counter() - started
 
 
 def _body(job: Job, request: PlannedRequest) -> bytes:
@@ -153,10 +163,13 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
+    token_ids: list[int] | None = None
 
     @property
-    def carries_text(self) -> bool:
-        return bool(self.text or (self.delta is not None and self.delta.content))
+    def carries_output(self) -> bool:
+        """Text, or tokens that are no whole character yet."""
+        text = self.text or (self.delta is not None and self.delta.content)
+        return bool(text or self.token_ids)
 
 
 class _PromptDetails(msgspec.Struct):
@@ -214,7 +227,7 @@ async def _read(response: aiohttp.ClientResponse, sample: Sample, started: float
 
 
 def _take(event: _Event, sample: Sample) -> bool:
-    """Note usage and failure of an event; whether it carries text."""
+    """Note usage, tokens and failure of an event; whether it carries output."""
     if event.error is not None:
         sample.error = f"stream: {event.error.type}"
     if event.usage is not None:
@@ -222,7 +235,9 @@ def _take(event: _Event, sample: Sample) -> bool:
         sample.output_tokens = event.usage.completion_tokens
         details = event.usage.prompt_tokens_details
         sample.cached_tokens = (details.cached_tokens or 0) if details is not None else 0
-    return any(choice.carries_text for choice in event.choices)
+    for choice in event.choices:
+        sample.token_ids += choice.token_ids or []
+    return any(choice.carries_output for choice in event.choices)
 
 
 def main() -> None:
