@@ -138,6 +138,8 @@ def launch_all(dtype: torch.dtype) -> None:
     pool = layer.unsqueeze(0)
     pages.gather_pages(pool, index64[:3], zeros(3, *pool.shape[:2], *pool.shape[3:]))
     pages.scatter_pages(pool, index64[:3], zeros(3, *pool.shape[:2], *pool.shape[3:]))
+    host = zeros(3, *pool.shape[:2], *pool.shape[3:])
+    pages.scatter_layer(pool, 0, index64[:3], host, index64[:3])
     table = zeros(9, 64, kind=torch.int32)
     indptr, flat = zeros(5, kind=torch.int32), zeros(64, kind=torch.int32)
     pages.kv_indices(index32, index32, table, 16, indptr, flat, index32.clone())

@@ -28,6 +28,20 @@ def test_gather_and_scatter_are_inverse(
     assert torch.equal(other, expected)
 
 
+@DTYPES
+@pytest.mark.parametrize(("page_size", "ids"), [(1, [3]), (16, [8, 0, 5]), (64, list(range(9)))])
+def test_one_layer_comes_from_pages_with_ids_of_their_own(
+    page_size: int, ids: list[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    host = torch.randn(11, 3, 2, page_size, 2, 64, device=device).to(dtype)
+    host_ids = torch.randperm(11)[: len(ids)].to(device)
+    pool = torch.randn(3, 2, 9, page_size, 2, 64, device=device).to(dtype)
+    expected = pool.clone()
+    expected[1][:, ids] = host[host_ids, 1].movedim(0, 1)
+    pages.scatter_layer(pool, 1, torch.tensor(ids, device=device), host, host_ids)
+    assert torch.equal(pool, expected)
+
+
 @pytest.mark.gpu
 def test_gather_writes_pinned_host_memory(device: torch.device) -> None:
     pool = torch.randn(2, 2, 9, 16, 2, 64, device=device)

@@ -13,6 +13,11 @@ from torch import Tensor
 from radixgrove.kernels._triton import cdiv, jit, next_power_of_2, tl
 from radixgrove.kernels.float8 import bits
 
+_BLOCK_BYTES = 4096  # 16 a thread
+# Over the bus: as much under way at once as its latency wants.
+_BUS_BYTES = 16384
+_BUS_PROGRAMS = 16
+
 
 def gather_pages_reference(pool: Tensor, page_ids: Tensor, out: Tensor) -> None:
     """See `gather_pages`."""
@@ -46,49 +51,38 @@ def kv_indices_reference(
         out[: flat.numel()] = flat
 
 
-@jit
+@jit(varying=("page_ids_ptr", "packed_ids_ptr", "blocks", "first_plane"))
 def _copy_pages_kernel(
     pool_ptr,
     page_ids_ptr,
     packed_ptr,
+    packed_ids_ptr,
+    blocks,
+    first_plane,
     planes,
+    packed_planes,
     pool_pages,
     page_elements,
     GATHER: tl.constexpr,
+    PICK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: BLOCK elements of one plane (layer, K or V) of one page."""
-    index = tl.program_id(0).to(tl.int64)
-    plane = tl.program_id(1).to(tl.int64)
-    element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    mask = element < page_elements
-    page = tl.load(page_ids_ptr + index).to(tl.int64)
-    in_pool = pool_ptr + (plane * pool_pages + page) * page_elements + element
-    in_pack = packed_ptr + (index * planes + plane) * page_elements + element
-    if GATHER:
-        tl.store(in_pack, tl.load(in_pool, mask=mask), mask=mask)
-    else:
-        tl.store(in_pool, tl.load(in_pack, mask=mask), mask=mask)
-
-
-def _copy(pool: Tensor, page_ids: Tensor, packed: Tensor, gather: bool) -> None:
-    layers, sides, pool_pages = pool.shape[:3]
-    page_elements = pool[0, 0, 0].numel()
-    if not page_ids.numel():
-        return
-    block = 2048
-    grid = (page_ids.numel(), layers * sides, cdiv(page_elements, block))
-    _copy_pages_kernel[grid](
-        bits(pool),
-        page_ids,
-        bits(packed),
-        layers * sides,
-        pool_pages,
-        page_elements,
-        GATHER=gather,
-        BLOCK=block,
-        num_warps=8,
-    )
+    """One program takes every so many blocks: BLOCK elements of one plane (layer, K or V) of one
+    page. PICK: packed pages have ids too; else they are in order."""
+    parts = tl.cdiv(page_elements, BLOCK)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        element = block % parts * BLOCK + tl.arange(0, BLOCK)
+        mask = element < page_elements
+        plane = (first_plane + block // parts % planes).to(tl.int64)
+        index = block // (parts * planes)
+        page = tl.load(page_ids_ptr + index).to(tl.int64)
+        packed = tl.load(packed_ids_ptr + index).to(tl.int64) if PICK else index.to(tl.int64)
+        in_pool = pool_ptr + (plane * pool_pages + page) * page_elements + element
+        in_pack = packed_ptr + (packed * packed_planes + plane) * page_elements + element
+        if GATHER:
+            tl.store(in_pack, tl.load(in_pool, mask=mask), mask=mask)
+        else:
+            tl.store(in_pool, tl.load(in_pack, mask=mask), mask=mask)
 
 
 def gather_pages(pool: Tensor, page_ids: Tensor, out: Tensor) -> None:
@@ -105,6 +99,57 @@ def gather_pages(pool: Tensor, page_ids: Tensor, out: Tensor) -> None:
 def scatter_pages(pool: Tensor, page_ids: Tensor, source: Tensor) -> None:
     """The inverse of `gather_pages`: write page-first pages into the pool; ids are distinct."""
     _copy(pool, page_ids, source, gather=False)
+
+
+def scatter_layer(
+    pool: Tensor, layer: int, page_ids: Tensor, host: Tensor, host_ids: Tensor
+) -> None:
+    """Write one layer of some pages of the host tier into the pool, by few programs: more would
+    not have it sooner, and take the processors from the kernels beside it.
+
+    Args:
+        pool: as of `gather_pages`.
+        page_ids, host_ids: [n] int64 on the pool's device; page_ids are distinct.
+        host: [host pages, layers, 2, page_size, KV, D], pool's dtype; pinned, or on the device.
+    """
+    sides = pool.shape[1]
+    planes = range(layer * sides, (layer + 1) * sides)
+    _copy(pool, page_ids, host, gather=False, packed_ids=host_ids, planes=planes)
+
+
+def _copy(
+    pool: Tensor,
+    page_ids: Tensor,
+    packed: Tensor,
+    *,
+    gather: bool,
+    packed_ids: Tensor | None = None,
+    planes: range | None = None,
+) -> None:
+    layers, sides, pool_pages = pool.shape[:3]
+    page_elements = pool[0, 0, 0].numel()
+    if not page_ids.numel():
+        return
+    over_bus = packed_ids is not None
+    planes = range(layers * sides) if planes is None else planes
+    block = (_BUS_BYTES if over_bus else _BLOCK_BYTES) // pool.element_size()
+    blocks = page_ids.numel() * len(planes) * cdiv(page_elements, block)
+    _copy_pages_kernel[(min(blocks, _BUS_PROGRAMS) if over_bus else blocks,)](
+        bits(pool),
+        page_ids,
+        bits(packed),
+        page_ids if packed_ids is None else packed_ids,
+        blocks,
+        planes.start,
+        len(planes),
+        layers * sides,
+        pool_pages,
+        page_elements,
+        GATHER=gather,
+        PICK=over_bus,
+        BLOCK=block,
+        num_warps=8,
+    )
 
 
 @jit(

@@ -18,7 +18,9 @@ from radixgrove.worker.execution.attention.ahead import AttentionShape, compile_
 from radixgrove.worker.execution.attention.select import select_attention
 from radixgrove.worker.execution.graphs import Report as CaptureReport
 from radixgrove.worker.execution.graphs import ladder
+from radixgrove.worker.execution.host import host_tier, staging_bytes
 from radixgrove.worker.execution.memory import (
+    GIB,
     CudaUse,
     KvShape,
     MemoryShortage,
@@ -26,8 +28,10 @@ from radixgrove.worker.execution.memory import (
     cuda_kv_tokens,
     cuda_shortage,
     describe,
+    host_tier_pages,
 )
 from radixgrove.worker.execution.mixed import token_ladder
+from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.execution.warmup import (
@@ -83,13 +87,24 @@ class _Loaded:
     limits: Limits
     model: Decoder
     shape: KvShape
+    memory: HostMemory | None  # of the host tier
     report: Report
+
+    @property
+    def host_pages(self) -> int:
+        return 0 if self.memory is None else self.memory.bytes.nbytes // self.shape.page_bytes
 
     def say(self, state: EngineState, message: str, fraction: float | None = None) -> None:
         self.report(PhaseReport(state, message, fraction))
 
-    def assemble(self, num_pages: int, max_model_len: int, report: Report) -> tuple[Runner, str]:
-        """A runner on a pool of `num_pages`, and its attention backend's name."""
+    def assemble(
+        self, num_pages: int, max_model_len: int, report: Report, memory: HostMemory | None
+    ) -> tuple[Runner, str]:
+        """A runner on a pool of `num_pages`, and its attention backend's name.
+
+        Args:
+            memory: for its host tier; None: it has none.
+        """
         settings, device = self.settings, self.model.device
         info = ExecutorInfo(
             num_pages=num_pages,
@@ -98,6 +113,7 @@ class _Loaded:
             max_model_len=max_model_len,
             vocab_size=self.config.vocab_size,
             depth=self.limits.depth,
+            num_host_pages=0 if memory is None else self.host_pages,
         )
         pool = self.shape.allocate(num_pages, device)
         attention, name = select_attention(
@@ -115,7 +131,9 @@ class _Loaded:
             scratch_page=num_pages,
             device=device,
         )
-        return Runner(self.model, attention, table, info, self.limits.step_timeout), name
+        host = None if memory is None else host_tier(pool, memory)
+        timeout = self.limits.step_timeout
+        return Runner(self.model, attention, table, info, timeout, host), name
 
     def graph_sizes(self, backend: str) -> tuple[list[int], list[int]]:
         """Batch sizes and token counts to capture: none on a CPU, or for the backend whose shapes
@@ -189,29 +207,52 @@ def _build(
     dtype = choose_dtype(settings.dtype, config, device)
     kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype, device)
     place = Placement(group, dtype, device)
-    limits = Limits.of(settings, device)
-    loaded = _Loaded(
-        settings,
-        config,
-        limits,
-        load_model(settings, config, limits, model_dir, place, kv_dtype, report),
-        KvShape.of(config, settings.page_size, kv_dtype, group.shard),
-        report,
-    )
-    if rows := group.use_peer_memory(config.hidden_size, dtype):
+    shape = KvShape.of(config, settings.page_size, kv_dtype, group.shard)
+    memory = _host_memory(settings, shape, place)
+    try:
+        limits = Limits.of(settings, device)
+        model = load_model(settings, config, limits, model_dir, place, kv_dtype, report)
+        return _start(_Loaded(settings, config, limits, model, shape, memory, report))
+    except BaseException:
+        if memory is not None:
+            memory.close()
+        raise
+
+
+def _host_memory(settings: WorkerSettings, shape: KvShape, place: Placement) -> HostMemory | None:
+    """Memory of the host tier, the same on every rank; on CUDA it is not ready yet."""
+    # Every rank has looked at what is free before one of them takes any of it.
+    pages = place.group.minimum(host_tier_pages(settings, shape, place.group.size))
+    if not pages:
+        return None
+    return HostMemory(pages * shape.page_bytes, shape.page_bytes, place.device)
+
+
+def _start(loaded: _Loaded) -> tuple[Runner, EngineInfo]:
+    """Size the pool, warm up, capture, measure."""
+    settings, config, model = loaded.settings, loaded.config, loaded.model
+    device, group = model.device, model.group
+    if loaded.memory is not None:
+        # CUDA locks memory under locks of its own, which would distort what is measured below.
+        locking = f"locking {loaded.memory.bytes.nbytes / GIB:.1f} GiB for the host tier"
+        loaded.memory.wait(lambda done: loaded.say(EngineState.LOADING, locking, done))
+    if rows := group.use_peer_memory(config.hidden_size, model.dtype):
         loaded.say(EngineState.WARMING_UP, f"all-reduce over peer memory up to {rows} tokens")
     longest = choose_length(settings.max_model_len, config)
     kv_tokens = _kv_tokens(loaded, longest)
     longest = fit_length(settings.max_model_len, longest, kv_tokens)
-    weights = loaded.model.weights_bytes
+    weights = model.weights_bytes
     loaded.say(
         EngineState.WARMING_UP,
-        describe(weights, loaded.shape, kv_tokens, longest, group.size),
+        describe(weights, loaded.shape, kv_tokens, longest, group.size, loaded.host_pages),
     )
     # On CUDA the trial has said already which attention backend it is.
     silent = device.type == "cuda"
     runner, backend = loaded.assemble(
-        kv_tokens // settings.page_size, longest, _nothing if silent else report
+        kv_tokens // settings.page_size,
+        longest,
+        _nothing if silent else loaded.report,
+        loaded.memory,
     )
 
     def say_captured(text: str, done: float) -> None:
@@ -225,6 +266,7 @@ def _build(
     if steps:
         runner.capture_mixed(steps, say_captured)
     speed = measure_prefill(runner, loaded.limits.max_step_tokens, device)
+    host_speed = runner.measure_host()
     limit_collectives(group, loaded.limits.step_timeout)
     return runner, EngineInfo(
         num_pages=runner.info.num_pages,
@@ -232,13 +274,15 @@ def _build(
         max_model_len=longest,
         max_running=loaded.limits.max_running,
         vocab_size=config.vocab_size,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(model.dtype).removeprefix("torch."),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         weights_bytes=weights,
         kv_bytes_per_token=loaded.shape.bytes_per_token,
         attention_backend=backend,
         prefill_tokens_per_second=speed,
         kv_dtype=loaded.shape.dtype_name,
+        host_pages=loaded.host_pages,
+        host_tokens_per_second=host_speed,
     )
 
 
@@ -253,7 +297,7 @@ def _kv_tokens(loaded: _Loaded, longest: int) -> int:
     if loaded.model.device.type == "cuda":
         tokens = cuda_kv_tokens(settings, shape, _measure_cuda(loaded, longest), wanted)
     else:
-        tokens = cpu_kv_tokens(settings, shape, wanted, group.size)
+        tokens = cpu_kv_tokens(settings, shape, wanted, group.size, loaded.host_pages)
     return group.minimum(tokens)
 
 
@@ -269,7 +313,7 @@ def _measure_cuda(loaded: _Loaded, longest: int) -> CudaUse:
     )
     weights = torch.cuda.memory_allocated(device)
     pages = trial_pages(limits.max_step_tokens, limits.max_running, loaded.settings.page_size)
-    runner, backend = loaded.assemble(pages, longest, loaded.report)
+    runner, backend = loaded.assemble(pages, longest, loaded.report, memory=None)
     pool = loaded.shape.allocated_bytes(pages)
     torch.cuda.reset_peak_memory_stats(device)
     exercise(runner, limits.max_step_tokens)
@@ -285,6 +329,8 @@ def _measure_cuda(loaded: _Loaded, longest: int) -> CudaUse:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     other = total - free - torch.cuda.memory_reserved(device)
+    if loaded.memory is not None:
+        other += staging_bytes(loaded.shape.page_bytes)
     return CudaUse(total, weights, activations, graphs, other)
 
 

@@ -17,6 +17,8 @@ from radixgrove.worker.parallel.group import Shard
 GIB = 1 << 30
 # Without `kv_tokens` a CPU engine takes no more than this: it shares its machine.
 _CPU_POOL_BYTES = 2 * GIB
+# Of the host memory that is free, what a host tier may take: the process itself grows yet.
+_HOST_TIER_SHARE = 0.95
 # Free memory left beside the pool on CUDA: allocator fragmentation and library workspaces.
 _CUDA_MARGIN = GIB // 4
 _CGROUP_LIMITS = (
@@ -55,9 +57,13 @@ class KvShape:
     def bytes_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * self.bytes_per_token
+
     def allocated_bytes(self, num_pages: int) -> int:
         """Of a pool of `num_pages`, scratch page included."""
-        return (num_pages + 1) * self.page_size * self.bytes_per_token
+        return (num_pages + 1) * self.page_bytes
 
     def allocate(self, num_pages: int, device: torch.device) -> torch.Tensor:
         """The pool, one scratch page longer; zeroed, so that masked garbage is never NaN."""
@@ -77,7 +83,7 @@ class CudaUse:
     weights: int
     activations: int  # peak above the weights
     graphs: int
-    other: int  # contexts, libraries, other processes
+    other: int  # contexts, libraries, other processes, buffers of the host tier
 
 
 def host_limit() -> int:
@@ -91,16 +97,45 @@ def host_limit() -> int:
     return limit
 
 
-def cpu_kv_tokens(settings: WorkerSettings, shape: KvShape, wanted: int, ranks: int) -> int:
+def host_tier_pages(settings: WorkerSettings, shape: KvShape, ranks: int) -> int:
+    """Pages of each rank's host tier, before anything else is allocated; 0: there is none.
+
+    Raises:
+        MemoryShortage: less than a page, or more than this machine has free.
+    """
+    if not settings.prefix_cache or not settings.host_cache_gib:
+        return 0
+    asked = f"host_cache_gib {settings.host_cache_gib:g}"
+    pages = int(settings.host_cache_gib * GIB) // ranks // shape.page_bytes
+    if pages < 1:
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        raise MemoryShortage(
+            f"{asked} is less than one page of {_gib(shape.page_bytes)}{each}; raise it, or set 0"
+        )
+    unused = host_limit() - psutil.Process().memory_info().rss
+    free = min(unused, psutil.virtual_memory().available)
+    needed = ranks * pages * shape.page_bytes
+    if needed > free * _HOST_TIER_SHARE:
+        raise MemoryShortage(
+            f"{asked} needs {_gib(needed)} of host memory, but {_gib(max(free, 0))} are free, of "
+            f"which a host tier may take {_HOST_TIER_SHARE:.0%}; lower host_cache_gib"
+        )
+    return pages
+
+
+def cpu_kv_tokens(
+    settings: WorkerSettings, shape: KvShape, wanted: int, ranks: int, host_pages: int = 0
+) -> int:
     """Tokens of a CPU pool, after the weights are loaded.
 
     Args:
         wanted: no pool needs more than this many tokens (all rows at full length).
+        host_pages: of the host tier, which will take its memory page by page.
     """
     used = psutil.Process().memory_info().rss
     within = int(host_limit() * settings.memory_fraction) // ranks - used
     free = int(psutil.virtual_memory().available * settings.memory_fraction) // ranks
-    budget = min(within, free)
+    budget = min(within, free) - host_pages * shape.page_bytes
     if settings.kv_tokens is not None:
         return _fixed(settings.kv_tokens, shape, budget)
     return _pool_tokens(min(budget, _CPU_POOL_BYTES), shape, wanted)
@@ -112,7 +147,7 @@ def cuda_kv_tokens(settings: WorkerSettings, shape: KvShape, use: CudaUse, wante
     budget = int(use.total * settings.memory_fraction) - taken
     if settings.kv_tokens is not None:
         return _fixed(settings.kv_tokens, shape, use.total - taken)
-    if budget < shape.bytes_per_token * shape.page_size:
+    if budget < shape.page_bytes:
         raise MemoryShortage(
             f"no memory left for KV: {settings.memory_fraction:.0%} of {_gib(use.total)} less "
             f"weights {_gib(use.weights)}, activations {_gib(use.activations)}, graphs "
@@ -136,7 +171,7 @@ def _fixed(kv_tokens: int, shape: KvShape, budget: int) -> int:
     pages = kv_tokens // shape.page_size
     if pages < 1:
         raise MemoryShortage(f"kv_tokens {kv_tokens} is less than one page of {shape.page_size}")
-    needed = pages * shape.page_size * shape.bytes_per_token
+    needed = pages * shape.page_bytes
     if needed > budget:
         raise MemoryShortage(
             f"kv_tokens {kv_tokens} needs {_gib(needed)}, but {_gib(max(budget, 0))} are free; "
@@ -147,7 +182,7 @@ def _fixed(kv_tokens: int, shape: KvShape, budget: int) -> int:
 
 def _pool_tokens(budget: int, shape: KvShape, wanted: int) -> int:
     page = shape.page_size
-    pages = min(budget // (shape.bytes_per_token * page), -(-wanted // page))
+    pages = min(budget // shape.page_bytes, -(-wanted // page))
     if pages < 1:
         raise MemoryShortage(
             f"{_gib(max(budget, 0))} are free for KV, less than one page; free memory or raise "
@@ -156,15 +191,26 @@ def _pool_tokens(budget: int, shape: KvShape, wanted: int) -> int:
     return pages * page
 
 
-def describe(weights: int, shape: KvShape, kv_tokens: int, max_model_len: int, ranks: int) -> str:
+def describe(
+    weights: int,
+    shape: KvShape,
+    kv_tokens: int,
+    max_model_len: int,
+    ranks: int,
+    host_pages: int = 0,
+) -> str:
     """The memory arithmetic that a worker prints at start, per rank."""
     pool = kv_tokens * shape.bytes_per_token
+    tier = (
+        f"host tier {_gib(host_pages * shape.page_bytes)} = {host_pages * shape.page_size:,} tokens"
+    )
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     return (
         f"memory{each}: weights {_gib(weights)}; KV {_gib(pool)} = {kv_tokens:,} tokens of "
         f"{shape.bytes_per_token / 1024:.1f} KiB in pages of {shape.page_size} "
         f"({shape.dtype_name}); "
         f"{kv_tokens / max_model_len:.1f} requests of {max_model_len:,} tokens at once"
+        + (tier if host_pages else "")
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from radixgrove.worker.execution.attention.base import AttentionBackend
 from radixgrove.worker.execution.graphs import DecodeGraphs, Recorder
+from radixgrove.worker.execution.host import HostTier
 from radixgrove.worker.execution.inputs import StepInputs, step_inputs
 from radixgrove.worker.execution.memory import cuda_shortage
 from radixgrove.worker.execution.mixed import MixedGraphs
@@ -87,12 +88,14 @@ class Runner:
         table: RequestTable,
         info: ExecutorInfo,
         step_timeout: float,
+        host: HostTier | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
         self._table = table
         self._info = info
         self._step_timeout = step_timeout
+        self._host = host
         self._device = model.device
         self._state = SamplingState(info.max_rows, model.device)
         self._sampler = Sampler(self._state, table)
@@ -151,30 +154,48 @@ class Runner:
         self._table.apply(plan)
         if plan.new_rows:
             self._state.enter(plan.new_rows)
-        if not plan.prefills and not plan.decodes:
+        whole = self._want_prompt_logprobs(plan.prefills)
+        graphs = self._decode_graphs(plan)
+        mixed = None if whole else self._mixed_graphs(plan)
+        await_layer = None
+        if self._host is not None:
+            await_layer = self._host.launch(plan, by_layer=graphs is None and mixed is None)
+        if not plan.num_tokens:
             nothing = torch.empty(0, dtype=torch.int64)
             return _InFlight(plan.step_id, nothing, Sampled(nothing, [], None), [], [], None)
-        if self._graphs is not None and not plan.prefills and self._graphs.fits(plan.decodes):
+        if graphs is not None:
             fetched = self._results.await_last if self._results is not None else _nothing
-            sampled = self._graphs.run(plan.decodes, fetched)
+            sampled = graphs.run(plan.decodes, fetched)
             self._table.advance(plan.decodes)
             return self._finish(plan.step_id, sampled, [])
         inputs = step_inputs(plan, self._table, self._device)
         sampled_tokens = inputs.sampled_tokens
-        whole = self._want_prompt_logprobs(plan.prefills)
-        if self._mixed is not None and not whole and self._mixed.fits(plan):
-            hidden = self._mixed.run(inputs).index_select(0, sampled_tokens)
+        if mixed is not None:
+            hidden = mixed.run(inputs).index_select(0, sampled_tokens)
             sampled = self._sample(plan.sampled_rows(), inputs, hidden)
             return self._finish(plan.step_id, sampled, [])
         self._attention.plan(inputs.batch)
         hidden = self._model.hidden_states(
-            inputs.token_ids, inputs.batch, self._attention, None if whole else sampled_tokens
+            inputs.token_ids,
+            inputs.batch,
+            self._attention,
+            None if whole else sampled_tokens,
+            await_layer=await_layer,
         )
         prompts = self._prompt_logprobs(plan.prefills, hidden) if whole else []
         if whole:
             hidden = hidden.index_select(0, sampled_tokens)
         sampled = self._sample(plan.sampled_rows(), inputs, hidden)
         return self._finish(plan.step_id, sampled, prompts)
+
+    def _decode_graphs(self, plan: StepPlan) -> DecodeGraphs | None:
+        """Graphs that can replay the plan's step."""
+        graphs = self._graphs
+        fits = graphs is not None and not plan.prefills and graphs.fits(plan.decodes)
+        return graphs if fits else None
+
+    def _mixed_graphs(self, plan: StepPlan) -> MixedGraphs | None:
+        return self._mixed if self._mixed is not None and self._mixed.fits(plan) else None
 
     def _want_prompt_logprobs(self, prefills: list[PrefillChunk]) -> bool:
         params = (self._state.params[chunk.row] for chunk in prefills)
@@ -221,6 +242,8 @@ class Runner:
         if self._results is None:
             return _InFlight(step_id, sampled.tokens.clone(), sampled, widths, prompts, None)
         tokens, done = self._results.fetch(sampled.tokens)
+        if self._host is not None:
+            self._host.stepped(step_id, done)
         return _InFlight(step_id, tokens, sampled, widths, prompts, done)
 
     def collect(self) -> StepResult:
@@ -255,9 +278,20 @@ class Runner:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a step did not end within {self._step_timeout:.0f} s")
 
+    def measure_host(self) -> float:
+        """See `HostTier.measure`; 0 without a host tier."""
+        return 0.0 if self._host is None else self._host.measure()
+
+    def copies_ended(self) -> tuple[int, int]:
+        """See `Executor.copies_ended`."""
+        return (0, 0) if self._host is None else self._host.ended()
+
     def close(self) -> None:
         """Give up what is in flight, and the graphs. Nothing may be launched after it."""
         self._in_flight.clear()
+        if self._host is not None:
+            self._host.close()
+            self._host = None
         if self._graphs is not None:
             self._graphs.release()
             self._graphs = None

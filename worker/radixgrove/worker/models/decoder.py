@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -116,6 +116,8 @@ class DecoderLayer:
         attention = context.attention
         norms = self._q_norm, self._k_norm, context.eps
         nothing_wanted = wanted is not None and not wanted.shape[0]
+        if context.await_layer is not None:
+            context.await_layer(self._index)
         if attention.takes_qkv:
             attended = attention.attend_qkv(self._index, qkv, context.rotation, *norms)
         else:
@@ -187,6 +189,7 @@ class Decoder:
         attention: AttentionBackend,
         wanted: Tensor | None = None,
         embedded: Tensor | None = None,
+        await_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """One forward pass over a planned batch.
 
@@ -195,13 +198,21 @@ class Decoder:
             batch: geometry for which `attention.plan` has been called.
             wanted: [S] int64, the positions in the step whose states are wanted; all when None.
             embedded: [T, hidden], rows of `embedding` for the tokens, if at hand; overwritten.
+            await_layer: called with a layer's index before it reads its pages, which may not be
+                there yet: makes the current stream wait for them.
 
         Returns:
             [S, hidden] or [T, hidden], before the final norm, which `logits` applies.
         """
         rotation = self._ops.rotation(self._cos_sin, batch.positions, self.dtype)
         context = StepContext(
-            self.group, self._ops, self.config.norm_eps, attention, rotation, batch.slots
+            self.group,
+            self._ops,
+            self.config.norm_eps,
+            attention,
+            rotation,
+            batch.slots,
+            await_layer,
         )
         if embedded is None:
             embedded = self._embedding.embed(token_ids, context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +24,7 @@ class StepContext:
     attention: AttentionBackend
     rotation: Rotation
     slots: Tensor  # [T] int64: where K and V of each token go
+    await_layer: Callable[[int], None] | None = None  # called before a layer reads its pages
 
 
 @dataclass(frozen=True, slots=True)

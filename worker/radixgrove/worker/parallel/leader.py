@@ -111,6 +111,9 @@ class GroupExecutor:
         self._links.receive()
         return result
 
+    def copies_ended(self) -> tuple[int, int]:
+        return self._runner.copies_ended()
+
     def _blame(self, error: RuntimeError) -> RankMissing:
         """Name the ranks that neither took the last plan nor said why not, else what was said.
 
