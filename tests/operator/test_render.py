@@ -26,6 +26,7 @@ from radixgrove.operator.merge import strategic_merge
 from radixgrove.operator.render import group, models, policies, router
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.revision import (
+    InvalidEngine,
     InvalidOverrides,
     config_map_data,
     revision_of,
@@ -173,6 +174,41 @@ def test_shared_memory_is_sized_and_counted_in_the_memory_limit() -> None:
     shm = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
     assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
     assert pod["containers"][0]["resources"]["limits"]["memory"] == "10240Mi"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "requested", "limit"),
+    [
+        ({}, "81920Mi", None),
+        ({"memory": "32Gi", "sharedMemory": "2Gi"}, f"{(32 + 2 + 80) * 1024}Mi", "116736Mi"),
+        ({"nodes": 2}, "40960Mi", None),  # a group's ranks share it equally
+        ({"nodes": 2, "memory": "8Gi"}, f"{(8 + 2 + 40) * 1024}Mi", "51200Mi"),
+        ({"device": "cpu"}, "81920Mi", None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "engine", [{"hostCacheGib": 80}, {"settings": {"host_cache_gib": 80}}], ids=str
+)
+def test_the_scheduler_knows_of_the_host_cache(
+    engine: dict[str, Any], hardware: dict[str, Any], requested: str, limit: str | None
+) -> None:
+    """Its memory is locked when the worker starts: two of them must not meet on one node."""
+    resources = worker(hardware=hardware, engine=engine)["containers"][0]["resources"]
+    assert resources["requests"]["memory"] == requested
+    assert resources.get("limits", {}).get("memory") == limit
+
+
+@pytest.mark.parametrize("engine", [{}, {"hostCacheGib": 0}], ids=str)
+def test_without_a_host_cache_no_memory_is_asked_for(engine: dict[str, Any]) -> None:
+    resources = worker(engine=engine)["containers"][0]["resources"]
+    assert resources == {side: {"nvidia.com/gpu": "1"} for side in ("requests", "limits")}
+
+
+@pytest.mark.parametrize("name", ["host_cache_gib", "drain_timeout"])
+def test_settings_that_the_pod_follows_are_checked_first(name: str) -> None:
+    with pytest.raises(InvalidEngine, match=name):
+        worker(engine={"settings": {name: "much"}})
 
 
 def test_nodes_of_the_last_failure_are_avoided_where_others_exist() -> None:
@@ -336,6 +372,8 @@ def test_these_changes_restart_nothing(fields: dict[str, Any]) -> None:
     [
         {"engine": {"pageSize": 32}},
         {"engine": {"kvDtype": "fp8_e4m3"}},
+        {"engine": {"hostCacheGib": 80}},
+        {"engine": {"hostWritePolicy": "write-back"}},
         {"hardware": {"gpusPerNode": 2}},
         {"image": "rg/worker:2"},
         {"startup": {"timeout": "1h"}},

@@ -13,7 +13,7 @@ from operator_builders import CONFIG, revision, spec
 from radixgrove.operator import crd
 from radixgrove.operator.revision import InvalidEngine, config_map_data, thaw, worker_settings
 from radixgrove.operator.spec import duration, quantity, seconds
-from radixgrove.protocol.settings import KVDType, WorkerSettings
+from radixgrove.protocol.settings import HostWritePolicy, KVDType, WorkerSettings
 
 CHART_CRD = Path(__file__).parents[2] / "helm/radixgrove/files/inferenceservice-crd.yaml"
 SCHEMA = crd.custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -93,6 +93,8 @@ def test_engine_settings_pass_the_workers_own_schema() -> None:
                 "contextLength": 4096,
                 "memoryPercent": 80,
                 "kvDtype": "fp8_e4m3",
+                "hostCacheGib": 80,
+                "hostWritePolicy": "write-back",
                 "settings": {"max_step_tokens": 99},
             }
         ),
@@ -104,6 +106,8 @@ def test_engine_settings_pass_the_workers_own_schema() -> None:
     assert settings.memory_fraction == pytest.approx(0.8)
     assert settings.max_step_tokens == 99
     assert settings.kv_dtype is KVDType.FP8_E4M3
+    assert settings.host_cache_gib == 80
+    assert settings.host_write_policy is HostWritePolicy.WRITE_BACK
     assert settings.served_model_name == ["llama"]
 
 
@@ -119,6 +123,12 @@ def test_engine_settings_pass_the_workers_own_schema() -> None:
 def test_a_wrong_engine_setting_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidEngine, match=named):
         worker_settings(revision(engine={"settings": settings}), "s", CONFIG)
+
+
+def test_a_host_cache_needs_a_prefix_cache() -> None:
+    wrong = revision(engine={"hostCacheGib": 8, "settings": {"prefix_cache": False}})
+    with pytest.raises(InvalidEngine, match="host_cache_gib: needs prefix_cache"):
+        worker_settings(wrong, "s", CONFIG)
 
 
 def test_the_workers_file_holds_no_secret() -> None:

@@ -188,6 +188,8 @@ def _everyday(engine: Engine) -> dict[str, Any]:
         "schedule_policy": engine.schedule_policy,
         "eviction_policy": engine.eviction_policy,
         "sharing": engine.sharing,
+        "host_cache_gib": engine.host_cache_gib,
+        "host_write_policy": engine.host_write_policy,
     }
     return {name: value for name, value in named.items() if value is not None}
 
@@ -213,3 +215,10 @@ def shared_memory(hardware: Hardware) -> str:
     if hardware.shared_memory is not None:
         return hardware.shared_memory
     return "1Gi" if hardware.device is Device.CPU else f"{2 * hardware.gpus_per_node}Gi"
+
+
+def host_cache(revision: Revision) -> float:
+    """Bytes of host memory that each pod's ranks keep for cached pages."""
+    engine = revision.engine
+    size = engine.settings.get("host_cache_gib", engine.host_cache_gib or 0)
+    return float(size) * 2**30 / revision.hardware.nodes

@@ -15,6 +15,7 @@ from pydantic.alias_generators import to_camel
 from radixgrove.protocol.settings import DType as DType
 from radixgrove.protocol.settings import (
     EvictionPolicy,
+    HostWritePolicy,
     KVDType,
     RoutingPolicy,
     SchedulePolicy,
@@ -172,7 +173,9 @@ class Hardware(SpecModel):
     )
     cpu: Quantity | None = Field(None, description="CPUs requested by each pod.")
     memory: Quantity | None = Field(
-        None, description="Memory requested by each pod and its limit; /dev/shm comes on top."
+        None,
+        description="Memory requested by each pod and its limit; /dev/shm and the pod's share of "
+        "engine.hostCacheGib come on top. Absent: no limit, and the host cache alone is requested.",
     )
 
 
@@ -217,6 +220,16 @@ class Engine(SpecModel):
         None, description="Which cached page goes first."
     )
     sharing: Sharing | None = Field(None, description="Who may use whose cached prefixes.")
+    host_cache_gib: float | None = Field(
+        None,
+        description="GiB of host memory for cached pages that leave the GPUs, over all ranks of a "
+        "group; each of its pods requests an equal share of it. 0 or absent: none.",
+        ge=0,
+        le=1 << 16,
+    )
+    host_write_policy: HostWritePolicy | None = Field(
+        None, description="When cached pages are copied to the host."
+    )
     settings: dict[str, Any] = Field(
         {},
         description="Any other setting of the worker, in the snake_case of its YAML file. Checked "

@@ -26,6 +26,7 @@ from radixgrove.operator.revision import (
     InvalidOverrides,
     Revision,
     config_map_data,
+    host_cache,
     shared_memory,
 )
 from radixgrove.operator.spec import Device, Network, quantity
@@ -179,6 +180,8 @@ def _selector(labels: dict[str, str]) -> dict[str, str]:
 def _pod_spec(
     service: Service, revision: Revision, name: str, config: OperatorConfig, avoid: Sequence[str]
 ) -> Object:
+    # First, for it refuses settings that nothing below could read.
+    config_map = revision_config_map(service, revision, config)["metadata"]["name"]
     hardware = revision.hardware
     drain = float(revision.engine.settings.get("drain_timeout", DRAIN_TIMEOUT))
     spec: Object = {
@@ -190,7 +193,6 @@ def _pod_spec(
         "containers": [_container(service, revision, name, config)],
         "volumes": [*_scratch_volumes(revision), *_model_volumes(revision)],
     }
-    config_map = revision_config_map(service, revision, config)["metadata"]["name"]
     items = [{"key": "worker.yaml", "path": "worker.yaml"}]
     spec["volumes"].append({"name": "config", "configMap": {"name": config_map, "items": items}})
     affinity = _affinity(service, revision, name, avoid)
@@ -290,9 +292,15 @@ def _resources(revision: Revision, config: OperatorConfig) -> Object:
     limits: Object = {}
     if hardware.cpu:
         requests["cpu"] = hardware.cpu
-    if hardware.memory:  # pages of /dev/shm count against the container's limit
-        total = quantity(hardware.memory) + quantity(shared_memory(hardware))
-        requests["memory"] = limits["memory"] = f"{math.ceil(total / 2**20)}Mi"
+    cached = host_cache(revision)
+    if hardware.memory:
+        # Pages of /dev/shm, and those that CUDA has locked, count against the container's limit.
+        total = quantity(hardware.memory) + quantity(shared_memory(hardware)) + cached
+        requests["memory"] = limits["memory"] = _mebibytes(total)
+    elif cached:
+        # The least that the pod will take, at once and for good: the scheduler has to know of it.
+        # What else it needs nobody has said, so there is no limit.
+        requests["memory"] = _mebibytes(cached)
     devices: Object = {}
     if hardware.device is Device.CUDA:
         devices[config.gpu_resource] = str(hardware.gpus_per_node)
@@ -300,6 +308,10 @@ def _resources(revision: Revision, config: OperatorConfig) -> Object:
         devices[hardware.rdma_resource or config.rdma_resource] = "1"
     resources = {"requests": requests | devices, "limits": limits | devices}
     return {key: value for key, value in resources.items() if value}
+
+
+def _mebibytes(size: float) -> str:
+    return f"{math.ceil(size / 2**20)}Mi"
 
 
 def _affinity(service: Service, revision: Revision, name: str, avoid: Sequence[str]) -> Object:
