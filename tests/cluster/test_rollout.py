@@ -35,11 +35,17 @@ def test_no_request_fails_while_engine_settings_roll_and_while_a_bad_model_does_
     before, status = served.pods(), served.status()
     with Traffic(client, status["url"], served.name) as traffic:
         traffic.wait_for_more(2)
-        served.patch({"engine": {"maxRunning": 5}})
+        served.patch({"engine": {"maxRunning": 5, "hostCacheGib": 0.25}})
         rolled = served.wait_until_ready(2)
         assert rolled["revision"] != status["revision"]
         wait_until(lambda: not before.keys() & served.pods().keys(), "the old pods are gone")
         traffic.wait_for_more(2)
+        for pod in served.staying_pods():
+            (worker,) = pod["spec"]["containers"]
+            # 3Gi that the service asks for, 1Gi of /dev/shm, and the host cache.
+            assert worker["resources"]["limits"]["memory"] == "4352Mi"
+            log = served.kubectl.run("logs", pod["metadata"]["name"], "-n", served.namespace)
+            assert "memory: host tier" in log
 
         good, source = served.pods(), served.read()["spec"]["model"]["source"]
         served.patch({"model": {"source": f"{source}-which-is-missing"}})
