@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,8 +26,10 @@ from radixgrove.protocol.settings import AttentionBackend
 from radixgrove.worker.execution import host, pinned
 from radixgrove.worker.execution.attention.select import select_attention
 from radixgrove.worker.execution.build import build_executor
+from radixgrove.worker.execution.graphs import DecodeGraphs
 from radixgrove.worker.execution.host import CpuHostTier, CudaHostTier, HostTier, runs
-from radixgrove.worker.execution.memory import KvShape
+from radixgrove.worker.execution.memory import KvShape, MemoryShortage
+from radixgrove.worker.execution.mixed import MixedGraphs
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.table import RequestTable
@@ -56,7 +59,7 @@ DEVICES = pytest.mark.parametrize(
     "device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str
 )
 SHAPE = KvShape(layers=3, kv_heads=2, head_dim=24, page_size=16, dtype=torch.float32)
-SLEEP = 100_000_000  # cycles, some 50 ms
+SLEEP = 300_000_000  # cycles of a GPU, some 0.2 s
 
 
 def random_pool(shape: KvShape, pages: int, device: torch.device) -> Tensor:
@@ -248,33 +251,167 @@ def loading() -> dict[str, object]:
     return {"collected": 2, "saved": 1, "loads": [load], "awaited": 1}
 
 
-BEHIND = pytest.mark.parametrize("behind", [chunk_behind, decode_behind])
-
-
 @DEVICES
-@BEHIND
+@pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])
+@pytest.mark.parametrize("behind", [chunk_behind, decode_behind])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_step_reads_loaded_pages_as_if_it_had_computed_them(
-    kind: str, behind: object, device: torch.device, tmp_path: Path
+    kind: str,
+    behind: Callable[..., StepPlan],
+    replayed: bool,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    by_layer = count_calls(monkeypatch, host, "scatter_layer")
     tiny.save(kind, tmp_path)
     runner = make_runner(tmp_path, device)
+    graphs: list[DecodeGraphs | MixedGraphs] = []
+    if replayed:
+        graphs.append(runner.capture([1, 4], lambda text, done: None))
+        graphs.append(runner.capture_mixed([32], lambda text, done: None))
     fill_prefix(runner)
-    expected = step(runner, behind(PAGES, 1))  # type: ignore[operator]
-    elsewhere = step(runner, behind(OTHER, 1))  # type: ignore[operator]
-    assert elsewhere != expected, "the prefix does not matter"
+    expected = step(runner, behind(PAGES, 1))
+    assert step(runner, behind(OTHER, 1)) != expected, "the prefix does not matter"
     save_prefix(runner)
+    replays = sum(graph.replays for graph in graphs)
     if device.type == "cuda":
         delay_loads(runner)
-    assert step(runner, behind(OTHER, 3, **loading())) == expected  # type: ignore[operator]
-    await_copies(runner, 1, 1)
+    runner.launch(behind(OTHER, 3, **loading()))
+    on_gpu = device.type == "cuda"
+    assert runner.copies_ended() == (1, 0 if on_gpu else 1), (
+        "too late to show that a wait is missing"
+    )
+    result = runner.collect()
+    assert (result.tokens, result.logprobs) == expected
+    assert runner.copies_ended() == (1, 1)
+    assert len(by_layer) == (3 if on_gpu and not replayed else 0)
+    assert sum(graph.replays for graph in graphs) == replays + replayed
     runner.close()
 
 
 def delay_loads(runner: Runner) -> None:
     assert isinstance(runner._host, CudaHostTier)
-    with torch.cuda.stream(runner._host.load_stream):
-        torch.cuda._sleep(SLEEP)
+    sleep(runner._host.load_stream)
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[None]:
+    calls: list[None] = []
+    function = getattr(module, name)
+
+    def counting(*args: object) -> None:
+        calls.append(None)
+        function(*args)
+
+    monkeypatch.setattr(module, name, counting)
+    return calls
+
+
+# ---- every rank follows what rank 0 had seen the end of ----------------------------------------
+
+
+@pytest.fixture
+def cuda_tier() -> Iterator[CudaHostTier]:
+    """Of nine pages on the device and twelve on the host, of other random bytes."""
+    tier = make_tier(random_pool(SHAPE, 9, CUDA), SHAPE, 12)
+    assert isinstance(tier, CudaHostTier)
+    tier.host.copy_(torch.randn(tier.host.shape))
+    yield tier
+    torch.cuda.synchronize()
+    tier.close()
+
+
+def run_step(tier: CudaHostTier, step_id: int) -> None:
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    tier.stepped(step_id, done)
+
+
+def sleep(stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.gpu
+def test_copies_come_after_collected_steps(cuda_tier: CudaHostTier) -> None:
+    pool, loaded = cuda_tier.pool, cuda_tier.host[6].clone()
+    sleep(torch.cuda.current_stream())
+    pool[:, :, 3] = 1.0
+    read = pool[:, :, 4].clone()
+    run_step(cuda_tier, 7)
+    saves, loads = [PageCopies(1, [3], [5])], [PageCopies(1, [4], [6])]
+    cuda_tier.launch(StepPlan(step_id=8, collected=7, saves=saves, loads=loads), False)
+    assert cuda_tier.ended() == (0, 0)
+    await_copies(cuda_tier, 1, 1)
+    assert (cuda_tier.host[5] == 1).all()
+    assert torch.equal(pool[:, :, 4].cpu(), loaded)
+    assert not torch.equal(read, pool[:, :, 4])
+
+
+@pytest.mark.gpu
+def test_steps_and_loads_come_after_saves_that_have_ended(cuda_tier: CudaHostTier) -> None:
+    pool, before = cuda_tier.pool, cuda_tier.pool.clone().cpu()
+    sleep(cuda_tier.save_stream)
+    cuda_tier.launch(StepPlan(step_id=1, saves=[PageCopies(1, [3, 4], [1, 2])]), False)
+    cuda_tier.launch(StepPlan(step_id=2, saved=1, loads=[PageCopies(1, [4], [6])]), False)
+    pool[:, :, 3] = 1.0
+    torch.cuda.synchronize()
+    assert torch.equal(cuda_tier.host[1:3], before[:, :, 3:5].movedim(2, 0))
+
+
+@pytest.mark.gpu
+def test_steps_and_saves_come_after_loads_that_have_ended(cuda_tier: CudaHostTier) -> None:
+    before = cuda_tier.host.clone()
+    sleep(cuda_tier.load_stream)
+    cuda_tier.launch(StepPlan(step_id=1, loads=[PageCopies(1, [3, 4], [1, 2])]), False)
+    cuda_tier.launch(StepPlan(step_id=2, loaded=1, saves=[PageCopies(1, [5], [2])]), False)
+    read = cuda_tier.pool[:, :, 3].clone()
+    torch.cuda.synchronize()
+    assert torch.equal(read.cpu(), before[1])
+    assert torch.equal(cuda_tier.pool[:, :, 4].cpu(), before[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("awaited", [0, 1])
+def test_a_load_comes_after_the_save_that_wrote_its_pages(
+    awaited: int, cuda_tier: CudaHostTier
+) -> None:
+    before = cuda_tier.pool[:, :, 3].clone()
+    sleep(cuda_tier.save_stream)
+    copies = {"saves": [PageCopies(1, [3], [5])], "loads": [PageCopies(1, [4], [5], after=1)]}
+    await_layer = cuda_tier.launch(StepPlan(step_id=1, awaited=awaited, **copies), True)  # type: ignore[arg-type]
+    assert (await_layer is not None) == (awaited == 1)
+    await_copies(cuda_tier, 1, 1)
+    assert torch.equal(cuda_tier.pool[:, :, 4], before)
+
+
+@pytest.mark.gpu
+def test_a_later_step_may_wait_for_an_earlier_load(cuda_tier: CudaHostTier) -> None:
+    sleep(cuda_tier.load_stream)
+    cuda_tier.launch(StepPlan(step_id=1, loads=[PageCopies(1, [3], [1])]), True)
+    assert cuda_tier.launch(StepPlan(step_id=2, awaited=1), True) is None
+    assert torch.equal(cuda_tier.pool[:, :, 3].cpu(), cuda_tier.host[1])
+
+
+@pytest.mark.gpu
+def test_memory_is_locked_in_chunks_that_part_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "_CHUNK", 3 << 20)
+    memory = HostMemory(1000 * 36_864, 36_864, CUDA)
+    assert memory.chunk % 36_864 == 0
+    assert 2 << 20 < memory.chunk <= 3 << 20
+    memory.wait(lambda done: None)
+    assert memory.bytes.is_pinned()
+    assert not memory.bytes.any()
+    memory.close()
+    assert not memory.bytes.is_pinned()
+
+
+def test_memory_that_cannot_be_had_names_the_setting() -> None:
+    with pytest.raises(MemoryShortage, match=r"1073741824\.00 GiB .* lower host_cache_gib"):
+        HostMemory(1 << 60, 4096, CPU)
+
+
+# ---- whole workers -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tp", [1, 2])

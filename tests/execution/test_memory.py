@@ -24,6 +24,7 @@ from radixgrove.worker.execution.memory import (
     cuda_kv_tokens,
     describe,
     host_limit,
+    host_tier_pages,
 )
 from radixgrove.worker.messages import EngineState, PhaseReport
 from radixgrove.worker.models.config import ModelError
@@ -105,6 +106,30 @@ def test_cpu_pool_respects_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> 
         cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1)
 
 
+def test_the_host_tier_is_shared_evenly_by_the_ranks() -> None:
+    assert host_tier_pages(settings(), SHAPE, ranks=1) == 0
+    assert host_tier_pages(settings(host_cache_gib=1), SHAPE, ranks=1) == 512
+    assert host_tier_pages(settings(host_cache_gib=1), SHAPE, ranks=3) == 170
+    assert host_tier_pages(settings(host_cache_gib=0.002), SHAPE, ranks=1) == 1
+
+
+def test_a_host_tier_that_does_not_fit_names_numbers_and_setting() -> None:
+    with pytest.raises(MemoryShortage, match=r"0\.003 is less than one page of 2\.00 MiB on each"):
+        host_tier_pages(settings(host_cache_gib=0.003), SHAPE, ranks=2)
+    most = psutil.virtual_memory().total / GIB
+    with pytest.raises(
+        MemoryShortage, match=r"needs \d+\.00 GiB .* \d+\.\d\d GiB are free.* lower host_cache_gib"
+    ):
+        host_tier_pages(settings(host_cache_gib=int(most) + 1), SHAPE, ranks=1)
+
+
+def test_a_cpu_pool_leaves_room_for_the_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixgrove.worker.execution.memory.host_limit", lambda: 3 * GIB)
+    alone = cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1)
+    beside = cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1, host_pages=512)
+    assert alone > beside >= alone - 512 * SHAPE.page_size
+
+
 @pytest.mark.parametrize(("sizes", "expected"), [([8], 90), ([4, 8], 100), ([1, 2, 4, 8], 120)])
 def test_graphs_are_counted_with_their_static_buffers(
     sizes: list[int], expected: int, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +164,9 @@ def test_arithmetic_in_words() -> None:
     assert "5.0 requests of 8,192 tokens at once" in text
     text = describe(15 * GIB, replace(SHAPE, dtype=FLOAT8), 40_960, 8192, ranks=1)
     assert "KV 2.50 GiB = 40,960 tokens of 64.0 KiB in pages of 16 (fp8_e4m3);" in text
+    assert "host tier" not in text
+    text = describe(15 * GIB, SHAPE, 40_960, 8192, ranks=1, host_pages=512)
+    assert text.endswith("at once; host tier 1.00 GiB = 8,192 tokens")
 
 
 def test_a_built_engine_reports_what_it_has(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class HostTier(ABC):
             memory: of whole pages; the tier closes it.
         """
         layers, sides, pages, *page = pool.shape
-        self._pool = pool
+        self.pool = pool
         self._memory = memory
         self.host = memory.bytes.view(pool.dtype).view(-1, layers, sides, *page)
         self._page_bytes = self.host[0].nbytes
@@ -111,12 +111,12 @@ class CpuHostTier(HostTier):
 
     def _save(self, copies: PageCopies) -> None:
         packed = self.host.new_empty((len(copies.pages), *self.host.shape[1:]))
-        ops.gather_pages(self._pool, torch.tensor(copies.pages), packed)
+        ops.gather_pages(self.pool, torch.tensor(copies.pages), packed)
         bits(self.host).index_copy_(0, torch.tensor(copies.host_pages), bits(packed))
 
     def _load(self, pages: NDArray[np.int64], host_pages: NDArray[np.int64]) -> None:
         packed = bits(self.host).index_select(0, torch.from_numpy(host_pages))
-        ops.scatter_pages(self._pool, torch.from_numpy(pages), packed.view(self.host.dtype))
+        ops.scatter_pages(self.pool, torch.from_numpy(pages), packed.view(self.host.dtype))
 
     def _load_now(self, pages: NDArray[np.int64]) -> None:
         self._load(pages, pages)
@@ -224,19 +224,19 @@ class CudaHostTier(HostTier):
     def _save(self, pages: NDArray[np.int64], host_pages: NDArray[np.int64]) -> None:
         """On the current stream, as the two below; host pages ascend."""
         for first in range(0, len(pages), self._staged):
-            ids = to_device(pages[first : first + self._staged], self._pool.device)
+            ids = to_device(pages[first : first + self._staged], self.pool.device)
             staged = self._to_host[: len(ids)]
-            ops.gather_pages(self._pool, ids, staged)
+            ops.gather_pages(self.pool, ids, staged)
             for host, part in self._runs(host_pages[first : first + self._staged]):
                 host.copy_(staged[part], non_blocking=True)
 
     def _load(self, pages: NDArray[np.int64], host_pages: NDArray[np.int64]) -> None:
         for first in range(0, len(pages), self._staged):
-            ids = to_device(pages[first : first + self._staged], self._pool.device)
+            ids = to_device(pages[first : first + self._staged], self.pool.device)
             staged = self._from_host[: len(ids)]
             for host, part in self._runs(host_pages[first : first + self._staged]):
                 staged[part].copy_(host, non_blocking=True)
-            ops.scatter_pages(self._pool, ids, staged)
+            ops.scatter_pages(self.pool, ids, staged)
 
     def _runs(self, host_pages: NDArray[np.int64]) -> Iterator[tuple[Tensor, slice]]:
         """Each run of adjacent host pages that one copy may move, and its place among them."""
@@ -247,10 +247,10 @@ class CudaHostTier(HostTier):
     def _load_layers(
         self, pages: NDArray[np.int64], host_pages: NDArray[np.int64]
     ) -> list[torch.cuda.Event]:
-        ids, host_ids = (to_device(x, self._pool.device) for x in (pages, host_pages))
+        ids, host_ids = (to_device(x, self.pool.device) for x in (pages, host_pages))
         events = []
         for layer in range(self._layers):
-            scatter_layer(self._pool, layer, ids, self.host, host_ids)
+            scatter_layer(self.pool, layer, ids, self.host, host_ids)
             events.append(_recorded())
         return events
 

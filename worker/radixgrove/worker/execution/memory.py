@@ -103,14 +103,15 @@ def host_tier_pages(settings: WorkerSettings, shape: KvShape, ranks: int) -> int
     Raises:
         MemoryShortage: less than a page, or more than this machine has free.
     """
-    if not settings.prefix_cache or not settings.host_cache_gib:
+    if not settings.host_cache_gib:
         return 0
     asked = f"host_cache_gib {settings.host_cache_gib:g}"
     pages = int(settings.host_cache_gib * GIB) // ranks // shape.page_bytes
     if pages < 1:
         each = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise MemoryShortage(
-            f"{asked} is less than one page of {_gib(shape.page_bytes)}{each}; raise it, or set 0"
+            f"{asked} is less than one page of {shape.page_bytes / (1 << 20):.2f} MiB{each}; "
+            "raise it, or set 0"
         )
     unused = host_limit() - psutil.Process().memory_info().rss
     free = min(unused, psutil.virtual_memory().available)
@@ -201,9 +202,8 @@ def describe(
 ) -> str:
     """The memory arithmetic that a worker prints at start, per rank."""
     pool = kv_tokens * shape.bytes_per_token
-    tier = (
-        f"host tier {_gib(host_pages * shape.page_bytes)} = {host_pages * shape.page_size:,} tokens"
-    )
+    tier_tokens = host_pages * shape.page_size
+    tier = f"; host tier {_gib(host_pages * shape.page_bytes)} = {tier_tokens:,} tokens"
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     return (
         f"memory{each}: weights {_gib(weights)}; KV {_gib(pool)} = {kv_tokens:,} tokens of "
