@@ -9,6 +9,7 @@
 #   flashinfer    those of its attention backend
 #   float8        KV in float8: distances from bfloat16 and from Hugging Face; MODEL_DIR as below (not
 #                 by default)
+#   host_tier     copies between the pool and host memory: tests, bandwidth, seconds to lock memory
 #   correctness   against Hugging Face; MODEL_DIR=<dir> adds that model to the random ones,
 #                 CORRECTNESS_OPTIONS go to gpu_correctness.py
 #   kernels       time and bandwidth of each kernel
@@ -90,6 +91,8 @@ run_float8() {
     python3 benchmarks/gpu_float8.py ${MODEL_DIR:+--model "$MODEL_DIR"} ${CORRECTNESS_OPTIONS:-}
 }
 
+run_host_tier() { python3 benchmarks/host_tier.py --tests; }
+
 run_correctness() {
     # shellcheck disable=SC2086
     python3 benchmarks/gpu_correctness.py ${MODEL_DIR:+--model "$MODEL_DIR"} ${CORRECTNESS_OPTIONS:-}
@@ -149,9 +152,9 @@ run_tp() {
 
 run_tp_correctness() { python3 benchmarks/gpu_correctness.py --tp 2 --backend triton; }
 
-declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [float8]=150 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
+declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [float8]=150 [host_tier]=90 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
     [profile]=120 [profile_small]=120 [serving]=180 [multi_turn]=270 [tp]=240 [tp_correctness]=200)
-declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [float8]=60 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
+declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [float8]=60 [host_tier]=24 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
     [profile]=26 [profile_small]=52 [serving]=30 [multi_turn]=12 [tp]=8 [tp_correctness]=8)
 declare -A STATUS SECONDS_OF
 
@@ -176,7 +179,7 @@ if [[ ${1:-} == --inside ]]; then
 fi
 
 stages=("$@")
-[[ ${#stages[@]} -gt 0 ]] || stages=(compile tests flashinfer correctness kernels offline pdl profile profile_small serving)
+[[ ${#stages[@]} -gt 0 ]] || stages=(compile tests host_tier flashinfer correctness kernels offline pdl profile profile_small serving)
 for stage in "${stages[@]}"; do
     [[ -n ${LIMITS[$stage]:-} ]] || { echo "no stage $stage; there are ${!LIMITS[*]}" >&2; exit 2; }
 done
@@ -196,7 +199,7 @@ for stage in "${stages[@]}"; do
         background=$! compile_begin=$SECONDS
         continue
     fi
-    if [[ -n $background && $stage != kernels && $stage != tests ]]; then
+    if [[ -n $background && $stage != kernels && $stage != tests && $stage != host_tier ]]; then
         wait "$background"
         STATUS[compile]=$? SECONDS_OF[compile]=$((SECONDS - compile_begin)) background=
     fi

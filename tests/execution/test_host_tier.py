@@ -251,10 +251,12 @@ def loading() -> dict[str, object]:
     return {"collected": 2, "saved": 1, "loads": [load], "awaited": 1}
 
 
-@DEVICES
 @pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize("behind", [chunk_behind, decode_behind])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [("llama", CPU), ("qwen3", CPU), pytest.param("qwen3", CUDA, marks=pytest.mark.gpu)],
+)
 def test_a_step_reads_loaded_pages_as_if_it_had_computed_them(
     kind: str,
     behind: Callable[..., StepPlan],
