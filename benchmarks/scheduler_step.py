@@ -20,8 +20,9 @@ import results
 
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.worker.cache.clock import Clock
 from radixgrove.worker.cache.node import Scope
-from radixgrove.worker.cache.pool import PagePool, StepClock
+from radixgrove.worker.cache.pool import PagePool
 from radixgrove.worker.cache.tree import RadixTree
 from radixgrove.worker.messages import Outputs, Submit
 from radixgrove.worker.plan import StepPlan, StepResult
@@ -95,7 +96,7 @@ def long_prompt(tokens: int) -> dict[str, list[float]]:
     prompt = np.random.default_rng(0).integers(0, VOCABULARY, tokens, dtype="<i4").tobytes()
     hasher = BlockHasher(b"secret", "model", PAGE)
     for _ in range(10):
-        clock = StepClock()
+        clock = Clock()
         pool = PagePool(pages, clock)
         tree = RadixTree(pool, clock, PAGE, hasher=lambda _: hasher)
         node = tree.match(scope, prompt, pages)

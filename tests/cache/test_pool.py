@@ -7,48 +7,49 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from radixgrove.worker.cache.pool import Owner, PagePool, PoolError, StepClock
+from radixgrove.worker.cache.clock import Clock, Fence
+from radixgrove.worker.cache.pool import Owner, PagePool, PoolError
 
 NUM_PAGES = 12
 
 
 def test_pages_released_while_a_step_runs_wait_for_it() -> None:
-    clock = StepClock()
+    clock = Clock()
     pool = PagePool(4, clock)
     pages = pool.allocate(3)
     clock.launched = 2
-    pool.release(pages[:1], Owner.REQUEST, fence=1)
-    pool.release(pages[1:], Owner.REQUEST, fence=2)
+    pool.release(pages[:1], Owner.REQUEST, Fence(1))
+    pool.release(pages[1:], Owner.REQUEST, Fence(2))
     assert (pool.free, pool.retired) == (1, 3)
     clock.collected = 1
-    pool.collect(1)
+    pool.reclaim()
     assert (pool.free, pool.retired) == (2, 2)
     clock.collected = 2
-    pool.collect(2)
+    pool.reclaim()
     assert (pool.free, pool.retired) == (4, 0)
 
 
 def test_a_page_behind_a_passed_fence_is_free_at_once() -> None:
-    clock = StepClock(launched=5, collected=4)
+    clock = Clock(launched=5, collected=4)
     pool = PagePool(2, clock)
-    pool.release(pool.allocate(1), Owner.REQUEST, fence=4)
+    pool.release(pool.allocate(1), Owner.REQUEST, Fence(4))
     assert pool.free == 2
 
 
 def test_breaking_the_rules_of_ownership_is_an_error() -> None:
-    pool = PagePool(3, StepClock())
+    pool = PagePool(3, Clock())
     with pytest.raises(PoolError, match="4 pages wanted, 3 are free"):
         pool.allocate(4)
     pages = pool.allocate(2)
     with pytest.raises(PoolError, match="is REQUEST, not TREE"):
-        pool.release(pages, Owner.TREE, fence=0)
-    pool.release(pages, Owner.REQUEST, fence=0)
+        pool.release(pages, Owner.TREE, Fence(0))
+    pool.release(pages, Owner.REQUEST, Fence(0))
     with pytest.raises(PoolError, match="is FREE, not REQUEST"):
-        pool.release(pages, Owner.REQUEST, fence=0)
+        pool.release(pages, Owner.REQUEST, Fence(0))
 
 
 def test_the_conservation_check_finds_leaks_and_double_owners() -> None:
-    pool = PagePool(3, StepClock())
+    pool = PagePool(3, Clock())
     one, two = pool.allocate(2)
     pool.adopt([two])
     pool.check([one], [two])
@@ -65,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = StepClock()
+        self.clock = Clock()
         self.pool = PagePool(NUM_PAGES, self.clock)
         self.owner = dict.fromkeys(range(NUM_PAGES), Owner.FREE)
         self.fences: dict[int, int] = {}
@@ -97,7 +98,7 @@ class PoolMachine(RuleBasedStateMachine):
         pages = data.draw(st.lists(st.sampled_from(range(NUM_PAGES)), unique=True))
         pages = [page for page in pages if self.owner[page] is owner]
         fence = data.draw(st.integers(0, self.clock.launched))
-        self.pool.release(pages, owner, fence)
+        self.pool.release(pages, owner, Fence(fence))
         if fence <= self.clock.collected:
             self.owner.update(dict.fromkeys(pages, Owner.FREE))
         else:
@@ -113,7 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def collect(self) -> None:
         self.clock.collected += 1
-        self.pool.collect(self.clock.collected)
+        self.pool.reclaim()
         for page, fence in list(self.fences.items()):
             if fence == self.clock.collected:
                 del self.fences[page]

@@ -6,8 +6,9 @@ import pytest
 
 from radixgrove.protocol.blocks import HASH_BYTES, BlockHasher
 from radixgrove.protocol.settings import EvictionPolicy
+from radixgrove.worker.cache.clock import Clock
 from radixgrove.worker.cache.node import Node, Scope
-from radixgrove.worker.cache.pool import Owner, PagePool, StepClock
+from radixgrove.worker.cache.pool import Owner, PagePool
 from radixgrove.worker.cache.tree import RadixTree, common_pages
 from tests.scheduler.harness import pack
 
@@ -21,7 +22,7 @@ class Cache:
     def __init__(
         self, policy: EvictionPolicy = EvictionPolicy.LRU, index_block: int | None = None
     ) -> None:
-        self.clock = StepClock()
+        self.clock = Clock()
         self.pool = PagePool(32, self.clock)
         self.hasher = BlockHasher(b"secret", "model", index_block or PAGE)
         hashers = (lambda _: self.hasher) if index_block else None
@@ -150,7 +151,7 @@ def test_evicted_pages_wait_for_the_step_that_may_read_them() -> None:
     assert cache.tree.evict(99) == 2
     assert (cache.pool.free, cache.pool.retired) == (31, 1)
     cache.clock.collected = 1
-    cache.pool.collect(1)
+    cache.pool.reclaim()
     assert cache.pool.free == 32
 
 
@@ -213,7 +214,7 @@ def test_events_name_blocks_that_became_matchable_and_those_that_left() -> None:
     (removed,) = cache.tree.events.take()
     assert not removed.stored
     assert removed.hashes == chain[2 * HASH_BYTES :] + chain[HASH_BYTES : 2 * HASH_BYTES]
-    assert b"".join(hashes for _, hashes in cache.tree.blocks()) == chain[:HASH_BYTES]
+    assert b"".join(hashes for _, _, hashes in cache.tree.blocks()) == chain[:HASH_BYTES]
 
 
 def test_a_block_cut_by_a_split_hashes_alike_on_both_branches() -> None:

@@ -16,8 +16,9 @@ from hypothesis.stateful import (
 
 from radixgrove.protocol.blocks import HASH_BYTES, BlockHasher
 from radixgrove.protocol.settings import EvictionPolicy
+from radixgrove.worker.cache.clock import Clock, Fence
 from radixgrove.worker.cache.node import Node, Scope
-from radixgrove.worker.cache.pool import Owner, PagePool, StepClock
+from radixgrove.worker.cache.pool import Owner, PagePool
 from radixgrove.worker.cache.tree import RadixTree
 from tests.scheduler.harness import pack
 
@@ -45,7 +46,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(EvictionPolicy))
     def start(self, policy: EvictionPolicy) -> None:
-        self.clock = StepClock()
+        self.clock = Clock()
         self.pool = PagePool(NUM_PAGES, self.clock)
         self.hasher = BlockHasher(b"", "n", BLOCK)
         self.tree = RadixTree(self.pool, self.clock, PAGE, policy, lambda _: self.hasher)
@@ -112,7 +113,7 @@ class TreeMachine(RuleBasedStateMachine):
         for depth in range(present, computed):
             self._add(holder, depth)
         left = holder.pages[computed:] + duplicates
-        self.pool.release(left, Owner.REQUEST, self.clock.launched)
+        self.pool.release(left, Owner.REQUEST, Fence(self.clock.launched))
 
     @rule(count=st.integers(1, 6))
     def evict(self, count: int) -> None:
@@ -137,7 +138,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule()
     def collect(self) -> None:
         self.clock.collected += 1
-        self.pool.collect(self.clock.collected)
+        self.pool.reclaim()
 
     def _content(self) -> dict[tuple[Scope, bytes], int]:
         content: dict[tuple[Scope, bytes], int] = {}
@@ -189,7 +190,7 @@ class TreeMachine(RuleBasedStateMachine):
                     assert all(self.parents[child] != block for child in blocks)
         assert {domain: blocks for domain, blocks in self.index.items() if blocks} == expected
         snapshot: dict[str, set[bytes]] = {}
-        for domain, hashes in self.tree.blocks():
+        for _, domain, hashes in self.tree.blocks():
             seen = snapshot.setdefault(domain, set())
             for offset in range(0, len(hashes), HASH_BYTES):
                 block = hashes[offset : offset + HASH_BYTES]

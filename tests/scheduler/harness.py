@@ -84,6 +84,7 @@ class Harness:
                 max_model_len=config.max_model_len,
                 vocab_size=config.vocab_size,
                 depth=depth,
+                num_host_pages=config.num_host_pages,
             )
         )
         self.hasher = BlockHasher(b"secret", config.namespace, 2 * config.page_size)
@@ -108,6 +109,7 @@ class Harness:
         """Plan and launch one step if there is room and something to do."""
         if self.scheduler.in_flight >= self.executor.info.depth:
             return False
+        self.scheduler.copies_ended(*self.executor.copies_ended())
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             assert plan.num_tokens <= self.config.max_step_tokens
@@ -131,11 +133,18 @@ class Harness:
         return self.collect() or launched
 
     def run(self, most_steps: int = 5000) -> None:
-        """Until every request has ended."""
+        """Until every request has ended, and every copy."""
         for _ in range(most_steps):
-            if not self.step():
+            if not self.step() and not self.end_copies():
                 break
         assert not self.scheduler.has_work, "requests are left, but no step is possible"
+
+    def end_copies(self) -> bool:
+        """One save and one load end; False when there was none."""
+        copying = self.executor.has_copies
+        self.executor.end_save()
+        self.executor.end_load()
+        return copying
 
     def _settle(self) -> None:
         self.scheduler.check()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from radixgrove.protocol.sampling import SamplingParams
-from radixgrove.protocol.settings import EvictionPolicy, SchedulePolicy
+from radixgrove.protocol.settings import EvictionPolicy, HostWritePolicy, SchedulePolicy
 from radixgrove.worker.messages import CacheMode, Finish, RefusalReason, Refused, Tokens
 from tests.scheduler.fake_executor import expected_output
 from tests.scheduler.harness import VOCAB, Harness, request
@@ -63,7 +63,9 @@ submits = st.builds(
     logprobs=st.booleans(),
     prompt_logprobs=st.sampled_from([False, False, False, True]),
 )
-calls = st.sampled_from(["launch", "launch", "collect", "step", "step", "flush", "later"])
+calls = st.sampled_from(
+    ["launch", "launch", "collect", "step", "step", "flush", "later", "end save", "end load"]
+)
 operations = st.lists(
     st.one_of(submits, submits, st.builds(Aborted, st.integers(0, 30)), st.builds(Called, calls)),
     max_size=60,
@@ -79,11 +81,15 @@ setups = st.fixed_dictionaries(
         "schedule_policy": st.sampled_from(SchedulePolicy),
         "eviction_policy": st.sampled_from(EvictionPolicy),
         "prefix_cache": st.sampled_from([True, True, True, False]),
+        "num_host_pages": st.sampled_from([0, 4, 16, 64, 256]),
+        "host_write_policy": st.sampled_from(HostWritePolicy),
     }
 )
 
 
 def harness_of(setup: dict[str, object]) -> Harness:
+    if not setup["prefix_cache"]:
+        setup = {**setup, "num_host_pages": 0}
     capacity = int(setup["num_pages"]) * int(setup["page_size"])  # type: ignore[call-overload]
     return Harness(max_model_len=min(72, capacity), max_running=setup["max_rows"], **setup)  # type: ignore[arg-type]
 
@@ -117,6 +123,10 @@ def apply(harness: Harness, operation: Submitted | Aborted | Called, count: int)
             harness.step()
         case Called("flush"):
             harness.scheduler.flush_cache()
+        case Called("end save"):
+            harness.executor.end_save()
+        case Called("end load"):
+            harness.executor.end_load()
         case Called("later"):
             harness.now += 1.0
     return count
@@ -184,10 +194,12 @@ def check_empty(harness: Harness) -> None:
     memory = harness.scheduler.memory
     assert memory.pool.retired == 0
     assert memory.pool.free + memory.tree.evictable == memory.pool.num_pages
+    assert memory.clock.copies_in_flight == 0
     assert memory.rows.free == harness.config.max_rows
     harness.scheduler.flush_cache()
     assert memory.pool.free == memory.pool.num_pages
     assert list(memory.tree.nodes()) == []
+    assert memory.host is None or memory.host.pool.free == memory.host.pool.num_pages
     assert harness.scheduler._admission.leaders._leaders == {}
 
 

@@ -13,20 +13,30 @@ class Scope(NamedTuple):
 
 
 class Node:
-    """Pages [start, end) of every prompt that passes through here. A root holds no page."""
+    """Pages [start, end) of every prompt that passes through here. A root holds no page.
+
+    All of them are on the device, on the host, or on both: `pages` and `host` are each empty or
+    complete. Whatever is on the device has its parent there, unless that is a root.
+    """
 
     __slots__ = (
         "children",
         "created",
+        "device_children",
         "fence",
         "hashes",
         "hits",
+        "host",
+        "host_children",
         "key",
+        "loaded_by",
         "locks",
         "pages",
         "parent",
         "priority",
+        "saved_by",
         "scope",
+        "size",
         "start",
         "tail",
         "used",
@@ -39,7 +49,13 @@ class Node:
         self.parent = parent
         self.start: int = 0 if parent is None else parent.end
         self.key = key
-        self.pages = pages
+        self.size = len(pages)
+        self.pages = pages  # of the device
+        self.host: list[int] = []  # pages of the host
+        self.saved_by = 0  # the save that fills `host`
+        self.loaded_by = 0  # the load that fills `pages`, if they came from the host
+        self.device_children = 0  # how many of the children are on the device
+        self.host_children = 0
         self.children: dict[bytes, Node] = {}
         self.locks = 0
         self.hashes = b""  # of the index blocks that end in this node's pages
@@ -48,8 +64,8 @@ class Node:
         self.used = 0
         self.hits = 0
         self.priority = 0
-        self.fence = 0  # the last step that may read these pages
+        self.fence = 0  # the last step that may read `pages`
 
     @property
     def end(self) -> int:
-        return self.start + len(self.pages)
+        return self.start + self.size

@@ -3,16 +3,18 @@
     FREE ──allocate──▶ REQUEST ──adopt──▶ TREE
      ▲                    │                 │
      │                    └────release──────┤
-     └──collect(step)── RETIRED ◀───────────┘
+     └────reclaim─── RETIRED ◀──────────────┘
 
-A page leaves its owner while steps that were launched before may still read or write it. It is then
-RETIRED until the step that *fences* it has been collected; with no such step it is FREE at once.
+A page leaves its owner while steps and copies that were launched before may still read or write it.
+It is then RETIRED until its *fence* has passed: until all of them have ended. With none of them it
+is FREE at once. The device's pages are one pool, the host's another, on the same clock.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
+
+from radixgrove.worker.cache.clock import Clock, Fence
 
 
 class Owner(IntEnum):
@@ -26,29 +28,17 @@ class PoolError(Exception):
     """The rules of ownership were broken: a defect of the scheduler, never a client's fault."""
 
 
-@dataclass(slots=True)
-class StepClock:
-    """Which steps may still touch the device. Steps are numbered from 1, collected in order."""
-
-    launched: int = 0
-    collected: int = 0
-
-    @property
-    def in_flight(self) -> int:
-        return self.launched - self.collected
-
-
 class PagePool:
     """Hands out pages 0 .. num_pages - 1 and takes them back behind fences."""
 
-    def __init__(self, num_pages: int, clock: StepClock) -> None:
+    def __init__(self, num_pages: int, clock: Clock) -> None:
         if num_pages < 1:
             raise ValueError(f"the pool needs at least one page, got {num_pages}")
         self.num_pages = num_pages
         self._clock = clock
         self._owner = bytearray(num_pages)
         self._free = list(range(num_pages - 1, -1, -1))  # a stack; low pages are used first
-        self._retired: dict[int, list[int]] = {}  # fence step -> pages
+        self._retired: dict[Fence, list[int]] = {}
         self._num_retired = 0
 
     @property
@@ -81,9 +71,9 @@ class PagePool:
         """The tree takes over pages that a request has filled."""
         self._move(pages, Owner.REQUEST, Owner.TREE)
 
-    def release(self, pages: list[int], owner: Owner, fence: int) -> None:
-        """`owner` gives pages up; steps up to `fence` may still touch them."""
-        if fence <= self._clock.collected:
+    def release(self, pages: list[int], owner: Owner, fence: Fence) -> None:
+        """`owner` gives pages up; whatever is launched up to `fence` may still touch them."""
+        if self._clock.passed(fence):
             self._move(pages, owner, Owner.FREE)
             self._free.extend(pages)
             return
@@ -91,10 +81,10 @@ class PagePool:
         self._retired.setdefault(fence, []).extend(pages)
         self._num_retired += len(pages)
 
-    def collect(self, step_id: int) -> None:
-        """Step `step_id` has ended: pages fenced by it are free."""
-        pages = self._retired.pop(step_id, None)
-        if pages is not None:
+    def reclaim(self) -> None:
+        """Something has ended: pages whose fence has passed are free."""
+        for fence in [fence for fence in self._retired if self._clock.passed(fence)]:
+            pages = self._retired.pop(fence)
             self._move(pages, Owner.RETIRED, Owner.FREE)
             self._num_retired -= len(pages)
             self._free.extend(pages)

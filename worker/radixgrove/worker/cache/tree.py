@@ -5,6 +5,10 @@ first page's tokens, so that nodes split at page boundaries only. Locks count th
 prefix ends at or below a node: a parent has at least as many as each child, hence what is unlocked
 can always be evicted leaf by leaf.
 
+With a host tier, what leaves the device stays in the tree if the host has, or gets, a copy. Such
+nodes hang below those on the device; they come back by a load, or when a request computes their
+tokens anew. A node that is being loaded is not matched before the load has ended.
+
 Token ids are int32 little-endian bytes throughout; comparing slices of them is a `memcmp`.
 """
 
@@ -12,12 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from radixgrove.protocol.blocks import HASH_BYTES, TOKEN_BYTES, BlockHasher
+from radixgrove.protocol.blocks import TOKEN_BYTES, BlockHasher
 from radixgrove.protocol.settings import EvictionPolicy
+from radixgrove.worker.cache.clock import Clock, Fence
 from radixgrove.worker.cache.events import EventLog
 from radixgrove.worker.cache.eviction import EvictionQueue
+from radixgrove.worker.cache.host import HostTier
+from radixgrove.worker.cache.index import BlockIndex
 from radixgrove.worker.cache.node import Node, Scope
-from radixgrove.worker.cache.pool import Owner, PagePool, StepClock
+from radixgrove.worker.cache.pool import Owner, PagePool
+from radixgrove.worker.messages import Tier
+
+# Of a node that moves to the host at least this many pages go at once: shorter pieces would leave
+# long chains of small nodes.
+_PAGES_A_MOVE = 32
 
 
 class RadixTree:
@@ -30,25 +42,29 @@ class RadixTree:
     def __init__(
         self,
         pool: PagePool,
-        clock: StepClock,
+        clock: Clock,
         page_size: int,
         policy: EvictionPolicy = EvictionPolicy.LRU,
         hasher: Callable[[str], BlockHasher] | None = None,
+        host: HostTier | None = None,
     ) -> None:
         self.page_size = page_size
-        self.evictable = 0  # pages of unlocked nodes
-        self.num_pages = 0
-        self.evicted = 0  # pages, since the start
+        self.evictable = 0  # device pages of unlocked nodes
+        self.num_pages = 0  # on the device
+        self.evicted = 0  # pages that left the device, since the start
         self.version = 0  # changes whenever a match may
-        self.events = EventLog()
         self._page_bytes = page_size * TOKEN_BYTES
         self._pool = pool
         self._clock = clock
-        self._queue = EvictionQueue(policy)
-        self._make_hasher = hasher
-        self._hashers: dict[str, BlockHasher] = {}
+        self._queue = EvictionQueue(policy)  # unlocked nodes whose children are not on the device
+        self._index = BlockIndex(page_size, hasher)
+        self._host = host
         self._roots: dict[Scope, Node] = {}
         self._tick = 0
+
+    @property
+    def events(self) -> EventLog:
+        return self._index.events
 
     # ---- matching ------------------------------------------------------------------------------
 
@@ -56,13 +72,12 @@ class RadixTree:
         """The root of a scope; it lives while locked or while something hangs from it."""
         node = self._roots.get(scope)
         if node is None:
-            hasher = self._hasher(scope)
-            node = Node(scope, None, b"", [], b"" if hasher is None else hasher.root)
-            self._roots[scope] = node
+            node = self._roots[scope] = Node(scope, None, b"", [], self._index.root(scope))
         return node
 
     def peek(self, scope: Scope, tokens: bytes, limit: int) -> tuple[Node | None, int]:
-        """The deepest node that `tokens` reach, and how many pages match; changes nothing.
+        """The deepest node on the device that `tokens` reach, and how many pages match; changes
+        nothing.
 
         Args:
             limit: most pages to match. The match may end inside the node.
@@ -70,34 +85,68 @@ class RadixTree:
         root = self._roots.get(scope)
         if root is None:
             return None, 0
-        return self._descend(root, tokens, limit)
+        return self._descend(root, tokens, limit, self._on_device)
+
+    def peek_below(self, node: Node, depth: int, tokens: bytes, limit: int) -> int:
+        """How many pages match once those on the host, and those on their way, are counted too.
+
+        Args:
+            node, depth: as `peek` answered.
+        """
+        if depth < node.end:
+            return depth
+        return self._descend(node, tokens, limit, _anywhere)[1]
+
+    def awaits_load(self, node: Node, depth: int, tokens: bytes, limit: int) -> bool:
+        """Whether the first page that `peek` did not match is being loaded."""
+        if depth < node.end or depth >= limit:
+            return False
+        child = node.children.get(self._page(tokens, depth))
+        return child is not None and bool(child.pages) and not self._on_device(child)
 
     def match(self, scope: Scope, tokens: bytes, limit: int) -> Node:
         """The node that ends where the match of at most `limit` pages ends; split off if need be.
 
         The caller locks it before anything else may evict.
         """
-        node, depth = self._descend(self.root(scope), tokens, limit)
+        node, depth = self._descend(self.root(scope), tokens, limit, self._on_device)
         return self._split(node, depth) if depth < node.end else node
 
-    def _descend(self, node: Node, tokens: bytes, limit: int) -> tuple[Node, int]:
+    def match_host(self, node: Node, tokens: bytes, limit: int) -> Node:
+        """Where the match of `tokens`, which end at `node` on the device, ends on the host.
+
+        Between the two are nodes on the host alone, for `load`. `node` itself when there are none.
+        """
+        below, depth = self._descend(node, tokens, limit, _on_host)
+        return self._split(below, depth) if depth < below.end else below
+
+    def _descend(
+        self, node: Node, tokens: bytes, limit: int, enters: Callable[[Node], bool]
+    ) -> tuple[Node, int]:
         size = self._page_bytes
         depth = node.end
         while depth < limit:
             child = node.children.get(tokens[depth * size : (depth + 1) * size])
-            if child is None:
+            if child is None or not enters(child):
                 break
-            count = min(len(child.pages), limit - depth)
+            count = min(child.size, limit - depth)
             same = common_pages(child.key, 0, tokens, depth, count, size)
             depth += same
             node = child
-            if same < len(child.pages):
+            if same < child.size:
                 break
         return node, depth
 
+    def _on_device(self, node: Node) -> bool:
+        return bool(node.pages) and node.loaded_by <= self._clock.loads_ended
+
+    def _page(self, tokens: bytes, depth: int) -> bytes:
+        """The tokens of page `depth`."""
+        return tokens[depth * self._page_bytes : (depth + 1) * self._page_bytes]
+
     @staticmethod
     def path_pages(node: Node) -> list[int]:
-        """The pages of a node and its ancestors, in token order."""
+        """The device pages of a node and its ancestors, in token order."""
         parts = [node.pages]
         while node.parent is not None:
             node = node.parent
@@ -128,17 +177,18 @@ class RadixTree:
         while step is not None:
             if step.locks == 0:
                 self.evictable -= len(step.pages)
-                self._queue.discard(step)
+                self._unqueue(step)
             step.locks += 1
             step = step.parent
 
-    @staticmethod
-    def record_hit(node: Node, priority: int) -> None:
-        """A request reuses a locked path; LFU and priority eviction remember."""
+    def record_hit(self, node: Node, priority: int) -> None:
+        """A request reuses a locked path; LFU, priority eviction and selective saves remember."""
         step: Node | None = node
         while step is not None:
             step.hits += 1
             step.priority = max(step.priority, priority)
+            if self._host is not None and step.parent is not None:
+                self._host.used_again(step)
             step = step.parent
 
     def unlock(self, node: Node) -> None:
@@ -160,13 +210,23 @@ class RadixTree:
             self._settle(node)
 
     def _settle(self, node: Node) -> None:
-        """Queue an unlocked leaf for eviction; forget a root that nobody needs."""
-        if node.children or node.locks:
+        """Queue a node for eviction from where it may go; forget a root that nobody needs."""
+        if node.locks:
             return
-        if node.parent is not None:
+        if node.parent is None:
+            if not node.children and self._roots.get(node.scope) is node:
+                del self._roots[node.scope]
+            return
+        if node.pages and not node.device_children and node not in self._queue:
             self._queue.add(node)
-        elif self._roots.get(node.scope) is node:
-            del self._roots[node.scope]
+        host = self._host
+        if host is not None and node.host and not node.host_children and node not in host.queue:
+            host.queue.add(node)
+
+    def _unqueue(self, node: Node) -> None:
+        self._queue.discard(node)
+        if self._host is not None:
+            self._host.queue.discard(node)
 
     # ---- growth --------------------------------------------------------------------------------
 
@@ -175,15 +235,24 @@ class RadixTree:
     ) -> Node:
         """Publish a running request's pages [node.end, end) below its locked `node`.
 
-        Stops (returns `node`) where another request's copy is already there: a running request
-        keeps its own pages, since its page table is never rewritten. Otherwise the tree owns them
-        from now on, and the caller's lock moves to the node returned, which ends at `end`.
+        Stops where another request's copy is on the device already: a running request keeps its
+        own pages, since its page table is never rewritten. The tree owns what it takes from now on,
+        and the caller's lock moves to the node returned, which ends there.
         """
-        start = node.end
-        size = self._page_bytes
-        if end <= start or tokens[start * size : (start + 1) * size] in node.children:
-            return node
-        return self._attach(node, tokens, pages[start:end], end, priority)
+        while node.end < end:
+            child = node.children.get(self._page(tokens, node.end))
+            if child is None:
+                return self._attach(node, tokens, pages[node.end : end], end, priority)
+            if child.pages:
+                break
+            child = self._common_part(child, tokens, end)
+            self._fill(child, pages[child.start : child.end])
+            if child.locks == 0:
+                self.evictable -= child.size
+                self._unqueue(child)
+            child.locks += 1
+            node = child
+        return node
 
     def absorb(
         self, node: Node, tokens: bytes, pages: list[int], end: int, priority: int = 0
@@ -193,16 +262,31 @@ class RadixTree:
         Returns:
             Its duplicates of pages that the tree holds already; they stay the caller's.
         """
-        reached, depth = self._descend(node, tokens, end)
-        if depth < reached.end:
-            reached = self._split(reached, depth)
-        duplicates = pages[node.end : depth]
+        duplicates: list[int] = []
+        reached = node
+        while reached.end < end:
+            child = reached.children.get(self._page(tokens, reached.end))
+            if child is None:
+                break
+            child = self._common_part(child, tokens, end)
+            its = pages[child.start : child.end]
+            if child.pages:
+                duplicates += its
+            else:
+                self._fill(child, its)
+            reached = child
         self.lock(reached)
         self.unlock(node)
-        if depth < end:
-            reached = self._attach(reached, tokens, pages[depth:end], end, priority)
+        if reached.end < end:
+            reached = self._attach(reached, tokens, pages[reached.end : end], end, priority)
         self.unlock(reached)
         return duplicates
+
+    def _common_part(self, child: Node, tokens: bytes, end: int) -> Node:
+        """What of `child` the first `end` pages of `tokens` share, split off if need be."""
+        count = min(child.size, end - child.start)
+        same = common_pages(child.key, 0, tokens, child.start, count, self._page_bytes)
+        return self._split(child, child.start + same) if same < child.size else child
 
     def _attach(self, node: Node, tokens: bytes, pages: list[int], end: int, priority: int) -> Node:
         """Hang pages [node.end, end) below `node`, which the caller has locked; moves the lock."""
@@ -212,10 +296,11 @@ class RadixTree:
         self._pool.adopt(pages)
         self.num_pages += len(pages)
         self.version += 1
-        if node.parent is not None and node.locks == 1 and not node.children:
+        if node.parent is not None and node.locks == 1 and not node.children and not node.host:
             # Nobody else knows this leaf: growing it keeps a long prefill from leaving a chain.
             node.key += key
             node.pages += pages
+            node.size += len(pages)
         else:
             child = Node(node.scope, node, key, pages, node.tail)
             self._tick += 1
@@ -224,9 +309,31 @@ class RadixTree:
             child.priority = priority
             child.locks = 1
             node.children[key[:size]] = child
+            node.device_children += 1
             node = child
-        self._hash(node, tokens, start)
+        self._index.grown(node, tokens, start)
+        if self._host is not None:
+            self._host.computed(node)
         return node
+
+    def _fill(self, node: Node, pages: list[int]) -> None:
+        """A request computed what only the host had: its pages bring the node back."""
+        self._pool.adopt(pages)
+        self._arrive(node, pages)
+
+    def _arrive(self, node: Node, pages: list[int]) -> None:
+        """A node of the host is on the device too, in `pages`, which the tree owns."""
+        parent = node.parent
+        assert parent is not None, "a root has no pages"
+        node.pages = pages
+        parent.device_children += 1
+        self._queue.discard(parent)
+        self.num_pages += len(pages)
+        self.version += 1
+        self._index.moved(node, Tier.GPU)
+        if node.locks == 0:
+            self.evictable += len(pages)
+            self._settle(node)
 
     def _split(self, node: Node, depth: int) -> Node:
         """Cut a node at page `depth`; returns the new upper part.
@@ -238,114 +345,183 @@ class RadixTree:
         size = self._page_bytes
         head = depth - node.start
         upper = Node(node.scope, parent, node.key[: head * size], node.pages[:head], parent.tail)
+        upper.size = head
         upper.locks, upper.hits, upper.priority = node.locks, node.hits, node.priority
         upper.created, upper.used, upper.fence = node.created, node.used, node.fence
+        upper.loaded_by = node.loaded_by
+        upper.device_children = int(bool(node.pages))
         parent.children[node.key[:size]] = upper
-
-        hashed = self._blocks_before(node.scope, depth) - self._blocks_before(
-            node.scope, node.start
-        )
-        upper.hashes = node.hashes[: hashed * HASH_BYTES]
-        upper.tail = upper.hashes[-HASH_BYTES:] or parent.tail
-        node.hashes = node.hashes[hashed * HASH_BYTES :]
+        self._index.split(upper, node, parent)
 
         node.parent = upper
         node.start = depth
+        node.size -= head
         node.key = node.key[head * size :]
         node.pages = node.pages[head:]
         upper.children[node.key[:size]] = node
+        if self._host is not None:
+            self._host.split(upper, node, head)
         self.version += 1
         return upper
 
     # ---- eviction ------------------------------------------------------------------------------
 
-    def evict(self, count: int) -> int:
-        """Give up to `count` pages back to the pool, the policy's first, tail pages first.
+    def evict(self, count: int, *, keep: bool = True) -> int:
+        """Give up to `count` device pages back to the pool, the policy's first, tail pages first.
+
+        Args:
+            keep: what the host holds, or is to hold, stays in the tree. Then somewhat more than
+                `count` may go, to move in pieces worth their while.
 
         Returns:
-            How many left the tree; those that a running step may read are retired, not yet free.
+            How many left; those that a step or a copy may touch are retired, not yet free.
         """
-        left = count
-        while left > 0 and (node := self._queue.pop()) is not None:
-            gone = min(left, len(node.pages))
-            self._trim(node, gone)
-            left -= gone
-            parent = node.parent
-            if node.pages:
-                self._queue.add(node)
-            elif parent is not None:
-                # The children are keyed by their first page, which `_trim` leaves to us.
-                self._drop(node, parent)
-        if left < count:
-            self.evicted += count - left
-            self.version += 1
-        return count - left
+        gone = 0
+        moves = keep and self._host is not None
+        while gone < count and (node := self._queue.pop()) is not None:
+            wanted = max(count - gone, _PAGES_A_MOVE) if moves else count - gone
+            if wanted < node.size:
+                self._split(node, node.end - wanted)
+            gone += node.size
+            self._leave_device(node, keep)
+        self.evicted += gone
+        return gone
+
+    def drop_host(self, count: int) -> None:
+        """Give up to `count` of the host's pages back, the policy's first, tail pages first."""
+        host = self._host
+        while host is not None and count > 0 and (node := host.queue.pop()) is not None:
+            wanted = max(count, _PAGES_A_MOVE)
+            if wanted < node.size:
+                self._split(node, node.end - wanted)
+            count -= node.size
+            self._leave_host(node)
+
+    def clear(self) -> None:
+        """Drop every page that nobody has locked, wherever it is."""
+        self.evict(self.evictable, keep=False)
+        if self._host is not None:
+            self.drop_host(self._host.pool.num_pages)
 
     def is_queued(self, node: Node) -> bool:
-        """Whether `node` is among the candidates for eviction."""
+        """Whether `node` is among the candidates for eviction from the device."""
         return node in self._queue
 
-    def _trim(self, node: Node, count: int) -> None:
-        gone = node.pages[-count:]
-        end = node.end - count
-        kept = self._blocks_before(node.scope, end) - self._blocks_before(node.scope, node.start)
-        self.events.removed(node.scope.domain, node.hashes[kept * HASH_BYTES :])
-        node.hashes = node.hashes[: kept * HASH_BYTES]
-        if node.parent is not None:
-            node.tail = node.hashes[-HASH_BYTES:] or node.parent.tail
-        del node.pages[-count:]
+    def _leave_device(self, node: Node, keep: bool) -> None:
+        """An unlocked node, whose children have left already."""
+        parent = node.parent
+        assert parent is not None, "a root has no pages"
+        host = self._host
+        if keep and host is not None and not node.host and host.saves_on_leaving(node):
+            self._save(node)
+        stays = keep and bool(node.host)
+        if not stays:
+            for child in list(node.children.values()):
+                self._drop_below(child)
+        self._queue.discard(node)  # making room on the host may have put it back
+        fence = Fence(node.fence, node.saved_by, node.loaded_by)
+        self._pool.release(node.pages, Owner.TREE, fence)
+        self.num_pages -= node.size
+        self.evictable -= node.size
+        parent.device_children -= 1
+        self.version += 1
+        if stays:
+            self._index.moved(node, Tier.HOST)
+            node.pages = []
+            self._settle(node)
+        else:
+            self._index.removed(node, Tier.GPU)
+            self._remove(node)
+        self._settle(parent)
+
+    def _leave_host(self, node: Node) -> None:
+        """An unlocked node without children on the host."""
+        assert self._host is not None
+        parent = node.parent
+        assert parent is not None, "a root has no pages"
+        self.version += 1
         if node.pages:
-            node.key = node.key[: len(node.pages) * self._page_bytes]
-        self.num_pages -= count
-        self.evictable -= count
-        self._pool.release(gone, Owner.TREE, node.fence)
+            self._host.release(node)
+            parent.host_children -= 1
+        else:
+            self._index.removed(node, Tier.HOST)
+            self._remove(node)
+        self._settle(parent)
 
-    def _drop(self, node: Node, parent: Node) -> None:
-        del parent.children[node.key[: self._page_bytes]]
-        if parent.locks == 0:
-            self._settle(parent)
+    def _drop_below(self, node: Node) -> None:
+        """Take a subtree that is on the host alone out of the tree, leaves first."""
+        for child in list(node.children.values()):
+            self._drop_below(child)
+        self._index.removed(node, Tier.HOST)
+        self._remove(node)
 
-    # ---- index blocks --------------------------------------------------------------------------
+    def _remove(self, node: Node) -> None:
+        """Unhang a node without children, and forget its copy on the host."""
+        parent = node.parent
+        assert parent is not None, "roots are forgotten, not removed"
+        if self._host is not None:
+            parent.host_children -= bool(node.host)
+            self._host.release(node)
+        del parent.children[self._page(node.key, 0)]
 
-    def _hasher(self, scope: Scope) -> BlockHasher | None:
-        if self._make_hasher is None:
-            return None
-        hasher = self._hashers.get(scope.namespace)
-        if hasher is None:
-            hasher = self._make_hasher(scope.namespace)
-            if hasher.block_size % self.page_size:
-                raise ValueError(
-                    f"an index block of {hasher.block_size} tokens is no multiple of the page of "
-                    f"{self.page_size}"
-                )
-            self._hashers[scope.namespace] = hasher
-        return hasher
+    # ---- host ----------------------------------------------------------------------------------
 
-    def _blocks_before(self, scope: Scope, depth: int) -> int:
-        """Index blocks that end within the first `depth` pages."""
-        hasher = self._hasher(scope)
-        return 0 if hasher is None else depth * self.page_size // hasher.block_size
+    def load(self, node: Node, below: Node, pages: list[int]) -> int:
+        """Bring the nodes between `node` and `below`, which `match_host` found, back to the device.
 
-    def _hash(self, node: Node, tokens: bytes, start: int) -> None:
-        """Hash the blocks that end in pages [start, node.end), new to the tree."""
-        hasher = self._hasher(node.scope)
-        if hasher is None:
-            return
-        block = hasher.block_size * TOKEN_BYTES
-        first = self._blocks_before(node.scope, start)
-        last = self._blocks_before(node.scope, node.end)
-        if first == last:
-            return
-        hashes = hasher.chain(tokens[first * block : last * block], node.tail)
-        node.hashes += hashes
-        node.tail = hashes[-HASH_BYTES:]
-        self.events.stored(node.scope.domain, hashes)
+        Args:
+            below: locked by the caller.
+            pages: as many of the device as these nodes hold, allocated for this.
 
-    def blocks(self) -> Iterator[tuple[str, bytes]]:
-        """(domain, packed hashes) of everything cached, parents first."""
+        Returns:
+            The load's id; the nodes match once it has ended.
+        """
+        assert self._host is not None
+        path = []
+        while below is not node:
+            path.append(below)
+            assert below.parent is not None, "`node` is an ancestor"
+            below = below.parent
+        path.reverse()
+        self._pool.adopt(pages)
+        first = node.end
+        for step in path:
+            self._arrive(step, pages[step.start - first : step.end - first])
+        return self._host.load(path)
+
+    def save_wanted(self) -> None:
+        """Copy nodes to the host ahead of need, as the write policy wants, while there is room."""
+        host = self._host
+        while host is not None and (node := host.next_wanted()) is not None:
+            if node.size > host.room_in_save:
+                node = self._split(node, node.start + host.room_in_save)
+            if not self._save(node):
+                return
+
+    def _save(self, node: Node) -> bool:
+        """Copy a node to the host if it has, or can make, room."""
+        host = self._host
+        assert host is not None
+        short = node.size - host.pool.free - host.pool.retired
+        if short > 0:
+            self.drop_host(short)
+        if host.pool.free < node.size:
+            return False
+        host.save(node)
+        parent = node.parent
+        assert parent is not None, "a root has no pages"
+        parent.host_children += 1
+        host.queue.discard(parent)
+        self._settle(node)
+        return True
+
+    # ---- contents ------------------------------------------------------------------------------
+
+    def blocks(self) -> Iterator[tuple[Tier, str, bytes]]:
+        """(where, domain, packed hashes) of everything cached, parents first."""
         for node in self.nodes():
             if node.hashes:
-                yield node.scope.domain, node.hashes
+                yield Tier.GPU if node.pages else Tier.HOST, node.scope.domain, node.hashes
 
     def nodes(self) -> Iterator[Node]:
         """Every node, parents first, roots included."""
@@ -354,6 +530,14 @@ class RadixTree:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+
+def _on_host(node: Node) -> bool:
+    return not node.pages
+
+
+def _anywhere(node: Node) -> bool:
+    return True
 
 
 def common_pages(

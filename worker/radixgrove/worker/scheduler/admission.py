@@ -9,18 +9,22 @@ from __future__ import annotations
 import math
 
 from radixgrove.protocol.settings import SchedulePolicy
+from radixgrove.worker.cache.node import Node
 from radixgrove.worker.plan import NewRow
 from radixgrove.worker.scheduler.batch import Batch, Step
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.counters import Counters
 from radixgrove.worker.scheduler.estimate import OutputEstimator
 from radixgrove.worker.scheduler.leaders import PrefixLeaders
+from radixgrove.worker.scheduler.loads import HostLoads
 from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.queue import WaitingQueue
 from radixgrove.worker.scheduler.request import ActiveRow, Request, State, count_tokens
 
 # A step looks at no more requests than this that wait for another's prefix: looking costs CPU.
 _MOST_FOLLOWERS = 128
+# While a step is full, so many of those that wait are looked at for loads to begin.
+_MOST_LOOKED_AHEAD = 16
 
 
 class Admission:
@@ -36,6 +40,7 @@ class Admission:
     ) -> None:
         self.estimator = OutputEstimator()
         self.leaders = PrefixLeaders(config.page_size)
+        self.loads = None if memory.host is None else HostLoads(config, memory, counters)
         self._config = config
         self._memory = memory
         self._queue = queue
@@ -53,24 +58,37 @@ class Admission:
 
     def admit(self, step: Step, now: float) -> int:
         """Start waiting requests, in the policy's order, until one does not fit; how many."""
-        config, memory, active = self._config, self._memory, self._batch.active
-        if step.budget <= 0 or not self._queue or not memory.rows.free:
+        if not self._queue or (self.loads is None and not self._has_room(step)):
             return 0
-        admitted = followers = 0
-        reserved = self._watermark + sum(map(self._expected_growth, active.values()))
+        admitted = followers = looked_ahead = 0
+        reserved = self._reserved()
         for request in self._queue.in_order(now):
-            if step.budget <= 0 or not memory.rows.free or len(active) >= config.max_running:
-                break
+            full = not self._has_room(step)
+            if full:
+                looked_ahead += 1
+                if self.loads is None or looked_ahead > _MOST_LOOKED_AHEAD:
+                    break
+            if request.state is State.AWAITING_KV:
+                continue
             tokens = request.tokens()
             if self._waits_for_leader(request, tokens):
                 followers += 1
                 if followers == _MOST_FOLLOWERS:
                     break
                 continue
-            row = self._try_start(request, tokens, reserved)
+            on_host = self._worth_loading(request, tokens)
+            if on_host and self._batch.active:
+                # Others compute meanwhile; alone, its first step can follow the load instead.
+                if not self._begin_load(request, tokens, reserved):
+                    break
+                reserved += self._growth(request, on_host)
+                continue
+            if full:
+                continue
+            row = self._try_start(request, tokens, reserved, step, on_host > 0)
             if row is None:
                 break
-            reserved += self._expected_growth(row)
+            reserved += self._growth(request, len(row.pages))
             admitted += 1
             step.new_rows.append(
                 NewRow(
@@ -84,38 +102,98 @@ class Admission:
             self._batch.add_chunk(step, row)
         return admitted
 
-    def _expected_growth(self, active: ActiveRow) -> int:
-        """Pages that a running request is expected to add."""
-        request = active.request
+    def _has_room(self, step: Step) -> bool:
+        running = len(self._batch.active)
+        free = self._memory.rows.free
+        return step.budget > 0 and free > 0 and running < self._config.max_running
+
+    def _reserved(self) -> int:
+        """Pages that nobody new may have: what those admitted, or soon to be, are to add."""
+        running = sum(self._growth(r, len(a.pages)) for r, a in self._batch.active.items())
+        loads = [] if self.loads is None else self.loads.holds()
+        return self._watermark + running + sum(self._growth(r, h.node.end) for r, h in loads)
+
+    def _growth(self, request: Request, pages: int) -> int:
+        """Pages that a request which has so many is expected to add."""
         more = self.estimator.remaining(len(request.output), request.limit)
-        return max(0, self._memory.pages_for(request.length + more) - len(active.pages))
+        return max(0, self._memory.pages_for(request.length + more) - pages)
+
+    def _worth_loading(self, request: Request, tokens: bytes) -> int:
+        """Pages of the request's prefix up to the end of what the host has, if it is worth it."""
+        if self.loads is None or not request.reads_cache:
+            return 0
+        tree, limit = self._memory.tree, (count_tokens(tokens) - 1) // self._config.page_size
+        node, depth = tree.peek(request.scope, tokens, limit)
+        if node is None:
+            return 0
+        end = tree.peek_below(node, depth, tokens, limit)
+        return end if self.loads.worth(end - depth) else 0
+
+    def _begin_load(self, request: Request, tokens: bytes, reserved: int) -> bool:
+        """False when the request does not fit beside the running ones."""
+        assert self.loads is not None
+        limit = (count_tokens(tokens) - 1) // self._config.page_size
+        node = self._memory.tree.match(request.scope, tokens, limit)
+        if self._wanted(request, node.end, reserved) > self._available(node):
+            return False
+        return self.loads.begin(request, tokens, limit)
+
+    def settle_loads(self) -> None:
+        """Requests whose prefix has come back from the host may be admitted."""
+        if self.loads is not None:
+            self.loads.settle()
+
+    def leave_queue(self, request: Request) -> None:
+        """A waiting request ends."""
+        if self.loads is not None:
+            self.loads.release(request)
+        self._queue.remove(request)
 
     def _waits_for_leader(self, request: Request, tokens: bytes) -> bool:
         if not (self._config.prefix_cache and request.reads_cache):
             return False
         limit = (count_tokens(tokens) - 1) // self._config.page_size
-        node, depth = self._memory.tree.peek(request.scope, tokens, limit)
+        tree = self._memory.tree
+        node, depth = tree.peek(request.scope, tokens, limit)
+        if node is not None and tree.awaits_load(node, depth, tokens, limit):
+            return True
         request.follows = self.leaders.worth_waiting(node, depth, tokens, limit, request.follows)
         return request.follows
 
-    def _try_start(self, request: Request, tokens: bytes, reserved: int) -> ActiveRow | None:
-        """Give a request its row and pages; None when it does not fit beside the running ones."""
+    def _wanted(self, request: Request, cached: int, reserved: int) -> int:
+        """Pages that must be free or evictable for a request that has `cached` of its own."""
+        if not self._batch.active:
+            return self._memory.pages_for(request.length) - cached
+        return self._growth(request, cached) + reserved
+
+    def _available(self, node: Node | None) -> int:
+        """Pages free or evictable once `node` is locked."""
         memory = self._memory
-        length = count_tokens(tokens)
-        node = memory.find_prefix(request, tokens, (length - 1) // self._config.page_size)
+        return memory.pool.free + memory.tree.evictable - memory.tree.unlocked_pages(node)
+
+    def _try_start(
+        self, request: Request, tokens: bytes, reserved: int, step: Step, from_host: bool
+    ) -> ActiveRow | None:
+        """Give a request its row and pages; None when it does not fit beside the running ones.
+
+        Args:
+            from_host: its prefix goes on there; the step loads it and follows the load.
+        """
+        memory, limit = self._memory, (count_tokens(tokens) - 1) // self._config.page_size
+        node = memory.find_prefix(request, tokens, limit)
+        below = None
+        if from_host and node is not None:
+            below = memory.tree.match_host(node, tokens, limit)
         cached = 0 if node is None else node.end
-        fresh = memory.pages_for(length) - cached
-        available = memory.pool.free + memory.tree.evictable - memory.tree.unlocked_pages(node)
-        wanted = fresh
-        if self._batch.active:
-            more = self.estimator.remaining(len(request.output), request.limit)
-            wanted = memory.pages_for(length + more) - cached + reserved
         active = None
-        if wanted <= available:
-            active = memory.occupy(request, tokens, length, node)
+        if self._wanted(request, cached, reserved) <= self._available(node):
+            active = memory.occupy(request, tokens, count_tokens(tokens), node, below)
         if active is None:
             memory.tree.forget_if_empty(node)
             return None
+        if below is not None and self.loads is not None:
+            step.awaited = below.loaded_by
+            self.loads.began(below.loaded_by, below.end - cached)
         self._queue.remove(request)
         request.become(State.PREFILL)
         self._batch.enter(active)

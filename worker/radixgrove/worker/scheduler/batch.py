@@ -20,6 +20,7 @@ class Step:
     chunks: list[tuple[ActiveRow, PrefillChunk]] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     appended: list[tuple[int, int]] = field(default_factory=list)  # row, page
+    awaited: int = 0  # the last load whose pages a row reads
 
 
 class Batch:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixgrove.protocol.settings import EvictionPolicy, SchedulePolicy, WorkerSettings
+from radixgrove.protocol.settings import (
+    EvictionPolicy,
+    HostWritePolicy,
+    SchedulePolicy,
+    WorkerSettings,
+)
 from radixgrove.worker.plan import ExecutorInfo
 
 _STEP_TOKENS_CPU = 512
@@ -25,6 +30,11 @@ class SchedulerConfig:
     schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
     eviction_policy: EvictionPolicy = EvictionPolicy.LRU
     prefix_cache: bool = True
+    num_host_pages: int = 0  # of the second tier; 0: there is none
+    host_write_policy: HostWritePolicy = HostWritePolicy.WRITE_THROUGH
+    # Tokens a second; what a load saves and costs. A rate of 0 is not known.
+    prefill_rate: float = 0.0
+    host_rate: float = 0.0
     max_queued: int = 1024
     max_queued_tokens: int = 4 << 20
     queue_timeout: float = 120.0
@@ -41,9 +51,16 @@ class SchedulerConfig:
 
     @classmethod
     def resolve(
-        cls, settings: WorkerSettings, info: ExecutorInfo, *, on_cpu: bool, namespace: str = ""
+        cls,
+        settings: WorkerSettings,
+        info: ExecutorInfo,
+        *,
+        on_cpu: bool,
+        namespace: str = "",
+        prefill_rate: float = 0.0,
+        host_rate: float = 0.0,
     ) -> SchedulerConfig:
-        """Combine what was set with what the device has."""
+        """Combine what was set with what the device has, and what it was measured to do."""
         step_tokens = _STEP_TOKENS_CPU if on_cpu else _STEP_TOKENS_CUDA
         return cls(
             num_pages=info.num_pages,
@@ -59,6 +76,10 @@ class SchedulerConfig:
             schedule_policy=settings.schedule_policy,
             eviction_policy=settings.eviction_policy,
             prefix_cache=settings.prefix_cache,
+            num_host_pages=info.num_host_pages if settings.prefix_cache else 0,
+            host_write_policy=settings.host_write_policy,
+            prefill_rate=prefill_rate,
+            host_rate=host_rate,
             max_queued=settings.max_queued,
             max_queued_tokens=settings.max_queued_tokens,
             queue_timeout=settings.queue_timeout,

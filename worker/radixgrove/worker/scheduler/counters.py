@@ -11,6 +11,7 @@ class Counters:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    host_cached_tokens: int = 0  # brought back from the host for a request
     generated_tokens: int = 0
     preemptions: int = 0
     finished: int = 0

@@ -3,6 +3,8 @@ engine does so at its pulse when it logs at debug level."""
 
 from __future__ import annotations
 
+from radixgrove.worker.cache.host import HostTier
+from radixgrove.worker.cache.node import Node
 from radixgrove.worker.cache.tree import RadixTree
 from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.request import ActiveRow, State
@@ -12,8 +14,9 @@ class InvariantError(Exception):
     """The scheduler's books do not balance."""
 
 
-def check_memory(memory: KVMemory, active: list[ActiveRow]) -> None:
-    """Pages are conserved, each with one owner; locks are exactly those of `active` rows.
+def check_memory(memory: KVMemory, active: list[ActiveRow], held: list[Node]) -> None:
+    """Pages are conserved in each tier, each with one owner; locks are exactly those of `active`
+    rows and of nodes `held` for requests that wait for their load.
 
     O(pages + nodes).
 
@@ -32,14 +35,17 @@ def check_memory(memory: KVMemory, active: list[ActiveRow]) -> None:
             raise InvariantError(f"{row.request.request_id}: a row in state {row.request.state}")
     of_tree = [page for node in memory.tree.nodes() for page in node.pages]
     memory.pool.check(of_requests, of_tree)
-    check_tree(memory.tree, active)
+    if memory.host is not None:
+        memory.host.pool.check([], [page for node in memory.tree.nodes() for page in node.host])
+    ends = [row.node for row in active if row.node is not None]
+    check_tree(memory.tree, ends + held, memory.host)
 
 
-def check_tree(tree: RadixTree, active: list[ActiveRow]) -> None:
+def check_tree(tree: RadixTree, locked: list[Node], host: HostTier | None) -> None:
     """Raises InvariantError when the tree's structure, locks or counters are inconsistent."""
     locks: dict[int, int] = {}
-    for row in active:
-        node = row.node
+    for end in locked:
+        node: Node | None = end
         while node is not None:
             locks[id(node)] = locks.get(id(node), 0) + 1
             node = node.parent
@@ -50,15 +56,33 @@ def check_tree(tree: RadixTree, active: list[ActiveRow]) -> None:
             raise InvariantError(f"a node at page {node.start} counts {node.locks} locks")
         if node.locks == 0:
             evictable += len(node.pages)
-        if node.parent is not None and (not node.pages or node.start != node.parent.end):
-            raise InvariantError(f"a node at page {node.start} does not follow its parent")
-        if len(node.key) != len(node.pages) * tree.page_size * 4:
+        if len(node.key) != node.size * tree.page_size * 4:
             raise InvariantError(f"a node at page {node.start}: tokens and pages differ in number")
         for page, child in node.children.items():
             if child.parent is not node or not child.key.startswith(page):
                 raise InvariantError(f"a child at page {child.start} is not its parent's")
-        is_leaf = not node.children and node.locks == 0 and node.parent is not None
-        if is_leaf != tree.is_queued(node):
+        if node.device_children != sum(bool(child.pages) for child in node.children.values()):
+            raise InvariantError(f"a node at page {node.start} miscounts its device's children")
+        if node.host_children != sum(bool(child.host) for child in node.children.values()):
+            raise InvariantError(f"a node at page {node.start} miscounts its host's children")
+        if node.parent is not None:
+            _check_tiers(node, node.parent)
+        free = node.locks == 0
+        if tree.is_queued(node) != (free and bool(node.pages) and not node.device_children):
             raise InvariantError(f"a node at page {node.start} is wrongly (un)queued for eviction")
+        may_go = free and bool(node.host) and not node.host_children
+        if host is not None and (node in host.queue) != may_go:
+            raise InvariantError(f"a node at page {node.start} is wrongly (un)queued on the host")
     if (evictable, total) != (tree.evictable, tree.num_pages):
         raise InvariantError("the tree's page counters are off")
+
+
+def _check_tiers(node: Node, parent: Node) -> None:
+    if not node.size or node.start != parent.end:
+        raise InvariantError(f"a node at page {node.start} does not follow its parent")
+    if len(node.pages) not in (0, node.size) or len(node.host) not in (0, node.size):
+        raise InvariantError(f"a node at page {node.start} is only partly in a tier")
+    if not node.pages and not node.host:
+        raise InvariantError(f"a node at page {node.start} is nowhere")
+    if node.pages and not parent.pages and parent.parent is not None:
+        raise InvariantError(f"a node at page {node.start} is on the device, its parent is not")

@@ -29,7 +29,8 @@ class PrefixLeaders:
         if node is None or node.end >= active.length // self._page_size:
             return
         page = active.tokens[node.end * self._page_bytes : (node.end + 1) * self._page_bytes]
-        if page in node.children:  # another copy is cached already, this one never will be
+        child = node.children.get(page)
+        if child is not None and child.pages:  # another copy is cached already; this one never is
             return
         claim = (node, page)
         if self._leaders.setdefault(claim, active) is active:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from radixgrove.protocol.blocks import BlockHasher
+from radixgrove.worker.cache.clock import Clock, Fence
+from radixgrove.worker.cache.host import HostTier
 from radixgrove.worker.cache.node import Node
-from radixgrove.worker.cache.pool import Owner, PagePool, StepClock
+from radixgrove.worker.cache.pool import Owner, PagePool
 from radixgrove.worker.cache.tree import RadixTree
+from radixgrove.worker.plan import PageCopies
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.request import ActiveRow, Request
 
@@ -16,7 +19,7 @@ class RowTable:
     """Rows of the device's request table. A released row is reusable behind its fence, and is named
     in the `freed_rows` of the first plan after that."""
 
-    def __init__(self, max_rows: int, clock: StepClock) -> None:
+    def __init__(self, max_rows: int, clock: Clock) -> None:
         self._clock = clock
         self._free = list(range(max_rows - 1, -1, -1))
         self._retired: dict[int, list[int]] = {}  # fence step -> rows
@@ -50,15 +53,20 @@ class RowTable:
 
 
 class KVMemory:
-    """Page pool, radix tree and row table of one device, on one clock of steps."""
+    """Page pool, radix tree, host tier and row table of one device, on one clock."""
 
     def __init__(
         self, config: SchedulerConfig, hasher: Callable[[str], BlockHasher] | None
     ) -> None:
-        self.clock = StepClock()
+        self.clock = Clock()
         self.pool = PagePool(config.num_pages, self.clock)
+        self.host: HostTier | None = None
+        if config.num_host_pages:
+            self.host = HostTier(
+                config.num_host_pages, self.clock, config.host_write_policy, config.eviction_policy
+            )
         self.tree = RadixTree(
-            self.pool, self.clock, config.page_size, config.eviction_policy, hasher
+            self.pool, self.clock, config.page_size, config.eviction_policy, hasher, self.host
         )
         self.rows = RowTable(config.max_rows, self.clock)
         self.page_size = config.page_size
@@ -69,8 +77,9 @@ class KVMemory:
 
     def obtain(self, count: int) -> bool:
         """Evict until `count` pages are free; False when fences or locks keep too many back."""
-        if self.pool.free < count:
-            self.tree.evict(count - self.pool.free)
+        short = count - self.pool.free - self.pool.retired  # what is retired comes by itself
+        if short > 0:
+            self.tree.evict(short)
         return self.pool.free >= count
 
     def find_prefix(self, request: Request, tokens: bytes, limit: int) -> Node | None:
@@ -82,33 +91,46 @@ class KVMemory:
         return self.tree.match(request.scope, tokens, limit)
 
     def occupy(
-        self, request: Request, tokens: bytes, length: int, node: Node | None
+        self,
+        request: Request,
+        tokens: bytes,
+        length: int,
+        node: Node | None,
+        below: Node | None = None,
     ) -> ActiveRow | None:
         """Give a request a row and pages for all its known tokens, the first of them from `node`.
+
+        Args:
+            below: what the host has beyond `node`, to load for this row; its first step must await
+                the load.
 
         Returns:
             None, with nothing taken, when the pages are held back behind a fence.
         """
-        cached = 0
-        if node is not None:
-            cached = node.end
-            self.tree.lock(node)
-        fresh = self.pages_for(length) - cached
+        prefix = below if below is not None else node
+        if prefix is not None:
+            self.tree.lock(prefix)
+        fresh = self.pages_for(length) - (0 if node is None else node.end)
         if not self.obtain(fresh):
-            if node is not None:
-                self.tree.unlock(node)
+            if prefix is not None:
+                self.tree.unlock(prefix)
             return None
         pages = self.pool.allocate(fresh)
-        if node is not None:
-            self.tree.record_hit(node, request.submit.priority)
-            pages = self.tree.path_pages(node) + pages
+        cached = 0
+        if prefix is not None and node is not None:
+            cached = prefix.end
+            count = cached - node.end
+            if count:
+                self.tree.load(node, prefix, pages[:count])
+            self.tree.record_hit(prefix, request.submit.priority)
+            pages = self.tree.path_pages(prefix) + pages[count:]
         computed = cached * self.page_size
         return ActiveRow(
             request=request,
             row=self.rows.take(),
             tokens=tokens,
             length=length,
-            node=node,
+            node=prefix,
             pages=pages,
             announced=cached,
             launched=computed,
@@ -143,10 +165,26 @@ class KVMemory:
             )
             pages = pages[full:] + duplicates
             active.node = None
-        self.pool.release(pages, Owner.REQUEST, self.clock.launched)
+        self.pool.release(pages, Owner.REQUEST, Fence(self.clock.launched))
         self.rows.release(active.row)
 
     def collect(self, step_id: int) -> None:
         self.clock.collected = step_id
-        self.pool.collect(step_id)
+        self.pool.reclaim()
         self.rows.collect(step_id)
+
+    def take_copies(self) -> tuple[list[PageCopies], list[PageCopies]]:
+        """Saves and loads for the next plan, which must launch them."""
+        return ([], []) if self.host is None else self.host.take()
+
+    def copies_ended(self, save: int, load: int) -> None:
+        """Saves and loads up to these have ended."""
+        clock = self.clock
+        if (save, load) == (clock.saves_ended, clock.loads_ended):
+            return
+        if load != clock.loads_ended:
+            self.tree.version += 1  # what they brought can be matched now
+        clock.saves_ended, clock.loads_ended = save, load
+        self.pool.reclaim()
+        if self.host is not None:
+            self.host.pool.reclaim()

@@ -62,7 +62,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Raises ValueError when the request is not here."""
-        if request.state is State.PREEMPTED:
+        if request.ran:
             self._preempted.remove(request)
             return
         index = bisect_left(self._waiting, self._key(request), key=self._key)
@@ -80,7 +80,7 @@ class WaitingQueue:
         late = []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
-            if request.state in (State.WAITING, State.AWAITING_KV):
+            if not request.ran and request.state in (State.WAITING, State.AWAITING_KV):
                 late.append(request)
         return late
 
@@ -96,10 +96,16 @@ class WaitingQueue:
         return self._preempted + waiting
 
     def look_up(self, request: Request) -> Node | None:
-        """See how much of the prompt is cached, and remember it as the request's hint."""
+        """See how much of the prompt is cached, and remember it as the request's hint.
+
+        Returns:
+            The deepest node on the device that it reaches.
+        """
         limit = (request.length - 1) // self._tree.page_size
         node, depth = self._tree.peek(request.scope, request.prompt, limit)
-        counted = request.state is State.WAITING
+        if node is not None:
+            depth = self._tree.peek_below(node, depth, request.prompt, limit)
+        counted = not request.ran
         if counted:
             self.tokens -= self._uncached(request)
         request.matched, request.matched_version = depth, self._tree.version

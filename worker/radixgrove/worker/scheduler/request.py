@@ -14,7 +14,7 @@ from radixgrove.worker.messages import CacheMode, Submit, TokenLogprobs
 
 class State(StrEnum):
     WAITING = "waiting"
-    AWAITING_KV = "awaiting-kv"  # its KV is computed or copied elsewhere; it holds no row yet
+    AWAITING_KV = "awaiting-kv"  # its KV is on its way from elsewhere; it holds no row yet
     PREFILL = "prefill"
     DECODE = "decode"  # all known tokens are launched; it may be waiting for its last samples
     PREEMPTED = "preempted"  # waits again, first in line, with what it has generated so far
@@ -25,7 +25,7 @@ class State(StrEnum):
 
 _NEXT: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.AWAITING_KV, State.PREFILL, State.ABORTED, State.REFUSED}),
-    State.AWAITING_KV: frozenset({State.WAITING, State.PREFILL, State.ABORTED, State.REFUSED}),
+    State.AWAITING_KV: frozenset({State.WAITING, State.PREEMPTED, State.ABORTED, State.REFUSED}),
     State.PREFILL: frozenset(
         {State.DECODE, State.PREEMPTED, State.FINISHED, State.ABORTED, State.REFUSED}
     ),
@@ -74,6 +74,11 @@ class Request:
         if state not in _NEXT[self.state]:
             raise IllegalTransition(f"{self.request_id}: {self.state} -> {state}")
         self.state = state
+
+    @property
+    def ran(self) -> bool:
+        """Whether it was admitted before: if it waits now, it was preempted."""
+        return self.cached_tokens is not None
 
     @property
     def length(self) -> int:

@@ -28,7 +28,7 @@ from radixgrove.worker.messages import (
     TokenLogprobs,
     Tokens,
 )
-from radixgrove.worker.plan import StepPlan, StepResult
+from radixgrove.worker.plan import PageCopies, StepPlan, StepResult
 from radixgrove.worker.scheduler.admission import Admission
 from radixgrove.worker.scheduler.batch import Batch, Step
 from radixgrove.worker.scheduler.config import SchedulerConfig
@@ -83,6 +83,10 @@ class Scheduler:
         return len(self._flights)
 
     @property
+    def copies_in_flight(self) -> int:
+        return self.memory.clock.copies_in_flight
+
+    @property
     def has_work(self) -> bool:
         return bool(self._requests or self._flights)
 
@@ -108,6 +112,7 @@ class Scheduler:
 
     def stats(self, state: EngineState, ticks: int, step_deadline: float | None) -> Stats:
         pool, tree, counters = self.memory.pool, self.memory.tree, self.counters
+        host = self.memory.host
         return Stats(
             state=state,
             ticks=ticks,
@@ -126,11 +131,18 @@ class Scheduler:
             evicted_pages=tree.evicted,
             finished=counters.finished,
             aborted=counters.aborted,
+            host_pages_total=0 if host is None else host.pool.num_pages,
+            host_pages_used=0 if host is None else host.pool.num_pages - host.pool.free,
+            host_cached_tokens=counters.host_cached_tokens,
+            saved_pages=0 if host is None else host.saved,
+            loaded_pages=0 if host is None else host.loaded,
         )
 
     def check(self) -> None:
         """Raises PoolError or InvariantError when a page, lock or counter is out of place."""
-        check_memory(self.memory, list(self._batch.active.values()))
+        loads = self._admission.loads
+        held = [] if loads is None else [hold.node for _, hold in loads.holds()]
+        check_memory(self.memory, list(self._batch.active.values()), held)
 
     # ---- requests in and out ---------------------------------------------------------------------
 
@@ -223,7 +235,7 @@ class Scheduler:
 
     def flush_cache(self) -> None:
         """Drop every cached page that no running request holds."""
-        self.memory.tree.evict(self.memory.tree.evictable)
+        self.memory.tree.clear()
 
     def _put(self, frontend: int, output: Output) -> None:
         self._outbox.setdefault(frontend, []).append(output)
@@ -246,7 +258,7 @@ class Scheduler:
         if request.active is not None:
             self._admission.vacate(request)
         else:
-            self._queue.remove(request)
+            self._admission.leave_queue(request)
         request.become(state)
         del self._requests[request.request_id]
 
@@ -261,10 +273,20 @@ class Scheduler:
             self._refuse(
                 request, RefusalReason.QUEUE_TIMEOUT, "The request waited too long in the queue."
             )
-        if not self._batch.active and not self._queue:
-            self._pace.idle()
-            return None
+        self._admission.settle_loads()
         step = Step(self.config.max_step_tokens)
+        if self._batch.active or self._queue:
+            self._fill(step, now)
+        else:
+            self._pace.idle()
+        self.memory.tree.save_wanted()
+        saves, loads = self.memory.take_copies()
+        if not (step.decodes or step.chunks or saves or loads):
+            return None
+        return self._launch(step, saves, loads)
+
+    def _fill(self, step: Step, now: float) -> None:
+        """Decodes first, then prefill that has begun, then new requests."""
         preemptions = self.counters.preemptions
         self._batch.add_decodes(step, self._admission.make_room)
         self._batch.add_prefills(step)
@@ -273,9 +295,8 @@ class Scheduler:
             admitted = self._admission.admit(step, now)
             if admitted:
                 self._pace.admitted(admitted, now)
-        return self._launch(step) if step.decodes or step.chunks else None
 
-    def _launch(self, step: Step) -> StepPlan:
+    def _launch(self, step: Step, saves: list[PageCopies], loads: list[PageCopies]) -> StepPlan:
         """Account for a step as in flight."""
         clock = self.memory.clock
         clock.launched += 1
@@ -286,6 +307,12 @@ class Scheduler:
             appended_pages=step.appended,
             prefills=[chunk for _, chunk in step.chunks],
             decodes=[active.row for active in step.decodes],
+            saves=saves,
+            loads=loads,
+            collected=clock.collected,
+            saved=clock.saves_ended,
+            loaded=clock.loads_ended,
+            awaited=step.awaited,
         )
         flight = _Flight(
             step_id=plan.step_id,
@@ -298,6 +325,10 @@ class Scheduler:
         return plan
 
     # ---- results ---------------------------------------------------------------------------------
+
+    def copies_ended(self, save: int, load: int) -> None:
+        """Saves and loads up to these, as `Executor.copies_ended` says."""
+        self.memory.copies_ended(save, load)
 
     def complete(self, result: StepResult) -> None:
         """Take in the results of the oldest step in flight.

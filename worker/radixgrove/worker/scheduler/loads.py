@@ -1,0 +1,93 @@
+"""Prefixes on their way back from the host, and the requests that wait for them.
+
+A load runs beside the steps, so others go on meanwhile; its request holds no row until it has
+ended. It is only begun when it is predicted to take less time than computing the tokens anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixgrove.worker.cache.node import Node
+from radixgrove.worker.scheduler.config import SchedulerConfig
+from radixgrove.worker.scheduler.counters import Counters
+from radixgrove.worker.scheduler.memory import KVMemory
+from radixgrove.worker.scheduler.request import Request, State
+
+_OVERHEAD_SECONDS = 0.001  # of a load, however short
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What a waiting request keeps from being evicted until its load has ended."""
+
+    node: Node  # locked
+    load: int
+
+
+class HostLoads:
+    """Owns the holds. `settle` ends those whose load has ended."""
+
+    def __init__(self, config: SchedulerConfig, memory: KVMemory, counters: Counters) -> None:
+        self._page_size = config.page_size
+        self._prefill_rate = config.prefill_rate
+        self._host_rate = config.host_rate
+        self._memory = memory
+        self._counters = counters
+        self._holds: dict[Request, Hold] = {}
+        self._under_way: dict[int, int] = {}  # pages of each load that has not ended
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def holds(self) -> list[tuple[Request, Hold]]:
+        return list(self._holds.items())
+
+    def settle(self) -> None:
+        """Let go of what has arrived: the requests wait for a row again, and find it cached."""
+        ended = self._memory.clock.loads_ended
+        for load in [load for load in self._under_way if load <= ended]:
+            del self._under_way[load]
+        for request, hold in self.holds():
+            if hold.load <= ended:
+                self.release(request)
+                request.become(State.PREEMPTED if request.ran else State.WAITING)
+
+    def release(self, request: Request) -> None:
+        """The request waits no longer, or not for this; a load under way goes on."""
+        hold = self._holds.pop(request, None)
+        if hold is not None:
+            self._memory.tree.unlock(hold.node)
+
+    def worth(self, pages: int) -> bool:
+        """Whether bringing so many pages back, behind the loads under way, beats computing them."""
+        if not self._host_rate or not self._prefill_rate:
+            return pages > 0
+        moved = (pages + sum(self._under_way.values())) * self._page_size
+        computed = pages * self._page_size
+        return moved / self._host_rate + _OVERHEAD_SECONDS < computed / self._prefill_rate
+
+    def begin(self, request: Request, tokens: bytes, limit: int) -> bool:
+        """Load what the host has of a waiting request's prefix, and make the request wait for it.
+
+        Returns:
+            False, with nothing taken, when the pages are held back behind a fence.
+        """
+        memory, tree = self._memory, self._memory.tree
+        node = tree.match(request.scope, tokens, limit)
+        below = tree.match_host(node, tokens, limit)
+        tree.lock(below)
+        count = below.end - node.end
+        if not memory.obtain(count):
+            tree.unlock(below)
+            return False
+        load = tree.load(node, below, memory.pool.allocate(count))
+        self.began(load, count)
+        self._holds[request] = Hold(below, load)
+        request.become(State.AWAITING_KV)
+        return True
+
+    def began(self, load: int, pages: int) -> None:
+        """A load of so many pages goes out with the next plan."""
+        self._under_way[load] = pages
+        self._counters.host_cached_tokens += pages * self._page_size
