@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from random import Random
 
 import pytest
-from hypothesis import HealthCheck, find, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from radixgrove.protocol.settings import EvictionPolicy, HostWritePolicy
@@ -271,35 +273,7 @@ class Follower:
 # ---- under random use ----------------------------------------------------------------------------
 
 _BEGINNINGS = [[1] * 60, [*([1] * 12), *([2] * 48)], [3, 4] * 30]
-_repeats = st.builds(
-    Submitted,
-    prompt=st.builds(
-        lambda beginning, length, tail: (*beginning[:length], tail),
-        st.sampled_from(_BEGINNINGS),
-        st.sampled_from([20, 40, 57]),
-        st.integers(0, 3),
-    ),
-    max_tokens=st.sampled_from([1, 2, 6, 16]),
-    domain=st.just("public"),
-    cache=st.sampled_from([CacheMode.USE, CacheMode.USE, CacheMode.USE, CacheMode.BYPASS]),
-    priority=st.just(0),
-    stop=st.just(()),
-    patience=st.sampled_from([None, None, None, 1.0]),
-    logprobs=st.just(False),
-    prompt_logprobs=st.sampled_from([False, False, False, True]),
-)
-_calls = ["step", "step", "step", "launch", "collect", "end save", "end load", "later", "flush"]
-_operations = st.lists(
-    st.one_of(
-        _repeats,
-        _repeats,
-        st.builds(Aborted, st.integers(0, 30)),
-        st.builds(Called, st.sampled_from(_calls)),
-        st.builds(Called, st.sampled_from(_calls)),
-    ),
-    min_size=10,
-    max_size=80,
-)
+_CALLS = ["step", "step", "step", "launch", "collect", "end save", "end load"]
 _setups = st.fixed_dictionaries(
     {
         "depth": st.integers(1, 3),
@@ -313,6 +287,39 @@ _setups = st.fixed_dictionaries(
     }
 )
 Operations = list[Submitted | Aborted | Called]
+
+
+def random_use(random: Random, count: int = 150) -> Operations:
+    """A few long prompts again and again, so that they displace each other; all else now and then.
+
+    Drawn by a plain generator: a list of hypothesis' own is mostly too short to come this far.
+    """
+    operations: Operations = []
+    for _ in range(count):
+        die = random.random()
+        if die < 0.25:
+            beginning = random.choice(_BEGINNINGS)[: random.choice([20, 40, 57])]
+            operations.append(
+                Submitted(
+                    prompt=(*beginning, random.randrange(4)),
+                    max_tokens=random.choice([1, 2, 6, 14]),
+                    domain="public",
+                    cache=CacheMode.BYPASS if random.random() < 0.1 else CacheMode.USE,
+                    priority=0,
+                    stop=(),
+                    patience=1.0 if random.random() < 0.1 else None,
+                    logprobs=False,
+                    prompt_logprobs=random.random() < 0.1,
+                )
+            )
+        elif die < 0.3:
+            submitted = sum(isinstance(operation, Submitted) for operation in operations)
+            operations.append(Aborted(max(0, submitted - random.randrange(4))))
+        elif die < 0.32:
+            operations.append(Called(random.choice(["later", "flush"])))
+        else:
+            operations.append(Called(random.choice(_CALLS)))
+    return operations
 
 
 def run_all(setup: dict[str, object], operations: Operations) -> Harness:
@@ -330,15 +337,12 @@ def run_all(setup: dict[str, object], operations: Operations) -> Harness:
     return harness
 
 
-_SEARCH = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@_SEARCH
-@given(setup=_setups, operations=_operations)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(setup=_setups, seed=st.integers(0, 1 << 32))
 def test_every_request_gets_its_own_text_whatever_moves_meanwhile(
-    setup: dict[str, object], operations: Operations
+    setup: dict[str, object], seed: int
 ) -> None:
-    check_empty(run_all(setup, operations))
+    check_empty(run_all(setup, random_use(Random(seed))))
 
 
 _CASES: dict[str, Callable[[Harness], bool]] = {
@@ -351,13 +355,18 @@ _CASES: dict[str, Callable[[Harness], bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", _CASES)
-def test_random_use_meets(case: str) -> None:
-    """The search above is worth something only if it gets here."""
-    find(
-        st.tuples(_setups, _operations),
-        lambda drawn: _CASES[case](run_all(*drawn)),
-        settings=settings(
-            max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+def test_random_use_comes_to_all_that_may_go_wrong() -> None:
+    met: Counter[str] = Counter()
+    for seed in range(60):
+        random = Random(seed)
+        setup = {
+            "depth": random.choice([1, 2, 3]),
+            "num_pages": random.randint(18, 40),
+            "max_rows": random.randint(2, 6),
+            "max_step_tokens": random.choice([8, 24, 80]),
+            "num_host_pages": random.choice([24, 48, 256]),
+            "host_write_policy": random.choice(list(HostWritePolicy)),
+        }
+        harness = run_all(setup, random_use(random))
+        met.update(case for case, happened in _CASES.items() if happened(harness))
+    assert all(met[case] >= 3 for case in _CASES), met
