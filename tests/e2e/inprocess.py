@@ -82,6 +82,7 @@ class InProcessEngine:
         chunks: dict[int, int] = {}
         while any(answer.finish is None for answer in answers.values()):
             assert time.monotonic() < end, "the engine did not finish in time"
+            self.scheduler.copies_ended(*self._executor.copies_ended())
             plan = self.scheduler.schedule(time.time())
             assert plan is not None, "work is left, but nothing is planned"
             for new in plan.new_rows:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.protocol.settings import HostWritePolicy
 from radixgrove.worker.plan import Executor
 from tests.e2e.greedy_texts import greedy_texts
 from tests.e2e.inprocess import InProcessEngine, build, settings
@@ -106,6 +107,31 @@ def test_after_preemption(
     answers = engine.generate(texts, GREEDY)
     assert [answer.tokens for answer in answers] == expected
     assert engine.scheduler.counters.preemptions >= 1
+
+
+@pytest.mark.parametrize("policy", [HostWritePolicy.WRITE_THROUGH, HostWritePolicy.WRITE_BACK])
+def test_through_the_host_and_back(
+    demo_model_dir: Path,
+    texts: list[list[int]],
+    expected: list[list[int]],
+    policy: HostWritePolicy,
+) -> None:
+    worker = settings(
+        kv_tokens=512, max_running=4, host_cache_gib=0.25, host_write_policy=policy, page_size=8
+    )
+    executor = build(worker, demo_model_dir)
+    try:
+        engine = InProcessEngine(executor, worker)
+        for _ in range(2):
+            answers = engine.generate(texts[:10], GREEDY)
+            assert [answer.tokens for answer in answers] == expected[:10]
+        for prompt, answer in zip(texts, answers, strict=False):
+            assert answer.cached_tokens == (len(prompt) - 1) // 8 * 8
+        host = engine.scheduler.memory.host
+        assert host is not None
+        assert host.loaded > 10
+    finally:
+        executor.close()
 
 
 def test_logprobs_match_across_cold_and_warm(

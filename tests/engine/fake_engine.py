@@ -30,6 +30,8 @@ OPTIONS = {
     "step_seconds": 0.0,  # each step takes at least this long
     "send_queue": engine.SEND_QUEUE,
     "fail_to_build": False,
+    "num_host_pages": 0,
+    "host_rate": 1e6,
 }
 
 
@@ -54,6 +56,12 @@ class UnreliableExecutor(FakeExecutor):
         self._never.wait(self._options["step_seconds"])
         return result
 
+    def copies_ended(self) -> tuple[int, int]:
+        """Each look finds one more of each kind ended."""
+        self.end_save()
+        self.end_load()
+        return super().copies_ended()
+
 
 def build(
     settings: WorkerSettings,
@@ -72,6 +80,7 @@ def build(
         max_model_len=options["max_model_len"],
         vocab_size=options["vocab_size"],
         depth=options["depth"],
+        num_host_pages=options["num_host_pages"],
     )
     return UnreliableExecutor(info, options), EngineInfo(
         num_pages=info.num_pages,
@@ -86,6 +95,8 @@ def build(
         attention_backend="none",
         kv_dtype="fp8_e4m3",
         prefill_tokens_per_second=1000.0,
+        host_pages=info.num_host_pages,
+        host_tokens_per_second=options["host_rate"],
     )
 
 

@@ -25,7 +25,7 @@ from radixgrove.worker.messages import (
     Stats,
     Tokens,
 )
-from tests.engine.conftest import PATIENCE, StartEngine
+from tests.engine.conftest import PATIENCE, EngineProcess, StartEngine
 from tests.scheduler.fake_executor import expected_output
 from tests.scheduler.harness import pack, request
 
@@ -115,6 +115,39 @@ def test_an_abort_ends_a_request_and_frees_its_pages(start_engine: StartEngine) 
     assert isinstance(end, Tokens)
     assert end.finish is Finish.ABORT
     engine.until(lambda: engine.stats is not None and engine.stats.pages_free == 256)
+
+
+def evicted_prompt(start_engine: StartEngine, **options: float) -> EngineProcess:
+    """An engine of 32 pages whose first prompt of 25 pages left them for the host."""
+    engine = start_engine(num_pages=32, num_host_pages=256, **options)
+    for index in range(2):
+        engine.send(request(f"fill {index}", [index + 1] * 100, 2))
+        engine.until_ended(f"fill {index}")
+    return engine
+
+
+def test_what_was_evicted_comes_back_from_the_host_while_others_decode(
+    start_engine: StartEngine,
+) -> None:
+    engine = evicted_prompt(start_engine, step_seconds=0.01)
+    engine.send(request("busy", [3] * 8, 12))
+    engine.until(lambda: bool(engine.tokens.get("busy")))
+    engine.send(request("back", [1] * 100, 2))
+    engine.until_ended("busy", "back")
+    assert engine.tokens["back"] == answer([1] * 100, 2)
+    engine.until(lambda: engine.stats is not None and engine.stats.loaded_pages > 0)
+    assert engine.stats is not None
+    assert engine.stats.saved_pages >= 50
+    assert engine.stats.host_cached_tokens == 4 * engine.stats.loaded_pages
+
+
+def test_a_host_that_is_slower_than_computing_is_left_alone(start_engine: StartEngine) -> None:
+    engine = evicted_prompt(start_engine, host_rate=900.0)
+    engine.send(request("back", [1] * 100, 2))
+    engine.until_ended("back")
+    assert engine.tokens["back"] == answer([1] * 100, 2)
+    stats = engine.next_stats()
+    assert (stats.loaded_pages, stats.finished) == (0, 3)
 
 
 def test_cache_events_name_what_became_matchable(start_engine: StartEngine) -> None:

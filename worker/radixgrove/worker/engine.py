@@ -63,6 +63,7 @@ _RECEIVE_QUEUE = 16_384
 _MESSAGES_A_TURN = 512
 _LINGER_MS = 1000
 _NOTHING_POSSIBLE_SECONDS = 0.01  # requests wait, but none can go on
+_COPYING_SECONDS = 0.001  # a copy is under way, for whose end a request may wait
 # On a CPU that is shared, a step may be this much slower than warm-up measured.
 _CPU_SLACK = 10.0
 
@@ -188,8 +189,14 @@ class Engine:
         on_cpu = info.device == "cpu"
         namespace = cache_namespace(settings, info.dtype, info.kv_dtype)
         config = SchedulerConfig.resolve(
-            settings, executor.info, on_cpu=on_cpu, namespace=namespace
+            settings,
+            executor.info,
+            on_cpu=on_cpu,
+            namespace=namespace,
+            prefill_rate=info.prefill_tokens_per_second,
+            host_rate=info.host_tokens_per_second,
         )
+        self._copies = executor.info.num_host_pages > 0
         # Without Redis nobody follows the cache, and hashing it would be for nothing.
         wants_events = settings.redis_url is not None and settings.prefix_cache
         hasher = functools.partial(block_hasher, settings) if wants_events else None
@@ -243,10 +250,12 @@ class Engine:
         """Handle what has arrived; when the last turn computed nothing, wait for it a while."""
         if not self._busy:
             seconds = self._pulse_at + PULSE_SECONDS - time.time()
-            if self._scheduler.has_work:
+            if self._scheduler.copies_in_flight:
+                seconds = min(seconds, _COPYING_SECONDS)
+            elif self._scheduler.has_work:
                 seconds = min(seconds, _NOTHING_POSSIBLE_SECONDS)
             if seconds > 0:
-                self._inbox.poll(int(seconds * 1000) + 1)
+                self._inbox.poll(math.ceil(seconds * 1000))
         now = time.time()
         for _ in range(_MESSAGES_A_TURN):
             try:
@@ -290,6 +299,8 @@ class Engine:
     def _launch(self) -> None:
         now = time.time()
         while len(self._flights) < self._depth:
+            if self._copies:
+                self._scheduler.copies_ended(*self._executor.copies_ended())
             plan = self._scheduler.schedule(now)
             if plan is None:
                 return
