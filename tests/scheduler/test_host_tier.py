@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from radixgrove.protocol.settings import EvictionPolicy, HostWritePolicy
 from radixgrove.worker.messages import CacheMode, Finish, Tier
+from radixgrove.worker.scheduler.counters import Counters
+from radixgrove.worker.scheduler.loads import HostLoads
 from radixgrove.worker.scheduler.request import State
-from tests.scheduler.harness import VOCAB, Harness, request
+from tests.scheduler.harness import DEFAULTS, VOCAB, Harness, request
 from tests.scheduler.test_properties import (
     Aborted,
     Called,
@@ -220,6 +223,18 @@ def test_a_load_that_would_take_longer_than_computing_is_not_begun() -> None:
     fast.submit(request("back", LONG))
     fast.run()
     assert fast.stats().loaded_pages >= 5
+
+
+def test_a_load_behind_others_is_worth_it_while_a_prefill_would_wait_as_well() -> None:
+    loads = HostLoads(
+        replace(DEFAULTS, prefill_rate=1000.0, host_rate=8000.0),
+        tier().scheduler.memory,
+        Counters(),
+    )
+    assert loads.worth(10, backlog=0)  # 40 tokens: 6 ms against 40
+    loads.began(1, 90)
+    assert not loads.worth(10, backlog=0)  # 51 ms against 40
+    assert loads.worth(10, backlog=20)  # against 60
 
 
 # ---- what routers hear ---------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from radixgrove.kernels.float8 import bits
 _BLOCK_BYTES = 4096  # 16 a thread
 # Over the bus: as much under way at once as its latency wants.
 _BUS_BYTES = 16384
-_BUS_PROGRAMS = 16
+_BUS_PROGRAMS = 32
 
 
 def gather_pages_reference(pool: Tensor, page_ids: Tensor, out: Tensor) -> None:

@@ -223,20 +223,22 @@ class CudaHostTier(HostTier):
 
     def _save(self, pages: NDArray[np.int64], host_pages: NDArray[np.int64]) -> None:
         """On the current stream, as the two below; host pages ascend."""
+        ids = to_device(pages, self.pool.device)
         for first in range(0, len(pages), self._staged):
-            ids = to_device(pages[first : first + self._staged], self.pool.device)
-            staged = self._to_host[: len(ids)]
-            ops.gather_pages(self.pool, ids, staged)
-            for host, part in self._runs(host_pages[first : first + self._staged]):
-                host.copy_(staged[part], non_blocking=True)
+            part = ids[first : first + self._staged]
+            staged = self._to_host[: len(part)]
+            ops.gather_pages(self.pool, part, staged)
+            for host, place in self._runs(host_pages[first : first + self._staged]):
+                host.copy_(staged[place], non_blocking=True)
 
     def _load(self, pages: NDArray[np.int64], host_pages: NDArray[np.int64]) -> None:
+        ids = to_device(pages, self.pool.device)
         for first in range(0, len(pages), self._staged):
-            ids = to_device(pages[first : first + self._staged], self.pool.device)
-            staged = self._from_host[: len(ids)]
-            for host, part in self._runs(host_pages[first : first + self._staged]):
-                staged[part].copy_(host, non_blocking=True)
-            ops.scatter_pages(self.pool, ids, staged)
+            part = ids[first : first + self._staged]
+            staged = self._from_host[: len(part)]
+            for host, place in self._runs(host_pages[first : first + self._staged]):
+                staged[place].copy_(host, non_blocking=True)
+            ops.scatter_pages(self.pool, part, staged)
 
     def _runs(self, host_pages: NDArray[np.int64]) -> Iterator[tuple[Tensor, slice]]:
         """Each run of adjacent host pages that one copy may move, and its place among them."""

@@ -127,7 +127,7 @@ class Admission:
         if node is None:
             return 0
         end = tree.peek_below(node, depth, tokens, limit)
-        return end if self.loads.worth(end - depth) else 0
+        return end if self.loads.worth(end - depth, self._batch.prefill_backlog) else 0
 
     def _begin_load(self, request: Request, tokens: bytes, reserved: int) -> bool:
         """False when the request does not fit beside the running ones."""

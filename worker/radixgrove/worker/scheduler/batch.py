@@ -92,6 +92,11 @@ class Batch:
             if active.live:
                 self.add_chunk(step, active)
 
+    @property
+    def prefill_backlog(self) -> int:
+        """Known tokens of live rows that no step has been launched for."""
+        return sum(a.length - a.launched for a in self._prefilling if a.live and a.in_prefill)
+
     def add_chunk(self, step: Step, active: ActiveRow) -> None:
         """As much of a row's known tokens as the budget, which must not be 0, allows."""
         start = active.launched

@@ -59,13 +59,18 @@ class HostLoads:
         if hold is not None:
             self._memory.tree.unlock(hold.node)
 
-    def worth(self, pages: int) -> bool:
-        """Whether bringing so many pages back, behind the loads under way, beats computing them."""
+    def worth(self, pages: int, backlog: int) -> bool:
+        """Whether bringing so many pages back beats computing them.
+
+        A load waits for those under way, a prefill for the `backlog` of tokens that others have yet
+        to compute.
+        """
         if not self._host_rate or not self._prefill_rate:
             return pages > 0
         moved = (pages + sum(self._under_way.values())) * self._page_size
-        computed = pages * self._page_size
-        return moved / self._host_rate + _OVERHEAD_SECONDS < computed / self._prefill_rate
+        computed = pages * self._page_size + backlog
+        load = moved / self._host_rate + _OVERHEAD_SECONDS
+        return pages > 0 and load < computed / self._prefill_rate
 
     def begin(self, request: Request, tokens: bytes, limit: int) -> bool:
         """Load what the host has of a waiting request's prefix, and make the request wait for it.
