@@ -413,7 +413,9 @@ class RadixTree:
         assert parent is not None, "a root has no pages"
         host = self._host
         if keep and host is not None and not node.host and host.saves_on_leaving(node):
-            self._save(node)
+            # A load may outlive its copy on the host: until it ends there is nothing to save.
+            if self._on_device(node):
+                self._save(node)
         stays = keep and bool(node.host)
         if not stays:
             for child in list(node.children.values()):
@@ -450,10 +452,12 @@ class RadixTree:
 
     def _drop_below(self, node: Node) -> None:
         """Take a subtree that is on the host alone out of the tree, leaves first."""
-        for child in list(node.children.values()):
-            self._drop_below(child)
-        self._index.removed(node, Tier.HOST)
-        self._remove(node)
+        subtree = [node]
+        for step in subtree:  # grows meanwhile; a chain may be deeper than Python's stack
+            subtree.extend(step.children.values())
+        for step in reversed(subtree):
+            self._index.removed(step, Tier.HOST)
+            self._remove(step)
 
     def _remove(self, node: Node) -> None:
         """Unhang a node without children, and forget its copy on the host."""

@@ -1,0 +1,92 @@
+"""The radix tree with a host tier, by example."""
+
+from __future__ import annotations
+
+import sys
+
+from radixgrove.protocol.settings import EvictionPolicy, HostWritePolicy
+from radixgrove.worker.cache.clock import Clock
+from radixgrove.worker.cache.host import HostTier
+from radixgrove.worker.cache.node import Node, Scope
+from radixgrove.worker.cache.pool import PagePool
+from radixgrove.worker.cache.tree import RadixTree
+from radixgrove.worker.plan import PageCopies
+from radixgrove.worker.scheduler.invariants import check_tree
+from tests.scheduler.harness import pack
+
+PUBLIC = Scope("model", "public")
+
+
+class Tiers:
+    """A tree of one-token pages over two pools. Copies end when a test says so."""
+
+    def __init__(self, pages: int, host_pages: int, policy: HostWritePolicy) -> None:
+        self.clock = Clock()
+        self.pool = PagePool(pages, self.clock)
+        self.host = HostTier(host_pages, self.clock, policy, EvictionPolicy.LRU)
+        self.tree = RadixTree(self.pool, self.clock, 1, host=self.host)
+
+    def insert(self, tokens: list[int]) -> None:
+        """Cache `tokens` as one finished request does."""
+        node = self.hold(tokens)
+        pages = self.tree.path_pages(node) + self.pool.allocate(len(tokens) - node.end)
+        self.tree.absorb(node, pack(tokens), pages, len(tokens))
+
+    def hold(self, tokens: list[int]) -> Node:
+        node = self.tree.match(PUBLIC, pack(tokens), len(tokens))
+        self.tree.lock(node)
+        return node
+
+    def load(self, tokens: list[int]) -> Node:
+        """Begin to load all of `tokens` that the host has; the node is locked."""
+        node = self.tree.match(PUBLIC, pack(tokens), len(tokens))
+        below = self.tree.match_host(node, pack(tokens), len(tokens))
+        self.tree.lock(below)
+        self.tree.load(node, below, self.pool.allocate(below.end - node.end))
+        return below
+
+    def saves(self) -> list[PageCopies]:
+        """Launch what is to be copied; the saves among it."""
+        return self.host.take()[0]
+
+    def end_copies(self) -> None:
+        self.saves()
+        self.clock.saves_ended = self.clock.saves_launched
+        self.clock.loads_ended = self.clock.loads_launched
+        self.pool.reclaim()
+        self.host.pool.reclaim()
+
+    def check(self) -> None:
+        check_tree(self.tree, [], self.host)
+        self.pool.check([], [page for node in self.tree.nodes() for page in node.pages])
+        self.host.pool.check([], [page for node in self.tree.nodes() for page in node.host])
+
+
+def test_a_prompt_in_more_pieces_than_python_has_frames_can_be_dropped() -> None:
+    tokens = [i % 7 for i in range(40 * sys.getrecursionlimit())]
+    tiers = Tiers(len(tokens), len(tokens), HostWritePolicy.WRITE_BACK)
+    tiers.insert(tokens)
+    while tiers.tree.num_pages > 32:
+        tiers.tree.evict(32)
+    tiers.end_copies()
+    assert sum(1 for _ in tiers.tree.nodes()) > sys.getrecursionlimit()
+    tiers.tree.clear()
+    tiers.check()
+    assert tiers.pool.free == tiers.host.pool.free == len(tokens)
+
+
+def test_what_is_still_being_loaded_is_not_saved() -> None:
+    tiers = Tiers(16, 8, HostWritePolicy.WRITE_BACK)
+    tokens = [1, 2, 3, 4]
+    tiers.insert(tokens)
+    tiers.tree.evict(4)
+    tiers.end_copies()
+    node = tiers.load(tokens)
+    loaded = set(node.pages)
+    tiers.saves()
+    tiers.tree.unlock(node)  # its request was aborted
+    tiers.tree.drop_host(4)  # others need its place on the host
+    tiers.tree.evict(4)
+    assert not loaded & {page for save in tiers.saves() for page in save.pages}
+    tiers.end_copies()
+    tiers.check()
