@@ -90,3 +90,47 @@ def test_what_is_still_being_loaded_is_not_saved() -> None:
     assert not loaded & {page for save in tiers.saves() for page in save.pages}
     tiers.end_copies()
     tiers.check()
+
+
+def test_a_prompt_longer_than_the_host_is_saved_in_part_and_holds_nobody_up() -> None:
+    tiers = Tiers(64, 8, HostWritePolicy.WRITE_THROUGH)
+    tiers.insert([1] * 20)
+    tiers.insert([2, 2])
+    for _ in range(20):
+        tiers.tree.save_wanted()
+        tiers.end_copies()
+    assert tiers.host.next_wanted() is None
+    assert tiers.host.pool.free < 4
+    node = tiers.tree.match(PUBLIC, pack([2, 2]), 2)
+    assert node.host
+    tiers.check()
+
+
+def test_a_node_larger_than_the_host_displaces_nothing() -> None:
+    tiers = Tiers(64, 8, HostWritePolicy.WRITE_BACK)
+    tiers.insert([2, 2])
+    tiers.tree.evict(2)
+    tiers.end_copies()
+    tiers.insert([1] * 20)
+    tiers.tree.evict(20)
+    assert tiers.host.pool.free == 6
+    tiers.check()
+
+
+def test_a_leaf_that_a_request_holds_is_saved_once_it_ends_or_branches() -> None:
+    tiers = Tiers(64, 64, HostWritePolicy.WRITE_THROUGH)
+    tokens = pack([1] * 8)
+    root = tiers.hold([])
+    pages = tiers.pool.allocate(8)
+    node = tiers.tree.extend(root, tokens, pages, 4)
+    tiers.tree.save_wanted()
+    assert not tiers.saves()
+    node = tiers.tree.extend(node, tokens, pages, 6)
+    tiers.insert([1] * 6 + [2])  # another goes on from where the first is
+    tiers.tree.save_wanted()
+    assert [len(save.pages) for save in tiers.saves()] == [7]
+    tiers.tree.absorb(node, tokens, pages, 8)
+    tiers.tree.save_wanted()
+    assert [save.pages for save in tiers.saves()] == [pages[6:]]
+    tiers.end_copies()
+    tiers.check()

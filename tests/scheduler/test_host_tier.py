@@ -372,7 +372,7 @@ _CASES: dict[str, Callable[[Harness], bool]] = {
 
 def test_random_use_comes_to_all_that_may_go_wrong() -> None:
     met: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in range(120):
         random = Random(seed)
         setup = {
             "depth": random.choice([1, 2, 3]),

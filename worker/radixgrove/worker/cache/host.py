@@ -7,6 +7,8 @@ launched by `take`, each kind in the order of its ids.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from radixgrove.protocol.settings import EvictionPolicy, HostWritePolicy
 from radixgrove.worker.cache.clock import Clock, Fence
 from radixgrove.worker.cache.eviction import EvictionQueue
@@ -32,25 +34,37 @@ class HostTier:
         self.loaded = 0
         self._policy = policy
         self._clock = clock
-        self._wanted: dict[Node, None] = {}  # to be saved, the oldest wish first
+        self._pages_a_save = max(1, min(_PAGES_A_SAVE, num_pages // 4))  # room for several
+        self._growing: set[Node] = set()  # leaves in use: cut up now, they would leave chains
+        # To be saved, the oldest wish first. A dict is slow to find its first after many have left.
+        self._wanted: OrderedDict[Node, None] = OrderedDict()
         self._save = PageCopies(0, [], [])
         self._loads: list[PageCopies] = []
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a plan without a step is worth launching for its copies."""
-        return bool(self._save.pages or self._loads or self._wanted)
 
     # ---- what to save --------------------------------------------------------------------------
 
     def computed(self, node: Node) -> None:
-        """A request filled pages of the node."""
+        """A request filled pages of a leaf that it holds."""
         if self._policy is HostWritePolicy.WRITE_THROUGH:
-            self._wanted[node] = None
+            self._want(node)
 
     def used_again(self, node: Node) -> None:
+        """A request that holds the node met it in the cache."""
         selective = self._policy is HostWritePolicy.WRITE_THROUGH_SELECTIVE
         if selective and not node.host and node.hits >= _HITS_WORTH_SAVING:
+            self._want(node)
+
+    def _want(self, node: Node) -> None:
+        if node.children:
+            self._wanted[node] = None
+        else:
+            self._wanted.pop(node, None)
+            self._growing.add(node)
+
+    def full_grown(self, node: Node) -> None:
+        """Nobody holds the node, or it has a child."""
+        if node in self._growing:
+            self._growing.remove(node)
             self._wanted[node] = None
 
     def saves_on_leaving(self, node: Node) -> bool:
@@ -62,22 +76,19 @@ class HostTier:
         upper.host, lower.host = lower.host[:head], lower.host[head:]
         upper.saved_by = lower.saved_by
         upper.host_children = int(bool(lower.host))
-        if lower in self._wanted:
+        if lower in self._wanted or lower in self._growing:
             self._wanted[upper] = None
 
     def next_wanted(self) -> Node | None:
-        """A node to save ahead of need; None when there is none, or enough is under way.
-
-        A leaf that one request holds may still grow: cutting it up now would leave a chain.
-        """
+        """A node to save ahead of need; None when there is none, or enough is under way."""
         in_flight = self._clock.saves_launched - self._clock.saves_ended
         if in_flight >= _SAVES_IN_FLIGHT or self.room_in_save == 0:
             return None
-        return next((node for node in self._wanted if node.locks != 1 or node.children), None)
+        return next(iter(self._wanted), None)
 
     @property
     def room_in_save(self) -> int:
-        return max(0, _PAGES_A_SAVE - len(self._save.pages))
+        return max(0, self._pages_a_save - len(self._save.pages))
 
     # ---- copies --------------------------------------------------------------------------------
 

@@ -220,8 +220,10 @@ class RadixTree:
         if node.pages and not node.device_children and node not in self._queue:
             self._queue.add(node)
         host = self._host
-        if host is not None and node.host and not node.host_children and node not in host.queue:
-            host.queue.add(node)
+        if host is not None:
+            host.full_grown(node)
+            if node.host and not node.host_children and node not in host.queue:
+                host.queue.add(node)
 
     def _unqueue(self, node: Node) -> None:
         self._queue.discard(node)
@@ -310,6 +312,8 @@ class RadixTree:
             child.locks = 1
             node.children[key[:size]] = child
             node.device_children += 1
+            if self._host is not None:
+                self._host.full_grown(node)
             node = child
         self._index.grown(node, tokens, start)
         if self._host is not None:
@@ -412,10 +416,10 @@ class RadixTree:
         parent = node.parent
         assert parent is not None, "a root has no pages"
         host = self._host
-        if keep and host is not None and not node.host and host.saves_on_leaving(node):
-            # A load may outlive its copy on the host: until it ends there is nothing to save.
-            if self._on_device(node):
-                self._save(node)
+        # A load may outlive the host's copy; until it has ended there is nothing to save.
+        savable = keep and not node.host and self._on_device(node)
+        if savable and host is not None and host.saves_on_leaving(node):
+            self._save(node)
         stays = keep and bool(node.host)
         if not stays:
             for child in list(node.children.values()):
@@ -507,7 +511,7 @@ class RadixTree:
         host = self._host
         assert host is not None
         short = node.size - host.pool.free - host.pool.retired
-        if short > 0:
+        if short > 0 and node.size <= host.pool.num_pages:
             self.drop_host(short)
         if host.pool.free < node.size:
             return False
