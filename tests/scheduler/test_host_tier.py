@@ -237,6 +237,24 @@ def test_a_load_behind_others_is_worth_it_while_a_prefill_would_wait_as_well() -
     assert loads.worth(10, backlog=20)  # against 60
 
 
+def test_prefixes_that_do_not_fit_together_are_not_loaded_in_turns_without_end() -> None:
+    harness = tier(num_pages=26, max_model_len=64, max_step_tokens=128, max_rows=2, max_running=1)
+    prompts = [[(start + 3 * i) % VOCAB for i in range(56)] for start in (0, 7, 14)]
+    for number, prompt in enumerate(prompts):
+        ask(harness, f"first {number}", prompt)
+    harness.submit(request("busy", [9, 8, 7], max_tokens=40))
+    harness.step()
+    for number, prompt in enumerate(prompts):
+        harness.submit(request(f"back {number}", prompt))
+    while "busy" not in harness.ended:
+        harness.step()
+        harness.end_copies()
+    assert 13 <= harness.stats().loaded_pages <= 3 * 13
+    harness.run()
+    assert [harness.cached_tokens(f"back {number}") for number in range(3)] == [52] * 3
+    assert harness.stats().loaded_pages <= 6 * 13
+
+
 # ---- what routers hear ---------------------------------------------------------------------------
 
 

@@ -61,14 +61,14 @@ class Admission:
         if not self._queue or (self.loads is None and not self._has_room(step)):
             return 0
         admitted = followers = looked_ahead = 0
-        reserved = self._reserved()
+        reserved: int | None = None  # not looked up for a full step that begins no load
         for request in self._queue.in_order(now):
             full = not self._has_room(step)
             if full:
                 looked_ahead += 1
                 if self.loads is None or looked_ahead > _MOST_LOOKED_AHEAD:
                     break
-            if request.state is State.AWAITING_KV:
+            if request.state is State.AWAITING_KV or (full and request.fetched):
                 continue
             tokens = request.tokens()
             if self._waits_for_leader(request, tokens):
@@ -77,13 +77,17 @@ class Admission:
                     break
                 continue
             on_host = self._worth_loading(request, tokens)
-            if on_host and self._batch.active:
-                # Others compute meanwhile; alone, its first step can follow the load instead.
+            # Others compute meanwhile. Alone, its first step can follow the load instead; so it
+            # does when its prefix was displaced again, lest those that wait displace each other.
+            waits = on_host > 0 and bool(self._batch.active) and not request.fetched
+            if full and not waits:
+                continue
+            if reserved is None:
+                reserved = self._reserved()
+            if waits:
                 if not self._begin_load(request, tokens, reserved):
                     break
                 reserved += self._growth(request, on_host)
-                continue
-            if full:
                 continue
             row = self._try_start(request, tokens, reserved, step, on_host > 0)
             if row is None:
@@ -127,7 +131,8 @@ class Admission:
         if node is None:
             return 0
         end = tree.peek_below(node, depth, tokens, limit)
-        return end if self.loads.worth(end - depth, self._batch.prefill_backlog) else 0
+        backlog = self._batch.prefill_backlog + self._queue.tokens_of_others(request)
+        return end if end > depth and self.loads.worth(end - depth, backlog) else 0
 
     def _begin_load(self, request: Request, tokens: bytes, reserved: int) -> bool:
         """False when the request does not fit beside the running ones."""
@@ -192,7 +197,7 @@ class Admission:
             memory.tree.forget_if_empty(node)
             return None
         if below is not None and self.loads is not None:
-            step.awaited = below.loaded_by
+            step.awaited = max(step.awaited, below.loaded_by)
             self.loads.began(below.loaded_by, below.end - cached)
         self._queue.remove(request)
         request.become(State.PREFILL)
@@ -253,6 +258,7 @@ class Admission:
         request = active.request
         self.vacate(request)
         request.become(State.PREEMPTED)
+        request.fetched = False
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()
         self._queue.put_back(request)

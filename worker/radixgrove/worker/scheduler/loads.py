@@ -62,8 +62,8 @@ class HostLoads:
     def worth(self, pages: int, backlog: int) -> bool:
         """Whether bringing so many pages back beats computing them.
 
-        A load waits for those under way, a prefill for the `backlog` of tokens that others have yet
-        to compute.
+        A load waits for those under way, a prefill for the `backlog` of tokens that others, running
+        or waiting, have yet to compute.
         """
         if not self._host_rate or not self._prefill_rate:
             return pages > 0
@@ -90,6 +90,7 @@ class HostLoads:
         self.began(load, count)
         self._holds[request] = Hold(below, load)
         request.become(State.AWAITING_KV)
+        request.fetched = True
         return True
 
     def began(self, load: int, pages: int) -> None:

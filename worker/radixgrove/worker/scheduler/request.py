@@ -66,6 +66,7 @@ class Request:
     # Filled chunk by chunk; the first prompt token has no logprob.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     follows: bool = False  # waits for pages that another request is computing
+    fetched: bool = False  # has waited for a load already since it was queued
     matched: int = 0  # pages that the cache held at the last look, a hint for ordering
     matched_version: int = -1  # the tree's version at that look
 
