@@ -255,6 +255,30 @@ def test_prefixes_that_do_not_fit_together_are_not_loaded_in_turns_without_end()
     assert harness.stats().loaded_pages <= 6 * 13
 
 
+def test_a_burst_that_comes_back_loads_all_of_it() -> None:
+    # Each would be the slower the more load before it, but their prefill would queue as well.
+    harness = tier(
+        num_pages=200,
+        max_model_len=128,
+        max_step_tokens=4096,
+        num_host_pages=1000,
+        max_rows=16,
+        max_running=16,
+        prefill_rate=1e5,
+        host_rate=8e5,
+    )
+    prompts = [[(17 * i + 7 * j + 1) % VOCAB for j in range(60 + i)] for i in range(14)]
+    for number, prompt in enumerate(prompts):
+        ask(harness, f"first {number}", prompt)
+    harness.submit(request("busy", [1, 2, 3], max_tokens=90))
+    harness.step()
+    for number, prompt in enumerate(prompts):
+        harness.submit(request(f"again {number}", [*prompt, *([9] * 24)]))
+    harness.run()
+    for number, prompt in enumerate(prompts):
+        assert harness.cached_tokens(f"again {number}") >= len(prompt) // 4 * 4
+
+
 # ---- what routers hear ---------------------------------------------------------------------------
 
 

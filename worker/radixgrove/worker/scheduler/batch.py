@@ -94,8 +94,8 @@ class Batch:
 
     @property
     def prefill_backlog(self) -> int:
-        """Known tokens of live rows that no step has been launched for."""
-        return sum(a.length - a.launched for a in self._prefilling if a.live and a.in_prefill)
+        """Known tokens of its rows that are yet to be computed, launched or not."""
+        return sum(max(0, active.length - active.computed) for active in self.active.values())
 
     def add_chunk(self, step: Step, active: ActiveRow) -> None:
         """As much of a row's known tokens as the budget, which must not be 0, allows."""

@@ -47,6 +47,10 @@ class WaitingQueue:
     def __bool__(self) -> bool:
         return bool(self._waiting or self._preempted)
 
+    def tokens_of_others(self, request: Request) -> int:
+        """`tokens` without the request's own."""
+        return self.tokens - (0 if request.ran else self._uncached(request))
+
     def requests(self) -> list[Request]:
         return self._preempted + self._waiting
 
