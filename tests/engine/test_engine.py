@@ -141,6 +141,15 @@ def test_what_was_evicted_comes_back_from_the_host_while_others_decode(
     assert engine.stats.host_cached_tokens == 4 * engine.stats.loaded_pages
 
 
+def test_a_plan_of_copies_alone_is_not_measured_as_a_step(start_engine: StartEngine) -> None:
+    engine = start_engine(num_host_pages=256)
+    engine.send(request("r", PROMPT, 9))
+    engine.until_ended("r")
+    engine.until(lambda: engine.stats is not None and engine.stats.saved_pages > 0)
+    assert engine.next_stats().steps == 10
+    assert "radixgrove_engine_step_seconds_count 9.0" in engine.metrics_text()
+
+
 def test_a_host_that_is_slower_than_computing_is_left_alone(start_engine: StartEngine) -> None:
     engine = evicted_prompt(start_engine, host_rate=900.0)
     engine.send(request("back", [1] * 100, 2))

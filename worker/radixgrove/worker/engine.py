@@ -320,7 +320,8 @@ class Engine:
         self._clock.end("collect")
         now = time.time()
         launched = self._flights.popleft()
-        self._metrics.observe_step(now - self._oldest_since, launched.tokens)
+        if launched.tokens:  # a plan may hold copies only
+            self._metrics.observe_step(now - self._oldest_since, launched.tokens)
         self._oldest_since = now
         self._scheduler.complete(result)
 
