@@ -3,7 +3,8 @@
     python benchmarks/host_tier.py [--gib 8] [--tests]
 
 Pages are those of Llama-3.1-8B in bfloat16, 2 MiB each, on the host side by side or scattered.
-Beside the bandwidth stands what a copy takes of the thread that launches it.
+Beside the bandwidth stands what a copy takes of the thread that launches it; then, what matrix
+products lose while copies run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import results
@@ -39,7 +41,7 @@ def show(what: str, value: float, unit: str, launch: float | None = None) -> Non
             "workload": what,
             "model": "llama-3.1-8b",
             "subject": "radixgrove",
-            "metric": "seconds" if unit == "s" else "bandwidth",
+            "metric": {"s": "seconds", "x": "slowdown"}.get(unit, "bandwidth"),
             "value": value,
             "unit": unit,
             "launch_seconds": launch,
@@ -96,6 +98,38 @@ def measure_tier(tier: CudaHostTier, memory: HostMemory) -> None:
         measure(f"save, {name}", copied, lambda: tier.launch(plan(save=True), False))
         measure(f"load, {name}", copied, lambda: tier.launch(plan(save=False), False))
         measure(f"load by layer, {name}", copied, lambda: tier.launch(plan(save=False), True))
+        for kind, save in (("saves", True), ("loads", False)):
+            beside = plan(save=save)
+            beside.awaited = 0
+            slower = slowdown(partial(tier.launch, beside, False))
+            show(f"products beside {kind}, {name}", slower, "x")
+
+
+def slowdown(launch: Callable[[], object]) -> float:
+    """How many times as long products of 256 rows take beside the copies, as they do alone."""
+    rows = torch.randn(256, 4096, dtype=torch.bfloat16, device=DEVICE)
+    weights = torch.randn(8, 4096, 14336, dtype=torch.bfloat16, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    torch.matmul(rows, weights[0])
+    with torch.cuda.graph(graph):
+        for turn in range(400):
+            torch.matmul(rows, weights[turn % len(weights)])
+
+    def milliseconds(*, copying: bool) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        graph.replay()
+        end.record()
+        while copying and not end.query():
+            launch()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end)
+
+    for copying in (False, True):
+        milliseconds(copying=copying)
+    alone = statistics.median(milliseconds(copying=False) for _ in range(TURNS))
+    return statistics.median(milliseconds(copying=True) for _ in range(TURNS)) / alone
 
 
 def run_tests() -> int:
