@@ -63,16 +63,29 @@ class Tiers:
 
 
 def test_a_prompt_in_more_pieces_than_python_has_frames_can_be_dropped() -> None:
-    tokens = [i % 7 for i in range(40 * sys.getrecursionlimit())]
-    tiers = Tiers(len(tokens), len(tokens), HostWritePolicy.WRITE_BACK)
-    tiers.insert(tokens)
-    while tiers.tree.num_pages > 32:
-        tiers.tree.evict(32)
+    count = sys.getrecursionlimit() + 100
+    tokens = [i % 7 for i in range(count)]
+    tiers = Tiers(count, count, HostWritePolicy.WRITE_THROUGH)
+    for turn in range(1, count + 1):
+        tiers.insert(tokens[:turn])
+        tiers.tree.save_wanted()
+        tiers.end_copies()
+    tiers.tree.evict(count - 1)
     tiers.end_copies()
-    assert sum(1 for _ in tiers.tree.nodes()) > sys.getrecursionlimit()
+    assert sum(1 for _ in tiers.tree.nodes()) > count
     tiers.tree.clear()
     tiers.check()
-    assert tiers.pool.free == tiers.host.pool.free == len(tokens)
+    assert tiers.pool.free == tiers.host.pool.free == count
+
+
+def test_a_long_prompt_leaves_the_device_in_few_pieces() -> None:
+    tiers = Tiers(8192, 8192, HostWritePolicy.WRITE_BACK)
+    tiers.insert([i % 7 for i in range(8192)])
+    while tiers.tree.num_pages:
+        tiers.tree.evict(1)
+    tiers.end_copies()
+    assert sum(1 for _ in tiers.tree.nodes()) < 70
+    tiers.check()
 
 
 def test_what_is_still_being_loaded_is_not_saved() -> None:

@@ -27,9 +27,10 @@ from radixgrove.worker.cache.node import Node, Scope
 from radixgrove.worker.cache.pool import Owner, PagePool
 from radixgrove.worker.messages import Tier
 
-# Of a node that moves to the host at least this many pages go at once: shorter pieces would leave
-# long chains of small nodes.
+# Of a node that moves to the host at least so many pages go at once, and such a share: shorter
+# pieces would leave long chains of small nodes, and a look at each takes its time.
 _PAGES_A_MOVE = 32
+_MOVES_A_NODE = 16
 
 
 class RadixTree:
@@ -383,7 +384,7 @@ class RadixTree:
         gone = 0
         moves = keep and self._host is not None
         while gone < count and (node := self._queue.pop()) is not None:
-            wanted = max(count - gone, _PAGES_A_MOVE) if moves else count - gone
+            wanted = _piece(node, count - gone) if moves else count - gone
             if wanted < node.size:
                 self._split(node, node.end - wanted)
             gone += node.size
@@ -395,7 +396,7 @@ class RadixTree:
         """Give up to `count` of the host's pages back, the policy's first, tail pages first."""
         host = self._host
         while host is not None and count > 0 and (node := host.queue.pop()) is not None:
-            wanted = max(count, _PAGES_A_MOVE)
+            wanted = _piece(node, count)
             if wanted < node.size:
                 self._split(node, node.end - wanted)
             count -= node.size
@@ -538,6 +539,11 @@ class RadixTree:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+
+def _piece(node: Node, count: int) -> int:
+    """How many pages of a node move at once when `count` must."""
+    return max(count, _PAGES_A_MOVE, node.size // _MOVES_A_NODE)
 
 
 def _on_host(node: Node) -> bool:
