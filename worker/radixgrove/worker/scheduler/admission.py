@@ -131,8 +131,10 @@ class Admission:
         if node is None:
             return 0
         end = tree.peek_below(node, depth, tokens, limit)
+        if end == depth:
+            return 0
         backlog = self._batch.prefill_backlog + self._queue.tokens_of_others(request)
-        return end if end > depth and self.loads.worth(end - depth, backlog) else 0
+        return end if self.loads.worth(end - depth, backlog) else 0
 
     def _begin_load(self, request: Request, tokens: bytes, reserved: int) -> bool:
         """False when the request does not fit beside the running ones."""
