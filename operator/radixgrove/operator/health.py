@@ -15,16 +15,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from radixgrove.operator.metrics import REGISTRY
+from radixgrove.protocol.listening import bound_socket
 
 
-class _EveryAddress(ThreadingHTTPServer):
-    """Listens on every address of IPv6 and IPv4. OSError on a host without IPv6."""
+class _Server(ThreadingHTTPServer):
+    """Serves on a bound socket, which it closes in the end."""
 
-    address_family = socket.AF_INET6
+    daemon_threads = True
 
-    def server_bind(self) -> None:
-        self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
+    def __init__(self, bound: socket.socket, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(bound.getsockname()[:2], handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = bound
+        self.server_activate()
 
 
 class HealthServer:
@@ -54,12 +57,7 @@ class HealthServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Probes are no news."""
 
-        self._server: ThreadingHTTPServer
-        try:
-            self._server = _EveryAddress(("::", port), Handler)
-        except OSError:
-            self._server = ThreadingHTTPServer(("0.0.0.0", port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(bound_socket("::", port), Handler)
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="health", daemon=True
         )

@@ -29,6 +29,7 @@ import zmq.asyncio
 
 from radixgrove.protocol import logs
 from radixgrove.protocol.directories import private_directory
+from radixgrove.protocol.listening import bound_socket
 from radixgrove.protocol.registry import Registration, root_fingerprint
 from radixgrove.protocol.settings import LoadFormat, LogLevel, WorkerSettings
 from radixgrove.protocol.tokenizer import TokenizerFiles
@@ -181,22 +182,16 @@ def reserved_port(settings: WorkerSettings) -> Iterator[int]:
     Raises:
         AgentError: the port is taken or the address not ours.
     """
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    address = (settings.host, settings.port)
-    with socket.socket(family) as holder:
-        try:
-            if settings.port:
-                with socket.socket(family) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(address)
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            holder.bind(address)
-        except OSError as error:
-            raise AgentError(
-                f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
-                "choose another with --port (0: any free one)"
-            ) from error
+    try:
+        if settings.port:
+            bound_socket(settings.host, settings.port).close()
+        holder = bound_socket(settings.host, settings.port, shared=True)
+    except OSError as error:
+        raise AgentError(
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
+            "choose another with --port (0: any free one)"
+        ) from error
+    with holder:
         yield holder.getsockname()[1]
 
 

@@ -21,6 +21,7 @@ import uvicorn
 
 from radixgrove.protocol import asgi, auth, errors
 from radixgrove.protocol.asgi import Receive, Scope, Send
+from radixgrove.protocol.listening import bound_socket
 from radixgrove.protocol.settings import LogLevel, WorkerSettings, reveal
 
 if TYPE_CHECKING:
@@ -92,16 +93,14 @@ async def serving(agent: Agent) -> AsyncIterator[None]:
 def _listen(settings: WorkerSettings) -> socket.socket:
     host, port = settings.management_host, settings.management_port
     try:
-        return socket.create_server(
-            (host, port),
-            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
-        )
+        listener = bound_socket(host, port)
+        listener.listen()
     except OSError as error:
         raise BindingError(
             f"cannot listen on management port {port} of {host}: {error.strerror}; "
             "choose another with --management-port (0: any free one)"
         ) from error
+    return listener
 
 
 class _Server(uvicorn.Server):

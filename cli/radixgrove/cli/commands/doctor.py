@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ from radixgrove.cli import exit_codes
 from radixgrove.cli.configuration import redact, show
 from radixgrove.cli.redis_server import find_binary
 from radixgrove.cli.resolving import UpParts, resolve_part
+from radixgrove.protocol.listening import bound_socket
 from radixgrove.protocol.settings import AttentionBackend, Device, RouterSettings, WorkerSettings
 
 _LIBRARIES = (
@@ -38,7 +38,6 @@ _LIBRARIES = (
     ("flashinfer-python", "cuda"),
     ("kopf", "operator"),
 )
-_PORT_TIMEOUT = 2.0
 _MIN_REDIS = (6, 2)
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -211,16 +210,13 @@ def _ports(part: str, settings: RouterSettings | WorkerSettings) -> Iterable[Fin
         (settings.host, settings.port),
         (settings.management_host, settings.management_port),
     ):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.settimeout(_PORT_TIMEOUT)
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                # Not a failure: most likely the cluster that is to be looked at runs already.
-                yield Finding(Verdict.WARN, "port", f"{part} {host}:{port}: {error.strerror}")
-            else:
-                yield Finding(Verdict.OK, "port", f"{part} {host}:{port} is free")
+        try:
+            bound_socket(host, port).close()
+        except OSError as error:
+            # Not a failure: most likely the cluster that is to be looked at runs already.
+            yield Finding(Verdict.WARN, "port", f"{part} {host}:{port}: {error.strerror}")
+        else:
+            yield Finding(Verdict.OK, "port", f"{part} {host}:{port} is free")
 
 
 def _model(model: str) -> Iterable[Finding]:

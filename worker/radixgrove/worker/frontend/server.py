@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from radixgrove.protocol import logs
 from radixgrove.protocol.auth import ApiKeys
 from radixgrove.protocol.http import BoundedHttp
+from radixgrove.protocol.listening import bound_socket
 from radixgrove.worker.frontend.app import Frontend
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.generation import Signal
@@ -133,13 +134,9 @@ async def _until(condition: Callable[[], bool], seconds: float) -> bool:
 
 def _shared_socket(host: str, port: int) -> socket.socket:
     """A listener on the port that all frontends of the worker share (SO_REUSEPORT)."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener = bound_socket(host, port, shared=True)
     # Streams are many small writes: Nagle's algorithm would hold tokens back.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listener.bind((host, port))
     listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener
