@@ -26,9 +26,9 @@ def test_starts_says_what_fits_and_drains_on_sigterm(start_agent: StartAgent) ->
     agent = start_agent()
     agent.wait_ready()
     assert "start: loading 50%: reading weights" in agent.output
-    assert "KV cache 1.02 MB: 64 pages of 16 tokens = 1024 tokens, 1 KB a token " in agent.output
+    assert "KV cache 1 MiB: 64 pages of 16 tokens = 1024 tokens, 1 KiB a token " in agent.output
     assert "a token (fp8_e4m3)" in agent.output
-    assert "host tier 10.2 MB: 640 pages = 10240 tokens, brought back at 5000 " in agent.output
+    assert "host tier 10 MiB: 640 pages = 10240 tokens, brought back at 5000 " in agent.output
     assert "room for 2 requests of 512 tokens at once" in agent.output
     (agent.notes / "busy").touch()
 

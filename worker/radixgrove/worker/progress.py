@@ -79,9 +79,9 @@ def fitting(info: EngineInfo, tokens: int) -> int:
 
 
 def size(count: float) -> str:
-    """Bytes for people: `538 MB`, `22.5 KB`."""
-    for unit in ("B", "KB", "MB", "GB"):
+    """Bytes for people: `538 MiB`, `22.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+        count /= 1024
+    return f"{count:.3g} TiB"
