@@ -65,6 +65,13 @@ def test_help_takes_less_than_300_ms() -> None:
     assert min(times) < 0.3
 
 
+def test_lists_of_commands_are_not_cut() -> None:
+    for group in ([], ["bench"], ["config"]):
+        listed = radixgrove(*group, "--help", COLUMNS="80").stdout.partition("Commands:")[2]
+        assert listed
+        assert "..." not in listed
+
+
 def test_help_is_one_screen_and_help_all_has_the_rest() -> None:
     everyday, everything = (
         radixgrove("worker", "--help").stdout,

@@ -186,6 +186,7 @@ async def test_job_that_takes_too_long_is_not_done_twice(
         with pytest.raises(openai.InternalServerError) as raised:
             await client.completions.create(model=MODEL, prompt=prompt(1), max_tokens=2)
     assert raised.value.status_code == 504
+    assert "fewer tokens" in raised.value.message
     assert sum(replica.counters.requests for replica in replicas) == 1
 
 

@@ -164,7 +164,7 @@ def timed_out() -> ApiError:
     """
     return ApiError(
         504,
-        "The model did not answer in time.",
+        "The model did not answer in time. Ask for fewer tokens, or for a stream.",
         type="server_error",
         code="timeout",
         headers={"x-should-retry": "false"},

@@ -29,7 +29,7 @@ def bench() -> None:
     pass
 
 
-@bench.command("serve")
+@bench.command("serve", short_help="Load an endpoint.")
 @url_option
 @click.option("--model", help="Model id; the endpoint's first one when absent.")
 @click.option(
@@ -288,6 +288,7 @@ def _commit() -> str | None:
 @bench.command(
     "profile",
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    short_help="Profile an engine's phases.",
     help="Profile an engine's phases; arguments go to benchmarks/profile_engine.py.",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
