@@ -72,8 +72,8 @@ class Projection:
         self.slots = torch.randperm(3 * 16, device=device)[:tokens]
         self.norms = torch.rand(2, self.head_dim, device=device).to(dtype).unbind()
 
-    def store(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """q, K and V behind the projection [T, 2, KV, D], and the same places of the pages."""
+    def store(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """q, and what the pages hold of K and V: [T, 2, KV, D]."""
         device = self.qkv.device
         shape = (2, 3, 16, self.kv_heads, self.head_dim)
         pages = torch.full(shape, 7.0, device=device).to(dtype)
@@ -84,21 +84,19 @@ class Projection:
         others[self.slots] = False
         untouched = flat[:, others].view(dtype).float()
         assert (untouched == 7.0).all(), "a place outside `slots` was written"
-        kept = qkv.view(len(qkv), -1, self.head_dim)[:, self.heads :].unflatten(1, (2, -1))
-        return q, kept, flat[:, self.slots].view(dtype).transpose(0, 1)
+        return q, flat[:, self.slots].view(dtype).transpose(0, 1)
 
 
 @DTYPES
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_rope_store_rounds_what_it_stores_and_leaves_that_behind(
+def test_rope_store_rounds_what_it_stores(
     tokens: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     case = Projection(tokens, dtype, device)
-    q, exact, _ = case.store(dtype)
-    same_q, kept, stored = case.store(FLOAT8)
+    q, exact = case.store(dtype)
+    same_q, stored = case.store(FLOAT8)
     assert_close(same_q, q)  # each is compiled for its pages, and may contract other products
     assert torch.equal(bits(stored.contiguous()), bits(to_page(exact, FLOAT8).contiguous()))
-    assert torch.equal(kept, stored.to(dtype)), "what attention may read instead of the pages"
     assert_close(stored.float(), exact, 4e-2)
 
 
@@ -109,14 +107,13 @@ def test_rope_store_saturates(dtype: torch.dtype, device: torch.device) -> None:
     values = case.qkv.view(4, -1, case.head_dim)[:, case.heads + case.kv_heads :]
     values[..., :6] = extreme
     case.norms[1].mul_(1e4)
-    _, kept, stored = case.store(FLOAT8)
+    _, stored = case.store(FLOAT8)
     expected = [FLOAT8_MAX, -FLOAT8_MAX, FLOAT8_MAX, -FLOAT8_MAX, NAN, FLOAT8_MAX]
     found = stored[:, 1, :, :6].float().cpu()
     torch.testing.assert_close(found, torch.tensor(expected).expand_as(found), equal_nan=True)
     keys = stored[:, 0].float()
     assert keys.isfinite().all()
     assert (keys.abs() == FLOAT8_MAX).float().mean() > 0.5
-    assert torch.equal(kept.nan_to_num(9.0), stored.to(dtype).nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,9 +126,6 @@ def test_the_cpus_way_stores_the_same(dtype: torch.dtype) -> None:
     rotation = ops.rotation(case.cos_sin, case.positions, dtype)
     ops.rope_store(ours, rotation, case.slots, pages, None, None, 1e-6)
     rope.rope_store_reference(theirs, case.cos_sin, case.positions, case.slots, expected)
-    own = ours.view(5, -1, case.head_dim)[:, case.heads :].unflatten(1, (2, -1))
-    flat = bits(pages).view(2, -1, case.kv_heads, case.head_dim)[:, case.slots].view(FLOAT8)
-    assert torch.equal(own, flat.transpose(0, 1).to(dtype))
     assert_close(pages.float(), expected.float(), 1e-2)  # its angles are rounded to the dtype
 
 

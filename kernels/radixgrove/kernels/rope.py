@@ -43,13 +43,14 @@ def rope_store_reference(
     kv_heads, head_dim = pages.shape[3:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
+    keys = k
     if q_norm is not None and k_norm is not None:
-        q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
-    keys = rotate_reference(k, cos_sin, positions)
+        q, keys = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
+    keys = rotate_reference(keys, cos_sin, positions)
     kept = to_page(torch.stack((keys, v)), pages.dtype)
     bits(pages).view(2, -1, kv_heads, head_dim).index_copy_(1, slots, bits(kept))
-    own = qkv.unflatten(-1, (-1, head_dim))[:, heads:]
-    own.copy_(kept.transpose(0, 1).flatten(1, 2))
+    if pages.dtype == qkv.dtype:
+        k.copy_(keys)
     return rotate_reference(q, cos_sin, positions)
 
 
@@ -129,9 +130,9 @@ def _rope_store_kernel(
         base = k_pages_ptr if is_key else v_pages_ptr
         kept_low = stored(low, base)
         kept_high = stored(high, base)
-        if is_key or kept_low.dtype != low.dtype:
-            tl.store(source, kept_low.to(low.dtype), mask=mask)
-            tl.store(source + HALF, kept_high.to(high.dtype), mask=mask)
+        if kept_low.dtype == low.dtype and is_key:
+            tl.store(source, low, mask=mask)
+            tl.store(source + HALF, high, mask=mask)
         kv_head = (head - HEADS) % KV_HEADS
         place = base + (slot[:, None] * KV_HEADS + kv_head) * (2 * HALF) + lane[None, :]
         tl.store(place, kept_low, mask=mask)
@@ -152,8 +153,8 @@ def rope_store(
 
     Args:
         qkv: [T, (H + 2 KV) * D], heads of q, then k, then v; rows may be strided. Afterwards its
-            keys and values are as stored, rounded to float8 where pages are, for attention that
-            need not go through the pages.
+            keys and values are as stored, unless pages are float8, for attention that need not go
+            through the pages.
         cos_sin: [max_position, D] float32: D/2 cosines, then D/2 sines.
         positions: [T] int64. slots: [T] int64, `page * page_size + offset`, distinct except for
             the scratch page, whose content is undefined.

@@ -102,7 +102,7 @@ class Ops(Protocol):
 
         Args:
             qkv: [T, (H + 2 KV) * D], query heads first, then keys, then values; overwritten, keys
-                and values by what is stored.
+                and values by what is stored, unless pages are float8.
             slots: [T] int64, `page * page_size + offset`.
             pages: [2, num_pages, page_size, KV, D], one layer of the pool; qkv's dtype or float8.
         """
@@ -200,8 +200,6 @@ class TorchOps:
         halves.mul_(cos).addcmul_(swapped, signed_sin)
         own = heads[:, num_heads:].view(tokens, 2, kv_heads, head_dim)
         kept = to_page(own, pages.dtype)
-        if kept is not own:
-            own.copy_(kept)
         flat = bits(pages).view(2, -1, kv_heads, head_dim)
         flat.index_copy_(1, slots, bits(kept).transpose(0, 1))
         return heads[:, :num_heads]

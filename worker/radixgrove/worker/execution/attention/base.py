@@ -99,9 +99,9 @@ class AttentionBackend(ABC):
 
         Args:
             q: [T, num_heads, head_dim], RoPE already applied.
-            kv: [T, 2 * num_kv_heads, head_dim], this step's K and V as stored (of float8 pages,
-                what reading them gives), for a backend that can do without the pages where nothing
-                else is attended to; rows may be strided.
+            kv: [T, 2 * num_kv_heads, head_dim], this step's K and V as stored, for a backend that
+                can do without the pages where nothing else is attended to; rows may be strided.
+                Not to be read where pages are float8: K and V have been rounded in them alone.
 
         Returns:
             [T, num_heads, head_dim], q's dtype.
