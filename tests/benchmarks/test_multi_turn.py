@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from radixgrove.cli.bench.sender import Sample, open_session
+from tests.conftest import serving
 
 CLIENTS, ROUNDS, NEW, OUTPUT = 5, 3, 6, 2
 VOCABULARY = 1000
@@ -59,13 +60,8 @@ def answer(prompt: list[int]) -> list[int]:
 def url() -> Iterator[str]:
     Endpoint.prompts.clear()
     Endpoint.failing = 0
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Endpoint) as address:
+        yield address
 
 
 async def converse(multi_turn: ModuleType, url: str, in_flight: int) -> list[list[Sample]]:

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from radixgrove.cli.bench.workload import (
     synthesize,
 )
 from tests.cli.test_command import radixgrove
+from tests.conftest import serving
 
 OBJECTIVE = Objective(ttft=0.5, tpot=0.1)
 
@@ -171,13 +172,8 @@ class Endpoint(BaseHTTPRequestHandler):
 @pytest.fixture
 def endpoint() -> Iterator[str]:
     Endpoint.bodies, Endpoint.most = [], 0
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Endpoint) as address:
+        yield address
 
 
 def test_closed_loop_over_two_processes_keeps_its_concurrency(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
 from radixgrove.cli.commands.ps import age
 from tests.cli.test_command import radixgrove
+from tests.conftest import serving
 
 REPLICA: dict[str, Any] = {
     "replica": "replica-0",
@@ -79,13 +79,8 @@ def piece(text: str) -> str:
 def url() -> Iterator[str]:
     Cluster.seen, Cluster.replicas = [], [dict(REPLICA)]
     Cluster.stream = [piece("Par"), piece("is."), "[DONE]"]
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Cluster)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Cluster) as address:
+        yield address
 
 
 def test_ps_is_one_line_a_replica(url: str) -> None:

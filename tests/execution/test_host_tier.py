@@ -6,8 +6,6 @@ is left out.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -52,7 +50,7 @@ from radixgrove.worker.runtime import Runtime
 from tests.conftest import wait_until
 
 from . import tiny
-from .test_parallel import followers, settings
+from .test_parallel import run_group, settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DEVICES = pytest.mark.parametrize(
@@ -424,17 +422,7 @@ def test_memory_that_cannot_be_had_names_the_setting() -> None:
 def test_every_rank_copies_its_heads(tp: int, tmp_path: Path) -> None:
     tiny.save("llama", tmp_path / "model")
     Runtime(tmp_path, settings(tp, host_cache_gib=0.001), tmp_path / "model").write()
-    with followers(tmp_path, tp) as processes:
-        leader = subprocess.run(
-            [sys.executable, "-c", _LEAD, str(tmp_path)],
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert leader.returncode == 0, leader.stderr
-        for process in processes:
-            assert process.wait(30) == 0
+    run_group(tmp_path, tp, _LEAD)
 
 
 _LEAD = (

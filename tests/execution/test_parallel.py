@@ -86,14 +86,11 @@ def followers(directory: Path, tp: int) -> Iterator[list[subprocess.Popen[str]]]
             process.communicate()
 
 
-def generate(
-    directory: Path, model_dir: Path, tp: int, prompts: list[list[int]], **changes: object
-) -> str:
-    directory.mkdir()
-    Runtime(directory, settings(tp, **changes), model_dir).write()
+def run_group(directory: Path, tp: int, leader_script: str, *arguments: str) -> str:
+    """What rank 0 prints, which runs the script on the directory; all ranks must end well."""
     with followers(directory, tp) as processes:
         leader = subprocess.run(
-            [sys.executable, "-c", _LEAD, str(directory), json.dumps(prompts), "24"],
+            [sys.executable, "-c", leader_script, str(directory), *arguments],
             cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
@@ -103,6 +100,14 @@ def generate(
         for process in processes:
             assert process.wait(30) == 0
     return leader.stdout
+
+
+def generate(
+    directory: Path, model_dir: Path, tp: int, prompts: list[list[int]], **changes: object
+) -> str:
+    directory.mkdir()
+    Runtime(directory, settings(tp, **changes), model_dir).write()
+    return run_group(directory, tp, _LEAD, json.dumps(prompts), "24")
 
 
 @pytest.mark.parametrize(
