@@ -96,21 +96,24 @@ def cluster(tmp_path: Path, *arguments: str) -> Iterator[UpProcess]:
         up.kill()
 
 
-def evicted_pages(up: UpProcess) -> float:
+def engine_counter(up: UpProcess, name: str) -> float:
     url = up.status()["replicas"][0]["url"]
     text = httpx.get(f"{url}/metrics", headers={"authorization": "Bearer key-alice"}).text
-    lines = [line for line in text.splitlines() if line.startswith("radixgrove_engine_evicted_pag")]
+    lines = [line for line in text.splitlines() if line.startswith(f"radixgrove_engine_{name}_")]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def test_private_caches_show_nothing_of_each_other(tmp_path: Path, demo_model_dir: Path) -> None:
+@pytest.mark.parametrize(("host_gib", "rounds"), [(0, 4), (0.25, 2)], ids=["device", "host tier"])
+def test_private_caches_show_nothing_of_each_other(
+    host_gib: float, rounds: int, tmp_path: Path, demo_model_dir: Path
+) -> None:
     order = random.Random(7)
-    with cluster(tmp_path) as up:
+    with cluster(tmp_path, "--host-cache-gib", str(host_gib)) as up:
         clients = {tenant: Client(up, tenant) for tenant in TENANTS}
         clients["alice, salted"] = Client(up, "alice", salt="pepper")
         texts: dict[str, set[str]] = defaultdict(set)
         hits: dict[str, int] = dict.fromkeys(clients, 0)
-        for _ in range(4):
+        for _ in range(rounds):
             turns = [(name, prompt) for name in clients for prompt in PROMPTS]
             order.shuffle(turns)
             for name, prompt in turns:
@@ -123,7 +126,8 @@ def test_private_caches_show_nothing_of_each_other(tmp_path: Path, demo_model_di
                     client.past.append(seen.ids)
                     texts[prompt].add(seen.text)
                     hits[name] += seen.cached_tokens > 0
-        assert evicted_pages(up) > 0
+        assert engine_counter(up, "evicted_pages") > 0
+        assert (engine_counter(up, "loaded_pages") > 0) == (host_gib > 0)
         assert all(hits.values()), "every tenant finds its own"
         for prompt, answers in texts.items():
             assert len(answers) == 1, "the answer does not depend on who asks, or on the cache"
