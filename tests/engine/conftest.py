@@ -87,8 +87,12 @@ class EngineProcess:
         """The next message of this type to the agent; others are passed over."""
         return self._next(self.agent, ToAgent, wanted)
 
+    def from_frontend_socket(self, wanted: type[Message], frontend: int = 0) -> Message:
+        """The next message of this type to a frontend; others are passed over."""
+        return self._next(self.frontends[frontend], ToFrontend, wanted)
+
     def next_stats(self, frontend: int = 0) -> Stats:
-        return self._next(self.frontends[frontend], ToFrontend, Stats)
+        return self.from_frontend_socket(Stats, frontend)
 
     def _next(self, socket: zmq.Socket[bytes], union: Any, wanted: type[Message]) -> Message:
         deadline = time.monotonic() + PATIENCE
@@ -110,7 +114,7 @@ class EngineProcess:
             message = msgspec.msgpack.decode(socket.recv(), type=ToFrontend)
             if isinstance(message, Stats):
                 self.stats = message
-            else:
+            elif isinstance(message, Outputs):
                 self._take(message)
 
     def _take(self, outputs: Outputs) -> None:

@@ -57,6 +57,7 @@ def test_reports_its_start_and_what_it_can_do(start_engine: StartEngine) -> None
     info = engine.from_agent_socket(EngineInfo)
     assert info.max_model_len == 64 * 4  # the pool is smaller than the model's length
     assert info.max_running == 3
+    assert engine.from_frontend_socket(EngineInfo) == info
     assert engine.from_agent_socket(Stats).state is EngineState.READY
 
 

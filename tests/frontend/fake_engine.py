@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import zmq
 
 from radixgrove.worker.messages import (
     Abort,
+    EngineInfo,
     EngineState,
     Finish,
     Outputs,
@@ -47,6 +49,7 @@ class FakeEngine:
     refuse: Callable[[Submit], Refused | None] = lambda _: None
     submits: list[Submit] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    infos: queue.SimpleQueue[EngineInfo] = field(default_factory=queue.SimpleQueue)  # to be sent
     running: dict[str, _Running] = field(default_factory=dict)
     paused: threading.Event = field(default_factory=threading.Event)
     silent: threading.Event = field(default_factory=threading.Event)  # no Stats any more
@@ -93,6 +96,8 @@ class FakeEngine:
                 outputs += self._step()
             if outputs:
                 outbox.send(msgspec.msgpack.encode(Outputs(outputs)))
+            while not self.infos.empty():
+                outbox.send(msgspec.msgpack.encode(self.infos.get()))
             now = time.time()
             if now - last_stats > 0.1 and not self.silent.is_set():
                 last_stats = now

@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.frontend.conftest import ALIAS, MODEL, Frontend, prompt_text
+from radixgrove.worker.messages import EngineInfo
+from tests.conftest import wait_until
+from tests.frontend.conftest import ALIAS, MODEL, Frontend, StartFrontend, prompt_text
 
 PIECES = "🌶️ ďábelské 👨‍👩‍👧 ภาษา, then plain words"
 
@@ -307,6 +309,37 @@ def test_service_tier_is_echoed_and_the_rest_ignored(frontend: Frontend) -> None
     ).json()
     assert body["service_tier"] == "flex"
     assert "service_tier" not in frontend.chat("x").json()
+
+
+def test_a_small_pool_shortens_what_is_listed_and_taken(
+    start_frontend: StartFrontend,
+) -> None:
+    frontend = start_frontend()
+    frontend.engine.infos.put(
+        EngineInfo(
+            num_pages=64,
+            page_size=16,
+            max_model_len=1024,
+            max_running=4,
+            vocab_size=100,
+            dtype="float32",
+            device="cpu",
+            weights_bytes=0,
+            kv_bytes_per_token=1,
+            attention_backend="torch",
+            prefill_tokens_per_second=1000.0,
+        )
+    )
+
+    def listed() -> int:
+        with frontend.client() as client:
+            return int(client.get("/v1/models").json()["data"][0]["max_model_len"])
+
+    wait_until(lambda: listed() == 1024, what="the shorter length")
+    refused = frontend.chat(max_tokens=1024)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert "1024 tokens" in refused.json()["error"]["message"]
 
 
 def test_models(frontend: Frontend) -> None:

@@ -204,11 +204,12 @@ class Engine:
         # A step's allowance grows with its size where steps are slow.
         rate = info.prefill_tokens_per_second
         self._seconds_per_token = _CPU_SLACK / rate if on_cpu and rate > 0 else 0.0
-        self._agent.send(
-            msgspec.structs.replace(
-                info, max_model_len=config.max_model_len, max_running=config.max_running
-            )
+        info = msgspec.structs.replace(
+            info, max_model_len=config.max_model_len, max_running=config.max_running
         )
+        self._agent.send(info)
+        for frontend in self._frontends:
+            frontend.send(info)
         self._pulse(time.time())
 
     def stop(self) -> None:

@@ -145,8 +145,6 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True):
     aborted: int = 0
 
 
-ToFrontend = Outputs | Stats
-
 # ---- to the agent ----------------------------------------------------------------------------
 
 
@@ -184,11 +182,11 @@ class CacheSnapshot(msgspec.Struct, tag="cache_snapshot"):
 
 
 class EngineInfo(msgspec.Struct, tag="info", kw_only=True):
-    """Sent once, when the engine is ready to take requests."""
+    """Sent once, when the engine is ready to take requests; to every frontend, too."""
 
     num_pages: int
     page_size: int
-    max_model_len: int
+    max_model_len: int  # what is set, or the model's, shortened to what the KV pool holds
     max_running: int
     vocab_size: int
     dtype: str
@@ -216,4 +214,5 @@ class Admitted(msgspec.Struct, tag="admitted"):
     request_ids: list[str]
 
 
+ToFrontend = Outputs | Stats | EngineInfo
 ToAgent = CacheEvents | CacheSnapshot | EngineInfo | PhaseReport | Stats | Admitted

@@ -48,7 +48,7 @@ class StartReport:
 def memory_arithmetic(info: EngineInfo) -> list[str]:
     """Where the memory goes and how many requests fit, in lines for people."""
     tokens = info.num_pages * info.page_size
-    longest = min(info.max_model_len, tokens)
+    longest = info.max_model_len
     typical = min(longest, 1024)
     lines = [
         f"memory: weights {size(info.weights_bytes)} ({info.dtype} on {info.device})",
@@ -63,11 +63,6 @@ def memory_arithmetic(info: EngineInfo) -> list[str]:
         lines.append(
             f"memory: host tier {size(kept * info.kv_bytes_per_token)}: {info.host_pages} pages = "
             f"{kept} tokens, brought back at {info.host_tokens_per_second:.0f} tokens/s"
-        )
-    if tokens < info.max_model_len:
-        lines.append(
-            f"memory: the KV cache is smaller than max_model_len {info.max_model_len}: requests "
-            f"end at {tokens} tokens; lower max_model_len or raise kv_tokens or memory_fraction"
         )
     return lines
 

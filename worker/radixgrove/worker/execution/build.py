@@ -240,7 +240,13 @@ def _start(loaded: _Loaded) -> tuple[Runner, EngineInfo]:
         loaded.say(EngineState.WARMING_UP, f"all-reduce over peer memory up to {rows} tokens")
     longest = choose_length(settings.max_model_len, config)
     kv_tokens = _kv_tokens(loaded, longest)
-    longest = fit_length(settings.max_model_len, longest, kv_tokens)
+    fitting = fit_length(settings.max_model_len, longest, kv_tokens)
+    if fitting < longest:
+        shortened = (
+            f"max_model_len {fitting:,}: the KV pool holds no more; the model's is {longest:,}"
+        )
+        loaded.say(EngineState.WARMING_UP, shortened)
+        longest = fitting
     weights = model.weights_bytes
     loaded.say(
         EngineState.WARMING_UP,

@@ -31,6 +31,7 @@ from radixgrove.protocol.requests import (
     INTERNAL_KEY_HEADER,
     ChatRequest,
     Envelope,
+    ModelLimits,
     Request,
 )
 from radixgrove.protocol.settings import WorkerSettings, reveal
@@ -137,6 +138,14 @@ class Frontend:
 
         return guarded
 
+    @property
+    def _limits(self) -> ModelLimits:
+        """The model's, until the engine has said how long its KV pool lets a request be."""
+        limits, info = self.model.limits, self.engine.info
+        if info is None:
+            return limits
+        return msgspec.structs.replace(limits, max_model_len=info.max_model_len)
+
     # ---- small routes ------------------------------------------------------------------------
 
     async def livez(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,12 +169,12 @@ class Frontend:
         await asgi.respond(send, 200, self._exposition.render(), CONTENT_TYPE)
 
     async def list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = msgspec.json.encode(responses.ModelList(self.model.objects()))
+        body = msgspec.json.encode(responses.ModelList(self.model.objects(self._limits)))
         await asgi.respond(send, 200, body)
 
     async def get_model(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = scope["path_params"]["model_id"]
-        for entry in self.model.objects():
+        for entry in self.model.objects(self._limits):
             if entry.id == name:
                 await asgi.respond(send, 200, msgspec.json.encode(entry))
                 return
@@ -259,7 +268,7 @@ class Frontend:
         return uuid4().hex
 
     def _parse(self, endpoint: str, body: bytes) -> Request:
-        limits = self.model.limits
+        limits = self._limits
         request: Request
         if endpoint == "chat":
             request = requests.parse_chat(body, limits)
@@ -293,7 +302,7 @@ class Frontend:
     ) -> None:
         request = accepted.request
         generation = request.generation
-        limits = self.model.limits
+        limits = self._limits
         max_tokens = [
             max(1, generation.max_tokens_for(len(prompt), limits)) for prompt in accepted.prompts
         ]

@@ -19,6 +19,7 @@ import zmq.utils.monitor
 from radixgrove.protocol import errors
 from radixgrove.worker.messages import (
     Abort,
+    EngineInfo,
     Outputs,
     Refused,
     Stats,
@@ -52,6 +53,7 @@ class EngineClient:
         """`index`: this frontend's, by which the engine addresses it."""
         self.index = index
         self.pulse = Pulse(time.time())
+        self.info: EngineInfo | None = None  # once the engine is ready
         self.gone = False  # the engine's process closed its end after having been there
         self.on_gone: Callable[[], None] = lambda: None
         self._addresses = (engine_socket, frontend_socket)
@@ -140,8 +142,10 @@ class EngineClient:
     def _take(self, message: ToFrontend) -> None:
         if isinstance(message, Stats):
             self.pulse.take(message, time.time())
-            return
-        self._take_outputs(message)
+        elif isinstance(message, EngineInfo):
+            self.info = message
+        else:
+            self._take_outputs(message)
 
     def _take_outputs(self, outputs: Outputs) -> None:
         table = self._deliver

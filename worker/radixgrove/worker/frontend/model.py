@@ -61,13 +61,13 @@ class ServedModel:
             vocabulary=Vocabulary(encoder.tokenizer),
         )
 
-    def objects(self) -> list[ModelObject]:
+    def objects(self, limits: ModelLimits) -> list[ModelObject]:
         """As `/v1/models` lists them, aliases after the id."""
         return [
             ModelObject(
                 id=name,
                 created=self.created,
-                max_model_len=self.limits.max_model_len,
+                max_model_len=limits.max_model_len,
                 root=None if name == self.names[0] else self.names[0],
             )
             for name in self.names
