@@ -194,7 +194,7 @@ class WorkerSettings(Settings):
 
     max_model_len: int | None = _field(
         None,
-        "Longest prompt + output, in tokens; default: the model's.",
+        "Longest prompt + output, in tokens; default: the model's, if the KV pool holds it.",
         ge=16,
         le=1 << 24,
         everyday=True,
