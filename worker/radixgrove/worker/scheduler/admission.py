@@ -48,6 +48,7 @@ class Admission:
         self._counters = counters
         self._watermark = math.ceil(config.watermark * config.num_pages)
         self._first_time: list[str] = []
+        self._promised: int | None = None  # `_reserved`, once it was needed in this step
 
     def take_admitted(self) -> list[str]:
         """Requests whose prefill began since the last call."""
@@ -60,8 +61,8 @@ class Admission:
         """Start waiting requests, in the policy's order, until one does not fit; how many."""
         if not self._queue or (self.loads is None and not self._has_room(step)):
             return 0
+        self._promised = None
         admitted = followers = looked_ahead = 0
-        reserved: int | None = None  # not looked up for a full step that begins no load
         for request in self._queue.in_order(now):
             full = not self._has_room(step)
             if full:
@@ -79,31 +80,13 @@ class Admission:
             on_host = self._worth_loading(request, tokens)
             # Others compute meanwhile. Alone, its first step can follow the load instead; so it
             # does when its prefix was displaced again, lest those that wait displace each other.
-            waits = on_host > 0 and bool(self._batch.active) and not request.fetched
-            if full and not waits:
-                continue
-            if reserved is None:
-                reserved = self._reserved()
-            if waits:
-                if not self._begin_load(request, tokens, reserved):
+            if on_host and self._batch.active and not request.fetched:
+                if not self._begin_load(request, tokens, on_host):
                     break
-                reserved += self._growth(request, on_host)
-                continue
-            row = self._try_start(request, tokens, reserved, step, on_host > 0)
-            if row is None:
-                break
-            reserved += self._growth(request, len(row.pages))
-            admitted += 1
-            step.new_rows.append(
-                NewRow(
-                    row=row.row,
-                    token_ids=tokens,
-                    prompt_len=request.prompt_len,
-                    pages=row.pages[: row.announced],
-                    sampling=request.submit.sampling,
-                )
-            )
-            self._batch.add_chunk(step, row)
+            elif not full:
+                if not self._start(step, request, tokens, from_host=on_host > 0):
+                    break
+                admitted += 1
         return admitted
 
     def _has_room(self, step: Step) -> bool:
@@ -113,9 +96,12 @@ class Admission:
 
     def _reserved(self) -> int:
         """Pages that nobody new may have: what those admitted, or soon to be, are to add."""
-        running = sum(self._growth(r, len(a.pages)) for r, a in self._batch.active.items())
-        loads = [] if self.loads is None else self.loads.holds()
-        return self._watermark + running + sum(self._growth(r, h.node.end) for r, h in loads)
+        if self._promised is None:
+            running = sum(self._growth(r, len(a.pages)) for r, a in self._batch.active.items())
+            loads = [] if self.loads is None else self.loads.holds()
+            coming = sum(self._growth(r, hold.node.end) for r, hold in loads)
+            self._promised = self._watermark + running + coming
+        return self._promised
 
     def _growth(self, request: Request, pages: int) -> int:
         """Pages that a request which has so many is expected to add."""
@@ -136,14 +122,16 @@ class Admission:
         backlog = self._batch.prefill_backlog + self._queue.tokens_of_others(request)
         return end if self.loads.worth(end - depth, backlog) else 0
 
-    def _begin_load(self, request: Request, tokens: bytes, reserved: int) -> bool:
-        """False when the request does not fit beside the running ones."""
+    def _begin_load(self, request: Request, tokens: bytes, end: int) -> bool:
+        """Load the prefix up to page `end`; False when the request does not fit."""
         assert self.loads is not None
         limit = (count_tokens(tokens) - 1) // self._config.page_size
+        reserved = self._reserved()
         node = self._memory.tree.match(request.scope, tokens, limit)
-        if self._wanted(request, node.end, reserved) > self._available(node):
+        if not (self._fits(request, node) and self.loads.begin(request, tokens, limit)):
             return False
-        return self.loads.begin(request, tokens, limit)
+        self._promised = reserved + self._growth(request, end)
+        return True
 
     def settle_loads(self) -> None:
         """Requests whose prefix has come back from the host may be admitted."""
@@ -167,45 +155,60 @@ class Admission:
         request.follows = self.leaders.worth_waiting(node, depth, tokens, limit, request.follows)
         return request.follows
 
-    def _wanted(self, request: Request, cached: int, reserved: int) -> int:
-        """Pages that must be free or evictable for a request that has `cached` of its own."""
-        if not self._batch.active:
-            return self._memory.pages_for(request.length) - cached
-        return self._growth(request, cached) + reserved
-
-    def _available(self, node: Node | None) -> int:
-        """Pages free or evictable once `node` is locked."""
+    def _fits(self, request: Request, node: Node | None) -> bool:
+        """Whether a request whose prefix is cached up to `node` fits beside the running ones."""
         memory = self._memory
-        return memory.pool.free + memory.tree.evictable - memory.tree.unlocked_pages(node)
+        cached = 0 if node is None else node.end
+        available = memory.pool.free + memory.tree.evictable - memory.tree.unlocked_pages(node)
+        if not self._batch.active:
+            return memory.pages_for(request.length) - cached <= available
+        return self._growth(request, cached) + self._reserved() <= available
 
-    def _try_start(
-        self, request: Request, tokens: bytes, reserved: int, step: Step, from_host: bool
-    ) -> ActiveRow | None:
-        """Give a request its row and pages; None when it does not fit beside the running ones.
+    def _start(self, step: Step, request: Request, tokens: bytes, *, from_host: bool) -> bool:
+        """Give a request its row, pages and first chunk; False when it does not fit.
 
         Args:
             from_host: its prefix goes on there; the step loads it and follows the load.
         """
+        reserved = self._reserved()
+        row = self._try_start(step, request, tokens, from_host)
+        if row is None:
+            return False
+        self._promised = reserved + self._growth(request, len(row.pages))
+        step.new_rows.append(
+            NewRow(
+                row=row.row,
+                token_ids=tokens,
+                prompt_len=request.prompt_len,
+                pages=row.pages[: row.announced],
+                sampling=request.submit.sampling,
+            )
+        )
+        self._batch.add_chunk(step, row)
+        return True
+
+    def _try_start(
+        self, step: Step, request: Request, tokens: bytes, from_host: bool
+    ) -> ActiveRow | None:
         memory, limit = self._memory, (count_tokens(tokens) - 1) // self._config.page_size
         node = memory.find_prefix(request, tokens, limit)
         below = None
         if from_host and node is not None:
             below = memory.tree.match_host(node, tokens, limit)
-        cached = 0 if node is None else node.end
         active = None
-        if self._wanted(request, cached, reserved) <= self._available(node):
+        if self._fits(request, node):
             active = memory.occupy(request, tokens, count_tokens(tokens), node, below)
         if active is None:
             memory.tree.forget_if_empty(node)
             return None
-        if below is not None and self.loads is not None:
+        if below is not None and node is not None and self.loads is not None:
             step.awaited = max(step.awaited, below.loaded_by)
-            self.loads.began(below.loaded_by, below.end - cached)
+            self.loads.began(below.loaded_by, below.end - node.end)
         self._queue.remove(request)
         request.become(State.PREFILL)
         self._batch.enter(active)
         self.leaders.update(active)
-        if request.cached_tokens is None:
+        if not request.ran:
             request.cached_tokens = active.computed
             self._counters.prompt_tokens += request.prompt_len
             self._counters.cached_tokens += active.computed
