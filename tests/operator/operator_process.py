@@ -72,9 +72,7 @@ def account(home: str = NAMESPACE) -> list[dict[str, Any]]:
 def install(plane: ControlPlane, namespaces: list[str], home: str = NAMESPACE) -> None:
     """What the chart would install before the operator starts."""
     plane.kubectl.apply(crd.custom_resource_definition())
-    plane.kubectl.run(
-        "wait", "--for=condition=Established", f"crd/{names.PLURAL}.{names.GROUP}", "--timeout=120s"
-    )
+    plane.kubectl.wait_established(f"{names.PLURAL}.{names.GROUP}")
     plane.kubectl.apply(*account(home), *roles(namespaces, home))
 
 

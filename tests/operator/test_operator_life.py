@@ -363,9 +363,9 @@ def test_kserves_resource_of_the_same_name_lives_beside_ours(
             },
         }
     )
-    crd_name = "crd/inferenceservices.serving.kserve.io"
+    crd_name = "inferenceservices.serving.kserve.io"
     try:
-        plane.kubectl.run("wait", "--for=condition=Established", crd_name, "--timeout=120s")
+        plane.kubectl.wait_established(crd_name)
         theirs = service("theirs", namespace) | {"apiVersion": "serving.kserve.io/v1beta1"}
         wait_until(lambda: _applies(plane, theirs), "theirs is admitted")
         plane.kubectl.apply(service("ours", namespace))

@@ -107,6 +107,16 @@ class Kubectl:
 
         return wait_until(satisfied, f"{' '.join(arguments)}: {what}", timeout=timeout)
 
+    def wait_established(self, crd: str) -> None:
+        """Waits until the server serves a definition. (`kubectl wait` fails on one that is so new
+        that it has no conditions yet.)"""
+
+        def established(definition: Any) -> bool:
+            conditions = definition.get("status", {}).get("conditions") or []
+            return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
+
+        self.wait_for("crd", crd, that=established, what="is established")
+
 
 def condition(resource: Any, kind: str) -> str:
     """The status of a resource's condition: True, False, Unknown, or empty when absent."""
