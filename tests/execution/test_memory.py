@@ -23,9 +23,9 @@ from radixgrove.worker.execution.memory import (
     cpu_kv_tokens,
     cuda_kv_tokens,
     describe,
-    host_limit,
     host_tier_pages,
 )
+from radixgrove.worker.machine import host_limit
 from radixgrove.worker.messages import EngineState, PhaseReport
 from radixgrove.worker.models.config import ModelError
 

@@ -196,7 +196,6 @@ class Engine:
             prefill_rate=info.prefill_tokens_per_second,
             host_rate=info.host_tokens_per_second,
         )
-        self._copies = executor.info.num_host_pages > 0
         # Without Redis nobody follows the cache, and hashing it would be for nothing.
         wants_events = settings.redis_url is not None and settings.prefix_cache
         hasher = functools.partial(block_hasher, settings) if wants_events else None
@@ -300,8 +299,7 @@ class Engine:
     def _launch(self) -> None:
         now = time.time()
         while len(self._flights) < self._depth:
-            if self._copies:
-                self._scheduler.copies_ended(*self._executor.copies_ended())
+            self._scheduler.copies_ended(*self._executor.copies_ended())
             plan = self._scheduler.schedule(now)
             if plan is None:
                 return

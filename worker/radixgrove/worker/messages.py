@@ -138,7 +138,7 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True):
     evicted_pages: int = 0
     host_pages_total: int = 0
     host_pages_used: int = 0
-    host_cached_tokens: int = 0  # of `cached_tokens`, those that were brought back from the host
+    host_cached_tokens: int = 0  # brought back from the host for a request
     saved_pages: int = 0  # copied to the host
     loaded_pages: int = 0  # copied back
     finished: int = 0

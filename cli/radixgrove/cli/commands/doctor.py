@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -39,7 +38,6 @@ _LIBRARIES = (
     ("kopf", "operator"),
 )
 _MIN_REDIS = (6, 2)
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Verdict(StrEnum):
@@ -156,18 +154,17 @@ def _host_cache(settings: WorkerSettings) -> Iterable[Finding]:
         return
     import psutil
 
-    memory = psutil.virtual_memory()
-    limit = memory.total
-    with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
-        limit = min(limit, int(_CGROUP_LIMIT.read_text()))
+    from radixgrove.worker.machine import host_limit
+
+    limit, available = host_limit(), psutil.virtual_memory().available
     text = (
         f"{wanted:g} GiB of host memory for cached pages: the limit is {limit / 2**30:.1f} GiB, "
-        f"{memory.available / 2**30:.1f} GiB of the machine are free"
+        f"{available / 2**30:.1f} GiB of the machine are free"
     )
     if wanted * 2**30 >= limit:
         yield Finding(Verdict.FAIL, "host cache", f"{text}; lower host_cache_gib")
     else:
-        enough = wanted * 2**30 < memory.available
+        enough = wanted * 2**30 < available
         yield Finding(Verdict.OK if enough else Verdict.WARN, "host cache", text)
 
 

@@ -176,11 +176,17 @@ class RadixTree:
         """Pin a path: none of its pages can be evicted until as many `unlock`s."""
         step: Node | None = node
         while step is not None:
-            if step.locks == 0:
-                self.evictable -= len(step.pages)
-                self._unqueue(step)
-            step.locks += 1
+            self._pin(step)
             step = step.parent
+
+    def _pin(self, node: Node) -> None:
+        """One lock more on a node, of which its ancestors have theirs."""
+        if node.locks == 0:
+            self.evictable -= len(node.pages)
+            self._queue.discard(node)
+            if self._host is not None:
+                self._host.queue.discard(node)
+        node.locks += 1
 
     def record_hit(self, node: Node, priority: int) -> None:
         """A request reuses a locked path; LFU, priority eviction and selective saves remember."""
@@ -226,11 +232,6 @@ class RadixTree:
             if node.host and not node.host_children and node not in host.queue:
                 host.queue.add(node)
 
-    def _unqueue(self, node: Node) -> None:
-        self._queue.discard(node)
-        if self._host is not None:
-            self._host.queue.discard(node)
-
     # ---- growth --------------------------------------------------------------------------------
 
     def extend(
@@ -249,11 +250,8 @@ class RadixTree:
             if child.pages:
                 break
             child = self._common_part(child, tokens, end)
+            self._pin(child)
             self._fill(child, pages[child.start : child.end])
-            if child.locks == 0:
-                self.evictable -= child.size
-                self._unqueue(child)
-            child.locks += 1
             node = child
         return node
 

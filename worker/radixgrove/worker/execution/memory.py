@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
 
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.settings import KVDType, WorkerSettings
+from radixgrove.worker.machine import host_limit
 from radixgrove.worker.models.config import ModelConfig, ModelError
 from radixgrove.worker.parallel.group import Shard
 
@@ -21,10 +21,6 @@ _CPU_POOL_BYTES = 2 * GIB
 _HOST_TIER_SHARE = 0.95
 # Free memory left beside the pool on CUDA: allocator fragmentation and library workspaces.
 _CUDA_MARGIN = GIB // 4
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 class MemoryShortage(ModelError):
@@ -84,17 +80,6 @@ class CudaUse:
     activations: int  # peak above the weights
     graphs: int
     other: int  # contexts, libraries, other processes, buffers of the host tier
-
-
-def host_limit() -> int:
-    """Bytes this process may use: the machine's memory, or its control group's limit if less."""
-    limit = psutil.virtual_memory().total
-    for path in _CGROUP_LIMITS:
-        try:
-            limit = min(limit, int(path.read_text()))
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-    return limit
 
 
 def host_tier_pages(settings: WorkerSettings, shape: KvShape, ranks: int) -> int:

@@ -72,12 +72,13 @@ class Admission:
             if request.state is State.AWAITING_KV or (full and request.fetched):
                 continue
             tokens = request.tokens()
-            if self._waits_for_leader(request, tokens):
+            found = self._peek(request, tokens)
+            if self._waits_for_pages(request, tokens, found):
                 followers += 1
                 if followers == _MOST_FOLLOWERS:
                     break
                 continue
-            on_host = self._worth_loading(request, tokens)
+            on_host = self._worth_loading(request, tokens, found)
             # Others compute meanwhile. Alone, its first step can follow the load instead; so it
             # does when its prefix was displaced again, lest those that wait displace each other.
             if on_host and self._batch.active and not request.fetched:
@@ -108,15 +109,25 @@ class Admission:
         more = self.estimator.remaining(len(request.output), request.limit)
         return max(0, self._memory.pages_for(request.length + more) - pages)
 
-    def _worth_loading(self, request: Request, tokens: bytes) -> int:
+    def _limit(self, tokens: bytes) -> int:
+        """Most pages that may come from the cache: the last token is always computed."""
+        return (count_tokens(tokens) - 1) // self._config.page_size
+
+    def _peek(self, request: Request, tokens: bytes) -> tuple[Node, int] | None:
+        """As `RadixTree.peek`; None where the request finds nothing, or may not look."""
+        if not request.reads_cache:
+            return None
+        node, depth = self._memory.tree.peek(request.scope, tokens, self._limit(tokens))
+        return None if node is None else (node, depth)
+
+    def _worth_loading(
+        self, request: Request, tokens: bytes, found: tuple[Node, int] | None
+    ) -> int:
         """Pages of the request's prefix up to the end of what the host has, if it is worth it."""
-        if self.loads is None or not request.reads_cache:
+        if self.loads is None or found is None:
             return 0
-        tree, limit = self._memory.tree, (count_tokens(tokens) - 1) // self._config.page_size
-        node, depth = tree.peek(request.scope, tokens, limit)
-        if node is None:
-            return 0
-        end = tree.peek_below(node, depth, tokens, limit)
+        node, depth = found
+        end = self._memory.tree.peek_below(node, depth, tokens, self._limit(tokens))
         if end == depth:
             return 0
         backlog = self._batch.prefill_backlog + self._queue.tokens_of_others(request)
@@ -125,7 +136,7 @@ class Admission:
     def _begin_load(self, request: Request, tokens: bytes, end: int) -> bool:
         """Load the prefix up to page `end`; False when the request does not fit."""
         assert self.loads is not None
-        limit = (count_tokens(tokens) - 1) // self._config.page_size
+        limit = self._limit(tokens)
         reserved = self._reserved()
         node = self._memory.tree.match(request.scope, tokens, limit)
         if not (self._fits(request, node) and self.loads.begin(request, tokens, limit)):
@@ -144,15 +155,17 @@ class Admission:
             self.loads.release(request)
         self._queue.remove(request)
 
-    def _waits_for_leader(self, request: Request, tokens: bytes) -> bool:
-        if not (self._config.prefix_cache and request.reads_cache):
+    def _waits_for_pages(
+        self, request: Request, tokens: bytes, found: tuple[Node, int] | None
+    ) -> bool:
+        """Whether its next page is on its way: loaded, or computed by another."""
+        if found is None:
+            request.follows = False
             return False
-        limit = (count_tokens(tokens) - 1) // self._config.page_size
-        tree = self._memory.tree
-        node, depth = tree.peek(request.scope, tokens, limit)
-        if node is not None and tree.awaits_load(node, depth, tokens, limit):
+        limit = self._limit(tokens)
+        if self._memory.tree.awaits_load(*found, tokens, limit):
             return True
-        request.follows = self.leaders.worth_waiting(node, depth, tokens, limit, request.follows)
+        request.follows = self.leaders.worth_waiting(*found, tokens, limit, request.follows)
         return request.follows
 
     def _fits(self, request: Request, node: Node | None) -> bool:
@@ -190,7 +203,7 @@ class Admission:
     def _try_start(
         self, step: Step, request: Request, tokens: bytes, from_host: bool
     ) -> ActiveRow | None:
-        memory, limit = self._memory, (count_tokens(tokens) - 1) // self._config.page_size
+        memory, limit = self._memory, self._limit(tokens)
         node = memory.find_prefix(request, tokens, limit)
         below = None
         if from_host and node is not None:

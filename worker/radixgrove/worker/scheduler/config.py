@@ -76,7 +76,7 @@ class SchedulerConfig:
             schedule_policy=settings.schedule_policy,
             eviction_policy=settings.eviction_policy,
             prefix_cache=settings.prefix_cache,
-            num_host_pages=info.num_host_pages if settings.prefix_cache else 0,
+            num_host_pages=info.num_host_pages,
             host_write_policy=settings.host_write_policy,
             prefill_rate=prefill_rate,
             host_rate=host_rate,

@@ -42,7 +42,7 @@ class PrefixLeaders:
             active.claim = None
 
     def worth_waiting(
-        self, node: Node | None, depth: int, tokens: bytes, limit: int, waiting: bool
+        self, node: Node, depth: int, tokens: bytes, limit: int, waiting: bool
     ) -> bool:
         """Whether a row in prefill computes enough of `tokens`' pages [depth, limit).
 
@@ -50,7 +50,7 @@ class PrefixLeaders:
             node, depth: the deepest node that `tokens` reach and the pages matched, as `peek` says.
             waiting: it was worth it before. Then it is until the last shared page is there.
         """
-        if node is None or depth != node.end or depth >= limit:
+        if depth != node.end or depth >= limit:
             return False
         page = tokens[depth * self._page_bytes : (depth + 1) * self._page_bytes]
         leader = self._leaders.get((node, page))

@@ -37,9 +37,6 @@ class HostLoads:
         self._holds: dict[Request, Hold] = {}
         self._under_way: dict[int, int] = {}  # pages of each load that has not ended
 
-    def __len__(self) -> int:
-        return len(self._holds)
-
     def holds(self) -> list[tuple[Request, Hold]]:
         return list(self._holds.items())
 
