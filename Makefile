@@ -2,7 +2,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACKAGES := protocol kernels worker router operator cli
+PACKAGES := protocol service kernels worker router operator cli
 COMPILE := uv pip compile --universal --generate-hashes --no-header --quiet
 CLUSTER_PYTHON := $(BIN)/python
 

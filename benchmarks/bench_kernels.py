@@ -20,11 +20,11 @@ import results
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import activation, attention, decode, norm, race, rope, thresholds
+from radixgrove.kernels import activation, attention, decode, norm, rope, sample, top_k_top_p
+from radixgrove.kernels.autotune import GEMV_CANDIDATES, SKINNY_CANDIDATES
 from radixgrove.kernels.float8 import FLOAT8, to_page
 from radixgrove.kernels.linear import MAX_SKINNY_TOKENS
-from radixgrove.kernels.products import CUBLAS, Choice, Scratch, multiply
-from radixgrove.kernels.tuning import GEMV_CANDIDATES, SKINNY_CANDIDATES
+from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 
 DTYPE = torch.bfloat16
 PAGE = 16
@@ -279,15 +279,15 @@ def bench_sampling() -> None:
             top_k = torch.full((batch,), 50, dtype=torch.int32, device="cuda")
             top_p = torch.full((batch,), 0.95, device="cuda")
             label = f"{shape.name} B={batch}"
-            us = microseconds([partial(race.sample, logits, temperature, index, index)] * 4)
+            us = microseconds([partial(sample.sample, logits, temperature, index, index)] * 4)
             show("sample", label, us, batch * shape.vocab * 2)
-            us = microseconds([partial(race.argmax, logits)] * 4)
+            us = microseconds([partial(sample.argmax, logits)] * 4)
             show("argmax", label, us, batch * shape.vocab * 2)
             us = microseconds([partial(torch.argmax, logits, -1)] * 4)
             show("torch argmax", label, us, batch * shape.vocab * 2)
             for values in (logits, logits.float()):
                 call = partial(
-                    thresholds.sampling_thresholds, values, temperature, top_k, top_p, top_p * 0.0
+                    top_k_top_p.sampling_thresholds, values, temperature, top_k, top_p, top_p * 0.0
                 )
                 kind = str(values.dtype).removeprefix("torch.")
                 show(f"thresholds {kind}", label, microseconds([call] * 4))

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from radixgrove.worker.execution.attention.flashinfer import FlashInferAttention
+from radixgrove.worker.attention.flashinfer import FlashInferAttention
 
 
 def main(argv: list[str] | None = None) -> int:

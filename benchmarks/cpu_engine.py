@@ -23,9 +23,9 @@ import torch
 from offline import OfflineEngine
 from subjects import table
 
-from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
-from radixgrove.worker import demo_model
+from radixgrove.worker.agent import demo_model
 from radixgrove.worker.messages import Submit, Tokens
 
 VOCABULARY = 40_000  # plain text tokens of the demo model lie below

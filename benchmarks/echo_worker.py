@@ -20,9 +20,9 @@ from simulated import MODEL
 
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.registry import Registration, root_fingerprint
-from radixgrove.protocol.tokenizer import TokenizerFiles
+from radixgrove.protocol.text.tokenizer import TokenizerFiles
+from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.messages import CacheSnapshot, EngineState, Stats
-from radixgrove.worker.publisher import Publisher
 
 _ANSWER = json.dumps(
     {

@@ -186,7 +186,7 @@ done
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 export FLASHINFER_WORKSPACE_BASE="$scratch"
-export PYTHONPATH="protocol:kernels:worker:cli:benchmarks${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="protocol:service:kernels:worker:cli:benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 set_up >"$OUT/set-up.log" 2>&1 || { echo "set-up failed:"; tail -20 "$OUT/set-up.log"; }
 tail -1 "$OUT/set-up.log"
 

@@ -31,7 +31,7 @@ import torch
 from offline import OfflineEngine
 from torch import Tensor
 
-from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import AttentionBackend, Device, DType, LoadFormat, WorkerSettings
 from radixgrove.worker.messages import Submit, TokenLogprobs, Tokens
 from radixgrove.worker.plan import StepPlan

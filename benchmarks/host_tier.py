@@ -21,7 +21,7 @@ import pytest
 import results
 import torch
 
-from radixgrove.worker.execution.host import CudaHostTier
+from radixgrove.worker.execution.host_tier import CudaHostTier
 from radixgrove.worker.execution.memory import GIB, KvShape
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.plan import PageCopies, StepPlan

@@ -26,8 +26,7 @@ import torch
 import workloads
 from workloads import WORKLOADS, ModelShape, Workload
 
-from radixgrove.protocol.directories import private_directory
-from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import (
     AttentionBackend,
     Device,
@@ -37,7 +36,8 @@ from radixgrove.protocol.settings import (
     SchedulePolicy,
     WorkerSettings,
 )
-from radixgrove.worker.execution.build import build_executor
+from radixgrove.service.directories import private_directory
+from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, Tokens
 from radixgrove.worker.models.config import ModelConfig, load_config
 from radixgrove.worker.plan import Executor
@@ -144,7 +144,7 @@ def other_ranks(settings: WorkerSettings, model_dir: Path) -> Iterator[Path]:
     """Processes of ranks 1 .. tp - 1, and the directory in which they meet rank 0."""
     with private_directory("radixgrove-bench-") as directory:
         Runtime(directory, settings, model_dir.resolve()).write()
-        command = [sys.executable, "-m", "radixgrove.worker.engine", str(directory)]
+        command = [sys.executable, "-m", "radixgrove.worker.engine.loop", str(directory)]
         ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(1, settings.tp)]
         try:
             yield directory

@@ -17,16 +17,15 @@ import results
 
 sys.path[:0] = [str(results.ROOT), str(results.ROOT / "tests" / "operator")]
 
-from operator_process import (  # noqa: E402
+from tests.cluster.harness.control_plane import ControlPlane  # noqa: E402
+from tests.cluster.harness.kwok import PretendedNodes  # noqa: E402
+from tests.operator.operator_process import (  # noqa: E402
     OperatorProcess,
     RedisServer,
     install,
     namespace_with_models,
 )
-from scale import Scale, measure, summary  # noqa: E402
-
-from tests.cluster.harness.control_plane import ControlPlane  # noqa: E402
-from tests.cluster.harness.kwok import PretendedNodes  # noqa: E402
+from tests.operator.scale import Scale, measure, summary  # noqa: E402
 
 
 def run(nodes: int, services: int, rest: float) -> Scale:

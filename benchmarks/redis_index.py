@@ -35,6 +35,7 @@ from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router.placement import Ask, Placer
 from radixgrove.router.redis_link import RedisLink
 from radixgrove.router.replicas import Breaker, Replica, Service
+from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.messages import (
     CacheEvent,
     CacheEvents,
@@ -43,7 +44,6 @@ from radixgrove.worker.messages import (
     Stats,
     Tier,
 )
-from radixgrove.worker.publisher import Publisher
 
 BLOCKS = (24, 1024, 6250)
 REPLICAS = (4, 64)

@@ -35,10 +35,10 @@ from subjects import available_peers, free_port, process, redis_server, router, 
 from tokenizers import Tokenizer
 
 from radixgrove.protocol.blocks import BlockHasher
-from radixgrove.protocol.prompts import PromptEncoder
-from radixgrove.protocol.requests import ModelLimits, parse_chat
-from radixgrove.protocol.tokenizer import TokenizerFiles
-from radixgrove.worker import demo_model
+from radixgrove.protocol.openai.requests import ModelLimits, parse_chat
+from radixgrove.protocol.text.prompts import PromptEncoder
+from radixgrove.protocol.text.tokenizer import TokenizerFiles
+from radixgrove.worker.agent import demo_model
 
 SIZES = {"2 KB": 2 << 10, "64 KB": 64 << 10}
 LAST_TURN = 256

@@ -19,10 +19,10 @@ import numpy as np
 import results
 
 from radixgrove.protocol.blocks import BlockHasher
-from radixgrove.protocol.sampling import SamplingParams
-from radixgrove.worker.cache.clock import Clock
+from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.cache.node import Scope
 from radixgrove.worker.cache.pool import PagePool
+from radixgrove.worker.cache.timeline import Clock
 from radixgrove.worker.cache.tree import RadixTree
 from radixgrove.worker.messages import Outputs, Submit
 from radixgrove.worker.plan import StepPlan, StepResult

@@ -29,9 +29,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
 from radixgrove.protocol.blocks import HASH_BYTES, BlockHasher
+from radixgrove.protocol.openai.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
 from radixgrove.protocol.registry import Registration, root_fingerprint
-from radixgrove.protocol.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
-from radixgrove.protocol.tokenizer import TokenizerFiles
+from radixgrove.protocol.text.tokenizer import TokenizerFiles
+from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.messages import (
     Admitted,
     CacheEvent,
@@ -41,7 +42,6 @@ from radixgrove.worker.messages import (
     Stats,
     Tier,
 )
-from radixgrove.worker.publisher import Publisher
 
 MODEL = "simulated"
 INTERNAL_KEY = "simulated-internal-key"

@@ -149,7 +149,7 @@ class Worker:
         agent = psutil.Process(self.process.pid)
         seconds = {"engine": 0.0, "frontends": 0.0, "agent": _seconds(agent)}
         for child in agent.children():
-            role = "engine" if "radixgrove.worker.engine" in child.cmdline() else "frontends"
+            role = "engine" if "radixgrove.worker.engine.loop" in child.cmdline() else "frontends"
             seconds[role] += _seconds(child)
         return seconds
 

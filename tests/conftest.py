@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from radixgrove.worker import demo_model
+from radixgrove.worker.agent import demo_model
 
 if not Path("/proc/driver/nvidia").exists():
     # Triton chooses its interpreter while it is imported, by whichever test comes first.

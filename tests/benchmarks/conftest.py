@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from tests.checkout import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from tokenizers import Tokenizer
 
-from radixgrove.protocol.detokenize import Vocabulary
+from radixgrove.worker.frontend.detokenize import Vocabulary
 
 VOCABULARY = 150_000
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -14,12 +13,14 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from radixgrove.operator import crd, metrics, names, rbac
-from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.api import crd, metrics, names
+from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.kube import rbac
 from radixgrove.protocol.settings import RouterSettings
 from tests.chart import foreign
+from tests.checkout import ROOT
 
-CHART = Path(__file__).parents[2] / "helm/radixgrove"
+CHART = ROOT / "helm/radixgrove"
 KUBERNETES = "1.35"
 
 CASES: dict[str, dict[str, Any]] = {
@@ -255,7 +256,7 @@ def test_the_crd_is_the_generated_one_and_can_be_kept() -> None:
 
 def test_the_charts_rbac_table_is_the_operators() -> None:
     assert (CHART / "files/rbac.yaml").read_text() == rbac.chart_file(), (
-        "write it again: python -m radixgrove.operator.rbac > helm/radixgrove/files/rbac.yaml"
+        "write it again: python -m radixgrove.operator.kube.rbac > helm/radixgrove/files/rbac.yaml"
     )
 
 
@@ -357,7 +358,7 @@ def test_nobody_scrapes_unless_told_to() -> None:
 
 def test_dashboard_and_alerts_name_metrics_that_exist() -> None:
     # The page is complete, as tests/docs/test_metrics.py sees to.
-    page = (CHART.parents[1] / "docs/metrics.md").read_text()
+    page = (ROOT / "docs/metrics.md").read_text()
     known = set(re.findall(r"^\| `(radixgrove_\w+)", page, re.MULTILINE))
     used = (CHART / "files/dashboard.json").read_text() + (CHART / "files/alerts.yaml").read_text()
     json.loads((CHART / "files/dashboard.json").read_text())

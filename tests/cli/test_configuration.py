@@ -24,9 +24,8 @@ from radixgrove.cli.options import setting_options
 from radixgrove.cli.reference import DOCUMENT, updated
 from radixgrove.cli.resolving import ConfigurationUsage, UpParts, resolve_part
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
+from tests.checkout import ROOT
 from tests.cli.test_command import radixgrove
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

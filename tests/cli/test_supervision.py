@@ -97,7 +97,7 @@ async def test_a_child_that_ignores_sigterm_is_killed() -> None:
 async def test_children_die_with_a_killed_parent() -> None:
     code = (
         "import asyncio, os, sys\n"
-        "from radixgrove.worker.children import Child\n"
+        "from radixgrove.service.children import Child\n"
         "async def main():\n"
         f"    command = [sys.executable, '-c', {SLEEP!r}]\n"
         "    child = await Child.start('c', command, os.environ, print)\n"

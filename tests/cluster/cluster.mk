@@ -30,7 +30,7 @@ test-cluster: cluster-build cluster-prepare $(IMAGES) ## run the tests that need
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and not slow" $(SIDE_BY_SIDE) $(CLUSTER_TESTS)
 
 test-cluster-rights: cluster-build cluster-prepare $(IMAGES) ## take every right from the operator in turn; uninstall the chart
-	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" $(SIDE_BY_SIDE) tests/operator/test_rbac.py tests/cluster/test_upgrade.py
+	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" $(SIDE_BY_SIDE) tests/operator/kube/test_rbac.py tests/cluster/test_upgrade.py
 
 test-cluster-slow: cluster-build cluster-prepare ## all of the slow ones: those, the demonstration, the worker's image, which has CUDA
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" -o timeout=1800

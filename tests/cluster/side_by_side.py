@@ -32,7 +32,7 @@ def group_of(nodeid: str) -> str | None:
 def is_light(nodeid: str) -> bool:
     """Whether a test may go on beside what is timed (`machine.alone`): it has no pods that run."""
     return nodeid.startswith("tests/operator/") and not nodeid.startswith(
-        "tests/operator/test_scale"
+        "tests/operator/controller/test_scale"
     )
 
 

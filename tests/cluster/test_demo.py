@@ -12,19 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkout import ROOT
 from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.remains import remains
 from tests.cluster.harness.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
-_ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_the_demonstration_answers_stays_up_and_leaves_nothing_after_ctrl_c() -> None:
     process = subprocess.Popen(
         ["make", "--no-print-directory", "demo-cluster", f"CLUSTER_PYTHON={sys.executable}"],
-        cwd=_ROOT,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

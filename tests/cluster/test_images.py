@@ -72,7 +72,7 @@ def test_a_recipe_changes_with_what_the_image_is_made_of_and_with_nothing_else(
 
 def test_the_release_is_made_of_the_checkouts_code() -> None:
     for recipe in release.recipes()[:2]:
-        assert {"operator/radixgrove/operator/main.py", "requirements/build.txt"} <= {
+        assert {"operator/radixgrove/operator/controller/main.py", "requirements/build.txt"} <= {
             path.relative_to(recipe.context).as_posix() for path in recipe.files()
         }
 

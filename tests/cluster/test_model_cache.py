@@ -15,7 +15,7 @@ from moto.server import ThreadedMotoServer
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from radixgrove.worker import demo_model
+from radixgrove.worker.agent import demo_model
 from tests.cluster.harness import demo, release
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.served import Served, reason

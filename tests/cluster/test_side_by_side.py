@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.checkout import ROOT
 from tests.cluster.side_by_side import group_of
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 _CONFTEST = """
 from tests.cluster.side_by_side import ByGroup
@@ -57,7 +56,7 @@ def test_groups_stay_together_and_in_order(tmp_path: Path) -> None:
         [sys.executable, "-m", "pytest", "-q", "-p", "xdist.plugin", f"--rootdir={tmp_path}",
          "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"],
         cwd=tmp_path, check=True,
-        env={**os.environ, "PYTHONPATH": str(_ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
     ran = [line.split() for line in log.read_text().splitlines()]
     for group in (load, nodes):
@@ -68,8 +67,8 @@ def test_groups_stay_together_and_in_order(tmp_path: Path) -> None:
 
 def test_every_file_with_cluster_tests_has_a_group() -> None:
     marked = [
-        path.relative_to(_ROOT).as_posix()
-        for path in (_ROOT / "tests").rglob("test_*.py")
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
         if "pytest.mark.cluster" in path.read_text() and path != Path(__file__).resolve()
     ]
     assert len(marked) > 15
@@ -78,7 +77,7 @@ def test_every_file_with_cluster_tests_has_a_group() -> None:
 
 def test_whoever_is_alone_is_alone_and_everybody_gets_a_turn(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", _WORKER.format(log=str(log))]
     workers = [subprocess.Popen(command, env=environment) for _ in range(3)]
     try:

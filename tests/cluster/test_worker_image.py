@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkout import ROOT
 from tests.cluster.harness import images
 from tests.cluster.harness.images import Container, ImageError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def test_it_runs_as_a_numeric_user_that_can_change_nothing_in_the_image(
 def test_it_needs_no_writable_root(container: Container, cache: dict[Path, str]) -> None:
     with pytest.raises(ImageError, match="Read-only file system"):
         container.run("touch", "/var/tmp/here", writable=cache, read_only=True)
-    program = "import radixgrove.worker.execution.build, torch; print(torch.ones(2))"
+    program = "import radixgrove.worker.engine.executor, torch; print(torch.ones(2))"
     said = container.run("python", "-c", program, writable=cache, read_only=True)
     assert said == "tensor([1., 1.])\n"
 

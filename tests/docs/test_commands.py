@@ -11,8 +11,8 @@ import pytest
 
 from radixgrove.cli.configuration import load_file, resolve
 from radixgrove.cli.main import cli
+from tests.checkout import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _TYPED = re.compile(
     r"(?:^|[`(\s/])(?<!install )(radixgrove|make) ([a-z][^`\n|#;&)]*)", re.MULTILINE

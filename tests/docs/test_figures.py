@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.checkout import ROOT
+
 PAGE = ROOT / "docs" / "performance.md"
 KEYS = {
     *("benchmark", "workload", "model", "subject", "metric", "value", "unit"),

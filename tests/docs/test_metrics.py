@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from radixgrove.operator import metrics as operator_metrics
+from radixgrove.operator.api import metrics as operator_metrics
 from radixgrove.router import metrics as router_metrics
+from radixgrove.worker.engine.metrics import EngineMetrics
 from radixgrove.worker.frontend.metrics import FrontendMetrics
-from radixgrove.worker.scheduler.metrics import EngineMetrics
+from tests.checkout import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "metrics.md"
 
 
 @dataclass(frozen=True)

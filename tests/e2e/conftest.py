@@ -69,7 +69,7 @@ class UpProcess:
         engines = [
             child
             for child in agent.children(recursive=True)
-            if any("radixgrove.worker.engine" in part for part in _command_line(child))
+            if any("radixgrove.worker.engine.loop" in part for part in _command_line(child))
         ]
         assert len(engines) == 1
         return engines[0]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.execution import reference
+from tests.worker.execution import reference
 
 
 def _cache_path(model_dir: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> Path:

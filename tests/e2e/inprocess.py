@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
-from radixgrove.worker.execution.build import build_executor
+from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.messages import Finish, Submit, TokenLogprobs, Tokens
 from radixgrove.worker.plan import Executor
 from radixgrove.worker.scheduler.config import SchedulerConfig

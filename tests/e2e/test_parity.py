@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import HostWritePolicy
 from radixgrove.worker.plan import Executor
 from tests.e2e.greedy_texts import greedy_texts
 from tests.e2e.inprocess import InProcessEngine, build, settings
-from tests.execution import prompts, reference
+from tests.worker.execution import prompts, reference
 
 TOKENS = 64
 GREEDY = SamplingParams(max_tokens=TOKENS, seed=0, temperature=0.0)

@@ -30,25 +30,25 @@ from radixgrove.kernels import (
     all_reduce,
     attention,
     decode,
+    decode_inputs,
     gather,
     linear,
     norm,
     pages,
     penalties,
-    race,
     rope,
-    rows,
-    thresholds,
+    sample,
+    top_k_top_p,
 )
-from radixgrove.kernels.float8 import FLOAT8
-from radixgrove.kernels.linear import SkinnyWorkspace
-from radixgrove.kernels.products import Scratch, multiply
-from radixgrove.kernels.tuning import (
+from radixgrove.kernels.autotune import (
     GEMV_CANDIDATES,
     SKINNY_CANDIDATES,
     Projection,
     own_candidates,
 )
+from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.kernels.linear import SkinnyWorkspace
+from radixgrove.kernels.matmul import Scratch, multiply
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MODULES = (
@@ -60,10 +60,10 @@ MODULES = (
     linear,
     norm,
     pages,
-    race,
+    sample,
     rope,
-    rows,
-    thresholds,
+    decode_inputs,
+    top_k_top_p,
 )
 
 
@@ -99,7 +99,7 @@ def compile_only() -> None:
         if hasattr(module, "pdl"):
             setattr(module, "pdl", always_pdl)  # noqa: B010
     setattr(decode, "_multiprocessors", multiprocessors)  # noqa: B010
-    setattr(race, "_has_fast_logarithm", lambda x: True)  # noqa: B010
+    setattr(sample, "_has_fast_logarithm", lambda x: True)  # noqa: B010
 
 
 def always_pdl(x: torch.Tensor) -> dict[str, bool]:
@@ -144,11 +144,11 @@ def launch_all(dtype: torch.dtype) -> None:
     indptr, flat = zeros(5, kind=torch.int32), zeros(64, kind=torch.int32)
     pages.kv_indices(index32, index32, table, 16, indptr, flat, index32.clone())
     lens, tokens_known = zeros(9, kind=torch.int32), zeros(9, 64, kind=torch.int32)
-    rows.gather_rows(
+    decode_inputs.gather_rows(
         index64, lens, tokens_known, table, 16, index32, index32, index64, index32, index64
     )
     inputs = (index64, lens, tokens_known, table, 16, index32, index32, index64, index32, index64)
-    rows.gather_rows(*inputs, zeros(64, hidden), zeros(4, hidden))
+    decode_inputs.gather_rows(*inputs, zeros(64, hidden), zeros(4, hidden))
     addresses, counts = zeros(2, kind=torch.int64), zeros(all_reduce.PROGRAMS, kind=torch.int32)
     for rows_reduced in (1, 64, 256):
         part = zeros(rows_reduced, hidden)
@@ -224,8 +224,8 @@ def launch_linear(dtype: torch.dtype, hidden: int) -> None:
 def launch_products(hidden: int, inner: int, qkv: int, attended: int, vocab: int) -> None:
     """Our kernels for a decoder layer and the head, at the token counts that have some."""
 
-    def projection(rows: int, columns: int, **options: bool) -> Projection:
-        return Projection([torch.empty(rows, columns, dtype=torch.bfloat16)], **options)
+    def projection(decode_inputs: int, columns: int, **options: bool) -> Projection:
+        return Projection([torch.empty(decode_inputs, columns, dtype=torch.bfloat16)], **options)
 
     layer = (
         projection(qkv, hidden),
@@ -276,22 +276,22 @@ def launch_sampling() -> None:
     logits, one = torch.zeros(4, 151936), torch.zeros(4)
     index32, index64 = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     for kind in (torch.bfloat16, torch.float32):
-        race.argmax(logits.to(kind))
-        race.sample(logits.to(kind), one, index64, index64)
-        race.sample(logits.to(kind), one, index64, index64, one)
-        thresholds.sampling_thresholds(logits.to(kind), one, index32, one, one)
+        sample.argmax(logits.to(kind))
+        sample.sample(logits.to(kind), one, index64, index64)
+        sample.sample(logits.to(kind), one, index64, index64, one)
+        top_k_top_p.sampling_thresholds(logits.to(kind), one, index32, one, one)
     # As a decode step calls them.
     floats, integers = torch.zeros(9, 6), torch.zeros(9, 4, dtype=torch.int64)
     known = torch.zeros(9, 64, dtype=torch.int32)
-    history = race.History(known[:, 0].contiguous(), known, 8)
+    history = sample.History(known[:, 0].contiguous(), known, 8)
     where: dict[str, Any] = {"rows": index64, "history": history, "out": index64.clone()}
-    race.argmax(logits, **where)
-    least = thresholds.sampling_thresholds(
-        logits, floats[:, 0], integers[:, 1], floats[:, 1], floats[:, 2], rows=index64
+    sample.argmax(logits, **where)
+    least = top_k_top_p.sampling_thresholds(
+        logits, floats[:, 0], integers[:, 1], floats[:, 1], floats[:, 2], decode_inputs=index64
     )
     for filtered in (None, least):
         columns = (floats[:, 0], integers[:, 0], history.lens)
-        race.sample(logits, *columns, filtered, **where)
+        sample.sample(logits, *columns, filtered, **where)
     counts = torch.zeros(4, 151936, dtype=torch.int32)
     penalties.penalize(logits, index32, counts, one, one, one)
 
@@ -306,8 +306,8 @@ def launch_smallest() -> None:
     norm.rms_norm(one, one[0], 1.0)
     activation.silu_and_mul(torch.zeros(1, 2))
     gather.embed(one, index)
-    race.sample(one, one[0], index, index)
-    thresholds.sampling_thresholds(one, one[0], index.int(), one[0], one[0])
+    sample.sample(one, one[0], index, index)
+    top_k_top_p.sampling_thresholds(one, one[0], index.int(), one[0], one[0])
     penalties.penalize(one, index.int(), one.int(), one[0], one[0], one[0])
 
 

@@ -33,7 +33,7 @@ if not ON_GPU:
 @pytest.fixture(scope="session", autouse=True)
 def _repaired_interpreter() -> None:
     if not ON_GPU:
-        from .interpreter import repair
+        from tests.kernels.interpreter import repair
 
         repair()
 

@@ -25,7 +25,7 @@ def run_rank(rank: int, directory: Path) -> None:
     """One rank's process: sums of many sizes in turn, each checked against NCCL's."""
     from torch import distributed
 
-    from radixgrove.worker.parallel.peer import PeerAllReduce
+    from radixgrove.worker.parallel.custom_all_reduce import PeerAllReduce
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)

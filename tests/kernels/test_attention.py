@@ -12,10 +12,9 @@ from radixgrove.kernels import attention, decode
 from radixgrove.kernels.decode import MAX_PROGRAMS, DecodeConfig, DecodeWorkspace
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.rope import rope_store_reference
-from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch, PaddedBatch
-from radixgrove.worker.execution.attention.decode import FUSED_ROWS, PagedDecode
-
-from .helpers import PAGED_DTYPES, PagedKv, assert_close
+from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch, PaddedBatch
+from radixgrove.worker.attention.decode import FUSED_ROWS, PagedDecode
+from tests.kernels.helpers import PAGED_DTYPES, PagedKv, assert_close
 
 GEOMETRIES = pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size"),
@@ -231,7 +230,7 @@ def make_backend(
 
     kinds = {"torch": "TorchAttention", "triton": "TritonAttention"}
     kinds["flashinfer"] = "FlashInferAttention"
-    module = import_module(f"radixgrove.worker.execution.attention.{name}")
+    module = import_module(f"radixgrove.worker.attention.{name}")
     kv_heads, head_dim = pool.shape[4:]
     backend: AttentionBackend = getattr(module, kinds[name])(
         pool,
@@ -551,7 +550,7 @@ def test_eager_steps_take_the_workspace_of_captured_ones(device: torch.device) -
     ("prefixes", "count"), [([], 0), ([0, 0], 0), ([3, 0], 1), ([0, 3, 0], 2), ([0, 3], 2)]
 )
 def test_chunks_behind_the_last_prefix_need_no_pages(prefixes: list[int], count: int) -> None:
-    from radixgrove.worker.execution.attention.flashinfer import count_prefixed
+    from radixgrove.worker.attention.flashinfer import count_prefixed
 
     nothing = torch.empty(0)
     batch = AttentionBatch(

@@ -10,17 +10,16 @@ from torch import Tensor
 
 from radixgrove.kernels import ops
 from radixgrove.kernels.linear import SkinnyConfig, SkinnyWorkspace
-from radixgrove.kernels.products import CUBLAS, Choice, multiply
-from radixgrove.worker.execution.attention.base import AttentionBatch
-from radixgrove.worker.execution.attention.torch import TorchAttention
+from radixgrove.kernels.matmul import CUBLAS, Choice, multiply
+from radixgrove.worker.attention.base import AttentionBatch
+from radixgrove.worker.attention.torch import TorchAttention
 from radixgrove.worker.models.config import ModelConfig, RopeConfig
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.models.layers import Placement
 from radixgrove.worker.models.ops import KernelOps, Ops, TorchOps
 from radixgrove.worker.models.weights import fill_random
 from radixgrove.worker.parallel.group import Shard, TensorParallel
-
-from .helpers import assert_close
+from tests.kernels.helpers import assert_close
 
 CONFIG = ModelConfig(
     architecture="Qwen3ForCausalLM",

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import race, thresholds
-from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.kernels import sample, top_k_top_p
+from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.execution.sampling.draw import draw, draw_by_kernels
 from radixgrove.worker.execution.sampling.state import Need, SamplingState
 from radixgrove.worker.execution.table import RequestTable
@@ -95,9 +95,9 @@ def test_a_step_launches_few_kernels(
     """Kernels of ours, and nothing of torch that computes: views and allocations only."""
     launches: list[str] = []
     for module, name in (
-        (race, "_race_kernel"),
-        (race, "_race_winner_kernel"),
-        (thresholds, "_thresholds_kernel"),
+        (sample, "_race_kernel"),
+        (sample, "_race_winner_kernel"),
+        (top_k_top_p, "_thresholds_kernel"),
     ):
         monkeypatch.setattr(module, name, _Counted(getattr(module, name), name, launches))
     bench = Bench.make(device)

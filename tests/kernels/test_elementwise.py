@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from radixgrove.kernels import activation, gather, norm, rope
-
-from .helpers import DTYPES, assert_close, sizes
+from tests.kernels.helpers import DTYPES, assert_close, sizes
 
 
 @DTYPES

@@ -12,8 +12,7 @@ from radixgrove.kernels import pages as page_kernels
 from radixgrove.kernels import rope
 from radixgrove.kernels.float8 import FLOAT8, FLOAT8_MAX, bits, to_page
 from radixgrove.worker.models.ops import TorchOps
-
-from .helpers import DTYPES, assert_close
+from tests.kernels.helpers import DTYPES, assert_close
 
 INFINITY, NAN = math.inf, math.nan
 

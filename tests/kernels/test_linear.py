@@ -10,8 +10,7 @@ from torch import Tensor
 
 from radixgrove.kernels import linear, ops
 from radixgrove.kernels.linear import GemvConfig, SkinnyConfig, SkinnyWorkspace
-
-from .helpers import DTYPES, assert_close, sizes
+from tests.kernels.helpers import DTYPES, assert_close, sizes
 
 ENDINGS = pytest.mark.parametrize("ending", ["plain", "bias", "silu", "residual"])
 # The reference's norm or gate may round where the kernel does not; a product's terms cancel.

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from radixgrove.kernels import pages
-
-from .helpers import DTYPES
+from tests.kernels.helpers import DTYPES
 
 
 @DTYPES

@@ -11,8 +11,7 @@ from torch import Tensor
 from radixgrove.kernels import decode, rope
 from radixgrove.kernels.decode import MAX_PROGRAMS, DecodeConfig, DecodeWorkspace
 from radixgrove.kernels.float8 import FLOAT8, FLOAT8_MAX, bits
-
-from .helpers import PAGED_DTYPES, PagedKv, assert_close
+from tests.kernels.helpers import PAGED_DTYPES, PagedKv, assert_close
 
 EPS, SCALE = 1e-5, 0.3
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import penalties, race, random, thresholds
-from radixgrove.kernels.race import History
-
-from .helpers import assert_close
+from radixgrove.kernels import penalties, random, sample, top_k_top_p
+from radixgrove.kernels.sample import History
+from tests.kernels.helpers import assert_close
 
 
 def make_logits(batch: int, vocab: int, device: torch.device) -> Tensor:
@@ -31,17 +30,19 @@ def test_sample_draws_what_the_reference_draws(
     temperature = torch.tensor([0.0, 0.3, 0.6, 1.0, 1.5, 2.0], device=device)
     seed = int64(0, 1, -1, 1 << 62, 12345, -(1 << 63), device=device)
     position = int64(0, 1, 2, 1000, 131071, 5, device=device)
-    tokens = race.sample(logits, temperature, seed, position)
-    assert tokens.tolist() == (race.sample_reference(logits, temperature, seed, position).tolist())
+    tokens = sample.sample(logits, temperature, seed, position)
+    assert tokens.tolist() == (
+        sample.sample_reference(logits, temperature, seed, position).tolist()
+    )
 
 
 def test_greedy_takes_the_first_of_equal_logits(device: torch.device) -> None:
     logits = torch.zeros(2, 3000, device=device)
     logits[0, [2500, 17, 1400]] = 1.0
     zeros = torch.zeros(2, dtype=torch.int64, device=device)
-    tokens = race.sample(logits, torch.zeros(2, device=device), zeros, zeros)
+    tokens = sample.sample(logits, torch.zeros(2, device=device), zeros, zeros)
     assert tokens.tolist() == [17, 0]
-    assert race.argmax(logits).tolist() == [17, 0]
+    assert sample.argmax(logits).tolist() == [17, 0]
 
 
 def test_sample_never_leaves_the_vocabulary(device: torch.device) -> None:
@@ -49,7 +50,7 @@ def test_sample_never_leaves_the_vocabulary(device: torch.device) -> None:
     temperature = torch.tensor([0.0, 1.0], device=device)
     for value in (float("-inf"), float("nan")):
         logits = torch.full((2, 2000), value, device=device)
-        tokens = race.sample(logits, temperature, zeros, zeros)
+        tokens = sample.sample(logits, temperature, zeros, zeros)
         assert ((tokens >= 0) & (tokens < 2000)).all()
 
 
@@ -58,9 +59,9 @@ def test_a_rows_token_does_not_depend_on_its_batch(device: torch.device) -> None
     temperature = torch.full((9,), 1.0, device=device)
     seed = torch.arange(9, device=device) * 7919
     position = torch.arange(9, device=device)
-    together = race.sample(logits, temperature, seed, position)
+    together = sample.sample(logits, temperature, seed, position)
     alone = [
-        race.sample(logits[i : i + 1], temperature[:1], seed[i : i + 1], position[i : i + 1])
+        sample.sample(logits[i : i + 1], temperature[:1], seed[i : i + 1], position[i : i + 1])
         for i in range(9)
     ]
     assert together.tolist() == torch.cat(alone).tolist()
@@ -69,7 +70,7 @@ def test_a_rows_token_does_not_depend_on_its_batch(device: torch.device) -> None
 def test_sample_reads_strided_rows(device: torch.device) -> None:
     wide = make_logits(3, 600, device)
     zeros = torch.zeros(3, dtype=torch.int64, device=device)
-    tokens = race.sample(wide[:, :500], torch.zeros(3, device=device), zeros, zeros)
+    tokens = sample.sample(wide[:, :500], torch.zeros(3, device=device), zeros, zeros)
     assert tokens.tolist() == wide[:, :500].argmax(-1).tolist()
 
 
@@ -81,7 +82,7 @@ def test_draws_follow_the_distribution(device: torch.device) -> None:
     seed = torch.full((count,), 42, dtype=torch.int64, device=device)
     position = torch.arange(count, device=device)
     temperature = torch.full((count,), 2.0, device=device)
-    tokens = race.sample(logits, temperature, seed, position)
+    tokens = sample.sample(logits, temperature, seed, position)
     observed = torch.bincount(tokens, minlength=5)
     expected = probabilities * count
     chi_square = ((observed - expected) ** 2 / expected).sum().item()
@@ -131,16 +132,16 @@ class TestRows:
         least = expected_least = None
         if how == "filtered":
             filters = (temperature, top_k, top_p, min_p)
-            least = thresholds.sampling_thresholds(logits, *filters, rows=rows)
+            least = top_k_top_p.sampling_thresholds(logits, *filters, rows=rows)
             own = (column[rows].contiguous() for column in filters)
-            expected_least = thresholds.sampling_thresholds_reference(logits, *own)
+            expected_least = top_k_top_p.sampling_thresholds_reference(logits, *own)
         options: dict[str, Any] = {"rows": rows, "history": history, "out": out[:-1]}
         if how == "greedy":
-            tokens = race.argmax(logits, **options)
+            tokens = sample.argmax(logits, **options)
             expected = logits.argmax(-1)
         else:
-            tokens = race.sample(logits, temperature, seed, history.lens, least, **options)
-            expected = race.sample_reference(
+            tokens = sample.sample(logits, temperature, seed, history.lens, least, **options)
+            expected = sample.sample_reference(
                 logits, temperature[rows], seed[rows], before[rows].long(), expected_least
             )
         assert tokens.tolist() == expected.tolist() == out[:-1].tolist()
@@ -157,8 +158,8 @@ class TestRows:
     def test_without_rows_nothing_is_written(self, device: torch.device) -> None:
         empty = torch.zeros(0, 50, device=device)
         none = torch.zeros(0, device=device)
-        assert race.sample(empty, none, none.long(), none.long()).shape == (0,)
-        assert race.argmax(empty).shape == (0,)
+        assert sample.sample(empty, none, none.long(), none.long()).shape == (0,)
+        assert sample.argmax(empty).shape == (0,)
 
 
 FILTERS = {
@@ -191,9 +192,9 @@ def test_thresholds_keep_the_same_tokens(
         torch.full((4,), top_p, device=device),
         torch.full((4,), min_p, device=device),
     )
-    threshold = thresholds.sampling_thresholds(*arguments, candidates=candidates)
+    threshold = top_k_top_p.sampling_thresholds(*arguments, candidates=candidates)
     kept = logits >= threshold[:, None]
-    expected = logits >= thresholds.sampling_thresholds_reference(*arguments)[:, None]
+    expected = logits >= top_k_top_p.sampling_thresholds_reference(*arguments)[:, None]
     # Sums in another order may put the value at the edge of the nucleus on the other side.
     assert all(len(logits[i][kept[i] != expected[i]].unique()) <= 1 for i in range(4))
     assert kept[3].all(), "greedy rows are not filtered"
@@ -207,7 +208,7 @@ def test_top_p_is_the_smallest_nucleus(device: torch.device) -> None:
     one = torch.ones(1, device=device)
     none = torch.zeros(1, dtype=torch.int32, device=device)
     for top_p, kept in ((0.3, 1), (0.5, 2), (0.69, 2), (0.85, 3), (0.95, 4)):
-        threshold = thresholds.sampling_thresholds(
+        threshold = top_k_top_p.sampling_thresholds(
             probabilities.log(), one, none, one * top_p, one * 0.0
         )
         assert (probabilities.log() >= threshold).sum().item() == kept
@@ -217,7 +218,7 @@ def test_top_k_keeps_ties(device: torch.device) -> None:
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]], device=device)
     one = torch.ones(1, device=device)
     two = torch.full((1,), 2, dtype=torch.int32, device=device)
-    threshold = thresholds.sampling_thresholds(logits, one, two, one, one * 0.0)
+    threshold = top_k_top_p.sampling_thresholds(logits, one, two, one, one * 0.0)
     assert (logits >= threshold).sum().item() == 4
 
 
@@ -225,7 +226,7 @@ def test_filtered_tokens_are_never_drawn(device: torch.device) -> None:
     count = 64
     logits = make_logits(1, 300, device).expand(count, 300).contiguous()
     threshold = logits[0].sort(descending=True).values[4].expand(count).contiguous()
-    tokens = race.sample(
+    tokens = sample.sample(
         logits,
         torch.full((count,), 5.0, device=device),
         torch.zeros(count, dtype=torch.int64, device=device),

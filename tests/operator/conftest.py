@@ -1,21 +1,17 @@
-"""Fixtures of the operator's tests. The folder is no package, because its name is a module's."""
+"""Fixtures of the operator's tests."""
 
 from __future__ import annotations
 
 import secrets
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 if TYPE_CHECKING:
-    from operator_process import OperatorProcess, RedisServer
-
     from tests.cluster.harness.control_plane import ControlPlane
+    from tests.operator.operator_process import OperatorProcess, RedisServer
 
 NODES = 4
 
@@ -23,10 +19,9 @@ NODES = 4
 @pytest.fixture(scope="session")
 def plane() -> Iterator[ControlPlane]:
     """A control plane with four pretended nodes of eight GPUs and the CRD."""
-    from operator_process import install
-
     from tests.cluster.harness.control_plane import ControlPlane
     from tests.cluster.harness.kwok import PretendedNodes
+    from tests.operator.operator_process import install
 
     with ControlPlane() as running, PretendedNodes(running, NODES):
         install(running, [])
@@ -35,7 +30,7 @@ def plane() -> Iterator[ControlPlane]:
 
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    from operator_process import RedisServer
+    from tests.operator.operator_process import RedisServer
 
     with RedisServer(tmp_path_factory.mktemp("redis")) as server:
         yield server
@@ -46,7 +41,7 @@ def shared_operator(
     plane: ControlPlane, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OperatorProcess]:
     """An operator in cluster mode, not started yet, of all tests of a file."""
-    from operator_process import OperatorProcess
+    from tests.operator.operator_process import OperatorProcess
 
     process = OperatorProcess(plane, tmp_path_factory.mktemp("operator"), redis_server.port)
     try:
@@ -83,7 +78,7 @@ def restricted(plane: ControlPlane) -> Iterator[str]:
 
 
 def _namespace(plane: ControlPlane, labels: dict[str, str]) -> Iterator[str]:
-    from operator_process import namespace_with_models
+    from tests.operator.operator_process import namespace_with_models
 
     name = f"t-{secrets.token_hex(4)}"
     plane.kubectl.apply(*namespace_with_models(name, labels))

@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from radixgrove.operator import names
-from radixgrove.operator.kube import Kube, KubeError, Object
-from radixgrove.operator.merge import strategic_merge
+from radixgrove.operator.api import names
+from radixgrove.operator.kube.client import Kube, KubeError, Object
+from radixgrove.operator.render.merge import strategic_merge
 
 STARTED = "2026-01-01T00:00:00Z"
 

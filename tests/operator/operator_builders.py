@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixgrove.operator.config import Images, OperatorConfig, RedisSettings, SharedRouter
+from radixgrove.operator.api.config import Images, OperatorConfig, RedisSettings, SharedRouter
+from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.render.common import Service
-from radixgrove.operator.revision import ModelAt, Revision, revision_of
-from radixgrove.operator.spec import InferenceServiceSpec
+from radixgrove.operator.render.revision import ModelAt, Revision, revision_of
 
 SERVICE = Service("team-a", "llama", "11111111-2222-3333-4444-555555555555")
 CONFIG = OperatorConfig(

@@ -15,7 +15,8 @@ from typing import Any
 import redis
 import yaml
 
-from radixgrove.operator import crd, names, rbac
+from radixgrove.operator.api import crd, names
+from radixgrove.operator.kube import rbac
 from tests.cluster.harness.control_plane import ControlPlane, free_port
 from tests.cluster.harness.waiting import wait_until
 

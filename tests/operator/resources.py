@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from operator_process import RedisServer
-
-from radixgrove.operator import names
-from radixgrove.protocol.modeltable import ModelEntry, ModelTable, table_key
+from radixgrove.operator.api import names
+from radixgrove.protocol.model_table import ModelEntry, ModelTable, table_key
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kubectl import condition
+from tests.operator.operator_process import RedisServer
 
 RGSVC = f"{names.PLURAL}.{names.GROUP}"
 

@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 import psutil
-from operator_process import ACCOUNT, NAMESPACE, OperatorProcess
 
-from radixgrove.operator import names
+from radixgrove.operator.api import names
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kubectl import condition
 from tests.cluster.harness.waiting import wait_until
+from tests.operator.operator_process import ACCOUNT, NAMESPACE, OperatorProcess
 
 USER = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT}"
 _RESOURCE = f"{names.PLURAL}.{names.GROUP}"

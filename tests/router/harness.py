@@ -14,10 +14,11 @@ from typing import Any
 
 import aiohttp
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.checkout import ROOT
+
 sys.path.insert(0, str(ROOT / "benchmarks"))  # benchmarks share the simulated replica
 
-from simulated import INTERNAL_KEY, MODEL, SimulatedReplica, block_text  # noqa: E402
+from simulated import INTERNAL_KEY, MODEL, SimulatedReplica, block_text
 
 __all__ = [
     "INTERNAL_KEY",

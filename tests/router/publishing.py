@@ -11,6 +11,7 @@ import redis
 from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, BlockHasher, members
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import Registration, root_fingerprint
+from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.messages import (
     CacheEvent,
     CacheEvents,
@@ -19,7 +20,6 @@ from radixgrove.worker.messages import (
     Stats,
     Tier,
 )
-from radixgrove.worker.publisher import Publisher
 
 HASHER = BlockHasher(b"secret", "model", 16)
 KEYS = ServiceKeys("radixgrove", "default")

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 import redis
 
-from radixgrove.operator.redisside import RedisSide, connect
-from radixgrove.protocol.modeltable import SHARED, ModelEntry, demand_key, table_key
+from radixgrove.operator.cluster.redis import RedisSide, connect
+from radixgrove.protocol.model_table import SHARED, ModelEntry, demand_key, table_key
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import fleet
 from radixgrove.router.fleet import Fleet

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from radixgrove.protocol import index
 from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, members
 from radixgrove.protocol.registry import Lease, LeaseState, Registration, RegistrationRefused
-from radixgrove.worker import publisher as publisher_module
+from radixgrove.worker.agent import publisher as publisher_module
 from radixgrove.worker.messages import Admitted, Tier
 from tests.conftest import RedisServer
 from tests.router.harness import eventually

@@ -27,7 +27,7 @@ from radixgrove.cli.redis_server import EmbeddedRedis, find_binary, free_ports, 
 from radixgrove.cli.resolving import UpParts
 from radixgrove.cli.supervise import ChildFailed, Supervised
 from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
-from radixgrove.worker.children import Sink
+from radixgrove.service.children import Sink
 
 _REDIS_START = 10.0
 _POLL = 0.1

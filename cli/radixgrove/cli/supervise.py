@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from radixgrove.worker.children import Child, Sink, describe_exit
+from radixgrove.service.children import Child, Sink, describe_exit
 
 FIRST_BACKOFF = 1.0
 LONGEST_BACKOFF = 30.0

@@ -20,11 +20,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from radixgrove.kernels import activation, gather, norm, pages, penalties, rope
+from radixgrove.kernels import decode_inputs as _rows
 from radixgrove.kernels import linear as _linear
-from radixgrove.kernels import rows as _rows
+from radixgrove.kernels.autotune import LinearTuner
+from radixgrove.kernels.matmul import multiply
 from radixgrove.kernels.penalties import PROMPT_BIT
-from radixgrove.kernels.products import multiply
-from radixgrove.kernels.tuning import LinearTuner
 
 __all__ = [
     "PROMPT_BIT",

@@ -1,5 +1,5 @@
 """`python -m radixgrove.operator --config FILE`."""
 
-from radixgrove.operator.main import main
+from radixgrove.operator.controller.main import main
 
 main()

@@ -12,17 +12,18 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
-from radixgrove.protocol import asgi, errors
-from radixgrove.protocol.asgi import App, Message, Receive, Scope, Send
-from radixgrove.protocol.auth import PUBLIC_PATHS, ApiKeys, bearer_key, may_scrape, same_secret
-from radixgrove.protocol.errors import ApiError
-from radixgrove.protocol.responses import ModelList, ModelObject
+from radixgrove.protocol.openai import errors
+from radixgrove.protocol.openai.errors import ApiError
+from radixgrove.protocol.openai.responses import ModelList, ModelObject
 from radixgrove.protocol.settings import LogLevel, RouterSettings, reveal
 from radixgrove.router.exposition import metrics_text
 from radixgrove.router.fleet import Fleet
 from radixgrove.router.proxy import Proxy
 from radixgrove.router.replicas import Service
 from radixgrove.router.status import RouterStatus
+from radixgrove.service import asgi
+from radixgrove.service.asgi import App, Message, Receive, Scope, Send
+from radixgrove.service.auth import PUBLIC_PATHS, ApiKeys, bearer_key, may_scrape, same_secret
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Awaitable[Response]])
 

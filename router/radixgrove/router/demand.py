@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from radixgrove.protocol.modeltable import DEMAND_SECONDS, Demand, demand_field, demand_key
+from radixgrove.protocol.model_table import DEMAND_SECONDS, Demand, demand_field, demand_key
 from radixgrove.router.redis_link import RedisLink
 from radixgrove.router.replicas import Service
 

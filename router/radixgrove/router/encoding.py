@@ -17,24 +17,23 @@ from hashlib import blake2b
 import aiohttp
 import msgspec
 
-from radixgrove.protocol.auth import sharing_domain
 from radixgrove.protocol.blocks import (
     HASH_BYTES,
     MEMBER_BYTES,
     BlockHasher,
     members,
 )
-from radixgrove.protocol.openai import MAX_SEQUENCES
-from radixgrove.protocol.prompts import PromptEncoder
-from radixgrove.protocol.registry import Registration
-from radixgrove.protocol.requests import (
+from radixgrove.protocol.openai.bodies import MAX_SEQUENCES
+from radixgrove.protocol.openai.requests import (
     INTERNAL_KEY_HEADER,
     decode,
     parse_chat,
     parse_completion,
 )
+from radixgrove.protocol.registry import Registration
 from radixgrove.protocol.settings import RouterSettings, Sharing, reveal
-from radixgrove.protocol.tokenizer import (
+from radixgrove.protocol.text.prompts import PromptEncoder
+from radixgrove.protocol.text.tokenizer import (
     MAX_FILE_BYTES,
     TOKENIZER_FILES,
     TokenizerError,
@@ -44,6 +43,7 @@ from radixgrove.router import metrics
 from radixgrove.router.fleet import Fleet
 from radixgrove.router.placement import Ask
 from radixgrove.router.replicas import Replica, Service
+from radixgrove.service.auth import sharing_domain
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ import aiohttp
 import msgspec
 
 from radixgrove.protocol.blocks import HASH_SCHEME, BlockHasher
-from radixgrove.protocol.errors import ApiError, model_not_found, overloaded
 from radixgrove.protocol.keys import ServiceKeys, services_key
-from radixgrove.protocol.modeltable import ModelEntry, ModelTable, table_key
+from radixgrove.protocol.model_table import ModelEntry, ModelTable, table_key
+from radixgrove.protocol.openai.errors import ApiError, model_not_found, overloaded
 from radixgrove.protocol.registry import (
     PROTOCOL_VERSION,
     Lease,

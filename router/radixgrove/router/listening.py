@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from radixgrove.protocol.listening import bound_socket
+from radixgrove.service.listening import bound_socket
 
 
 class StartError(Exception):

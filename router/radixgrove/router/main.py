@@ -13,12 +13,12 @@ from pathlib import Path
 import uvloop
 from redis.asyncio.connection import parse_url
 
-from radixgrove.protocol import logs
-from radixgrove.protocol.auth import ApiKeys, KeyFileError
-from radixgrove.protocol.directories import private_directory
-from radixgrove.protocol.processes import die_with
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router.listening import StartError, listen
+from radixgrove.service import logs
+from radixgrove.service.auth import ApiKeys, KeyFileError
+from radixgrove.service.directories import private_directory
+from radixgrove.service.processes import die_with
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,22 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from radixgrove.protocol import errors
-from radixgrove.protocol.asgi import (
+from radixgrove.protocol.openai import errors
+from radixgrove.protocol.openai.errors import ApiError
+from radixgrove.protocol.openai.requests import (
+    ENVELOPE_TYPE,
+    INTERNAL_KEY_HEADER,
+    Envelope,
+    peek_model,
+)
+from radixgrove.protocol.settings import RouterSettings, reveal
+from radixgrove.router import metrics
+from radixgrove.router.encoding import Encoded, Encoders
+from radixgrove.router.fleet import Fleet
+from radixgrove.router.placement import Decision, Placer, count
+from radixgrove.router.replicas import Replica, Service
+from radixgrove.router.upstream import Attempt, AttemptFailed, StreamBroke, Upstream
+from radixgrove.service.asgi import (
     FIELDS,
     ON_DISCONNECT,
     REQUEST_ID,
@@ -23,22 +37,8 @@ from radixgrove.protocol.asgi import (
     require_content_type,
     state,
 )
-from radixgrove.protocol.auth import ApiKeys
-from radixgrove.protocol.errors import ApiError
-from radixgrove.protocol.requests import (
-    ENVELOPE_TYPE,
-    INTERNAL_KEY_HEADER,
-    Envelope,
-    peek_model,
-)
-from radixgrove.protocol.settings import RouterSettings, reveal
-from radixgrove.protocol.tracing import REQUEST_ID_HEADER, TRACEPARENT_HEADER
-from radixgrove.router import metrics
-from radixgrove.router.encoding import Encoded, Encoders
-from radixgrove.router.fleet import Fleet
-from radixgrove.router.placement import Decision, Placer, count
-from radixgrove.router.replicas import Replica, Service
-from radixgrove.router.upstream import Attempt, AttemptFailed, StreamBroke, Upstream
+from radixgrove.service.auth import ApiKeys
+from radixgrove.service.tracing import REQUEST_ID_HEADER, TRACEPARENT_HEADER
 
 HOLD_STEP = 0.25  # leases and breakers end by time, which no event announces
 MAX_LINE_BYTES = 1 << 20  # of a stream held back until its end comes

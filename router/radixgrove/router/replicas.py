@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from radixgrove.protocol.openai.requests import ModelLimits
 from radixgrove.protocol.registry import Lease, LeaseState, Registration
-from radixgrove.protocol.requests import ModelLimits
-from radixgrove.router.sent import SentIndex
+from radixgrove.router.approximate_index import SentIndex
 
 # For replicas that do not say how fast they are; only the proportions of costs matter.
 DEFAULT_TOKENS_PER_SECOND = 8000.0

@@ -17,10 +17,6 @@ import aiohttp
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from radixgrove.protocol import logs
-from radixgrove.protocol.asgi import App
-from radixgrove.protocol.auth import ApiKeys
-from radixgrove.protocol.http import BoundedHttp
 from radixgrove.protocol.settings import LogLevel, RouterSettings
 from radixgrove.router import metrics
 from radixgrove.router.app import make_app, make_management_app
@@ -33,6 +29,10 @@ from radixgrove.router.proxy import Proxy
 from radixgrove.router.redis_link import RedisLink, RedisRefused, RedisUnavailable
 from radixgrove.router.status import RouterStatus, router_status
 from radixgrove.router.upstream import Upstream
+from radixgrove.service import logs
+from radixgrove.service.asgi import App
+from radixgrove.service.auth import ApiKeys
+from radixgrove.service.http import BoundedHttp
 
 logger = logging.getLogger(__name__)
 

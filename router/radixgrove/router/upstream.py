@@ -6,8 +6,8 @@ import asyncio
 import re
 from dataclasses import dataclass
 
-from radixgrove.protocol import errors
-from radixgrove.protocol.errors import ApiError
+from radixgrove.protocol.openai import errors
+from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router.http_client import AnswerBroke, ConnectFailed, Connection, Fields, Pool
 

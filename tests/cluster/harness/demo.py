@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from radixgrove.worker import demo_model
+from radixgrove.worker.agent import demo_model
 from tests.cluster.harness import pods, release
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.served import Served

@@ -6,16 +6,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from tests.checkout import ROOT
 from tests.cluster.harness import demo
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.node import Node
 from tests.cluster.harness.served import Served
 from tests.cluster.harness.volumes import Mounts
 
-_CHECKOUT = Path(__file__).resolve().parents[3]
 # Short, so that a test sees in seconds what takes minutes with the defaults.
 RECOVERY = {"backoff": "2s", "stableAfter": "5s", "nodeGrace": "3s"}
 
@@ -40,7 +39,7 @@ def spec(mounts: Mounts, *, nodes: int = 2, gpus_per_node: int = 0, **more: Any)
     container["command"] = [f"{sys.prefix}/bin/python", "-m", "tests.cluster.images.group_probe"]
     container["args"] = ["--config", "/etc/radixgrove/worker.yaml"]
     container["env"] = [
-        {"name": "PYTHONPATH", "value": str(_CHECKOUT)},
+        {"name": "PYTHONPATH", "value": str(ROOT)},
         {"name": "OMP_NUM_THREADS", "value": "1"},
     ]
     # A probe holds a model's tokenizer, not its weights; it ends as soon as all is answered.

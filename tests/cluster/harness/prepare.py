@@ -29,10 +29,10 @@ _NEEDED = {
 # What runs by the hundred: in pods, from a mount that they cannot write to, and as operators.
 _STARTED_OFTEN = (
     "radixgrove.cli.commands.parts",
-    "radixgrove.operator.main",
-    "radixgrove.worker.agent",
-    "radixgrove.worker.engine",
-    "radixgrove.worker.execution.build",
+    "radixgrove.operator.controller.main",
+    "radixgrove.worker.agent.agent",
+    "radixgrove.worker.engine.loop",
+    "radixgrove.worker.engine.executor",
     "radixgrove.worker.frontend.server",
     "tests.cluster.harness.traffic_source",
     "tests.cluster.images.group_probe.__main__",

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.checkout import ROOT
 from tests.cluster.harness import build, images, pods
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.images import Recipe
 from tests.cluster.harness.volumes import Mounts
 
-_ROOT = Path(__file__).resolve().parents[3]
-CHART = _ROOT / "helm" / "radixgrove"
+CHART = ROOT / "helm" / "radixgrove"
 NAMESPACE = "radixgrove"
 REGISTRY = "localhost"
 TAG = "test"
@@ -38,8 +38,8 @@ def recipes() -> list[Recipe]:
     """
     redis = images.FOLDER / "redis"
     return [
-        Recipe(image("operator"), _ROOT / "operator" / "Dockerfile", _ROOT),
-        Recipe(image("router"), _ROOT / "router" / "Dockerfile", _ROOT),
+        Recipe(image("operator"), ROOT / "operator" / "Dockerfile", ROOT),
+        Recipe(image("router"), ROOT / "router" / "Dockerfile", ROOT),
         Recipe(image("redis"), redis / "Dockerfile", redis),
         images.environment(image("worker")),
     ]

@@ -8,15 +8,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
+from tests.checkout import ROOT
 from tests.cluster.harness import pods
 from tests.cluster.harness.kubectl import Kubectl
 from tests.cluster.harness.volumes import Mounts
 from tests.cluster.harness.waiting import PATIENCE, wait_until
-
-_CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class Traffic:
         self._process = subprocess.Popen(
             [
                 str(kubectl.program), f"--kubeconfig={kubectl.kubeconfig}", "exec", "--stdin",
-                where.name, "-n", where.namespace, "--", "env", f"PYTHONPATH={_CHECKOUT}",
+                where.name, "-n", where.namespace, "--", "env", f"PYTHONPATH={ROOT}",
                 f"{sys.prefix}/bin/python", "-m", module, *self._arguments,
             ],
             stdin=subprocess.PIPE,

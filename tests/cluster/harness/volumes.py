@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.checkout import ROOT
 from tests.cluster.harness.kubectl import Kubectl
 
-_CHECKOUT = Path(__file__).resolve().parents[3]
 IMAGE_PYTHON = (3, 11)  # of the base image
 
 
@@ -87,7 +87,7 @@ def environment_directories() -> dict[str, Path]:
     An interpreter of the system itself cannot be mounted: the image's must then be its equal.
     """
     directories = {
-        "checkout": _CHECKOUT,
+        "checkout": ROOT,
         "environment": Path(sys.prefix),
         "interpreter": Path(sys.base_prefix),
     }

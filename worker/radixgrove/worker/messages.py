@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
-from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.protocol.openai.sampling import SamplingParams
 
 
 class CacheMode(StrEnum):

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import msgspec
 
-from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.messages import TokenLogprobs
 
 

@@ -21,8 +21,8 @@ from radixgrove.cli import exit_codes
 from radixgrove.cli.configuration import redact, show
 from radixgrove.cli.redis_server import find_binary
 from radixgrove.cli.resolving import UpParts, resolve_part
-from radixgrove.protocol.listening import bound_socket
 from radixgrove.protocol.settings import AttentionBackend, Device, RouterSettings, WorkerSettings
+from radixgrove.service.listening import bound_socket
 
 _LIBRARIES = (
     ("torch", "worker"),
@@ -154,7 +154,7 @@ def _host_cache(settings: WorkerSettings) -> Iterable[Finding]:
         return
     import psutil
 
-    from radixgrove.worker.machine import host_limit
+    from radixgrove.service.machine import host_limit
 
     limit, available = host_limit(), psutil.virtual_memory().available
     text = (
@@ -218,7 +218,7 @@ def _ports(part: str, settings: RouterSettings | WorkerSettings) -> Iterable[Fin
 
 def _model(model: str) -> Iterable[Finding]:
     if model == "demo":
-        from radixgrove.worker.demo_model import NAME, default_cache_dir, is_ready
+        from radixgrove.worker.agent.demo_model import NAME, default_cache_dir, is_ready
 
         ready = is_ready(default_cache_dir() / NAME)
         text = "converted" if ready else "will be downloaded (93 MB) and converted at first use"

@@ -36,7 +36,7 @@ def _load(part: str, module: str) -> Callable[[Any], int | None]:
 
 
 def _worker(config: str | None, **flags: Any) -> int:
-    return _run("worker", "radixgrove.worker.agent", config, flags)
+    return _run("worker", "radixgrove.worker.agent.agent", config, flags)
 
 
 def _router(config: str | None, **flags: Any) -> int:

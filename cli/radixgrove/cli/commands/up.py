@@ -19,8 +19,8 @@ from radixgrove.cli.demonstration import QUESTION, demonstrate
 from radixgrove.cli.options import SettingsCommand, setting_options
 from radixgrove.cli.parts import AMBIGUOUS
 from radixgrove.cli.resolving import UpParts
-from radixgrove.protocol.directories import private_directory
-from radixgrove.worker.children import Sink
+from radixgrove.service.children import Sink
+from radixgrove.service.directories import private_directory
 
 _NAME_WIDTH = 10
 
@@ -126,7 +126,7 @@ def _model_id(names: list[str], model: str) -> str:
     if names:
         return names[0]
     if model == "demo":
-        from radixgrove.worker.demo_model import NAME
+        from radixgrove.worker.agent.demo_model import NAME
 
         return NAME
     return Path(model).expanduser().resolve().name

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from radixgrove.operator import names
-from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.api import names
+from radixgrove.operator.api.config import OperatorConfig
 
 Object = dict[str, Any]
 

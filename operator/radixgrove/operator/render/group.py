@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from radixgrove.operator import names
-from radixgrove.operator.config import OperatorConfig
-from radixgrove.operator.merge import CannotMerge, strategic_merge
+from radixgrove.operator.api import names
+from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.spec import Device, Network, quantity
 from radixgrove.operator.render.common import (
     Object,
     Service,
@@ -20,7 +20,8 @@ from radixgrove.operator.render.common import (
     pod_security_context,
     with_pod_defaults,
 )
-from radixgrove.operator.revision import (
+from radixgrove.operator.render.merge import CannotMerge, strategic_merge
+from radixgrove.operator.render.revision import (
     DRAIN_TIMEOUT,
     MODEL_DIRECTORY,
     InvalidOverrides,
@@ -29,7 +30,6 @@ from radixgrove.operator.revision import (
     host_cache,
     shared_memory,
 )
-from radixgrove.operator.spec import Device, Network, quantity
 
 _PROBE_PERIOD = 5
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"

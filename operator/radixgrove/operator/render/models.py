@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from radixgrove.operator import names
-from radixgrove.operator.config import OperatorConfig
-from radixgrove.operator.fetch import HOPELESS
+from radixgrove.operator.api import names
+from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.spec import CacheSpec, Model
+from radixgrove.operator.fetch.download import HOPELESS
 from radixgrove.operator.render.common import (
     Object,
     Service,
@@ -17,7 +18,6 @@ from radixgrove.operator.render.common import (
     secret_env,
     with_pod_defaults,
 )
-from radixgrove.operator.spec import CacheSpec, Model
 
 _FETCHER = "fetch"
 # What the API server lets nobody change, or only grow.

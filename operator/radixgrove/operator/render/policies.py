@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from radixgrove.operator import names
-from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.api import names
+from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.render.common import Object, Service, metadata
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"

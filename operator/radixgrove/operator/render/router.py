@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from radixgrove.operator import names
-from radixgrove.operator.config import OperatorConfig
+from radixgrove.operator.api import names
+from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.spec import Router
 from radixgrove.operator.render.common import (
     Object,
     Service,
@@ -21,8 +22,7 @@ from radixgrove.operator.render.common import (
     with_pod_defaults,
 )
 from radixgrove.operator.render.policies import router_network_policy
-from radixgrove.operator.revision import DRAIN_TIMEOUT, InvalidSettings, first_mistake
-from radixgrove.operator.spec import Router
+from radixgrove.operator.render.revision import DRAIN_TIMEOUT, InvalidSettings, first_mistake
 from radixgrove.protocol.settings import RouterSettings
 
 _KEYS_DIRECTORY = "/etc/radixgrove/keys"

@@ -24,13 +24,13 @@ from typing import Any
 from aiohttp import web
 
 from radixgrove.cli.configuration import load_environment, load_file, resolve
-from radixgrove.protocol import logs
 from radixgrove.protocol.settings import WorkerSettings
-from radixgrove.protocol.tokenizer import TokenizerFiles
-from radixgrove.worker.agent import describe
+from radixgrove.protocol.text.tokenizer import TokenizerFiles
+from radixgrove.service import logs
+from radixgrove.worker.agent.agent import describe
+from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.cache.identity import block_hasher
 from radixgrove.worker.messages import CacheSnapshot, EngineInfo, EngineState, Stats
-from radixgrove.worker.publisher import Publisher
 from radixgrove.worker.runtime import Runtime
 from tests.cluster.images.group_probe.answers import Answers
 from tests.cluster.images.group_probe.rendezvous import PeerLost, Place, Rendezvous

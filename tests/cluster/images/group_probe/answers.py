@@ -10,8 +10,8 @@ from secrets import compare_digest
 import msgspec
 from aiohttp import web
 
-from radixgrove.protocol.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
-from radixgrove.protocol.responses import (
+from radixgrove.protocol.openai.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
+from radixgrove.protocol.openai.responses import (
     DONE,
     ChatChoice,
     ChatMessageOut,
@@ -20,7 +20,7 @@ from radixgrove.protocol.responses import (
     Usage,
     whole,
 )
-from radixgrove.protocol.tokenizer import TokenizerFiles
+from radixgrove.protocol.text.tokenizer import TokenizerFiles
 
 _PIECE_SECONDS = 0.05
 

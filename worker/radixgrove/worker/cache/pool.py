@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from radixgrove.worker.cache.clock import Clock, Fence
+from radixgrove.worker.cache.timeline import Clock, Fence
 
 
 class Owner(IntEnum):

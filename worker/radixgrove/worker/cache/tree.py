@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 
 from radixgrove.protocol.blocks import TOKEN_BYTES, BlockHasher
 from radixgrove.protocol.settings import EvictionPolicy
-from radixgrove.worker.cache.clock import Clock, Fence
 from radixgrove.worker.cache.events import EventLog
 from radixgrove.worker.cache.eviction import EvictionQueue
-from radixgrove.worker.cache.host import HostTier
+from radixgrove.worker.cache.host_tier import HostTier
 from radixgrove.worker.cache.index import BlockIndex
 from radixgrove.worker.cache.node import Node, Scope
 from radixgrove.worker.cache.pool import Owner, PagePool
+from radixgrove.worker.cache.timeline import Clock, Fence
 from radixgrove.worker.messages import Tier
 
 # Of a node that moves to the host at least so many pages go at once, and such a share: shorter

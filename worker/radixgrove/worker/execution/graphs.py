@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import ops
-from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
+from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import EDITS, Need
 from radixgrove.worker.execution.table import RequestTable

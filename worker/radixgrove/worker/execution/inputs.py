@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixgrove.worker.execution.attention.base import AttentionBatch
+from radixgrove.worker.attention.base import AttentionBatch
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.execution.transfer import to_device
 from radixgrove.worker.plan import StepPlan

@@ -10,7 +10,7 @@ import torch
 
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.settings import KVDType, WorkerSettings
-from radixgrove.worker.machine import host_limit
+from radixgrove.service.machine import host_limit
 from radixgrove.worker.models.config import ModelConfig, ModelError
 from radixgrove.worker.parallel.group import Shard
 

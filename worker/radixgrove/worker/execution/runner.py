@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from radixgrove.worker.execution.attention.base import AttentionBackend
+from radixgrove.worker.attention.base import AttentionBackend
 from radixgrove.worker.execution.graphs import DecodeGraphs, Recorder
-from radixgrove.worker.execution.host import HostTier
+from radixgrove.worker.execution.host_tier import HostTier
 from radixgrove.worker.execution.inputs import StepInputs, step_inputs
 from radixgrove.worker.execution.memory import cuda_shortage
-from radixgrove.worker.execution.mixed import MixedGraphs
+from radixgrove.worker.execution.prefill_graphs import MixedGraphs
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import SamplingState

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixgrove.kernels.race import History
+from radixgrove.kernels.sample import History
 from radixgrove.worker.execution.transfer import to_device
 from radixgrove.worker.plan import NewRow, StepPlan
 

@@ -7,8 +7,8 @@ import time
 import numpy as np
 import torch
 
-from radixgrove.protocol.sampling import MAX_TOP_LOGPROBS, SamplingParams
-from radixgrove.worker.execution.attention.decode import FUSED_ROWS
+from radixgrove.protocol.openai.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from radixgrove.worker.attention.decode import FUSED_ROWS
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.plan import ExecutorInfo, NewRow, PrefillChunk, StepPlan
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from radixgrove.protocol.prompts import EncodedPrompt
-from radixgrove.protocol.requests import ChatRequest, CompletionRequest, Request
-from radixgrove.protocol.responses import (
+from radixgrove.protocol.openai.requests import ChatRequest, CompletionRequest, Request
+from radixgrove.protocol.openai.responses import (
     DONE,
     PING,
     ChatChoice,
@@ -23,6 +22,7 @@ from radixgrove.protocol.responses import (
     Usage,
     whole,
 )
+from radixgrove.protocol.text.prompts import EncodedPrompt
 from radixgrove.worker.frontend.generation import RequestInFlight
 from radixgrove.worker.frontend.logprobs import (
     chat_logprobs,

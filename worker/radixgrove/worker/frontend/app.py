@@ -14,19 +14,10 @@ from uuid import uuid4
 import msgspec
 from starlette.routing import Route, Router
 
-from radixgrove.protocol import asgi, errors, requests, responses
-from radixgrove.protocol.asgi import ClientDisconnected, Receive, Scope, Send
-from radixgrove.protocol.auth import (
-    PUBLIC_PATHS,
-    ApiKeys,
-    may_scrape,
-    same_secret,
-    sharing_domain,
-)
 from radixgrove.protocol.blocks import TOKEN_BYTES
-from radixgrove.protocol.errors import ApiError
-from radixgrove.protocol.prompts import EncodedPrompt
-from radixgrove.protocol.requests import (
+from radixgrove.protocol.openai import errors, requests, responses
+from radixgrove.protocol.openai.errors import ApiError
+from radixgrove.protocol.openai.requests import (
     ENVELOPE_TYPE,
     INTERNAL_KEY_HEADER,
     ChatRequest,
@@ -35,6 +26,16 @@ from radixgrove.protocol.requests import (
     Request,
 )
 from radixgrove.protocol.settings import WorkerSettings, reveal
+from radixgrove.protocol.text.prompts import EncodedPrompt
+from radixgrove.service import asgi
+from radixgrove.service.asgi import ClientDisconnected, Receive, Scope, Send
+from radixgrove.service.auth import (
+    PUBLIC_PATHS,
+    ApiKeys,
+    may_scrape,
+    same_secret,
+    sharing_domain,
+)
 from radixgrove.worker.frontend.answers import Answer, token_list
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.generation import RequestInFlight, Signal

@@ -16,7 +16,8 @@ import msgspec
 import zmq
 import zmq.utils.monitor
 
-from radixgrove.protocol import errors
+from radixgrove.protocol.openai import errors
+from radixgrove.worker.liveness import Pulse
 from radixgrove.worker.messages import (
     Abort,
     EngineInfo,
@@ -28,7 +29,6 @@ from radixgrove.worker.messages import (
     ToFrontend,
     Tokens,
 )
-from radixgrove.worker.pulse import Pulse
 
 _log = logging.getLogger(__name__)
 

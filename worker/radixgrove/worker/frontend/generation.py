@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from enum import Enum
 from functools import partial
 
-from radixgrove.protocol import errors
-from radixgrove.protocol.asgi import ClientDisconnected
-from radixgrove.protocol.errors import ApiError
-from radixgrove.protocol.prompts import EncodedPrompt
-from radixgrove.protocol.requests import Generation
-from radixgrove.protocol.responses import Usage
+from radixgrove.protocol.openai import errors
+from radixgrove.protocol.openai.errors import ApiError
+from radixgrove.protocol.openai.requests import Generation
+from radixgrove.protocol.openai.responses import Usage
+from radixgrove.protocol.text.prompts import EncodedPrompt
+from radixgrove.service.asgi import ClientDisconnected
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.metrics import FrontendMetrics
 from radixgrove.worker.frontend.sequence import Delta, Sequence

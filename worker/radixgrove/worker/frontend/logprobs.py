@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from radixgrove.protocol.detokenize import Vocabulary
-from radixgrove.protocol.responses import (
+from radixgrove.protocol.openai.responses import (
     ChatLogprobs,
     CompletionLogprobs,
     TokenLogprob,
     TopLogprob,
     floored,
 )
+from radixgrove.worker.frontend.detokenize import Vocabulary
 from radixgrove.worker.frontend.sequence import ScoredToken
 from radixgrove.worker.messages import TokenLogprobs
 

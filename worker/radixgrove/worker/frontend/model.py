@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from radixgrove.protocol.detokenize import Vocabulary
-from radixgrove.protocol.prompts import PromptEncoder
-from radixgrove.protocol.requests import ModelLimits
-from radixgrove.protocol.responses import ModelObject
+from radixgrove.protocol.openai.requests import ModelLimits
+from radixgrove.protocol.openai.responses import ModelObject
 from radixgrove.protocol.settings import WorkerSettings
-from radixgrove.protocol.tokenizer import TokenizerFiles
+from radixgrove.protocol.text.prompts import PromptEncoder
+from radixgrove.protocol.text.tokenizer import TokenizerFiles
+from radixgrove.worker.frontend.detokenize import Vocabulary
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from radixgrove.protocol.detokenize import StopMatcher, Vocabulary
-from radixgrove.protocol.requests import Generation
+from radixgrove.protocol.openai.requests import Generation
+from radixgrove.worker.frontend.detokenize import StopMatcher, Vocabulary
 from radixgrove.worker.messages import Finish, TokenLogprobs, Tokens
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from radixgrove.protocol import logs
-from radixgrove.protocol.auth import ApiKeys
-from radixgrove.protocol.http import BoundedHttp
-from radixgrove.protocol.listening import bound_socket
+from radixgrove.service import logs
+from radixgrove.service.auth import ApiKeys
+from radixgrove.service.http import BoundedHttp
+from radixgrove.service.listening import bound_socket
 from radixgrove.worker.frontend.app import Frontend
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.generation import Signal

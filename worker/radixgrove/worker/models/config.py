@@ -182,3 +182,18 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
     # YaRN and dynamic scaling fall back on the model's own length.
     parameters.setdefault("max_position_embeddings", raw.get("max_position_embeddings"))
     return RopeConfig(theta=float(theta), kind=str(kind), parameters=parameters)
+
+
+def check_divides(config: ModelConfig, tp: int) -> None:
+    """Refuse a `tp` that cannot split the model.
+
+    Raises:
+        ModelError: names the values that do.
+    """
+    sizes = (config.num_heads, config.num_kv_heads, config.intermediate_size)
+    possible = [n for n in range(1, sizes[1] + 1) if all(size % n == 0 for size in sizes)]
+    if tp not in possible:
+        raise ModelError(
+            f"tp {tp} does not divide the model's {sizes[0]} query heads, {sizes[1]} KV heads and "
+            f"MLP width {sizes[2]}; possible: {', '.join(map(str, possible))}"
+        )

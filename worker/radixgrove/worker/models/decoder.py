@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from radixgrove.kernels.tuning import Projection
-from radixgrove.worker.execution.attention.base import AttentionBackend, AttentionBatch
+from radixgrove.kernels.autotune import Projection
+from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.models.config import ModelConfig
 from radixgrove.worker.models.hugepages import use_huge_pages
 from radixgrove.worker.models.layers import (

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from radixgrove.kernels.tuning import Projection
-from radixgrove.worker.execution.attention.base import AttentionBackend
+from radixgrove.kernels.autotune import Projection
+from radixgrove.worker.attention.base import AttentionBackend
 from radixgrove.worker.models.ops import Ops, Rotation
 from radixgrove.worker.parallel.group import TensorParallel
 

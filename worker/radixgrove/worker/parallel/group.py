@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from radixgrove.worker.parallel.peer import PeerAllReduce, is_possible
+from radixgrove.worker.parallel.custom_all_reduce import PeerAllReduce, is_possible
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,7 +11,6 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
-from radixgrove.worker.models.config import ModelConfig, ModelError
 from radixgrove.worker.parallel.group import Shard, TensorParallel
 
 # Loading and compiling differ between ranks; collectives of a running step have a shorter deadline.
@@ -21,21 +20,6 @@ _POLL_SECONDS = 0.05
 
 class RankMissing(RuntimeError):
     """A rank did not come, fell silent or failed; the message names it."""
-
-
-def check_divides(config: ModelConfig, tp: int) -> None:
-    """Refuse a `tp` that cannot split the model.
-
-    Raises:
-        ModelError: names the values that do.
-    """
-    sizes = (config.num_heads, config.num_kv_heads, config.intermediate_size)
-    possible = [n for n in range(1, sizes[1] + 1) if all(size % n == 0 for size in sizes)]
-    if tp not in possible:
-        raise ModelError(
-            f"tp {tp} does not divide the model's {sizes[0]} query heads, {sizes[1]} KV heads and "
-            f"MLP width {sizes[2]}; possible: {', '.join(map(str, possible))}"
-        )
 
 
 def join(

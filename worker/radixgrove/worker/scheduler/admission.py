@@ -15,7 +15,7 @@ from radixgrove.worker.scheduler.batch import Batch, Step
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.counters import Counters
 from radixgrove.worker.scheduler.estimate import OutputEstimator
-from radixgrove.worker.scheduler.leaders import PrefixLeaders
+from radixgrove.worker.scheduler.in_flight_prefixes import PrefixLeaders
 from radixgrove.worker.scheduler.loads import HostLoads
 from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.queue import WaitingQueue

@@ -3,7 +3,7 @@ engine does so at its pulse when it logs at debug level."""
 
 from __future__ import annotations
 
-from radixgrove.worker.cache.host import HostTier
+from radixgrove.worker.cache.host_tier import HostTier
 from radixgrove.worker.cache.node import Node
 from radixgrove.worker.cache.tree import RadixTree
 from radixgrove.worker.scheduler.memory import KVMemory

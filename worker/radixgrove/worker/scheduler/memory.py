@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from radixgrove.protocol.blocks import BlockHasher
-from radixgrove.worker.cache.clock import Clock, Fence
-from radixgrove.worker.cache.host import HostTier
+from radixgrove.worker.cache.host_tier import HostTier
 from radixgrove.worker.cache.node import Node
 from radixgrove.worker.cache.pool import Owner, PagePool
+from radixgrove.worker.cache.timeline import Clock, Fence
 from radixgrove.worker.cache.tree import RadixTree
 from radixgrove.worker.plan import PageCopies
 from radixgrove.worker.scheduler.config import SchedulerConfig

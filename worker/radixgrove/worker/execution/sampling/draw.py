@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import race, random, thresholds
+from radixgrove.kernels import random, sample, top_k_top_p
 from radixgrove.worker.execution.sampling.state import Need, SamplingState
 from radixgrove.worker.execution.table import RequestTable
 
@@ -40,13 +40,13 @@ def draw_by_kernels(
     """
     history = table.history
     if not need & Need.RANDOM:
-        return race.argmax(logits, rows=rows, history=history, out=out)
+        return sample.argmax(logits, rows=rows, history=history, out=out)
     temperature = state.column("temperature")
     least = None
     if need & Need.FILTER:
         filters = (state.column(name) for name in ("top_k", "top_p", "min_p"))
-        least = thresholds.sampling_thresholds(logits, temperature, *filters, rows=rows)
-    return race.sample(
+        least = top_k_top_p.sampling_thresholds(logits, temperature, *filters, rows=rows)
+    return sample.sample(
         logits,
         temperature,
         state.column("seed"),
@@ -77,7 +77,7 @@ def draw(
     floats, integers = state.floats(rows), state.integers(rows)
     temperature, seed = floats["temperature"], integers["seed"]
     if not need & Need.FILTER:
-        return race.sample_reference(logits, temperature, seed, positions)
+        return sample.sample_reference(logits, temperature, seed, positions)
     filters = (integers["top_k"].int(), floats["top_p"], floats["min_p"])
     return _draw_few(logits.float(), temperature, seed, positions, *filters)
 
@@ -109,8 +109,8 @@ def _draw_few(
     by_mass = (k >= vocab) & (((top_p < 1.0) & reaches) | (weights[:, -1] < min_p))
     complete = greedy | limited | by_mass | (values.shape[1] == vocab)
     if not bool(complete.all()):
-        least = thresholds.sampling_thresholds_reference(logits, temperature, top_k, top_p, min_p)
-        return race.sample_reference(logits, temperature, seed, positions, least)
+        least = top_k_top_p.sampling_thresholds_reference(logits, temperature, top_k, top_p, min_p)
+        return sample.sample_reference(logits, temperature, seed, positions, least)
     threshold = values.gather(1, k.clamp(max=values.shape[1]).long()[:, None] - 1)
     nucleus_end = (cumulative >= (top_p * mass)[:, None]).int().argmax(-1, keepdim=True)
     nucleus = torch.maximum(threshold, values.gather(1, nucleus_end))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.worker.execution.sampling.draw import draw, draw_by_kernels
-from radixgrove.worker.execution.sampling.edits import edit_logits
+from radixgrove.worker.execution.sampling.logits_processors import edit_logits
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
 from radixgrove.worker.execution.sampling.state import EDITS, Need, SamplingState
 from radixgrove.worker.execution.table import RequestTable

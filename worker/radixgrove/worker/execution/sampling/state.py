@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixgrove.protocol.sampling import SamplingParams
+from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.execution.transfer import to_device
 from radixgrove.worker.plan import NewRow
 

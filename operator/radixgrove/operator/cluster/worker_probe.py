@@ -1,0 +1,96 @@
+"""What workers say themselves: how far a start is, and whether a machine is there at all."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import urllib3
+
+from radixgrove.operator.api import names
+from radixgrove.operator.planning.observed import Group, Pod
+
+_CONNECT_SECONDS = 1.0
+_ANSWER_SECONDS = 2.0
+_AT_ONCE = 16
+_LONGEST = 1 << 16  # bytes of an answer
+
+
+class WorkerProbe:
+    """Short requests; a worker that does not answer says nothing."""
+
+    def __init__(self, management_key: str) -> None:
+        self._pool = urllib3.PoolManager(
+            num_pools=32,
+            timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=_ANSWER_SECONDS),
+            retries=False,
+        )
+        self._headers = {"Authorization": f"Bearer {management_key}"}
+
+    def phases(self, groups: Sequence[Group], at_most: int = 8) -> list[str]:
+        """One line for each starting group's rank 0, of the first few."""
+        starting = [
+            (group.index, group.pods[0].address)
+            for group in groups
+            if group.pods and not group.ready and not group.draining
+            if group.pods[0].running and group.pods[0].address
+        ][:at_most]
+        if not starting:
+            return []
+        with ThreadPoolExecutor(len(starting)) as pool:
+            phases = list(pool.map(self._phase, [address for _, address in starting]))
+        return [
+            f"group {index}: {phase}"
+            for (index, _), phase in zip(starting, phases, strict=True)
+            if phase
+        ]
+
+    def silent_nodes(self, pods: Sequence[Pod]) -> set[str]:
+        """Nodes of pods that run as far as the API server knows, and do not answer.
+
+        Nobody at all answers: then it is this process that hears nothing.
+        """
+        asked = [p for p in pods if p.address and p.phase == "Running" and p.deleted_at is None]
+        if not asked:
+            return set()
+        with ThreadPoolExecutor(min(len(asked), _AT_ONCE)) as pool:
+            answers = list(pool.map(_answers, [pod.address for pod in asked]))
+        if not any(answers):
+            return set()
+        return {pod.node for pod, answer in zip(asked, answers, strict=True) if not answer}
+
+    def _phase(self, address: str) -> str:
+        host = f"[{address}]" if ":" in address else address
+        url = f"http://{host}:{names.MANAGEMENT_PORT}/status"
+        try:
+            with self._pool.request(
+                "GET", url, headers=self._headers, preload_content=False
+            ) as response:
+                said = json.loads(response.read(_LONGEST)) if response.status == 200 else {}
+        except (urllib3.exceptions.HTTPError, ValueError):
+            return ""
+        phase = said.get("phase") if isinstance(said, dict) else None
+        return _words(phase) if isinstance(phase, dict) else ""
+
+
+def _words(phase: dict[str, object]) -> str:
+    """`loading, 40%: weights: 3 of 7 files`."""
+    state, fraction = str(phase.get("state", ""))[:32], phase.get("fraction")
+    share = f", {min(max(fraction, 0.0), 1.0):.0%}" if isinstance(fraction, float) else ""
+    return f"{state}{share}: {str(phase.get('message', ''))[:128]}"
+
+
+def _answers(address: str) -> bool:
+    """Whether a pod's machine is there: also one that refuses the connection is."""
+    try:
+        with socket.create_connection((address, names.API_PORT), _CONNECT_SECONDS) as connection:
+            connection.settimeout(_ANSWER_SECONDS)
+            connection.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+            connection.recv(1)
+    except (ConnectionRefusedError, ConnectionResetError):
+        return True
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,92 @@
+"""The loop that reads the load and moves `replicas`. It asks Redis, never the API server."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from radixgrove.operator.api import names
+from radixgrove.operator.api.status import AutoscalingStatus
+from radixgrove.operator.cluster.redis import RedisAway, RedisSide
+from radixgrove.operator.controller.store import Key, Neighbour, Store
+from radixgrove.operator.kube.client import Kube, KubeError, NotLeading
+from radixgrove.operator.planning.autoscale import Load, decide
+
+logger = logging.getLogger(__name__)
+
+_ASLEEP_EVERY = 1.0  # seconds: a request waits for whoever sleeps
+
+
+class Autoscaler:
+    """`run` in a thread of its own; `last` from reconcilers."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        store: Store,
+        redis_side: RedisSide,
+        serving: Callable[[Key], Sequence[str]],
+        installation: str,
+        every: float,
+    ) -> None:
+        self._kube = kube
+        self._store = store
+        self._redis = redis_side
+        self._serving = serving
+        self._installation = installation
+        self._every = every
+        self._last: dict[Key, AutoscalingStatus] = {}
+
+    def last(self, key: Key) -> AutoscalingStatus | None:
+        return self._last.get(key)
+
+    def run(self, stopping: threading.Event) -> None:
+        next_round = time.monotonic() + self._every
+        while not stopping.wait(min(self._every, _ASLEEP_EVERY)):
+            services = [
+                n
+                for n in self._store.services()
+                if n.spec.autoscaling is not None and n.is_of(self._installation)
+            ]
+            for gone in self._last.keys() - {neighbour.key for neighbour in services}:
+                del self._last[gone]
+            due = time.monotonic() >= next_round
+            if due:
+                next_round = time.monotonic() + self._every
+            for neighbour in services:
+                if not due and neighbour.spec.replicas > 0:
+                    continue
+                try:
+                    self._look_at(neighbour)
+                except (KubeError, NotLeading) as error:
+                    logger.warning("cannot scale: %s", error)
+
+    def _look_at(self, neighbour: Neighbour) -> None:
+        scaling = neighbour.spec.autoscaling
+        if scaling is None or neighbour.spec.suspend:
+            return
+        current = neighbour.spec.replicas
+        before = self._last.get(neighbour.key, AutoscalingStatus())
+        after = decide(scaling, current, self._load(neighbour), before, time.time())
+        self._last[neighbour.key] = after
+        if after.desired is None or after.desired == current:
+            return
+        namespace, name = neighbour.key
+        logger.info(
+            "scaling %s/%s from %d to %d: %s", namespace, name, current, after.desired,
+            after.message,
+        )  # fmt: skip
+        body = {"spec": {"replicas": after.desired}}
+        self._kube.patch(names.KIND, namespace, name, body, sub="scale")
+
+    def _load(self, neighbour: Neighbour) -> Load | None:
+        try:
+            load = self._redis.load(neighbour.service.key, self._serving(neighbour.key))
+        except RedisAway as error:
+            logger.warning("no load of %s: %s", neighbour.service.key, error)
+            return None
+        if neighbour.spec.replicas > 0 and load.replicas == 0:
+            return None  # groups are starting, or have lost Redis: that is not idleness
+        return load

@@ -1,0 +1,200 @@
+"""What the watches saw, for questions across services: who else is there, who is half placed.
+
+A service's own children are always read from the API server; this only says whom to look at, and
+what the neighbours do.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from radixgrove.operator.api import names, times
+from radixgrove.operator.api.spec import InferenceServiceSpec
+from radixgrove.operator.planning import gang
+from radixgrove.operator.planning.observed import Node, node_of
+from radixgrove.operator.render.common import Service
+
+Object = dict[str, Any]
+Key = tuple[str, str]  # namespace, name
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A service as others see it."""
+
+    service: Service
+    created: float
+    spec: InferenceServiceSpec
+    claim: str = ""  # of its cached model
+    operator: str = ""  # the installation that looks after it
+
+    @property
+    def names(self) -> list[str]:
+        return self.spec.model_names(self.service.name)
+
+    @property
+    def key(self) -> Key:
+        return (self.service.namespace, self.service.name)
+
+    def is_of(self, installation: str) -> bool:
+        """Whether this installation looks after it, or nobody yet."""
+        return self.operator in ("", installation)
+
+    def shares_with(self, other: Neighbour) -> bool:
+        """Whether both want one name, or use one claim."""
+        same_claim = bool(self.claim) and (self.service.namespace, self.claim) == (
+            other.service.namespace,
+            other.claim,
+        )
+        return same_claim or not set(self.names).isdisjoint(other.names)
+
+    @property
+    def age(self) -> tuple[float, str, str]:
+        """Older ones sort first; no two are equal."""
+        return (self.created, self.service.namespace, self.service.name)
+
+
+@dataclass
+class Store:
+    """Thread-safe."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _services: dict[Key, Neighbour] = field(default_factory=dict)
+    # resourceVersion of every service, those included whose spec this version cannot read.
+    _versions: dict[Key, str] = field(default_factory=dict)
+    _nodes: dict[str, Node] = field(default_factory=dict)
+    _placements: dict[Key, list[gang.Placement]] = field(default_factory=dict)
+    _waiting: dict[Key, str] = field(default_factory=dict)  # by device
+
+    def service_seen(self, body: Object) -> None:
+        key, neighbour = _key(body), neighbour_of(body)
+        with self._lock:
+            self._versions[key] = body["metadata"].get("resourceVersion", "")
+            if neighbour is None:
+                self._services.pop(key, None)
+            else:
+                self._services[key] = neighbour
+
+    def service_gone(self, key: Key) -> list[Key]:
+        """The services to look at for it: whom it kept from a name, a claim's care, or GPUs.
+
+        Not all of them: when hundreds are deleted, each would cost hundreds of looks.
+        """
+        with self._lock:
+            self._versions.pop(key, None)
+            gone = self._services.pop(key, None)
+            self._placements.pop(key, None)
+            self._waiting.pop(key, None)
+            if gone is None:
+                return []
+            return [
+                other.key
+                for other in self._services.values()
+                if other.key in self._waiting or other.shares_with(gone)
+            ]
+
+    def version(self, key: Key) -> str:
+        """resourceVersion of the service as last seen; "" for one that was not."""
+        with self._lock:
+            return self._versions.get(key, "")
+
+    def known(self) -> set[Key]:
+        """Of every service, readable or not."""
+        with self._lock:
+            return set(self._versions)
+
+    def services(self) -> list[Neighbour]:
+        """Those that this version can read, oldest first."""
+        with self._lock:
+            return sorted(self._services.values(), key=lambda neighbour: neighbour.age)
+
+    def node_seen(self, body: Object) -> bool:
+        """Whether its reachability changed."""
+        node = node_of(body)
+        with self._lock:
+            before = self._nodes.get(node.name)
+            self._nodes[node.name] = node
+        return before is None or before.reachable != node.reachable
+
+    def node_gone(self, name: str) -> None:
+        with self._lock:
+            self._nodes.pop(name, None)
+
+    def nodes(self) -> dict[str, Node]:
+        with self._lock:
+            return dict(self._nodes)
+
+    def placed(self, key: Key, placements: list[gang.Placement], waiting_device: str) -> list[Key]:
+        """A service's groups as just read; `waiting_device` when a half-placed group holds it up.
+
+        Returns the services to look at because nobody is half placed any more.
+        """
+        with self._lock:
+            was_partly = any(p.partly for p in self._placements.get(key, []))
+            self._placements[key] = placements
+            if waiting_device:
+                self._waiting[key] = waiting_device
+            else:
+                self._waiting.pop(key, None)
+            if was_partly and not any(p.partly for p in placements):
+                return [other for other in self._waiting if other != key]
+            return []
+
+    def placements(self, besides: Key) -> list[gang.Placement]:
+        with self._lock:
+            return [p for key, found in self._placements.items() if key != besides for p in found]
+
+    def somebody_waits(self, device: str, besides: Key) -> bool:
+        with self._lock:
+            return any(d == device for key, d in self._waiting.items() if key != besides)
+
+
+def neighbour_of(body: Object) -> Neighbour | None:
+    """None for a resource whose spec this version cannot read."""
+    meta = body["metadata"]
+    try:
+        spec = InferenceServiceSpec.model_validate(body.get("spec", {}))
+    except ValidationError:
+        return None
+    status = body.get("status") or {}
+    model = status.get("model", {})
+    return Neighbour(
+        service=Service(meta["namespace"], meta["name"], meta["uid"]),
+        created=times.from_text(meta.get("creationTimestamp")) or 0.0,
+        spec=spec,
+        claim=str(model.get("claim", "")) if isinstance(model, dict) else "",
+        operator=str(status.get("operator") or ""),
+    )
+
+
+def name_conflict(own: Neighbour, neighbours: list[Neighbour]) -> str:
+    """Which of the service's names an older one behind the same router has; "" if none."""
+    if own.spec.router.dedicated:
+        return ""
+    for other in neighbours:
+        elsewhere = own.operator and not other.is_of(own.operator)
+        if elsewhere or other.spec.router.dedicated or other.age >= own.age:
+            continue
+        taken = [name for name in own.names if name in other.names]
+        if taken:
+            where = f"{other.service.namespace}/{other.service.name}"
+            return (
+                f"the model name {taken[0]} belongs to the older {where}: set another model.name, "
+                "or remove the alias"
+            )
+    return ""
+
+
+def _key(body: Object) -> Key:
+    return body["metadata"]["namespace"], body["metadata"]["name"]
+
+
+def owner_key(body: Object) -> Key | None:
+    """The service that an object of ours belongs to."""
+    meta = body.get("metadata", {})
+    name = meta.get("labels", {}).get(names.SERVICE)
+    return (meta["namespace"], name) if name else None

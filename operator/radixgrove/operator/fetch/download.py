@@ -1,0 +1,216 @@
+"""Fetches a model into a directory, once: resumed after a cut, every file checked by its hash.
+
+Runs in Jobs of the operator's image:
+
+    python -m radixgrove.operator.fetch resolve  --source hf://ORG/REPO [--revision main]
+    python -m radixgrove.operator.fetch download --source hf://ORG/REPO --revision SHA --into DIR
+
+The result is one line of JSON in the termination log: `{"revision": …}`, with `bytes` once they
+are there, or `{"reason": …, "message": …}` for the service's conditions. Files arrive in
+`DIR/incoming`, which becomes `DIR/snapshot` when all of them are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from radixgrove.operator.fetch.sources import Failure, RemoteFile, Source, open_source
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT = "snapshot"  # directory on the claim
+HOPELESS = 3  # exit code of what another try would not change
+_PASSING = {"DownloadFailed", "CacheBusy"}
+_ATTEMPTS = 8  # without any progress in between
+_WANTED = {".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken"}
+_LARGEST_COUNT = 10_000
+_TURN = 600.0  # seconds to wait for another Job of the claim; the operator tries again later
+
+
+def download(source: Source, into: Path) -> int:
+    """Fills `into/snapshot`; its bytes. A second run goes on where the first one stopped.
+
+    Raises Failure.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    final, incoming = into / SNAPSHOT, into / "incoming"
+    with _alone(into):
+        if final.exists():
+            logger.info("everything is there already")
+            return _size(final)
+        files = wanted(source.files())
+        _check_space(incoming, files)
+        for number, remote in enumerate(files, 1):
+            logger.info("%d/%d %s, %d bytes", number, len(files), remote.path, remote.size)
+            _fetch(source, remote, incoming)
+        incoming.rename(final)
+        _sync_directory(into)
+        return _size(final)
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def wanted(files: list[RemoteFile]) -> list[RemoteFile]:
+    """Weights, tokenizer and settings; not the same weights in other formats.
+
+    Raises Failure when there is nothing to serve, or a name that would leave the directory.
+    """
+    if len(files) > _LARGEST_COUNT:
+        raise Failure("ModelTooLarge", f"{len(files)} files are more than {_LARGEST_COUNT}")
+    chosen = []
+    for remote in files:
+        path = PurePosixPath(remote.path)
+        if path.is_absolute() or ".." in path.parts or "\\" in remote.path:
+            raise Failure("ModelCorrupt", f"the source names a file outside: {remote.path!r}")
+        if path.suffix in _WANTED and not path.parts[0].startswith("."):
+            chosen.append(remote)
+    if not any(remote.path.endswith(".safetensors") for remote in chosen):
+        raise Failure("ModelNotFound", "the source holds no .safetensors file")
+    return chosen
+
+
+def _fetch(source: Source, remote: RemoteFile, incoming: Path) -> None:
+    target = incoming / remote.path
+    if target.exists() and target.stat().st_size == remote.size:
+        return  # it got its name after its hash was checked
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    failures, corrupt = 0, 0
+    while True:
+        before = part.stat().st_size if part.exists() else 0
+        try:
+            if before < remote.size or remote.size == 0:
+                _append(source, remote, part)
+            if remote.matches(part):
+                os.replace(part, target)
+                return
+            corrupt += 1
+            logger.warning("%s has the wrong hash, once more", remote.path)
+            part.unlink()
+            if corrupt == 3:
+                raise Failure("ModelCorrupt", f"{remote.path} has the wrong hash, three times")
+        except OSError as error:
+            got = part.stat().st_size if part.exists() else 0
+            failures = 0 if got > before else failures + 1
+            if failures == _ATTEMPTS:
+                raise Failure("DownloadFailed", f"{remote.path}: {error}") from error
+            logger.warning("%s: cut at %d of %d bytes: %s", remote.path, got, remote.size, error)
+            time.sleep(min(0.2 * 2**failures, 20))
+
+
+def _append(source: Source, remote: RemoteFile, part: Path) -> None:
+    """Raises OSError when the transfer ends early; what came stays for the next try."""
+    with part.open("ab") as out:
+        offset = out.tell()
+        if offset > remote.size:
+            out.truncate(0)
+            offset = 0
+        for chunk in source.read(remote, offset):
+            if out.tell() + len(chunk) > remote.size:
+                raise Failure("ModelCorrupt", f"{remote.path} is longer than announced")
+            out.write(chunk)
+        out.flush()
+        os.fsync(out.fileno())
+        if out.tell() < remote.size:
+            raise ConnectionError(f"ended after {out.tell()} bytes")
+
+
+def _check_space(incoming: Path, files: list[RemoteFile]) -> None:
+    incoming.mkdir(exist_ok=True)
+    missing = sum(
+        remote.size
+        for remote in files
+        if not (incoming / remote.path).exists()
+    )  # fmt: skip
+    missing -= sum(part.stat().st_size for part in incoming.rglob("*.part"))
+    free = shutil.disk_usage(incoming).free
+    if missing > free:
+        raise Failure(
+            "NoSpace",
+            f"{missing / 2**30:.1f} GiB are to come, {free / 2**30:.1f} GiB are free: set "
+            "model.cache.size, or let the claim grow if it exists",
+        )
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[IO[bytes]]:
+    """Two Jobs on one claim take turns; the second finds everything done.
+
+    Raises Failure when its turn does not come, as behind a lock that a lost node holds.
+    """
+    deadline = time.monotonic() + _TURN
+    with (directory / ".lock").open("ab") as lock:
+        while not _locked(lock):
+            if time.monotonic() >= deadline:
+                raise Failure(
+                    "CacheBusy",
+                    f"another pod has filled the claim for {_TURN / 60:.0f} minutes: if it hangs, "
+                    "delete it",
+                )
+            time.sleep(0.2)
+        yield lock
+
+
+def _locked(lock: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _say(message: dict[str, str]) -> None:
+    path = os.environ.get("RADIXGROVE_TERMINATION_LOG", "/dev/termination-log")
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps(message)[:4000])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="radixgrove.operator.fetch")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("resolve", "download"):
+        command = commands.add_parser(name)
+        command.add_argument("--source", required=True)
+        command.add_argument("--revision", default="", required=name == "download")
+        if name == "download":
+            command.add_argument("--into", type=Path, required=True)
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        source = open_source(given.source, given.revision)
+        if given.command == "resolve":
+            revision = source.resolve()
+            logger.info("%s is at %s", given.source, revision)
+            _say({"revision": revision})
+        else:
+            size = download(source, given.into)
+            _say({"revision": given.revision, "bytes": str(size)})
+    except Failure as failure:
+        logger.error("%s: %s", failure.reason, failure.message)
+        _say({"reason": failure.reason, "message": failure.message})
+        return 1 if failure.reason in _PASSING else HOPELESS
+    except OSError as error:
+        logger.error("%s", error)
+        _say({"reason": "DownloadFailed", "message": error.strerror or str(error)})
+        return 1
+    return 0

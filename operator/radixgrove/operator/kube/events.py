@@ -1,0 +1,35 @@
+"""Events about a resource, as the API server keeps them. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixgrove.operator.api import names, times
+
+Object = dict[str, Any]
+
+
+def event(resource: Object, kind: str, reason: str, message: str, now: float) -> Object:
+    """`kind`: Normal or Warning. Said twice within a second it is one object."""
+    meta = resource["metadata"]
+    stamp = times.to_seconds_text(now)
+    digest = names.digest([meta["uid"], reason, message, stamp])
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{meta['name']}.{digest}", "namespace": meta["namespace"]},
+        "involvedObject": {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "name": meta["name"],
+            "namespace": meta["namespace"],
+            "uid": meta["uid"],
+        },
+        "reason": reason,
+        "message": message,
+        "type": kind,
+        "source": {"component": names.FIELD_MANAGER},
+        "firstTimestamp": stamp,
+        "lastTimestamp": stamp,
+        "count": 1,
+    }

@@ -1,0 +1,316 @@
+"""Conditions, counts and columns: what a person reads. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from radixgrove.operator.api import names, times
+from radixgrove.operator.api.spec import InferenceServiceSpec, duration
+from radixgrove.operator.api.status import (
+    AutoscalingStatus,
+    Condition,
+    GroupPhase,
+    GroupStatus,
+    InferenceServiceStatus,
+)
+from radixgrove.operator.planning.diagnosis import Problem, problem
+from radixgrove.operator.planning.model_cache import Step
+from radixgrove.operator.planning.observed import Group
+from radixgrove.operator.planning.plan import Plan
+from radixgrove.operator.render.revision import InvalidSettings
+
+# Reasons that ask nothing of anybody; all others are worth a warning.
+_CALM = {
+    "AsExpected", "Asleep", "Cached", "Downloading", "Draining", "NodePath", "Provided",
+    "Resolving", "RollingOut", "ScaledToZero", "Serving", "Settled", "Starting", "Suspended",
+}  # fmt: skip
+
+_FETCHING = {"Resolving", "Downloading"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One condition before its transition time is known."""
+
+    type: str
+    value: bool
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything a status is computed from."""
+
+    name: str
+    operator: str
+    generation: int
+    spec: InferenceServiceSpec
+    url: str
+    target: str | None
+    plan: Plan
+    groups: Sequence[Group]
+    model: Step
+    autoscaling: AutoscalingStatus | None
+    name_taken: str = ""  # the model name or alias, and whose it is
+    router: Problem | None = None  # why the service's own router does not answer
+    untold: bool = False  # routers could not be told of the present groups
+    outdated: str = ""  # what an older CRD drops of this status
+    invalid: InvalidSettings | None = None  # which settings are refused, and why
+    failures: Sequence[str] = ()  # requests that the API server refused, Redis away
+    phases: Sequence[str] = ()  # what starting workers say they do
+
+
+def compute(facts: Facts, before: InferenceServiceStatus, now: float) -> InferenceServiceStatus:
+    """The new status; equal to `before` when nothing a person would notice has changed."""
+    records = facts.plan.records
+    ready = [r for r in records if r.phase is GroupPhase.READY]
+    present = [r for r in records if r.phase is not GroupPhase.WAITING]
+    desired = 0 if facts.spec.suspend else facts.spec.replicas
+    served = any(c.type == "Ready" and c.status == "True" for c in before.conditions)
+    # Routers that cannot be told serve on what they know: nothing becomes ready meanwhile.
+    reached = len(ready) if served or not facts.untold else 0
+    verdicts = [_ready(facts, reached, desired), _progressing(facts, len(ready), desired)]
+    verdicts += [_model_cached(facts), _degraded(facts)]
+    selector = names.labels(facts.name, names.WORKER) | {names.POD_INDEX: "0"}
+    return InferenceServiceStatus(
+        observed_generation=facts.generation,
+        operator=facts.operator,
+        url=facts.url,
+        summary=f"{len(ready)}/{desired}",
+        selector=names.selector(selector),
+        replicas=len(present),
+        desired_replicas=desired,
+        ready_replicas=len(ready),
+        updated_replicas=sum(1 for r in ready if r.revision == facts.target),
+        served=desired > 0 and (before.served or before.ready_replicas > 0 or bool(ready)),
+        revision=facts.target or before.revision,
+        parallelism=facts.spec.layout,
+        model=facts.model.status,
+        groups=records,
+        last_attempt=facts.plan.last_attempt,
+        autoscaling=facts.autoscaling,
+        conditions=[_condition(verdict, facts.generation, before, now) for verdict in verdicts],
+    )
+
+
+def starting(facts: Facts, now: float) -> int:
+    """Groups on their way to their first readiness, without trouble, in the time they have."""
+    desired = 0 if facts.spec.suspend else facts.spec.replicas
+    records = {record.index: record for record in facts.plan.records}
+    if not facts.model.ready:
+        ready = sum(1 for r in records.values() if r.phase is GroupPhase.READY)
+        return max(desired - ready, 0) if facts.model.reason in _FETCHING else 0
+    groups = {group.index: group for group in facts.groups if not group.draining}
+    return sum(
+        1
+        for record in records.values()
+        if record.phase in (GroupPhase.PENDING, GroupPhase.STARTING)
+        and record.failures == 0
+        and not record.was_ready
+        and _in_time(groups.get(record.index), now)
+    )
+
+
+def _in_time(group: Group | None, now: float) -> bool:
+    if group is None:  # made in this very look
+        return True
+    begins = [pod.started_at or group.created for pod in group.pods if not pod.ready]
+    return problem(group) is None and now < max(begins, default=group.created) + group.startup
+
+
+def _condition(
+    verdict: Verdict, generation: int, before: InferenceServiceStatus, now: float
+) -> Condition:
+    value = "True" if verdict.value else "False"
+    previous = next((c for c in before.conditions if c.type == verdict.type), None)
+    since = times.to_seconds_text(now)
+    if previous is not None and previous.status == value:
+        since = previous.last_transition_time
+    return Condition(
+        type=verdict.type,
+        status=value,
+        reason=verdict.reason,
+        message=verdict.message[:4096],
+        last_transition_time=since,
+        observed_generation=generation,
+    )
+
+
+def transitions(
+    before: InferenceServiceStatus, after: InferenceServiceStatus
+) -> list[tuple[str, str, str]]:
+    """Events of changed conditions: type of event, reason, message."""
+    old = {c.type: (c.status, c.reason) for c in before.conditions}
+    events = []
+    for condition in after.conditions:
+        if old.get(condition.type) == (condition.status, condition.reason):
+            continue
+        kind = "Normal" if condition.reason in _CALM else "Warning"
+        text = f"{condition.type} is {condition.status}: {condition.message or condition.reason}"
+        events.append((kind, condition.reason, text[:1024]))
+    return events
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """A merge patch from one status to the other: whole fields, and what they lose inside."""
+    changed = {key: value for key, value in after.items() if before.get(key) != value}
+    for key, value in changed.items():
+        old = before.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            changed[key] = value | dict.fromkeys(old.keys() - value.keys())
+    return changed | dict.fromkeys(before.keys() - after.keys())
+
+
+def refused(
+    generation: int, message: str, before: InferenceServiceStatus, now: float
+) -> dict[str, Any]:
+    """What changes in a status when this version cannot read the spec; groups stay in mind."""
+    verdict = Verdict("Ready", False, "InvalidSpec", message)
+    condition = _condition(verdict, generation, before, now)
+    return {
+        "observedGeneration": generation,
+        "conditions": [condition.model_dump(mode="json", by_alias=True)],
+    }
+
+
+# ---- the four conditions -------------------------------------------------------------------------
+
+
+def _blocking(facts: Facts) -> Verdict | None:
+    """What keeps a service from running at all."""
+    if facts.invalid:
+        return Verdict("Ready", False, facts.invalid.reason, str(facts.invalid))
+    if facts.name_taken:
+        return Verdict("Ready", False, "ModelNameTaken", facts.name_taken)
+    if facts.spec.suspend:
+        return Verdict("Ready", False, "Suspended", "spec.suspend is true")
+    return None
+
+
+def _ready(facts: Facts, ready: int, desired: int) -> Verdict:
+    blocking = _blocking(facts)
+    if blocking is not None and (facts.name_taken or facts.spec.suspend or not ready):
+        return blocking
+    if ready and facts.router:
+        return Verdict("Ready", False, facts.router.reason, facts.router.message)
+    if ready:
+        return Verdict("Ready", True, "Serving", f"{ready} of {desired} groups are ready")
+    if desired == 0:
+        asleep = facts.spec.autoscaling is not None
+        reason = "Asleep" if asleep else "ScaledToZero"
+        text = "the next request wakes it" if asleep else "replicas is 0"
+        return Verdict("Ready", asleep, reason, text)
+    if not facts.model.ready:
+        return Verdict("Ready", False, facts.model.reason, facts.model.message)
+    reason, message = _hindrance(facts)
+    return Verdict("Ready", False, reason, message)
+
+
+def _hindrance(facts: Facts) -> tuple[str, str]:
+    """The first thing that keeps groups from being ready."""
+    if facts.failures:
+        return "RequestRefused", "; ".join(facts.failures)
+    for record in facts.plan.records:
+        if record.phase is GroupPhase.FAILED:
+            return _failed(facts, record)
+    for group in facts.groups:
+        trouble = None if group.draining else problem(group)
+        if trouble is not None:
+            return trouble.reason, trouble.message + _asked(facts, group, trouble)
+    if facts.plan.waits_for:
+        # It waits for nodes that another group has begun to take.
+        return "InsufficientGPUs", f"no pods until {facts.plan.waits_for} is placed"
+    waiting = [r for r in facts.plan.records if r.phase is GroupPhase.WAITING]
+    if waiting and waiting[0].yields:
+        return "InsufficientGPUs", waiting[0].detail
+    if waiting and waiting[0].retry_at:
+        count = (
+            f"failure {waiting[0].failures} in a row, {facts.spec.recovery.max_restarts} allowed"
+        )
+        return "BackOff", f"next attempt at {waiting[0].retry_at} ({count}): {waiting[0].detail}"
+    return "Starting", _starting(facts)
+
+
+def _failed(facts: Facts, record: GroupStatus) -> tuple[str, str]:
+    recovery = facts.spec.recovery
+    afresh = f"set the annotation {names.RESTART} to a new value to start afresh"
+    words = f"group {record.index}: {record.detail}"
+    if record.failures > recovery.max_restarts:
+        limit = f"recovery.maxRestarts is {recovery.max_restarts}"
+        return "RestartBudgetExhausted", f"{words}; {limit}: {afresh}"
+    return "GroupFailed", f"{words}; recovery.policy is {recovery.policy.value}: {afresh}"
+
+
+def _asked(facts: Facts, group: Group, trouble: Problem) -> str:
+    """What was asked for, where it is more than there is."""
+    if trouble.reason != "InsufficientGPUs" or group.revision != facts.target:
+        return ""
+    hardware = facts.spec.hardware
+    return f" (asked for: {hardware.gpus_per_node} GPUs on each of {hardware.nodes} nodes)"
+
+
+def _starting(facts: Facts) -> str:
+    """What workers say they do, and how long they may."""
+    said = "; ".join(facts.phases) or "groups are starting"
+    ends = [
+        (pod.started_at + group.startup, group.startup)
+        for group in facts.groups
+        for pod in group.pods
+        if not group.draining and not pod.ready and pod.started_at is not None
+    ]
+    if not ends:
+        return said
+    end, allowed = min(ends)
+    return f"{said}; until {times.to_seconds_text(end)} (startup.timeout: {duration(allowed)})"
+
+
+def _progressing(facts: Facts, ready: int, desired: int) -> Verdict:
+    blocking = _blocking(facts)
+    if blocking is not None and not (facts.spec.suspend and facts.groups):
+        return Verdict("Progressing", False, blocking.reason, blocking.message)
+    if facts.plan.blocked:
+        _, message = _hindrance(facts)
+        text = f"the new revision does not start, the old one stays: {message}"
+        return Verdict("Progressing", False, "RolloutBlocked", text)
+    if desired and not facts.model.ready:
+        return Verdict("Progressing", True, facts.model.reason, facts.model.message)
+    old = [r for r in facts.plan.records if r.revision != facts.target]
+    if old and desired:
+        reason, message = _hindrance(facts)
+        text = f"{len(old)} groups are of an old revision"
+        if reason == "Starting":
+            return Verdict("Progressing", True, "RollingOut", text)
+        return Verdict("Progressing", True, reason, f"{text}: {message}")
+    if ready < desired:
+        reason, message = _hindrance(facts)
+        given_up = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
+        return Verdict("Progressing", not given_up, reason, message)
+    if facts.router and desired:
+        return Verdict("Progressing", True, facts.router.reason, facts.router.message)
+    if len(facts.plan.records) > desired:
+        return Verdict("Progressing", True, "Draining", "groups are leaving")
+    return Verdict("Progressing", False, "Settled", "")
+
+
+def _model_cached(facts: Facts) -> Verdict:
+    return Verdict("ModelCached", facts.model.ready, facts.model.reason, facts.model.message)
+
+
+def _degraded(facts: Facts) -> Verdict:
+    if facts.failures:
+        return Verdict("Degraded", True, "RequestRefused", "; ".join(facts.failures))
+    if facts.outdated:
+        return Verdict("Degraded", True, "OutdatedCRD", facts.outdated)
+    if facts.invalid and facts.groups:
+        return Verdict("Degraded", True, facts.invalid.reason, str(facts.invalid))
+    failed = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
+    lost = any(
+        (r.failures or r.restarts) and r.phase is not GroupPhase.READY for r in facts.plan.records
+    )
+    if failed or lost or facts.plan.blocked:
+        reason, message = _hindrance(facts)
+        return Verdict("Degraded", True, reason, message)
+    return Verdict("Degraded", False, "AsExpected", "")

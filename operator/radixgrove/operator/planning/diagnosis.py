@@ -1,0 +1,66 @@
+"""Why a group is not ready, in words a person can act on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from radixgrove.operator.api.spec import duration
+from radixgrove.operator.planning.observed import Group, Pod
+
+_IMAGE = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
+          "RegistryUnavailable", "ImageInspectError"}  # fmt: skip
+_TO_END = 300.0  # seconds that a kubelet takes at most, from the last probe to the end of a drain
+_CONFIG = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`stuck`: waiting alone does not help, so a rollout must not go on."""
+
+    reason: str
+    message: str
+    stuck: bool = True
+
+
+def problem(group: Group) -> Problem | None:
+    """The most telling trouble of a group; None when it is ready or merely starting."""
+    if group.ready:
+        return None
+    if group.refused:
+        quota = "exceeded quota" in group.refused
+        return Problem("QuotaBlocked" if quota else "PodRefused", group.refused, stuck=not quota)
+    for pod in group.pods:
+        found = pod_problem(pod, group.startup)
+        if found is not None:
+            return found
+    return None
+
+
+def pod_problem(pod: Pod, startup: float = 0.0) -> Problem | None:
+    """What keeps one pod from running. `startup`: seconds it may take until it is ready."""
+    reason, message = pod.waiting
+    if reason in _IMAGE:
+        return Problem("ImagePull", f"{pod.name}: {message or reason}")
+    if reason in _CONFIG:
+        return Problem("ContainerConfig", f"{pod.name}: {message or reason}")
+    if reason == "CrashLoopBackOff" or (pod.restarts and not pod.ready):
+        last = _last_line(pod.exited or message or "its container ended without last words")
+        if startup and startup <= pod.ran <= startup + _TO_END:
+            allowed = duration(startup)
+            return Problem(
+                "StartupTimeout",
+                f"{pod.name} ended {duration(pod.ran)} after its start: if it was still loading, "
+                f"raise startup.timeout ({allowed}); its last words: {last}",
+            )
+        return Problem("EngineFailed", f"{pod.name}: {last}")
+    if pod.unschedulable:
+        missing = re.search(r"Insufficient ([a-z0-9.-]+/)?gpus?\b", pod.unschedulable)
+        kind = "InsufficientGPUs" if missing else "Unschedulable"
+        return Problem(kind, f"{pod.name}: {pod.unschedulable}", stuck=False)
+    return None
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:1000] if lines else ""

@@ -1,0 +1,252 @@
+"""Where a model's files are: provided by the user, or fetched once into a claim. Pure.
+
+The revision that a source stands for is found out once, by a Job, and kept in status: a branch that
+moves later does not make two groups of one service differ. The claim is named by source and
+revision, so that services share it, and is filled by one Job, which resumes and checks hashes. What
+a shared claim looks like is decided by its oldest user, and by nobody once it exists.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from radixgrove.operator.api import names
+from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.spec import AccessMode, InferenceServiceSpec, Model
+from radixgrove.operator.api.status import ModelStatus
+from radixgrove.operator.fetch.download import SNAPSHOT
+from radixgrove.operator.planning.diagnosis import pod_problem
+from radixgrove.operator.planning.observed import JobState
+from radixgrove.operator.render import models
+from radixgrove.operator.render.common import Object, Service
+from radixgrove.operator.render.revision import ModelAt
+
+_COMMIT = re.compile(r"^[0-9a-f]{40}$")
+_FETCHED = ("hf://", "s3://")
+_LOOK_AGAIN = 30.0  # seconds; of a user's own claim no event tells
+# Annotations of a filled claim.
+COMPLETE = f"{names.GROUP}/complete"
+BYTES = f"{names.GROUP}/bytes"
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What the cluster holds of a model: Jobs and claims by name."""
+
+    jobs: Mapping[str, JobState]
+    claims: Mapping[str, Object]
+    users: Sequence[models.User]  # services of the namespace, this one included; the oldest first
+
+    def users_of(self, claim: str, service: Service) -> list[models.User]:
+        """Those that use the claim already, and `service`, which is about to."""
+        return [u for u in self.users if u.claim == claim or u.service.uid == service.uid]
+
+
+@dataclass
+class Step:
+    """What to do about the model now, and how it stands (`reason`, `message`)."""
+
+    status: ModelStatus
+    at: ModelAt | None = None  # set once groups can be made
+    ready: bool = False
+    reason: str = ""
+    message: str = ""
+    apply: list[Object] = field(default_factory=list)
+    delete_jobs: list[JobState] = field(default_factory=list)
+    requeue_at: float | None = None
+    size: int = 0  # bytes of a model that was fetched; 0: unknown
+
+
+def wanted_jobs(service: Service, spec: InferenceServiceSpec, known: ModelStatus) -> list[str]:
+    """Names of the Jobs that `decide` looks at."""
+    if not spec.model.source.startswith(_FETCHED):
+        return []
+    return [models.resolve_job_name(service, spec.model), *wanted_claims(spec, known)]
+
+
+def wanted_claims(spec: InferenceServiceSpec, known: ModelStatus) -> list[str]:
+    """Names of the claims that `decide` looks at."""
+    scheme, _, rest = spec.model.source.partition("://")
+    if scheme == "pvc":
+        return [rest.partition("/")[0]] if spec.hardware.nodes > 1 else []
+    revision = _resolved(spec.model, known) if spec.model.source.startswith(_FETCHED) else ""
+    return [names.cache_name(spec.model.source, revision)] if revision else []
+
+
+def _resolved(model: Model, known: ModelStatus) -> str:
+    if model.source.startswith("hf://") and _COMMIT.match(model.revision or ""):
+        return model.revision or ""
+    same = known.source == model.source and known.requested_revision == (model.revision or "")
+    return known.revision if same else ""
+
+
+def decide(
+    service: Service,
+    spec: InferenceServiceSpec,
+    known: ModelStatus,
+    cache: Cache,
+    config: OperatorConfig,
+    now: float,
+) -> Step:
+    model = spec.model
+    model_names = spec.model_names(service.name)
+    status = ModelStatus(
+        name=model_names[0],
+        aliases=model_names[1:],
+        source=model.source,
+        requested_revision=model.revision or "",
+    )
+    scheme, _, rest = model.source.partition("://")
+    if scheme == "file":
+        return Step(
+            status, ModelAt(source=model.source, host_path=rest), ready=True, reason="NodePath",
+            message="read from the node's own disk; needs a namespace that admits hostPath volumes",
+        )  # fmt: skip
+    if scheme == "pvc":
+        return _provided(spec, status, cache, now)
+    if _too_narrow(spec, config):
+        return Step(
+            status, reason="AccessMode",
+            message="ReadWriteOnce cannot be read from several nodes: set "
+            "model.cache.accessMode to ReadWriteMany, or run one replica on one node",
+        )  # fmt: skip
+    revision = _resolved(model, known)
+    if not revision:
+        return _resolve(service, model, status, cache, config, now)
+    return _fetch(service, model, status, revision, cache, config, now)
+
+
+def _provided(spec: InferenceServiceSpec, status: ModelStatus, cache: Cache, now: float) -> Step:
+    claim, _, path = spec.model.source.removeprefix("pvc://").partition("/")
+    live, nodes = cache.claims.get(claim), spec.hardware.nodes
+    if live is not None and not _shareable(live):
+        modes = ", ".join(live["spec"].get("accessModes", []))
+        return Step(
+            status, reason="AccessMode", requeue_at=now + _LOOK_AGAIN,
+            message=f"the claim {claim} is {modes}, and {nodes} nodes are to read it: use one that "
+            "is ReadOnlyMany or ReadWriteMany",
+        )  # fmt: skip
+    at = ModelAt(source=spec.model.source, claim=claim, sub_path=path.strip("/"))
+    return Step(status, at, ready=True, reason="Provided", message=f"read from the claim {claim}")
+
+
+def _shareable(claim: Object) -> bool:
+    return bool({"ReadOnlyMany", "ReadWriteMany"} & set(claim["spec"].get("accessModes", [])))
+
+
+def _too_narrow(spec: InferenceServiceSpec, config: OperatorConfig) -> bool:
+    mode = spec.model.cache.access_mode or config.model_cache.access_mode
+    groups = spec.autoscaling.max if spec.autoscaling else spec.replicas
+    groups += spec.rollout.max_surge
+    return mode is AccessMode.READ_WRITE_ONCE and groups * spec.hardware.nodes > 1
+
+
+def _resolve(
+    service: Service,
+    model: Model,
+    status: ModelStatus,
+    cache: Cache,
+    config: OperatorConfig,
+    now: float,
+) -> Step:
+    job = cache.jobs.get(models.resolve_job_name(service, model))
+    if job is None:
+        step = Step(status, reason="Resolving", message="looking up the revision")
+        step.apply.append(models.resolve_job(service, model, config))
+        return step
+    if job.failed:
+        return _failed(status, job, config, now)
+    revision = _said(job).get("revision", "")
+    if not (job.succeeded and revision):
+        return _under_way(status, job, "Resolving", "looking up the revision")
+    status = status.model_copy(update={"revision": revision})
+    step = _fetch(service, model, status, revision, cache, config, now)
+    step.delete_jobs.append(job)
+    return step
+
+
+def _fetch(
+    service: Service,
+    model: Model,
+    status: ModelStatus,
+    revision: str,
+    cache: Cache,
+    config: OperatorConfig,
+    now: float,
+) -> Step:
+    name = names.cache_name(model.source, revision)
+    status = status.model_copy(update={"revision": revision, "claim": name})
+    at = ModelAt(source=model.source, revision=revision, claim=name, sub_path=SNAPSHOT)
+    job = cache.jobs.get(name)
+    live = cache.claims.get(name)
+    claim = models.claim(name, cache.users_of(name, service), model, revision, config, live)
+    filled = live is not None and (
+        (live["metadata"].get("annotations") or {}).get(COMPLETE) == "true"
+        or (job is not None and job.succeeded)
+    )
+    if filled:
+        size = _size(live, job)
+        claim["metadata"]["annotations"] |= {COMPLETE: "true"} | (
+            {BYTES: str(size)} if size else {}
+        )
+        message = f"revision {revision} on {name}"
+        return Step(status, at, True, "Cached", message, [claim], size=size)
+    progress = f"kubectl logs --namespace {service.namespace} job/{name}"
+    fetching = f"revision {revision} into {name}; how far it is: {progress}"
+    if job is None:
+        step = Step(status, at, reason="Downloading", message=fetching)
+        step.apply = [claim, models.download_job(name, service, model, revision, config)]
+        return step
+    if job.failed:
+        step = _failed(status, job, config, now)
+        step.at, step.apply = at, [claim]
+        return step
+    step = _under_way(status, job, "Downloading", fetching)
+    step.at, step.apply = at, [claim]
+    return step
+
+
+def _size(claim: Object | None, job: JobState | None) -> int:
+    """Bytes of a filled claim's model; 0 for one that an older version filled."""
+    known = ((claim or {}).get("metadata", {}).get("annotations") or {}).get(BYTES, "")
+    told = _said(job).get("bytes", "") if job is not None else ""
+    return next((int(text) for text in (known, told) if text.isdecimal()), 0)
+
+
+def _under_way(status: ModelStatus, job: JobState, reason: str, message: str) -> Step:
+    """A Job that has not ended, and what keeps its pod from starting, if anything does."""
+    trouble = pod_problem(job.pod) if job.pod is not None else None
+    if trouble is not None:
+        return Step(status, reason=trouble.reason, message=trouble.message)
+    return Step(status, reason=reason, message=message)
+
+
+def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: float) -> Step:
+    """A Job that gave up is deleted after a while, and thereby tried again."""
+    said = _said(job)
+    step = Step(
+        status,
+        reason=said.get("reason", "DownloadFailed"),
+        message=said.get("message", "the download ended without a word; see its pod's log"),
+    )
+    retry_at = (job.finished_at or now) + config.model_cache.retry_after
+    if now >= retry_at:
+        step.delete_jobs.append(job)
+        step.requeue_at = now + 1.0
+    else:
+        step.requeue_at = retry_at
+    return step
+
+
+def _said(job: JobState) -> dict[str, str]:
+    """The fetcher's termination message; anything else counts as silence."""
+    try:
+        said = json.loads(job.message)
+    except ValueError:
+        return {}
+    if not isinstance(said, dict):
+        return {}
+    return {str(key): str(value)[:1024] for key, value in said.items()}

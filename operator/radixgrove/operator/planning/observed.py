@@ -1,0 +1,235 @@
+"""What the operator saw: API objects reduced to what its decisions look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from radixgrove.operator.api import names, times
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pod:
+    name: str
+    uid: str
+    rank: int
+    node: str = ""  # "" while it is not placed
+    phase: str = "Pending"
+    ready: bool = False
+    running: bool = False  # its worker container runs, or has run before
+    restarts: int = 0
+    deleted_at: float | None = None  # when its grace ends, once it is being deleted
+    unschedulable: str = ""  # the scheduler's words
+    waiting: tuple[str, str] = ("", "")  # reason and message of a container that does not start
+    started_at: float | None = None  # its worker container, as long as its start lasts
+    exited: str = ""  # last words of the container's previous run
+    ran: float = 0.0  # seconds that run took
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One attempt of one group: a StatefulSet and its pods."""
+
+    name: str
+    uid: str
+    index: int
+    attempt: int
+    revision: str
+    nodes: int
+    created: float
+    draining_since: float | None = None
+    draining_because: str = ""
+    deleting: bool = False
+    refused: str = ""  # why the API server admits none of its pods
+    startup: float = 0.0  # seconds a container may take until it is ready
+    pods: tuple[Pod, ...] = ()
+
+    @property
+    def placed(self) -> int:
+        return sum(1 for pod in self.pods if pod.node)
+
+    @property
+    def partly_placed(self) -> bool:
+        return 0 < self.placed < self.nodes
+
+    @property
+    def ready(self) -> bool:
+        """Every rank of it is ready and none is leaving."""
+        return len(self.pods) == self.nodes > 0 and all(
+            pod.ready and pod.deleted_at is None for pod in self.pods
+        )
+
+    @property
+    def draining(self) -> bool:
+        return self.deleting or self.draining_since is not None
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    reachable: bool = True
+    since: float = 0.0  # of the last change between reachable and not
+
+
+@dataclass(frozen=True)
+class JobState:
+    name: str
+    uid: str
+    succeeded: bool = False
+    failed: bool = False
+    finished_at: float | None = None
+    message: str = ""  # termination message of its pod
+    pod: Pod | None = None  # its newest
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything one reconciliation looks at."""
+
+    groups: tuple[Group, ...] = ()
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    highest_attempt: int = 0  # in the labels of anything that exists
+
+
+def group_of(stateful_set: Object, pods: Iterable[Object], refused: str = "") -> Group | None:
+    """None for a StatefulSet whose labels are not ours (any more)."""
+    meta = stateful_set["metadata"]
+    labels = meta.get("labels", {})
+    try:
+        index, attempt = int(labels[names.GROUP_INDEX]), int(labels[names.ATTEMPT])
+    except (KeyError, ValueError):
+        return None
+    own = [pod_of(pod) for pod in pods if _controller_uid(pod) == meta["uid"]]
+    annotations = meta.get("annotations", {})
+    return Group(
+        name=meta["name"],
+        uid=meta["uid"],
+        index=index,
+        attempt=attempt,
+        revision=labels.get(names.REVISION, ""),
+        nodes=int(stateful_set["spec"].get("replicas", 1)),
+        created=times.from_text(meta.get("creationTimestamp")) or 0.0,
+        draining_since=times.from_text(annotations.get(names.DRAINING)),
+        draining_because=annotations.get(names.DRAIN_REASON, ""),
+        deleting="deletionTimestamp" in meta,
+        refused="" if len(own) == stateful_set["spec"].get("replicas", 1) else refused,
+        startup=_startup(stateful_set),
+        pods=tuple(sorted(own, key=lambda pod: pod.rank)),
+    )
+
+
+def _startup(stateful_set: Object) -> float:
+    """As the kubelet counts it."""
+    pod = stateful_set["spec"].get("template", {}).get("spec", {})
+    worker: Object = next((c for c in pod.get("containers", []) if c["name"] == "worker"), {})
+    probe = worker.get("startupProbe", {})
+    return float(probe.get("periodSeconds", 0) * probe.get("failureThreshold", 0))
+
+
+def pod_of(pod: Object) -> Pod:
+    meta, status = pod["metadata"], pod.get("status", {})
+    conditions = {c["type"]: c for c in status.get("conditions", [])}
+    containers = status.get("containerStatuses", [])
+    worker: Object = next((c for c in containers if c["name"] == "worker"), {})
+    state, last = worker.get("state", {}), worker.get("lastState", {})
+    scheduled = conditions.get("PodScheduled", {})
+    ended = last.get("terminated") or state.get("terminated") or {}
+    restarts = int(worker.get("restartCount", 0))
+    return Pod(
+        name=meta["name"],
+        uid=meta["uid"],
+        rank=_rank(meta),
+        node=pod.get("spec", {}).get("nodeName", ""),
+        phase=status.get("phase", "Pending"),
+        ready=conditions.get("Ready", {}).get("status") == "True",
+        running="running" in state or restarts > 0,
+        restarts=restarts,
+        deleted_at=times.from_text(meta.get("deletionTimestamp")),
+        unschedulable=scheduled.get("message", "") if scheduled.get("status") == "False" else "",
+        waiting=_waiting([*status.get("initContainerStatuses", []), *containers]),
+        started_at=_start_of(worker),
+        exited=ended.get("message", "") or ended.get("reason", ""),
+        ran=_length(ended),
+        address=status.get("podIP", ""),
+    )
+
+
+def _waiting(containers: list[Object]) -> tuple[str, str]:
+    for container in containers:
+        waiting = container.get("state", {}).get("waiting")
+        if waiting and waiting.get("reason") not in ("ContainerCreating", "PodInitializing", None):
+            return waiting["reason"], waiting.get("message", "")
+    return "", ""
+
+
+def _start_of(worker: Object) -> float | None:
+    """None also once the startup probe has passed."""
+    if worker.get("started"):
+        return None
+    return times.from_text(worker.get("state", {}).get("running", {}).get("startedAt"))
+
+
+def _length(run: Object) -> float:
+    begin, end = times.from_text(run.get("startedAt")), times.from_text(run.get("finishedAt"))
+    return end - begin if begin is not None and end is not None else 0.0
+
+
+def _rank(meta: Object) -> int:
+    label = meta.get("labels", {}).get(names.POD_INDEX, "")
+    text = label or meta["name"].rpartition("-")[2]
+    return int(text) if text.isdigit() else 0
+
+
+def _controller_uid(thing: Object) -> str:
+    for owner in thing["metadata"].get("ownerReferences", []):
+        if owner.get("controller"):
+            return str(owner["uid"])
+    return ""
+
+
+def node_of(node: Object) -> Node:
+    """A node is reachable unless its lifecycle controller says `Unknown`."""
+    for condition in node.get("status", {}).get("conditions", []):
+        if condition["type"] == "Ready":
+            since = times.from_text(condition.get("lastTransitionTime")) or 0.0
+            return Node(node["metadata"]["name"], condition["status"] != "Unknown", since)
+    return Node(node["metadata"]["name"])
+
+
+def is_available(deployment: Object) -> bool:
+    """Whether one pod of it is ready at least."""
+    return int(deployment.get("status", {}).get("availableReplicas", 0)) > 0
+
+
+def job_of(job: Object, pods: Iterable[Object]) -> JobState:
+    conditions = {
+        c["type"]: c for c in job.get("status", {}).get("conditions", []) if c["status"] == "True"
+    }
+    done = conditions.get("Complete") or conditions.get("Failed") or {}
+    message = ""
+    newest: Pod | None = None
+    for pod in sorted(pods, key=lambda p: str(p["metadata"].get("creationTimestamp", ""))):
+        if _controller_uid(pod) != job["metadata"]["uid"]:
+            continue
+        newest = pod_of(pod)
+        for container in pod.get("status", {}).get("containerStatuses", []):
+            message = container.get("state", {}).get("terminated", {}).get("message", message)
+    return JobState(
+        name=job["metadata"]["name"],
+        uid=job["metadata"]["uid"],
+        succeeded="Complete" in conditions,
+        failed="Failed" in conditions,
+        finished_at=times.from_text(done.get("lastTransitionTime")),
+        message=message,
+        pod=newest,
+    )
+
+
+def highest_attempt(objects: Iterable[Object]) -> int:
+    """The highest attempt in the labels of sets and pods, leaving ones included."""
+    labels = [thing["metadata"].get("labels", {}).get(names.ATTEMPT, "") for thing in objects]
+    return max((int(label) for label in labels if label.isdigit()), default=0)

@@ -1,0 +1,224 @@
+"""A revision: the part of the spec that a running engine depends on, frozen.
+
+Its hash alone decides whether groups are replaced. Fields at their default do not enter the hash,
+so that neither a new field nor a defaulted one in a later operator rolls anything; what the chart
+contributes (the default image) is frozen beside the hash, so that upgrading the chart rolls nothing
+either.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+import yaml
+from pydantic import ValidationError
+
+from radixgrove.operator.api import names
+from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.spec import (
+    Device,
+    Engine,
+    Hardware,
+    InferenceServiceSpec,
+    Parallelism,
+    SpecModel,
+    Startup,
+    seconds,
+)
+from radixgrove.protocol.settings import WorkerSettings
+
+MODEL_DIRECTORY = "/model"
+DRAIN_TIMEOUT = 120.0
+_STARTUP = 1800.0  # seconds for all that does not grow with the model
+_SLOW_READ = 100e6  # bytes/s of storage that many nodes read at once
+
+
+class InvalidSettings(ValueError):
+    """A resource asks for what its parts would refuse; the message names the field."""
+
+    reason: ClassVar[str]  # of conditions
+
+
+def first_mistake(error: ValidationError) -> str:
+    """Its field, and what is wrong with it."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    return f"{field}: {first['msg']}"
+
+
+class InvalidEngine(InvalidSettings):
+    """`engine` does not make worker settings."""
+
+    reason = "InvalidEngine"
+
+
+class InvalidOverrides(InvalidEngine):
+    """`podOverrides` cannot be laid over a pod template."""
+
+    reason = "InvalidPodOverrides"
+
+
+class ModelAt(SpecModel):
+    """Where the model's files are, once they are there."""
+
+    source: str
+    revision: str = ""
+    claim: str = ""
+    sub_path: str = ""
+    host_path: str = ""
+
+    @property
+    def directory(self) -> str:
+        """Where the worker finds it."""
+        return f"{MODEL_DIRECTORY}/{self.sub_path}".rstrip("/")
+
+
+class Revision(SpecModel):
+    """All that a group attempt is rendered from."""
+
+    names: list[str]
+    model: ModelAt
+    hardware: Hardware = Hardware()
+    parallelism: Parallelism
+    engine: Engine = Engine()
+    startup: Startup = Startup()
+    image: str = ""  # the resource's own
+    topology_key: str | None = None
+    scheduler_name: str | None = None
+    pod_overrides: dict[str, Any] = {}
+    restart: str = ""
+    keys: str = ""  # hash of what pods read of the installation when they start
+    # As it was when the revision was made; not part of the hash.
+    frozen_image: str = ""  # the chart's
+    frozen_bytes: int = 0  # of the model; 0: unknown
+
+    @property
+    def hash(self) -> str:
+        frozen = {"frozen_image", "frozen_bytes"}
+        content = self.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=frozen)
+        return names.digest(content)
+
+    @property
+    def startup_seconds(self) -> float:
+        """How long a container may take until it is ready."""
+        if self.startup.timeout is not None:
+            return max(seconds(self.startup.timeout), 1.0)
+        return _STARTUP + self.frozen_bytes / _SLOW_READ
+
+    @property
+    def worker_image(self) -> str:
+        return self.image or self.frozen_image
+
+
+def revision_of(
+    spec: InferenceServiceSpec,
+    resource_name: str,
+    model: ModelAt,
+    restart: str,
+    config: OperatorConfig,
+    keys: str = "",
+    model_bytes: int = 0,
+) -> Revision:
+    return Revision(
+        names=spec.model_names(resource_name),
+        model=model,
+        hardware=spec.hardware,
+        parallelism=spec.layout,
+        engine=spec.engine,
+        startup=spec.startup,
+        image=spec.image or "",
+        topology_key=spec.topology_key,
+        scheduler_name=spec.scheduler_name,
+        pod_overrides=spec.pod_overrides,
+        restart=restart,
+        keys=keys,
+        frozen_image=config.images.worker,
+        frozen_bytes=model_bytes,
+    )
+
+
+_BY_OPERATOR = {
+    "host", "port", "management_host", "management_port", "management_key", "internal_key",
+    "cluster_secret", "redis_url", "redis_prefix", "model", "served_model_name", "service",
+    "replica_id", "advertise_url", "device", "tp", "weight_version", "api_keys_file",
+}  # fmt: skip
+
+
+def worker_settings(revision: Revision, service: str, config: OperatorConfig) -> dict[str, Any]:
+    """The worker's YAML file: engine settings and what the operator decides, without secrets.
+
+    Raises InvalidEngine when the worker's own schema refuses a setting.
+    """
+    for name in revision.engine.settings:
+        if name in _BY_OPERATOR:
+            raise InvalidEngine(f"engine.settings.{name} is set by the operator")
+    settings: dict[str, Any] = {"drain_timeout": DRAIN_TIMEOUT, "log_json": True}
+    settings |= _everyday(revision.engine) | revision.engine.settings
+    settings |= {
+        "host": config.listen_host,
+        "port": names.API_PORT,
+        "management_host": config.management_host,
+        "management_port": names.MANAGEMENT_PORT,
+        "redis_prefix": config.redis.prefix,
+        "model": revision.model.directory,
+        "served_model_name": revision.names,
+        "service": service,
+        "device": revision.hardware.device.value,
+        "tp": revision.parallelism.tp,
+        "weight_version": names.digest([revision.model.source, revision.model.revision]),
+    }
+    try:
+        checked = WorkerSettings.model_validate(settings)
+    except ValidationError as error:
+        raise InvalidEngine(f"engine: {first_mistake(error)}") from error
+    return checked.model_dump(mode="json", include=set(settings))
+
+
+def _everyday(engine: Engine) -> dict[str, Any]:
+    """The fields of `engine` that are set, by the worker's names."""
+    named: dict[str, Any] = {
+        "page_size": engine.page_size,
+        "max_model_len": engine.context_length,
+        "max_running": engine.max_running,
+        "dtype": engine.dtype,
+        "kv_dtype": engine.kv_dtype,
+        "kv_tokens": engine.kv_tokens,
+        "memory_fraction": engine.memory_percent and engine.memory_percent / 100,
+        "schedule_policy": engine.schedule_policy,
+        "eviction_policy": engine.eviction_policy,
+        "sharing": engine.sharing,
+        "host_cache_gib": engine.host_cache_gib,
+        "host_write_policy": engine.host_write_policy,
+    }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def config_map_data(revision: Revision, service: str, config: OperatorConfig) -> dict[str, str]:
+    """What the revision's immutable ConfigMap holds: the worker's file, and the revision itself."""
+    frozen = revision.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return {
+        "worker.yaml": yaml.safe_dump(worker_settings(revision, service, config), sort_keys=True),
+        "revision.json": json.dumps(frozen, sort_keys=True),
+    }
+
+
+def thaw(data: dict[str, str]) -> Revision:
+    """The revision out of its ConfigMap. Raises ValueError when there is none inside."""
+    if "revision.json" not in data:
+        raise ValueError("the ConfigMap holds no revision")
+    return Revision.model_validate_json(data["revision.json"])
+
+
+def shared_memory(hardware: Hardware) -> str:
+    """Size of /dev/shm: NCCL and the ranks of one node talk through it."""
+    if hardware.shared_memory is not None:
+        return hardware.shared_memory
+    return "1Gi" if hardware.device is Device.CPU else f"{2 * hardware.gpus_per_node}Gi"
+
+
+def host_cache(revision: Revision) -> float:
+    """Bytes of host memory that each pod's ranks keep for cached pages."""
+    engine = revision.engine
+    size = engine.settings.get("host_cache_gib", engine.host_cache_gib or 0)
+    return float(size) * 2**30 / revision.hardware.nodes

@@ -1,0 +1,199 @@
+"""OpenAI's request bodies for chat and text completions, as msgspec reads them off the wire.
+
+Types and simple bounds are declared here and checked while decoding; unknown fields are ignored, as
+OpenAI's own clients need. What a field means, and checks across fields, is in `requests`.
+
+Fields typed `Any` ask for something this server does not do. Each may have a value that asks for
+nothing (`tool_choice: "none"`): see the tables at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from radixgrove.protocol.openai.sampling import MAX_TOP_LOGPROBS
+
+MAX_SEQUENCES = 128  # choices of one request: OpenAI's bound for `n`
+MAX_MESSAGES = 8192
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_TEMPLATE_KWARGS = 16
+
+Probability = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=0)]
+Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: Any = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    audio: Any = None
+    function_call: Any = None
+
+
+class GenerationBody(msgspec.Struct, kw_only=True):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)] | None = None
+    max_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopString | StopStrings | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    seed: Int64 | None = None
+    service_tier: Any = None  # echoed when it is a string
+
+    # Extensions that users of other servers know.
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    return_token_ids: bool | None = None
+    prefix_cache: bool | None = None  # ours: false bypasses the prefix cache
+    # Prefixes are shared only among requests with the same one.
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+
+    # Not supported.
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    best_of: Any = None
+    custom_logit_processor: Any = None
+    ebnf: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    json_schema: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    lora_path: Any = None
+    prompt_logprobs: Any = None
+    regex: Any = None
+    response_format: Any = None
+    structural_tag: Any = None
+    structured_outputs: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_KWARGS)] | None = (
+        None
+    )
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    # Not supported.
+    audio: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    echo: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    web_search_options: Any = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    prompt: str | list[str | int | list[int]] | None = None
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+
+    # Not supported.
+    prompt_embeds: Any = None
+    suffix: Any = None
+
+
+# Values, beside null, with which an unsupported field asks for nothing.
+Neutral = dict[str, tuple[Any, ...]]
+
+NEUTRAL: Neutral = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "custom_logit_processor": (),
+    "ebnf": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "lora_path": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+CHAT_NEUTRAL: Neutral = NEUTRAL | {
+    "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "web_search_options": (),
+}
+COMPLETION_NEUTRAL: Neutral = NEUTRAL | {"prompt_embeds": (), "suffix": ("",)}

@@ -1,0 +1,444 @@
+"""From request bodies to validated, bounded requests: the same code in router and worker.
+
+`parse_chat` and `parse_completion` raise `ApiError` (400, 404) that names the parameter. Nothing
+they return needs checking again, except what depends on the prompt's length in tokens
+(`Generation.max_tokens_for`) and on the chat template (`prompts`).
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from radixgrove.protocol.openai import errors
+from radixgrove.protocol.openai.bodies import (
+    CHAT_NEUTRAL,
+    COMPLETION_NEUTRAL,
+    MAX_SEQUENCES,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    ContentPart,
+    GenerationBody,
+    Neutral,
+    StreamOptions,
+)
+from radixgrove.protocol.openai.sampling import SamplingParams
+
+ENVELOPE_TYPE = "application/vnd.radixgrove+msgpack"
+INTERNAL_KEY_HEADER = "x-radixgrove-key"
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for text completions
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request to one model is checked against."""
+
+    max_model_len: int  # prompt and completion together, in tokens
+    vocab_size: int  # ids of every id-valued field are below it
+
+
+class Envelope(msgspec.Struct, kw_only=True):
+    """A router's request to a worker: the client's body and what the router already knows.
+
+    Accepted only with the internal key, since it carries the principal.
+    """
+
+    body: bytes  # the client's JSON, unchanged
+    prompts: list[bytes]  # token ids of each prompt, int32 little-endian
+    principal: str
+    # Unique, made by the router: the engine's ids are `<request_id>:<sequence>`, so that a worker's
+    # report of admitted requests names the router's reservation.
+    request_id: str
+    # Digest of the tokenizer files that made `prompts`; another one at the worker: it encodes anew.
+    tokenizer_digest: str
+    # What the router expected to be cached, in tokens, for predicted-against-reported metrics.
+    matched_tokens: int = 0
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asks of the generation, whatever its endpoint."""
+
+    sampling: SamplingParams  # of the first choice; `max_tokens` is settled by `sampling_for`
+    max_tokens: int | None  # None: as many as fit
+    n: int
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    ignore_eos: bool
+    include_stop: bool  # the stop string or token ends the text instead of being cut off
+    skip_special_tokens: bool
+    priority: int
+    prefix_cache: bool
+    cache_salt: str | None
+    return_token_ids: bool
+    service_tier: str | None
+    prompt_param: str  # "messages" or "prompt"
+
+    def max_tokens_for(self, prompt_tokens: int, limits: ModelLimits) -> int:
+        """How many tokens to generate after a prompt of that length.
+
+        Raises:
+            ApiError: 400 `context_length_exceeded`, when prompt and completion do not fit.
+        """
+        room = limits.max_model_len - prompt_tokens
+        wanted = self.max_tokens if self.max_tokens is not None else max(1, room)
+        if wanted > room:
+            raise errors.context_length_exceeded(
+                limits.max_model_len, prompt_tokens, wanted, self.prompt_param
+            )
+        return wanted
+
+    def sampling_for(
+        self, max_tokens: int, sequence: int, eos_ids: Iterable[int]
+    ) -> SamplingParams:
+        """Sampling of one sequence; each of a request's sequences has a seed of its own."""
+        stops = dict.fromkeys(self.sampling.stop_token_ids)
+        if not self.ignore_eos:
+            stops.update(dict.fromkeys(eos_ids))
+        return msgspec.structs.replace(
+            self.sampling,
+            max_tokens=max_tokens,
+            seed=(self.sampling.seed + sequence) % (1 << 63),
+            min_tokens=min(self.sampling.min_tokens, max_tokens),
+            stop_token_ids=tuple(stops),
+        )
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    messages: list[ChatMessage]
+    generation: Generation
+    template_kwargs: dict[str, Any]
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    prompts: list[str] | list[list[int]]
+    generation: Generation
+    echo: bool
+
+
+Request = ChatRequest | CompletionRequest
+
+
+class _ModelOnly(msgspec.Struct):
+    model: str | None = None
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+_model_decoder = msgspec.json.Decoder(_ModelOnly)
+
+
+def peek_model(body: bytes) -> str:
+    """The `model` of a body, before it is known against which model to check the rest.
+
+    Raises:
+        ApiError: 400, when the body is not a JSON object or names no model.
+    """
+    return _require_model(decode(_model_decoder, body).model)
+
+
+def parse_chat(body: bytes, limits: ModelLimits) -> ChatRequest:
+    """Read the body of `POST /v1/chat/completions`.
+
+    Raises:
+        ApiError: 400, naming the parameter.
+    """
+    wire = decode(_chat_decoder, body)
+    model = _require_model(wire.model)
+    messages = _checked_messages(wire.messages)
+    _refuse_unsupported(wire, CHAT_NEUTRAL)
+    if wire.top_logprobs and not wire.logprobs:
+        raise errors.invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    max_tokens = wire.max_completion_tokens
+    param = "max_completion_tokens"
+    if max_tokens is None:
+        max_tokens, param = wire.max_tokens, "max_tokens"
+    if max_tokens == 0:
+        raise errors.invalid(f"'{param}' must be at least 1.", param)
+    continues = bool(wire.continue_final_message)
+    if continues and wire.add_generation_prompt:
+        raise errors.invalid(
+            "'continue_final_message' and 'add_generation_prompt' exclude each other.",
+            "continue_final_message",
+        )
+    generation = _generation(
+        wire,
+        limits,
+        max_tokens=max_tokens,
+        logprobs=(wire.top_logprobs or 0) if wire.logprobs else None,
+        prompt_logprobs=None,
+        prompt_param="messages",
+    )
+    kwargs = dict(wire.chat_template_kwargs or {})
+    if wire.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", wire.reasoning_effort)
+    return ChatRequest(
+        model=model,
+        messages=messages,
+        generation=generation,
+        template_kwargs=kwargs,
+        add_generation_prompt=not continues and wire.add_generation_prompt is not False,
+        continue_final_message=continues,
+    )
+
+
+def parse_completion(body: bytes, limits: ModelLimits) -> CompletionRequest:
+    """Read the body of `POST /v1/completions`.
+
+    Raises:
+        ApiError: 400, naming the parameter.
+    """
+    wire = decode(_completion_decoder, body)
+    model = _require_model(wire.model)
+    prompts = _checked_prompts(wire.prompt, limits)
+    _refuse_unsupported(wire, COMPLETION_NEUTRAL)
+    echo = bool(wire.echo)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if wire.max_tokens is None else wire.max_tokens
+    if max_tokens == 0 and not echo:
+        raise errors.invalid("'max_tokens' must be at least 1 without 'echo'.", "max_tokens")
+    generation = _generation(
+        wire,
+        limits,
+        max_tokens=max_tokens,
+        logprobs=wire.logprobs,
+        prompt_logprobs=wire.logprobs if echo else None,
+        prompt_param="prompt",
+    )
+    if generation.n * len(prompts) > MAX_SEQUENCES:
+        raise errors.invalid(
+            f"'n' times the number of prompts must be at most {MAX_SEQUENCES}.", "prompt"
+        )
+    return CompletionRequest(model=model, prompts=prompts, generation=generation, echo=echo)
+
+
+# ---- decoding --------------------------------------------------------------------------------
+
+_LOCATION = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_MISSING = re.compile(r"^Object missing required field `([^`]+)`$")
+_NOT_A_NUMBER = re.compile(rb'"([A-Za-z_]{1,64})"\s*:\s*-?$')
+
+
+def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    """Read a body off the wire.
+
+    Raises:
+        ApiError: 400, naming the field where it can.
+    """
+    try:
+        body.decode("utf-8")  # msgspec skips unknown fields without looking at their bytes
+        return decoder.decode(body)
+    except UnicodeDecodeError:
+        raise errors.invalid("The request body is not valid UTF-8.") from None
+    except RecursionError:
+        raise errors.invalid("The request body is nested too deeply.") from None
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise _malformed(body, str(error)) from None
+
+
+def _named(text: str) -> errors.ApiError:
+    """msgspec's text names the field by its path: that becomes `param`."""
+    match = _LOCATION.search(text)
+    reason = text[: match.start()] if match else text
+    param = match[1].replace("[...]", "") if match else ""
+    missing = _MISSING.match(reason)
+    if missing:
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return errors.invalid(f"Missing required parameter: '{param}'.", param)
+    if not param:
+        return errors.invalid(f"The request body must be a JSON object: {reason}.")
+    return errors.invalid(f"Invalid value for '{param}': {reason.replace('`', '')}.", param)
+
+
+def _malformed(body: bytes, text: str) -> errors.ApiError:
+    """JSON has no NaN and no Infinity, but Python's encoder writes them: name the field."""
+    position = re.search(r"\(byte (\d+)\)", text)
+    before = body[: int(position[1])][-200:] if position else b""
+    match = _NOT_A_NUMBER.search(before)
+    if match:
+        name = match[1].decode()
+        return errors.invalid(f"Invalid value for '{name}': not a JSON value.", name)
+    return errors.invalid("The request body is not valid JSON.")
+
+
+def _require_model(model: str | None) -> str:
+    if not model:
+        raise errors.invalid("You must provide a 'model' parameter.", "model")
+    return model
+
+
+# ---- fields ----------------------------------------------------------------------------------
+
+
+def _refuse_unsupported(wire: GenerationBody, table: Neutral) -> None:
+    """Refuse by name whatever asks for something this server does not do."""
+    for name, neutral in table.items():
+        value = getattr(wire, name)
+        if value is not None and value not in neutral:
+            raise errors.unsupported(name)
+    if wire.stream_options is not None and wire.stream_options.continuous_usage_stats:
+        raise errors.unsupported("stream_options.continuous_usage_stats")
+    if wire.spaces_between_special_tokens is False:
+        raise errors.unsupported("spaces_between_special_tokens")
+
+
+def _generation(
+    wire: GenerationBody,
+    limits: ModelLimits,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    prompt_param: str,
+) -> Generation:
+    stream = bool(wire.stream)
+    if wire.stream_options is not None and not stream:
+        raise errors.invalid("'stream_options' needs 'stream' to be true.", "stream_options")
+    n = wire.n or 1
+    if wire.best_of is not None and wire.best_of != n:
+        raise errors.unsupported("best_of", "'best_of' other than 'n' is not supported.")
+    min_tokens = wire.min_tokens or 0
+    if min_tokens > (limits.max_model_len if max_tokens is None else max_tokens):
+        raise errors.invalid("'min_tokens' must not exceed the tokens to generate.", "min_tokens")
+    stop = (wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ())
+    return Generation(
+        sampling=SamplingParams(
+            max_tokens=max_tokens or 1,
+            seed=secrets.randbits(63) if wire.seed is None else wire.seed % (1 << 63),
+            temperature=_or(wire.temperature, 1.0) + 0.0,  # -0.0 becomes 0.0
+            top_p=_or(wire.top_p, 1.0) or 1.0,
+            top_k=_top_k(wire, limits),
+            min_p=_or(wire.min_p, 0.0),
+            repetition_penalty=_or(wire.repetition_penalty, 1.0),
+            presence_penalty=_or(wire.presence_penalty, 0.0),
+            frequency_penalty=_or(wire.frequency_penalty, 0.0),
+            logit_bias=_logit_bias(wire.logit_bias or {}, limits.vocab_size),
+            min_tokens=min_tokens,
+            stop_token_ids=tuple(
+                _token_ids(wire.stop_token_ids or [], "stop_token_ids", limits.vocab_size)
+            ),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        ),
+        max_tokens=max_tokens,
+        n=n,
+        stop=stop,
+        stream=stream,
+        include_usage=bool((wire.stream_options or StreamOptions()).include_usage),
+        ignore_eos=bool(wire.ignore_eos),
+        include_stop=bool(wire.include_stop_str_in_output),
+        skip_special_tokens=wire.skip_special_tokens is not False,
+        priority=wire.priority or 0,
+        prefix_cache=wire.prefix_cache is not False,
+        cache_salt=wire.cache_salt,
+        return_token_ids=bool(wire.return_token_ids),
+        service_tier=wire.service_tier[:64] if isinstance(wire.service_tier, str) else None,
+        prompt_param=prompt_param,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _top_k(wire: GenerationBody, limits: ModelLimits) -> int:
+    """0 is off; an empty nucleus (`top_p: 0`) means the most probable token alone."""
+    if wire.top_p == 0:
+        return 1
+    return min(max(wire.top_k or 0, 0), limits.vocab_size)
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
+            raise errors.invalid(
+                f"'logit_bias' has a key that is not a token id below {vocab_size}.", "logit_bias"
+            )
+        if not -100 <= value <= 100:
+            raise errors.invalid("Values of 'logit_bias' must be from -100 to 100.", "logit_bias")
+        bias[int(key)] = value
+    return bias
+
+
+def _token_ids(ids: list[int], param: str, vocab_size: int) -> list[int]:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        raise errors.invalid(f"'{param}' has a token id outside 0..{vocab_size - 1}.", param)
+    return ids
+
+
+def _checked_prompts(
+    prompt: str | list[str | int | list[int]] | None, limits: ModelLimits
+) -> list[str] | list[list[int]]:
+    if prompt is None:
+        raise errors.invalid("Missing required parameter: 'prompt'.", "prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise errors.invalid("'prompt' must not be empty.", "prompt")
+    if all(type(item) is int for item in prompt):
+        single = [item for item in prompt if isinstance(item, int)]
+        return [_token_ids(single, "prompt", limits.vocab_size)]
+    if len(prompt) > MAX_SEQUENCES:
+        raise errors.invalid(f"'prompt' has more than {MAX_SEQUENCES} entries.", "prompt")
+    texts = [item for item in prompt if isinstance(item, str)]
+    lists = [item for item in prompt if isinstance(item, list)]
+    if len(texts) == len(prompt):
+        return texts
+    if len(lists) != len(prompt):
+        raise errors.invalid("'prompt' must not mix strings and token ids.", "prompt")
+    for index, ids in enumerate(lists):
+        if not ids:
+            raise errors.invalid(f"'prompt[{index}]' must not be empty.", f"prompt[{index}]")
+        _token_ids(ids, f"prompt[{index}]", limits.vocab_size)
+    return lists
+
+
+def _checked_messages(messages: list[ChatMessage] | None) -> list[ChatMessage]:
+    if messages is None:
+        raise errors.invalid("Missing required parameter: 'messages'.", "messages")
+    if not messages:
+        raise errors.invalid("'messages' must not be empty.", "messages")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if message.role not in ROLES:
+            raise errors.invalid(
+                f"Invalid value for '{where}.role': must be one of {', '.join(ROLES)}.",
+                f"{where}.role",
+            )
+        for field in ("audio", "function_call"):
+            if getattr(message, field) is not None:
+                raise errors.unsupported(f"{where}.{field}")
+        if message.content is None and message.role != "assistant":
+            raise errors.invalid(
+                f"Missing required parameter: '{where}.content'.", f"{where}.content"
+            )
+        if message.tool_calls and message.role != "assistant":
+            raise errors.invalid(
+                f"'{where}.tool_calls' is allowed in assistant messages only.",
+                f"{where}.tool_calls",
+            )
+        if isinstance(message.content, list):
+            for position, part in enumerate(message.content):
+                _check_part(part, f"{where}.content[{position}]")
+    return messages
+
+
+def _check_part(part: ContentPart, where: str) -> None:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in ("text", "refusal"):
+        raise errors.unsupported(where, f"'{where}' is not text; only text parts are supported.")
+    if text is None:
+        raise errors.invalid(f"Missing required parameter: '{where}.text'.", f"{where}.text")

@@ -1,0 +1,283 @@
+"""ASGI middleware that router and worker share; it imports no web framework.
+
+From the outside in, `build` stacks them so that every answer, the framework's own ones included,
+has a request id, OpenAI's error shape and one access log line.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from radixgrove.protocol.openai import errors
+from radixgrove.protocol.openai.errors import ApiError
+from radixgrove.service.logs import ACCESS_LOGGER
+from radixgrove.service.tracing import (
+    REQUEST_ID_HEADER,
+    TRACEPARENT_HEADER,
+    TraceContext,
+    request_id,
+    trace_context,
+)
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_log = logging.getLogger(__name__)
+_access = logging.getLogger(ACCESS_LOGGER)
+
+# Keys of `scope["state"]`.
+REQUEST_ID = "request_id"
+TRACE = "trace"  # a tracing.TraceContext
+FIELDS = "log_fields"  # a dict; what a handler adds appears in the access log line
+ON_DISCONNECT = "on_disconnect"  # see service/http.py
+
+QUIET_PATHS = frozenset({"/livez", "/readyz", "/metrics"})
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+def header(scope: Scope, name: str) -> str | None:
+    """The first header of that (lower-case) name, decoded as Latin-1 like all ASGI headers."""
+    wanted = name.encode("latin-1")
+    for key, value in scope["headers"]:
+        if key == wanted:
+            return bytes(value).decode("latin-1")
+    return None
+
+
+def state(scope: Scope) -> dict[str, Any]:
+    found: dict[str, Any] = scope.setdefault("state", {})
+    return found
+
+
+async def read_body(receive: Receive) -> bytes:
+    """The whole request body; `BodyLimit` bounds it.
+
+    Raises:
+        ClientDisconnected: the client went away first.
+    """
+    chunks: list[bytes] = []
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        chunks.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def require_content_type(scope: Scope, *accepted: str) -> str:
+    """The media type of the request, which must be one of `accepted`.
+
+    Raises:
+        ApiError: 415.
+    """
+    media_type = (header(scope, "content-type") or "").partition(";")[0].strip().lower()
+    if media_type not in accepted:
+        raise errors.unsupported_media_type(accepted[0])
+    return media_type
+
+
+async def respond(
+    send: Send,
+    status: int,
+    body: bytes,
+    content_type: str = "application/json",
+    headers: list[tuple[bytes, bytes]] | None = None,
+) -> None:
+    """Send a complete response."""
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [
+                (b"content-type", content_type.encode()),
+                (b"content-length", str(len(body)).encode()),
+                *(headers or []),
+            ],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+async def respond_error(send: Send, error: ApiError) -> None:
+    extra = [
+        (name.encode("latin-1"), value.encode("latin-1")) for name, value in error.headers.items()
+    ]
+    await respond(send, error.status, error.body(), headers=extra)
+
+
+class RequestContext:
+    """Gives every request an id and a span, returns the id, and writes the access log line."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        context = state(scope)
+        # There already when the request was refused before it got here.
+        identity = context.get(REQUEST_ID) or request_id(header(scope, REQUEST_ID_HEADER))
+        trace = trace_context(header(scope, TRACEPARENT_HEADER))
+        fields: dict[str, Any] = context.setdefault(FIELDS, {})
+        context.update({REQUEST_ID: identity, TRACE: trace})
+        id_header = (REQUEST_ID_HEADER.encode(), identity.encode())
+        status = 0
+        ended = False
+
+        async def observed(message: Message) -> None:
+            nonlocal status, ended
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                given = [item for item in message.get("headers", ()) if item[0] != id_header[0]]
+                message = {**message, "headers": [*given, id_header]}
+            elif not message.get("more_body", False):
+                ended = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, observed)
+        finally:
+            seconds = time.perf_counter() - started
+            log_access(scope, status or None, ended, seconds, identity, trace, fields)
+
+
+def log_access(
+    scope: Scope,
+    status: int | None,
+    complete: bool,
+    seconds: float,
+    identity: str,
+    trace: TraceContext,
+    fields: dict[str, Any],
+) -> None:
+    """One line of the access log; a scope that is no whole request has no method or path."""
+    path = scope.get("path", "")
+    level = logging.DEBUG if path in QUIET_PATHS else logging.INFO
+    if _access.isEnabledFor(level):
+        line = {
+            "method": scope.get("method"),
+            "path": path[:200] or None,
+            "status": status,
+            "complete": complete,
+            "seconds": round(seconds, 4),
+            "request_id": identity,
+            "trace_id": trace.trace_id,
+            **fields,
+        }
+        _access.log(level, "request", extra={"fields": line})
+
+
+class ErrorShape:
+    """Turns exceptions, and a framework's own 404 and 405, into OpenAI's error body.
+
+    Handlers raise `ApiError`. A framework answers unknown routes and wrong methods by itself, in
+    text or as `{"detail": …}`: such a body is replaced; one relayed from a replica is not. Once a
+    response began nothing can be shaped any more: the handler that streams reports its failure in
+    the stream.
+    """
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+        held: Message | None = None  # start of a 404 or 405 whose body is not known yet
+        replaced = False
+
+        async def shaped(message: Message) -> None:
+            nonlocal started, held, replaced
+            started = True
+            if message["type"] == "http.response.start" and message["status"] in (404, 405):
+                held = message
+                return
+            if held is not None:
+                start, held = held, None
+                replaced = _is_frameworks_own(start, message.get("body", b""))
+                if replaced:
+                    await respond_error(send, _framework_error(scope, start))
+                else:
+                    await send(start)
+            if not replaced:
+                await send(message)
+
+        try:
+            await self.app(scope, receive, shaped)
+        except ClientDisconnected:
+            state(scope).setdefault(FIELDS, {})["disconnected"] = True
+        except ApiError as error:
+            if started:
+                raise
+            await respond_error(send, error)
+        except Exception:
+            _log.exception("unexpected error", extra={"fields": {"path": scope["path"][:200]}})
+            if started:
+                raise
+            await respond_error(send, errors.internal())
+
+
+def _is_frameworks_own(start: Message, body: bytes) -> bool:
+    headers = _headers(start)
+    return not headers.get("content-type", "").startswith("application/json") or body.startswith(
+        b'{"detail"'
+    )
+
+
+def _framework_error(scope: Scope, start: Message) -> ApiError:
+    if start["status"] == 404:
+        return errors.not_found(scope["method"], scope["path"])
+    return errors.method_not_allowed(scope["method"], _headers(start).get("allow", ""))
+
+
+def _headers(start: Message) -> dict[str, str]:
+    return {
+        bytes(key).decode("latin-1").lower(): bytes(value).decode("latin-1")
+        for key, value in start.get("headers", ())
+    }
+
+
+class BodyLimit:
+    """Refuses bodies over `limit` bytes, declared or streamed, with 413."""
+
+    def __init__(self, app: App, limit: int) -> None:
+        self.app = app
+        self.limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = header(scope, "content-length")
+        if declared is not None and declared.isdigit() and int(declared[:19]) > self.limit:
+            raise errors.body_too_large(self.limit)
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self.limit:
+                raise errors.body_too_large(self.limit)
+            return message
+
+        await self.app(scope, counted, send)
+
+
+def build(app: App, *, max_body_bytes: int) -> App:
+    """`app` with request context, error shaping and the body limit around it."""
+    return RequestContext(ErrorShape(BodyLimit(app, max_body_bytes)))

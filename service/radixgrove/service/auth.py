@@ -1,0 +1,125 @@
+"""API keys and the principals they stand for.
+
+The principal decides whose cached prefixes a request may use, so it comes from the authenticated
+key alone, never from the request.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+
+from radixgrove.protocol.blocks import PUBLIC_DOMAIN
+from radixgrove.protocol.openai import errors
+from radixgrove.protocol.settings import Sharing
+
+LOCAL_PRINCIPAL = "local"
+PUBLIC_PATHS = frozenset({"/livez", "/readyz"})  # of router and worker: no key is asked for
+PRINCIPAL_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")
+# Names that the cache uses as sharing domains of their own.
+RESERVED_PRINCIPALS = frozenset({PUBLIC_DOMAIN})
+
+
+class KeyFileError(ValueError):
+    """The key file cannot be used; the text names the line, never a key."""
+
+
+class ApiKeys:
+    """Which key belongs to which principal.
+
+    Keys are kept and compared as SHA-256 digests: equal lengths, constant time, and no key in a
+    memory dump or a traceback. A principal may have several keys.
+    """
+
+    def __init__(self, principals_by_key: Mapping[str, str] | None) -> None:
+        """`None`: no keys configured, everyone is `local`. Empty: nobody gets in."""
+        self._entries: list[tuple[bytes, str]] | None = None
+        if principals_by_key is not None:
+            self._entries = [
+                (_digest(key), principal) for key, principal in principals_by_key.items()
+            ]
+
+    @classmethod
+    def load(cls, path: str | None) -> ApiKeys:
+        """Read `principal: key` lines; blank lines and `#` comments are skipped.
+
+        Raises:
+            KeyFileError: the file is unreadable, a line malformed or a key given twice.
+        """
+        if path is None:
+            return cls(None)
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise KeyFileError("the API key file cannot be read") from error
+        principals: dict[str, str] = {}
+        for number, line in enumerate(text.splitlines(), start=1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            name, separator, key = line.partition(":")
+            name, key = name.strip(), key.strip()
+            if not separator or not key or not PRINCIPAL_PATTERN.match(name):
+                raise KeyFileError(f"line {number} of the API key file is not 'principal: key'")
+            if name in RESERVED_PRINCIPALS:
+                raise KeyFileError(f"line {number} of the API key file uses a reserved principal")
+            if key in principals:
+                raise KeyFileError(f"line {number} of the API key file repeats a key")
+            principals[key] = name
+        return cls(principals)
+
+    def authenticate(self, authorization: str | None) -> str:
+        """The principal of an `Authorization` header.
+
+        Raises:
+            ApiError: 401, when keys are configured and the header has none of them.
+        """
+        if self._entries is None:
+            return LOCAL_PRINCIPAL
+        key = bearer_key(authorization)
+        if key is None:
+            raise errors.unauthorized(given=False)
+        digest = _digest(key)
+        found: str | None = None
+        # Every entry is compared, so that the time does not tell which one matched.
+        for candidate, principal in self._entries:
+            if hmac.compare_digest(candidate, digest):
+                found = principal
+        if found is None:
+            raise errors.unauthorized(given=True)
+        return found
+
+
+def sharing_domain(sharing: Sharing, principal: str, salt: str | None) -> str:
+    """Which cached prefixes a request may use and adds to: those of its domain only.
+
+    A salt narrows the domain, it never leads into another one: no principal has a `#` in its name.
+    """
+    domain = PUBLIC_DOMAIN if sharing is Sharing.SHARED else principal
+    if salt is None:
+        return domain
+    return f"{domain}#{sha256(salt.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+
+
+def bearer_key(authorization: str | None) -> str | None:
+    """The key of an `Authorization: Bearer KEY` header; None when there is none."""
+    scheme, _, key = (authorization or "").partition(" ")
+    return key.strip() or None if scheme.lower() == "bearer" else None
+
+
+def same_secret(given: str | None, expected: str | None) -> bool:
+    """Constant-time comparison; false when either side has no secret."""
+    if not given or not expected:
+        return False
+    return hmac.compare_digest(_digest(given), _digest(expected))
+
+
+def may_scrape(path: str, authorization: str | None, management_key: str | None) -> bool:
+    """Whether a request reads metrics with the management key: a scraper needs no API key."""
+    return path == "/metrics" and same_secret(bearer_key(authorization), management_key)
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()

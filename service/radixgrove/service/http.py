@@ -1,0 +1,226 @@
+"""What router and worker add to uvicorn's httptools protocol.
+
+uvicorn bounds neither the size of a request's headers nor the time that headers and body may take,
+and answers malformed requests in plain text, without an id or a line in the access log. It writes
+the head of a response apart from its body, and tells of a lost connection only to whoever waits in
+`receive`. Router and worker put this before its class:
+
+    class Http(BoundedHttp, HttpToolsProtocol):
+        request_seconds = 60.0
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from radixgrove.protocol.openai.errors import ApiError, invalid
+from radixgrove.service.asgi import (
+    FIELDS,
+    ON_DISCONNECT,
+    REQUEST_ID,
+    Scope,
+    header,
+    log_access,
+    state,
+)
+from radixgrove.service.tracing import (
+    REQUEST_ID_HEADER,
+    TRACEPARENT_HEADER,
+    request_id,
+    trace_context,
+)
+
+MAX_HEADER_BYTES = 64 << 10  # request line and headers
+
+if TYPE_CHECKING:
+
+    class _HttpTools(asyncio.Protocol):
+        """What we use of uvicorn's class, which this package must not import."""
+
+        loop: asyncio.AbstractEventLoop
+        transport: asyncio.Transport
+        scope: Any  # of the latest request
+        headers: list[tuple[bytes, bytes]]  # of the latest request, as far as they have come
+        cycle: Any  # the latest request and its response; None before the first
+        pipeline: Any  # requests that wait for the response before theirs
+
+        def on_message_begin(self) -> None: ...
+        def on_headers_complete(self) -> None: ...
+        def on_message_complete(self) -> None: ...
+
+else:
+    _HttpTools = asyncio.Protocol
+
+
+class _JoinedWrites:
+    """A transport that holds a response's head until the first of its body comes, for one write.
+
+    When the body does not follow at once, the head leaves in the event loop's next round.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head: bytes | None = None
+        self._begun = False
+
+    def write(self, data: bytes) -> None:
+        if not self._begun:
+            self._begun, self._head = True, data
+            self._loop.call_soon(self._flush)
+        elif self._head is not None:
+            head, self._head = self._head, None
+            self._transport.writelines((head, data))
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _flush(self) -> None:
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._transport.write(head)
+
+
+class BoundedHttp(_HttpTools):
+    """One connection.
+
+    A timer runs from the connection's start, or a request's first byte, until that request is
+    complete. Between requests uvicorn's keep-alive timer takes over.
+
+    `scope["state"][ON_DISCONNECT]` is a function that takes a callback for when the connection is
+    lost, or None to forget it.
+    """
+
+    request_seconds: ClassVar[float] = 60.0
+
+    _header_bytes: int | None = None  # since the request began; None outside of headers
+    _begun = False  # a request is under way
+    _timer: asyncio.TimerHandle | None = None
+    _began_at = 0.0  # the event loop's time
+    _on_disconnect: Callable[[], None] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+        self._began_at = self.loop.time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+        if self._on_disconnect is not None:
+            self._on_disconnect()
+
+    def _watch_disconnect(self, callback: Callable[[], None] | None) -> None:
+        self._on_disconnect = callback
+        if callback is not None and self.transport.is_closing():
+            callback()
+
+    def data_received(self, data: bytes) -> None:
+        # Empty lines between requests are no request, but end uvicorn's keep-alive timer.
+        self._start_timer()
+        super().data_received(data)
+        # Counted after parsing: what is still in the headers now has been nothing else.
+        if self._header_bytes is not None:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self._header_bytes = None
+                self._refuse(
+                    ApiError(
+                        431,
+                        f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.",
+                        code="headers_too_large",
+                    )
+                )
+
+    def on_message_begin(self) -> None:
+        self._begun = True
+        self._header_bytes = 0
+        self._start_timer()
+        self._began_at = self.loop.time()
+        super().on_message_begin()
+        self.scope["state"][ON_DISCONNECT] = self._watch_disconnect
+
+    def on_headers_complete(self) -> None:
+        self._header_bytes = None
+        super().on_headers_complete()
+        self.cycle.transport = _JoinedWrites(self.transport, self.loop)
+
+    def on_message_complete(self) -> None:
+        self._begun = False
+        self._stop_timer()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what is no HTTP."""
+        self._refuse(invalid("The request is not valid HTTP."))
+
+    def _start_timer(self) -> None:
+        if self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(self.request_seconds, self._expire)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._is_answering():
+            self._start_timer()  # the response before has the connection: look again later
+        elif self._begun and not self._has_begun_answer():
+            self._refuse(
+                ApiError(408, "The request did not arrive in time.", code="request_timeout")
+            )
+        else:
+            self.transport.close()
+
+    def _arriving(self) -> Any:
+        """The cycle of the request that is not whole yet; None while its headers come."""
+        own = self._begun and self.cycle is not None and self.cycle.scope is self.scope
+        return self.cycle if own else None
+
+    def _is_answering(self) -> bool:
+        """Whether a response to an earlier, complete request is still under way."""
+        unfinished = self.cycle is not None and not self.cycle.response_complete
+        return bool(self.pipeline) or (unfinished and self.cycle is not self._arriving())
+
+    def _has_begun_answer(self) -> bool:
+        """Whether the request whose body we are waiting for has been answered already."""
+        cycle = self._arriving()
+        return cycle is not None and bool(cycle.response_started)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers a request that never became whole, and ends the connection."""
+        self._header_bytes = None
+        if self._has_begun_answer():
+            self.transport.close()
+            return
+        scope: Scope = self.scope if self._begun else {}
+        scope.setdefault("headers", [])
+        context = state(scope)
+        identity = context.get(REQUEST_ID) or request_id(header(scope, REQUEST_ID_HEADER))
+        body = error.body()
+        answered = not self._is_answering()
+        if answered:
+            self.transport.write(
+                b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n%b: %b\r\nconnection: close\r\n\r\n%b"
+                % (error.status, len(body), REQUEST_ID_HEADER.encode(), identity.encode(), body)
+            )
+        self.transport.close()
+        if self._arriving() is not None and not self.pipeline:
+            # The application waits for the body, or is about to, and will write the line.
+            context[REQUEST_ID] = identity
+            context.setdefault(FIELDS, {})["status"] = error.status
+            return
+        trace = trace_context(header(scope, TRACEPARENT_HEADER))
+        seconds = self.loop.time() - self._began_at
+        log_access(scope, error.status, answered, seconds, identity, trace, {})

@@ -1,0 +1,69 @@
+"""What the API server itself says of an InferenceService: schema, defaults, rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkout import ROOT
+from tests.cluster.harness.control_plane import ControlPlane
+from tests.cluster.harness.kubectl import KubectlError
+from tests.operator.resources import RGSVC, service
+
+pytestmark = pytest.mark.cluster
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_admitted(plane: ControlPlane, namespace: str, path: Path) -> None:
+    plane.kubectl.run("create", "-n", namespace, "--dry-run=server", "-f", str(path))
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (
+            {"hardware": {"nodes": 2, "gpusPerNode": 8}, "parallelism": {"tp": 8}},
+            r"tp \* pp \* dp must equal nodes \* gpusPerNode",
+        ),
+        (
+            {"hardware": {"nodes": 2, "gpusPerNode": 2}, "parallelism": {"tp": 4}},
+            "tp must not exceed gpusPerNode",
+        ),
+        (
+            {"hardware": {"gpusPerNode": 8}, "parallelism": {"tp": 8, "ep": 3}},
+            r"ep must divide tp \* dp",
+        ),
+        ({"autoscaling": {"min": 3, "max": 2}}, "min must not exceed max"),
+        ({"rollout": {"maxUnavailable": 0}}, "cannot both be 0"),
+        ({"model": {"source": "ftp://x"}}, "spec.model.source"),
+        ({"model": {"source": "s3://b/x", "revision": "main"}}, "revision is for hf://"),
+        ({"router": {"policy": "random"}}, "belong to a dedicated router"),
+        ({"router": {"settings": {"retries": 1}}}, "belong to a dedicated router"),
+        ({"engine": {"pageSize": 0}}, "spec.engine.pageSize"),
+        ({"replicas": -1}, "spec.replicas"),
+    ],
+    ids=str,
+)
+def test_wrong_specs_are_refused_by_the_api_server(
+    plane: ControlPlane, namespace: str, spec: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(KubectlError, match=said):
+        plane.kubectl.apply(service("wrong", namespace, **spec))
+
+
+@pytest.mark.parametrize("name", ["a" * 41, "9lives", "with.dot"])
+def test_a_name_must_fit_a_service(plane: ControlPlane, namespace: str, name: str) -> None:
+    with pytest.raises(KubectlError, match="a name"):
+        plane.kubectl.apply(service(name, namespace))
+
+
+def test_defaults_are_filled_in(plane: ControlPlane, namespace: str) -> None:
+    plane.kubectl.apply(service("plain", namespace))
+    spec = plane.kubectl.json("get", RGSVC, "plain", "-n", namespace)["spec"]
+    assert spec["replicas"] == 1
+    assert spec["hardware"]["gpusPerNode"] == 1
+    assert spec["recovery"]["nodeGrace"] == "10s"

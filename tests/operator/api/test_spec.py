@@ -1,0 +1,167 @@
+"""The resource's definition: the CRD that follows from it, and its mapping to worker settings."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from radixgrove.operator.api import crd
+from radixgrove.operator.api.spec import duration, quantity, seconds
+from radixgrove.operator.render.revision import (
+    InvalidEngine,
+    config_map_data,
+    thaw,
+    worker_settings,
+)
+from radixgrove.protocol.settings import HostWritePolicy, KVDType, WorkerSettings
+from tests.checkout import ROOT
+from tests.operator.operator_builders import CONFIG, revision, spec
+
+CHART_CRD = ROOT / "helm/radixgrove/files/inferenceservice-crd.yaml"
+SCHEMA = crd.custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+
+def nodes(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
+    found = [(path, schema)]
+    for name, child in schema.get("properties", {}).items():
+        found += nodes(child, f"{path}.{name}")
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            found += nodes(schema[key], f"{path}[]")
+    return found
+
+
+def test_the_charts_crd_is_the_generated_one() -> None:
+    assert CHART_CRD.read_text() == crd.render_yaml(), (
+        "write it again: python -m radixgrove.operator.api.crd > helm/radixgrove/files/…"
+    )
+
+
+@pytest.mark.parametrize("part", ["spec", "status"])
+def test_every_string_list_and_map_is_bounded(part: str) -> None:
+    for path, node in nodes(SCHEMA["properties"][part], part):
+        if node["type"] == "string":
+            assert "maxLength" in node or "enum" in node, path
+        if node["type"] == "array":
+            assert "maxItems" in node, path
+        if node["type"] == "object" and "properties" not in node:
+            assert "maxProperties" in node, path
+
+
+def test_the_schema_is_structural() -> None:
+    for path, node in nodes(SCHEMA):
+        assert "type" in node, path
+        assert not {"$ref", "anyOf", "title", "exclusiveMinimum"} & set(node), path
+
+
+@pytest.mark.parametrize("part", ["spec", "status"])
+def test_every_field_is_described(part: str) -> None:
+    for path, node in nodes(SCHEMA["properties"][part], part):
+        assert node.get("description") or path.endswith("[]"), path
+
+
+def test_a_listing_shows_what_people_ask_first() -> None:
+    (version,) = crd.custom_resource_definition()["spec"]["versions"]
+    columns = [c for c in version["additionalPrinterColumns"] if not c.get("priority")]
+    assert [c["name"] for c in columns] == ["Ready", "Model", "Replicas", "URL", "Age"]
+    fields = {path for path, _ in nodes(SCHEMA)} | {".metadata.creationTimestamp"}
+    for column in version["additionalPrinterColumns"]:
+        path = re.sub(r"\[\?\(@\.type==\"\w+\"\)\]", "[]", column["jsonPath"])
+        assert path in fields, column
+
+
+def test_scale_reads_and_writes_fields_that_exist() -> None:
+    (version,) = crd.custom_resource_definition()["spec"]["versions"]
+    fields = {path for path, _ in nodes(SCHEMA)}
+    assert set(version["subresources"]["scale"].values()) <= fields
+    assert version["subresources"]["status"] == {}
+
+
+def test_a_source_alone_is_one_replica_on_one_gpu() -> None:
+    alone = spec()
+    assert (alone.replicas, alone.hardware.nodes, alone.hardware.gpus_per_node) == (1, 1, 1)
+    assert (alone.layout.tp, alone.layout.pp) == (1, 1)
+
+
+def test_absent_parallelism_is_tensor_in_the_node_and_pipeline_across() -> None:
+    layout = spec(hardware={"nodes": 2, "gpusPerNode": 8}).layout
+    assert (layout.tp, layout.pp, layout.dp) == (8, 2, 1)
+
+
+def test_engine_settings_pass_the_workers_own_schema() -> None:
+    rendered = worker_settings(
+        revision(
+            engine={
+                "contextLength": 4096,
+                "memoryPercent": 80,
+                "kvDtype": "fp8_e4m3",
+                "hostCacheGib": 80,
+                "hostWritePolicy": "write-back",
+                "settings": {"max_step_tokens": 99},
+            }
+        ),
+        "team-a.llama",
+        CONFIG,
+    )
+    settings = WorkerSettings.model_validate(rendered)
+    assert settings.max_model_len == 4096
+    assert settings.memory_fraction == pytest.approx(0.8)
+    assert settings.max_step_tokens == 99
+    assert settings.kv_dtype is KVDType.FP8_E4M3
+    assert settings.host_cache_gib == 80
+    assert settings.host_write_policy is HostWritePolicy.WRITE_BACK
+    assert settings.served_model_name == ["llama"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"no_such_setting": 1}, "no_such_setting"),
+        ({"max_running": 0}, "max_running"),
+        ({"port": 1}, "port"),
+        ({"internal_key": "x"}, "internal_key"),
+    ],
+)
+def test_a_wrong_engine_setting_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidEngine, match=named):
+        worker_settings(revision(engine={"settings": settings}), "s", CONFIG)
+
+
+def test_a_host_cache_needs_a_prefix_cache() -> None:
+    wrong = revision(engine={"hostCacheGib": 8, "settings": {"prefix_cache": False}})
+    with pytest.raises(InvalidEngine, match="host_cache_gib: needs prefix_cache"):
+        worker_settings(wrong, "s", CONFIG)
+
+
+def test_the_workers_file_holds_no_secret() -> None:
+    text = yaml.safe_dump(worker_settings(revision(), "team-a.llama", CONFIG))
+    for secret in ("internal_key", "cluster_secret", "management_key", "redis_url"):
+        assert secret not in text
+
+
+def test_a_revision_survives_its_config_map() -> None:
+    frozen = revision(engine={"pageSize": 32}, hardware={"device": "cpu"})
+    assert thaw(config_map_data(frozen, "team-a.llama", CONFIG)) == frozen
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("90m", 5400), ("1h30m5s", 5405), ("10s", 10), ("", 0)]
+)
+def test_durations(text: str, value: float) -> None:
+    assert seconds(text) == value
+
+
+@pytest.mark.parametrize(
+    ("length", "text"), [(0, "0s"), (90, "1m30s"), (5400, "1h30m"), (1800.4, "30m"), (7, "7s")]
+)
+def test_durations_are_written_as_they_are_read(length: float, text: str) -> None:
+    assert duration(length) == text
+    assert seconds(text) == round(length)
+
+
+@pytest.mark.parametrize(("text", "value"), [("64Gi", 64 * 2**30), ("500m", 0.5), ("2", 2)])
+def test_quantities(text: str, value: float) -> None:
+    assert quantity(text) == value

@@ -1,0 +1,581 @@
+"""One look at one service after the other: what is read leads to what is written and said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from radixgrove.operator.api import metrics, names
+from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.cluster.redis import RedisAway, RedisSide
+from radixgrove.operator.cluster.worker_probe import WorkerProbe
+from radixgrove.operator.controller.reconciler import Incomplete, Reconciler
+from radixgrove.operator.controller.store import Key, Store
+from radixgrove.operator.kube import renewals
+from radixgrove.operator.kube.client import KubeError
+from radixgrove.operator.kube.keys import Keys
+from radixgrove.operator.kube.ownership import Ownership
+from radixgrove.operator.planning.observed import Pod
+from radixgrove.protocol.model_table import ModelEntry
+from tests.operator.memory_kube import STARTED, MemoryKube, node
+from tests.operator.operator_builders import CONFIG
+
+KEY = ("team-a", "llama")
+
+
+class Table:
+    """Stands for Redis: what routers are told, and who still holds a lease."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, ModelEntry] = {}
+        self.leases: set[tuple[str, str]] = set()
+
+    def put(self, table: str, created: float, entry: ModelEntry) -> None:
+        self.entries[entry.service] = entry
+
+    def drop(self, service: str) -> None:
+        self.entries.pop(service, None)
+
+    def holds_lease(self, service: str, replica_id: str) -> bool:
+        return (service, replica_id) in self.leases
+
+
+class Probe:
+    """Stands for requests to pods."""
+
+    def __init__(self) -> None:
+        self.hung: set[str] = set()
+
+    def phases(self, groups: Sequence[Any]) -> list[str]:
+        return []
+
+    def silent_nodes(self, pods: Sequence[Pod]) -> set[str]:
+        return {pod.node for pod in pods} & self.hung
+
+
+class Operator:
+    def __init__(self, **spec: Any) -> None:
+        self.kube, self.table, self.probe = MemoryKube(), Table(), Probe()
+        self.store = Store()
+        self.enqueued: list[Key] = []
+        self.restart()
+        for number in range(4):
+            self.node(f"n{number}")
+        self.apply(**spec)
+
+    def restart(self, config: OperatorConfig = CONFIG) -> None:
+        """A new process, which reads the installation's keys again."""
+        self._reconciler = Reconciler(
+            self.kube, self.store, Keys(self.kube, config), cast(RedisSide, self.table),
+            cast(WorkerProbe, self.probe), config, lambda key: None, self.enqueued.append,
+        )  # fmt: skip
+
+    def apply(self, **spec: Any) -> None:
+        wanted = {"model": {"source": "pvc://models/llama"}, **spec}
+        live = self.kube.get(names.KIND, *KEY)
+        if live is None:
+            metadata = {"namespace": KEY[0], "name": KEY[1], "generation": 1}
+            live = {"kind": names.KIND, "metadata": metadata}
+        self.kube.add(live | {"spec": wanted})
+
+    def node(self, name: str, **fields: str) -> None:
+        self.store.node_seen(self.kube.add(node(name, **fields)))
+
+    def look(self) -> list[str]:
+        """One reconciliation; what it wrote."""
+        self.kube.written.clear()
+        self.store.service_seen(self.resource)
+        self._reconciler.reconcile(KEY)
+        return list(self.kube.written)
+
+    def gone(self) -> None:
+        self._reconciler.reconcile(KEY)
+
+    def settle(self, *nodes: str) -> None:
+        for _ in range(4):
+            self.look()
+            self.kube.run_pods(*nodes or ("n0", "n1"))
+        assert self.look() == []
+
+    @property
+    def resource(self) -> dict[str, Any]:
+        return self.kube.the(names.KIND, KEY[1])
+
+    def sets(self) -> list[str]:
+        return [found["metadata"]["name"] for found in self.kube.of("StatefulSet")]
+
+    def pod(self, name: str) -> dict[str, Any]:
+        return self.kube.the("Pod", name)
+
+    def condition(self, kind: str = "Ready") -> str:
+        found = self.resource["status"]["conditions"]
+        return next(f"{c['status']}/{c['reason']}" for c in found if c["type"] == kind)
+
+    def message(self, kind: str = "Ready") -> str:
+        found = self.resource["status"]["conditions"]
+        return str(next(c["message"] for c in found if c["type"] == kind))
+
+    def events(self) -> list[str]:
+        return [found["reason"] for found in self.kube.of("Event")]
+
+
+TWO_NODES = {"hardware": {"nodes": 2, "gpusPerNode": 8}}
+
+
+def test_a_service_is_made_served_and_then_left_alone() -> None:
+    operator = Operator(**TWO_NODES)
+    operator.settle()
+    assert operator.sets() == ["llama-0-a1"]
+    assert operator.condition() == "True/Serving"
+    assert operator.table.entries["team-a.llama"].attempts == ["llama-0-a1-0"]
+    assert "Serving" in operator.events()
+
+
+def test_a_pod_on_an_unreachable_node_is_moved_unless_its_worker_renews_its_lease() -> None:
+    operator = Operator(**TWO_NODES)
+    operator.settle()
+    operator.table.leases = {("team-a.llama", "llama-0-a1-0")}
+    operator.node("n1", ready="Unknown")  # for longer than any grace
+    operator.look()
+    assert operator.sets() == ["llama-0-a1"]
+    operator.table.leases.clear()
+    operator.look()
+    assert operator.sets() == ["llama-0-a2"]
+    assert "GroupRecovery" in operator.events()
+
+
+def test_the_next_attempt_would_rather_not_run_on_a_machine_that_hangs() -> None:
+    operator = Operator(**TWO_NODES)
+    operator.settle()
+    operator.probe.hung = {"n1"}
+    operator.pod("llama-0-a1-0")["status"]["containerStatuses"][0]["restartCount"] = 1
+    operator.look()
+    pods = operator.kube.the("StatefulSet", "llama-0-a2")["spec"]["template"]["spec"]
+    assert "'values': ['n1']" in str(pods["affinity"]["nodeAffinity"])
+    operator.settle("n0", "n2")
+    assert operator.condition() == "True/Serving"
+    # It is remembered with the attempt, whose set is still restored when somebody changes it.
+    operator.kube.the("StatefulSet", "llama-0-a2")["spec"]["updateStrategy"]["type"] = "Other"
+    assert operator.look() == ["patch StatefulSet/llama-0-a2"]
+    assert operator.kube.the("StatefulSet", "llama-0-a2")["spec"]["template"]["spec"] == pods
+
+
+def test_a_group_that_comes_back_in_the_middle_of_a_rollout_reads_its_own_settings() -> None:
+    rollout = {"maxUnavailable": 0, "maxSurge": 1}
+    operator = Operator(**TWO_NODES, rollout=rollout)
+    operator.settle()
+    old = settings_of(operator, "llama-0-a1")
+    operator.apply(**TWO_NODES, rollout=rollout, engine={"pageSize": 32})
+    operator.look()
+    assert operator.sets() == ["llama-0-a1", "llama-1-a2"]
+    assert settings_of(operator, "llama-1-a2") != old
+    operator.pod("llama-0-a1-1")["metadata"]["uid"] = "replaced"
+    operator.look()
+    assert operator.sets() == ["llama-0-a3", "llama-1-a2"]
+    assert settings_of(operator, "llama-0-a3") == old
+    operator.kube.run_pods("n0", "n1", of="llama-0-a3")
+    operator.look()
+    operator.pod("llama-0-a3-1")["metadata"]["uid"] = "replaced again"
+    operator.look()
+    operator.look()
+    assert operator.sets() == ["llama-1-a2"], "the next attempt waits for its back-off"
+    assert old in {found["metadata"]["name"] for found in operator.kube.of("ConfigMap")}
+
+
+def settings_of(operator: Operator, name: str) -> str:
+    volumes = operator.kube.the("StatefulSet", name)["spec"]["template"]["spec"]["volumes"]
+    return str(next(v["configMap"]["name"] for v in volumes if "configMap" in v))
+
+
+def test_children_of_a_deleted_namesake_are_waited_out() -> None:
+    operator = Operator()
+    operator.settle("n0")
+    operator.resource["metadata"]["uid"] = "made-anew"  # its children still have the old owner
+    with pytest.raises(Incomplete, match="belongs to another owner"):
+        operator.look()
+    assert operator.condition("Degraded") == "True/RequestRefused"
+    owners = {
+        owner["uid"]
+        for found in [*operator.kube.of("NetworkPolicy"), *operator.kube.of("ServiceAccount")]
+        for owner in found["metadata"]["ownerReferences"]
+        if owner["kind"] == names.KIND
+    }
+    assert "made-anew" not in owners
+    assert "llama-0-a1" in operator.sets(), "left to the garbage collector"
+    assert operator.table.entries["team-a.llama"].attempts == ["llama-0-a2-0"], "a name of its own"
+    # The garbage collector has come by.
+    for key, found in list(operator.kube.objects.items()):
+        stale = found["metadata"].get("ownerReferences", [{}])[0].get("uid")
+        if stale not in (None, "made-anew") and key[2] != "llama-0-a2" and key[0] != "Secret":
+            del operator.kube.objects[key]
+    for kind, namespace, name in list(operator.kube.objects):
+        operator.kube.changed(kind, namespace, name, None)
+    operator.settle("n0")
+    assert operator.condition() == "True/Serving"
+
+
+def test_a_service_is_ready_once_routers_know_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = Operator()
+
+    def away(*_: object) -> None:
+        raise RedisAway
+
+    with monkeypatch.context() as without_redis:
+        without_redis.setattr(operator.table, "put", away)
+        for _ in range(2):
+            with pytest.raises(Incomplete, match="Redis does not answer"):
+                operator.look()
+            operator.kube.run_pods("n0")
+        with pytest.raises(Incomplete):
+            operator.look()
+        assert operator.condition() == "False/RequestRefused"
+    operator.look()
+    assert operator.condition() == "True/Serving"
+
+
+# ---- what belongs to the installation ------------------------------------------------------------
+
+PREFIXED = CONFIG.model_copy(
+    update={"redis": CONFIG.redis.model_copy(update={"prefix": "mine"})}
+)  # fmt: skip
+
+
+def change_a_key(kube: MemoryKube) -> None:
+    found = kube.objects["Secret", CONFIG.namespace, CONFIG.keys_secret]
+    found["data"]["internal-key"] = "Y2hhbmdlZA=="
+
+
+@pytest.mark.parametrize("what", ["prefix", "key"])
+def test_what_pods_read_of_the_installation_at_their_start_replaces_groups_once(what: str) -> None:
+    operator = Operator(**DEDICATED)
+    operator.settle("n0")
+    routers = operator.kube.the("Deployment", "llama-router")["spec"]["template"]
+    operator.restart()
+    assert operator.look() == [], "an operator that starts again changes nothing"
+    if what == "key":
+        change_a_key(operator.kube)
+    config = PREFIXED if what == "prefix" else CONFIG
+    operator.restart(config)
+    for _ in range(6):
+        operator.look()
+        for group in operator.kube.of("StatefulSet"):  # drained ones have had their time
+            if names.DRAINING in group["metadata"].get("annotations", {}):
+                group["metadata"]["annotations"][names.DRAINING] = STARTED
+        operator.kube.run_pods("n0")
+    assert operator.sets() == ["llama-0-a2"]
+    assert operator.kube.the("Deployment", "llama-router")["spec"]["template"] != routers
+    assert operator.look() == []
+    operator.restart(config)
+    assert operator.look() == [], "and once is enough"
+
+
+def test_no_group_is_made_for_keys_that_could_not_be_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would start with the old ones, and count as new."""
+    operator = Operator(**DEDICATED, rollout={"maxUnavailable": 0, "maxSurge": 1})
+    operator.settle("n0")
+    router = operator.kube.the("Deployment", "llama-router")["spec"]
+    change_a_key(operator.kube)
+    operator.restart()
+    request = operator.kube._request
+
+    def refused(method: str, verb: str, kind: str, *rest: Any, **more: Any) -> Any:
+        if kind == "Secret" and method == "PATCH":
+            raise KubeError(verb, "secrets", 403, "forbidden")
+        return request(method, verb, kind, *rest, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(operator.kube, "_request", refused)
+        with pytest.raises(Incomplete, match="secrets: forbidden"):
+            operator.look()
+        assert operator.sets() == ["llama-0-a1"]
+        assert operator.kube.the("Deployment", "llama-router")["spec"] == router
+    operator.look()
+    assert operator.sets() == ["llama-0-a1", "llama-1-a2"]
+    assert operator.kube.the("Deployment", "llama-router")["spec"] != router
+
+
+def test_a_copy_of_the_keys_that_somebody_deleted_is_made_again() -> None:
+    operator = Operator()
+    operator.settle("n0")
+    del operator.kube.objects["Secret", KEY[0], CONFIG.keys_secret]  # of which no event tells
+    assert operator.look() == [f"patch Secret/{CONFIG.keys_secret}"]
+    assert operator.look() == []
+
+
+def test_a_status_that_somebody_wiped_is_written_once() -> None:
+    operator = Operator(**TWO_NODES)
+    operator.settle()
+    before = operator.resource["status"]
+    operator.resource["status"] = {}
+    wrote = [written for written in operator.look() if "Event" not in written]
+    assert wrote == ["patch InferenceService/llama"]
+    for kept in ("operator", "lastAttempt", "summary"):
+        assert operator.resource["status"][kept] == before[kept]
+    assert operator.look() == []
+    assert operator.sets() == ["llama-0-a1"]
+
+
+# ---- what alerts are made of ---------------------------------------------------------------------
+
+
+def measured() -> tuple[float | None, ...]:
+    """Ready, desired and starting groups, and whether it is a first start."""
+    labels = {"namespace": KEY[0], "service": KEY[1]}
+    groups = [
+        metrics.REGISTRY.get_sample_value("radixgrove_operator_groups", labels | {"state": state})
+        for state in ("ready", "desired", "starting")
+    ]
+    return *groups, metrics.REGISTRY.get_sample_value("radixgrove_operator_first_start", labels)
+
+
+def test_a_first_start_is_told_from_a_service_that_is_down() -> None:
+    operator = Operator()
+    operator.look()
+    assert measured() == (0, 1, 1, 1)
+    operator.kube.the("StatefulSet", "llama-0-a1")["metadata"]["creationTimestamp"] = STARTED
+    operator.look()
+    assert measured() == (0, 1, 0, 0), "its time is over"
+    operator.settle("n0")
+    assert measured() == (1, 1, 0, 0)
+    pod = operator.pod("llama-0-a1-0")["status"]
+    pod["conditions"] = [{"type": "Ready", "status": "False"}]
+    operator.look()
+    assert measured() == (0, 1, 0, 0)
+    operator.apply(suspend=True)
+    operator.look()
+    assert measured() == (0, 0, 0, 0)
+    del operator.kube.objects[names.KIND, *KEY]
+    operator.gone()
+    assert measured() == (None,) * 4
+
+
+# ---- beside another installation -----------------------------------------------------------------
+
+THEIRS = "elsewhere/rg-operator"
+
+
+def lease(renewed: int, seconds: int = 15) -> dict[str, Any]:
+    namespace, _, name = THEIRS.partition("/")
+    spec = {"renewTime": f"2026-01-01T00:00:{renewed:02}Z", "leaseDurationSeconds": seconds}
+    return {"kind": "Lease", "metadata": {"namespace": namespace, "name": name}, "spec": spec}
+
+
+def looked_after_by_another() -> Operator:
+    operator = Operator()
+    operator.resource["status"] = {"operator": THEIRS}
+    operator.kube.add(lease(0))
+    return operator
+
+
+def test_what_another_installation_looks_after_is_left_alone_and_that_is_said_once() -> None:
+    operator = looked_after_by_another()
+    operator.table.entries["team-a.llama"] = ModelEntry(
+        service="team-a.llama", names=["llama"], attempts=[], desired=1
+    )
+    (said,) = operator.look()
+    assert said.startswith("create Event/llama.")
+    assert operator.look() == []
+    (told,) = operator.kube.of("Event")
+    assert (told["type"], told["reason"]) == ("Warning", "ServedElsewhere")
+    for words in (THEIRS, CONFIG.installation, "operator.namespaces"):
+        assert words in told["message"]
+    assert operator.table.entries == {}, "its routers do not serve it"
+
+
+def test_it_is_taken_over_when_the_other_installation_is_gone() -> None:
+    operator = looked_after_by_another()
+    operator.look()
+    del operator.kube.objects["Lease", "elsewhere", "rg-operator"]
+    operator.settle("n0")
+    assert operator.resource["status"]["operator"] == CONFIG.installation
+    assert operator.condition() == "True/Serving"
+
+
+def test_an_installation_lives_as_long_as_its_lease_is_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(renewals, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    operator = looked_after_by_another()
+    for turn in range(1, 4):
+        operator.look()
+        clock[0] += 60.0
+        operator.kube.add(lease(turn))
+    operator.look()
+    assert operator.sets() == []
+    clock[0] += 14.0  # the last renewal still counts
+    operator.look()
+    assert operator.sets() == []
+    clock[0] += 2.0
+    operator.look()
+    assert operator.sets() == ["llama-0-a1"]
+
+
+def test_of_two_that_claim_it_at_once_one_does_nothing() -> None:
+    operator = Operator()
+    stale = operator.kube.get(names.KIND, *KEY)
+    operator.resource["status"] = {"operator": THEIRS}
+    operator.kube.add(operator.resource)  # written in between
+    with pytest.raises(KubeError, match="modified"):
+        Ownership(operator.kube, CONFIG).claim(stale or {})
+    assert operator.resource["status"] == {"operator": THEIRS}
+
+
+def test_a_lease_that_may_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = looked_after_by_another()
+    get = operator.kube.get
+
+    def refused(kind: str, namespace: str | None, name: str) -> Any:
+        if kind == "Lease":
+            raise KubeError("get", f"leases/{namespace}/{name}", 403, "forbidden")
+        return get(kind, namespace, name)
+
+    monkeypatch.setattr(operator.kube, "get", refused)
+    with pytest.raises(KubeError, match="get leases/elsewhere/rg-operator: forbidden"):
+        operator.look()
+    assert operator.kube.written == []
+
+
+# ---- its own router ------------------------------------------------------------------------------
+
+DEDICATED = {"router": {"dedicated": True, "auth": {"keysSecret": "missing"}}}
+
+
+def test_a_service_is_not_ready_before_its_own_router_is() -> None:
+    operator = Operator(**DEDICATED)
+    operator.settle("n0")
+    assert operator.condition() == "False/RouterNotReady"
+    assert operator.condition("Progressing") == "True/RouterNotReady"
+    operator.kube.the("Deployment", "llama-router")["status"] = {"availableReplicas": 1}
+    operator.look()
+    assert operator.condition() == "True/Serving"
+    assert operator.condition("Progressing") == "False/Settled"
+
+
+def test_what_keeps_its_own_router_from_starting_is_said() -> None:
+    operator = Operator(**DEDICATED)
+    operator.settle("n0")
+    words = 'secret "missing" not found'
+    waiting = {"reason": "CreateContainerConfigError", "message": words}
+    operator.kube.add(
+        {
+            "kind": "Pod",
+            "metadata": {
+                "name": "llama-router-x",
+                "namespace": KEY[0],
+                "labels": names.labels(KEY[1], names.ROUTER),
+            },
+            "status": {"containerStatuses": [{"name": "router", "state": {"waiting": waiting}}]},
+        }
+    )
+    operator.look()
+    assert words in operator.message()
+
+
+def test_wrong_settings_of_its_router_are_named_and_leave_the_running_one_alone() -> None:
+    wrong = {"router": {"dedicated": True, "settings": {"retrys": 1}}}
+    operator = Operator(**wrong)
+    operator.settle("n0")
+    assert operator.kube.of("Deployment") == []
+    for kind, value in (("Ready", "False"), ("Progressing", "False"), ("Degraded", "True")):
+        assert operator.condition(kind) == f"{value}/InvalidRouter"
+    assert "router.settings.retrys" in operator.message()
+    operator.apply(router={"dedicated": True, "settings": {"retries": 1}})
+    operator.look()
+    router = operator.kube.the("Deployment", "llama-router")
+    router["status"] = {"availableReplicas": 1}
+    operator.settle("n0")
+    assert operator.condition() == "True/Serving"
+    operator.apply(**wrong)
+    operator.look()
+    assert operator.condition() == "True/Serving"
+    assert operator.condition("Degraded") == "True/InvalidRouter"
+    assert operator.kube.the("Deployment", "llama-router")["spec"] == router["spec"]
+    assert operator.look() == []
+
+
+def test_a_router_that_is_not_wanted_any_more_goes() -> None:
+    operator = Operator(**DEDICATED)
+    operator.settle("n0")
+    operator.apply()
+    operator.look()
+    assert operator.kube.of("Deployment") == []
+    assert operator.condition() == "True/Serving"
+
+
+# ---- other versions ------------------------------------------------------------------------------
+
+
+def test_a_crd_that_drops_parts_of_the_status_is_told_until_it_is_renewed() -> None:
+    operator = Operator()
+    operator.settle("n0")
+    operator.kube.dropped = {"summary"}
+    operator.apply(replicas=2)
+    operator.look()
+    assert operator.enqueued == [KEY], "to say so in the status"
+    operator.look()
+    assert operator.condition("Degraded") == "True/OutdatedCRD"
+    for words in ("status.summary", "Helm release that owns", "kubectl apply --server-side"):
+        assert words in operator.message("Degraded")
+    operator.kube.dropped = set()
+    operator.settle("n0", "n1")
+    assert operator.condition("Degraded") == "False/AsExpected"
+
+
+@pytest.mark.parametrize("dropped", ["summary", "served", "groups.avoid", "groups.wasReady"])
+def test_under_a_crd_that_drops_parts_of_the_status_nothing_is_written_at_rest(
+    dropped: str,
+) -> None:
+    operator = Operator()
+    operator.kube.dropped = {dropped}
+    operator.settle("n0", "n1")
+    operator.apply(replicas=2)
+    operator.settle("n0", "n1")
+    operator.restart()
+    operator.settle("n0", "n1")
+    operator.kube.dropped = set()
+    operator.settle("n0", "n1")
+    where, _, field = dropped.rpartition(".")
+    status = operator.resource["status"]
+    assert field in (status[where][0] if where else status)
+    assert operator.condition("Degraded") == "False/AsExpected"
+
+
+def test_where_nobody_says_which_crd_is_served_every_look_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    operator = Operator()
+    monkeypatch.setattr(operator.kube, "schema_hash", lambda: "")
+    operator.kube.dropped = {"summary"}
+    for _ in range(4):
+        operator.look()
+        operator.kube.run_pods("n0")
+    assert operator.look() == ["patch InferenceService/llama"]
+    operator.kube.dropped = set()
+    operator.settle("n0")
+    assert operator.condition("Degraded") == "False/AsExpected"
+
+
+def test_what_else_somebody_changes_of_a_status_is_written_again_under_such_a_crd() -> None:
+    operator = Operator()
+    operator.kube.dropped = {"summary"}
+    operator.settle("n0")
+    operator.resource["status"]["url"] = "http://elsewhere"
+    operator.settle("n0")
+    assert operator.resource["status"]["url"] == CONFIG.router.url
+    assert operator.condition("Degraded") == "True/OutdatedCRD"
+
+
+def test_a_spec_of_another_version_is_told_once() -> None:
+    operator = Operator(unheard_of=1)
+    operator.look()
+    assert operator.condition() == "False/InvalidSpec"
+    assert "spec.unheard_of" in operator.message()
+    since = operator.resource["status"]["conditions"][0]["lastTransitionTime"]
+    assert operator.look() == [], "or its own write would wake it for ever"
+    assert operator.resource["status"]["conditions"][0]["lastTransitionTime"] == since

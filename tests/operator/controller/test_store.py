@@ -1,0 +1,101 @@
+"""What the watches saw: who has to be looked at when a service goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixgrove.operator.controller.store import Store, name_conflict, neighbour_of
+
+
+def service(own: str, claim: str = "", namespace: str = "here", **model: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"namespace": namespace, "name": own, "uid": f"uid-{own}"},
+        "spec": {"model": {"source": "hf://org/model"} | model},
+        "status": {"model": {"claim": claim}},
+    }
+
+
+def store_of(*bodies: dict[str, Any]) -> Store:
+    store = Store()
+    for body in bodies:
+        store.service_seen(body)
+    return store
+
+
+def test_a_service_that_shares_nothing_is_left_alone() -> None:
+    store = store_of(service("gone", "cache-1"), service("other", "cache-2"))
+    assert store.service_gone(("here", "gone")) == []
+    assert [n.key for n in store.services()] == [("here", "other")]
+
+
+def test_whoever_wants_its_name_is_looked_at_in_any_namespace() -> None:
+    store = store_of(
+        service("gone", name="llama", aliases=["big"]),
+        service("same", namespace="there", name="llama"),
+        service("alias", name="other", aliases=["big"]),
+        service("stranger", name="qwen"),
+    )
+    assert store.service_gone(("here", "gone")) == [("there", "same"), ("here", "alias")]
+
+
+def test_whoever_uses_its_claim_is_looked_at_in_its_namespace_alone() -> None:
+    store = store_of(
+        service("gone", "cache-1"),
+        service("user", "cache-1"),
+        service("elsewhere", "cache-1", namespace="there"),
+    )
+    assert store.service_gone(("here", "gone")) == [("here", "user")]
+
+
+def test_whoever_waits_for_gpus_is_looked_at() -> None:
+    store = store_of(service("gone"), service("waiting"), service("serving"))
+    store.placed(("here", "waiting"), [], "cuda")
+    assert store.service_gone(("here", "gone")) == [("here", "waiting")]
+
+
+def test_a_service_that_went_before_concerns_nobody() -> None:
+    store = store_of(service("gone", name="llama"), service("same", name="llama"))
+    assert store.service_gone(("here", "gone")) == [("here", "same")]
+    assert store.service_gone(("here", "gone")) == []
+
+
+def conflict(own: dict[str, Any], *others: dict[str, Any]) -> str:
+    found = neighbour_of(own)
+    assert found is not None
+    return name_conflict(found, store_of(own, *others).services())
+
+
+def aged(body: dict[str, Any], day: int) -> dict[str, Any]:
+    body["metadata"]["creationTimestamp"] = f"2026-01-{day:02}T00:00:00Z"
+    return body
+
+
+def test_the_older_service_keeps_a_name_whether_it_is_a_name_or_an_alias() -> None:
+    old = aged(service("old", namespace="there", name="llama", aliases=["big"]), 1)
+    young = aged(service("young", name="other", aliases=["big"]), 2)
+    assert "big belongs to the older there/old" in conflict(young, old)
+    assert conflict(old, young) == ""
+    assert conflict(aged(service("third", name="qwen"), 3), old, young) == ""
+
+
+def test_of_two_made_at_once_exactly_one_keeps_the_name() -> None:
+    one, two = aged(service("one", name="llama"), 1), aged(service("two", name="llama"), 1)
+    assert sorted([bool(conflict(one, two)), bool(conflict(two, one))]) == [False, True]
+
+
+def test_what_another_installation_serves_takes_no_name_of_ours() -> None:
+    old, new = service("a", name="llama"), service("b", name="llama")
+    old["status"]["operator"], new["status"]["operator"] = "theirs/rg", "ours/rg"
+    found = [made for made in map(neighbour_of, (old, new)) if made is not None]
+    assert name_conflict(found[1], found) == ""
+    old["status"]["operator"] = "ours/rg"
+    found = [made for made in map(neighbour_of, (old, new)) if made is not None]
+    assert "here/a" in name_conflict(found[1], found)
+
+
+def test_behind_routers_of_their_own_services_share_names() -> None:
+    old, young = aged(service("old", name="llama"), 1), aged(service("young", name="llama"), 2)
+    young["spec"]["router"] = {"dedicated": True}
+    assert conflict(young, old) == ""
+    old["spec"]["router"] = {"dedicated": True}
+    assert conflict(aged(service("third", name="llama"), 3), old) == ""

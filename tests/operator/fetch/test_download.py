@@ -1,0 +1,254 @@
+"""Fetching models: from a small hub that cuts, corrupts and redirects, and from S3 (moto)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import urllib3
+from moto.server import ThreadedMotoServer
+
+from radixgrove.operator.fetch import download
+from radixgrove.operator.fetch.sources import Failure, RemoteFile
+from tests.conftest import find_free_port
+from tests.hub import COMMIT, Hub
+
+WEIGHTS = bytes(range(256)) * 40_000
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model-00001-of-00001.safetensors": WEIGHTS,
+    "tokenizer/tokenizer.json": b"{}",
+    "pytorch_model.bin": b"the same weights again",
+    "README.md": b"read me",
+}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub(FILES) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield running
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "termination-log"
+    monkeypatch.setenv("RADIXGROVE_TERMINATION_LOG", str(path))
+    return path
+
+
+def run(into: Path, source: str = "hf://org/model", revision: str = COMMIT) -> int:
+    return download.main(
+        ["download", "--source", source, "--revision", revision, "--into", str(into)]
+    )
+
+
+def fetched(into: Path) -> dict[str, bytes]:
+    root = into / download.SNAPSHOT
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+WANTED = {name: FILES[name] for name in FILES if not name.endswith((".bin", ".md"))}
+
+
+def test_a_branch_is_resolved_to_its_commit(hub: Hub, said: Path) -> None:
+    assert download.main(["resolve", "--source", "hf://org/model"]) == 0
+    assert json.loads(said.read_text()) == {"revision": COMMIT}
+
+
+def test_what_serving_needs_is_fetched_and_nothing_else(
+    hub: Hub, said: Path, tmp_path: Path
+) -> None:
+    assert run(tmp_path / "m") == 0
+    assert fetched(tmp_path / "m") == WANTED
+
+
+def test_a_cut_file_is_resumed_where_it_ended(hub: Hub, said: Path, tmp_path: Path) -> None:
+    hub.cut_after = 3_000_000
+    assert run(tmp_path / "m") == 0
+    assert fetched(tmp_path / "m") == WANTED
+    ranges = [wanted for name, wanted in hub.requests if name.endswith("safetensors")]
+    assert len(ranges) == 2
+    assert 0 < int(ranges[1].removeprefix("bytes=").rstrip("-")) <= 3_000_000
+
+
+def test_a_corrupt_file_is_fetched_again(hub: Hub, said: Path, tmp_path: Path) -> None:
+    hub.corrupt = 1
+    assert run(tmp_path / "m") == 0
+    assert fetched(tmp_path / "m") == WANTED
+
+
+def test_a_file_that_stays_corrupt_is_an_error_and_leaves_no_snapshot(
+    hub: Hub, said: Path, tmp_path: Path
+) -> None:
+    hub.corrupt = 100
+    assert run(tmp_path / "m") == download.HOPELESS
+    assert json.loads(said.read_text())["reason"] == "ModelCorrupt"
+    assert not (tmp_path / "m" / download.SNAPSHOT).exists()
+
+
+def test_a_killed_job_goes_on_where_it_was(hub: Hub, said: Path, tmp_path: Path) -> None:
+    incoming = tmp_path / "m/incoming"
+    incoming.mkdir(parents=True)
+    (incoming / "config.json").write_bytes(FILES["config.json"])
+    (incoming / "model-00001-of-00001.safetensors.part").write_bytes(WEIGHTS[:5000])
+    assert run(tmp_path / "m") == 0
+    assert fetched(tmp_path / "m") == WANTED
+    assert ("model-00001-of-00001.safetensors", "bytes=5000-") in hub.requests
+    assert "config.json" not in [name for name, _ in hub.requests]
+
+
+def test_a_second_service_downloads_nothing(hub: Hub, said: Path, tmp_path: Path) -> None:
+    assert run(tmp_path / "m") == 0
+    hub.requests.clear()
+    assert run(tmp_path / "m") == 0
+    assert hub.requests == []
+
+
+def test_how_large_it_is_is_said_also_by_whoever_finds_it_there(
+    hub: Hub, said: Path, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        assert run(tmp_path / "m") == 0
+        size = sum(len(FILES[name]) for name in WANTED)
+        assert json.loads(said.read_text())["bytes"] == str(size)
+
+
+def test_whoever_waits_too_long_for_its_turn_says_so(
+    hub: Hub, said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "_TURN", 0.3)
+    (tmp_path / "m").mkdir()
+    with download._alone(tmp_path / "m"):
+        assert run(tmp_path / "m") == 1
+    assert json.loads(said.read_text())["reason"] == "CacheBusy"
+    assert run(tmp_path / "m") == 0
+
+
+def test_a_hub_that_cannot_be_reached_is_named(
+    said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{find_free_port()}")
+    monkeypatch.setattr(urllib3.Retry, "get_backoff_time", lambda _: 0.0)
+    assert download.main(["resolve", "--source", "hf://org/model"]) == 1
+    message = json.loads(said.read_text())
+    assert message["reason"] == "DownloadFailed"
+    assert "127.0.0.1 is not reached" in message["message"]
+    assert "modelCache.hubEndpoint" in message["message"]
+
+
+def test_two_jobs_on_one_claim_download_once(hub: Hub, said: Path, tmp_path: Path) -> None:
+    jobs = [threading.Thread(target=run, args=(tmp_path / "m",)) for _ in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+    assert fetched(tmp_path / "m") == WANTED
+    names = [name for name, _ in hub.requests]
+    assert sorted(names) == sorted(WANTED)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (lambda hub: setattr(hub, "token", "secret"), "Unauthorized"),
+        (lambda hub: hub.files.pop("model-00001-of-00001.safetensors"), "ModelNotFound"),
+        (lambda hub: hub.files.update({"../../evil.json": b"x"}), "ModelCorrupt"),
+    ],
+)
+def test_failures_are_named_for_the_condition(
+    hub: Hub, said: Path, tmp_path: Path, prepare: Any, reason: str
+) -> None:
+    prepare(hub)
+    assert run(tmp_path / "m") == download.HOPELESS, "the Job gives up at once"
+    assert json.loads(said.read_text())["reason"] == reason
+
+
+def test_the_token_is_used(
+    hub: Hub, said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.token = "secret"
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert run(tmp_path / "m") == 0
+
+
+def test_an_unknown_repository_is_not_found(hub: Hub, said: Path) -> None:
+    assert download.main(["resolve", "--source", "hf://org/other"]) == download.HOPELESS
+    assert json.loads(said.read_text())["reason"] == "ModelNotFound"
+
+
+def test_more_than_the_disk_holds_is_refused_first(tmp_path: Path) -> None:
+    class Huge:
+        def resolve(self) -> str:
+            return "r"
+
+        def files(self) -> list[RemoteFile]:
+            return [RemoteFile("model.safetensors", 1 << 60)]
+
+        def read(self, remote: RemoteFile, offset: int) -> Iterator[bytes]:
+            raise AssertionError("nothing is transferred")
+
+    with pytest.raises(Failure) as refused:
+        download.download(Huge(), tmp_path / "m")
+    assert refused.value.reason == "NoSpace"
+
+
+# ---- S3 ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3", region_name="us-east-1")
+    client.create_bucket(Bucket="models")
+    for name, content in FILES.items():
+        client.put_object(Bucket="models", Key=f"llama/{name}", Body=content)
+    yield client
+    server.stop()
+
+
+def test_a_bucket_is_resolved_and_fetched(bucket: Any, said: Path, tmp_path: Path) -> None:
+    assert download.main(["resolve", "--source", "s3://models/llama"]) == 0
+    revision = json.loads(said.read_text())["revision"]
+    assert run(tmp_path / "m", "s3://models/llama", revision) == 0
+    assert fetched(tmp_path / "m") == WANTED
+
+
+def test_a_part_of_an_object_is_resumed_and_checked(
+    bucket: Any, said: Path, tmp_path: Path
+) -> None:
+    incoming = tmp_path / "m/incoming"
+    incoming.mkdir(parents=True)
+    (incoming / "model-00001-of-00001.safetensors.part").write_bytes(b"wrong" * 1000)
+    download.main(["resolve", "--source", "s3://models/llama"])
+    revision = json.loads(said.read_text())["revision"]
+    assert run(tmp_path / "m", "s3://models/llama", revision) == 0
+    assert fetched(tmp_path / "m") == WANTED
+
+
+def test_objects_that_changed_since_are_noticed(bucket: Any, said: Path, tmp_path: Path) -> None:
+    download.main(["resolve", "--source", "s3://models/llama"])
+    revision = json.loads(said.read_text())["revision"]
+    bucket.put_object(Bucket="models", Key="llama/config.json", Body=b"other")
+    assert run(tmp_path / "m", "s3://models/llama", revision) == download.HOPELESS
+    assert json.loads(said.read_text())["reason"] == "ModelChanged"
+
+
+def test_an_empty_prefix_is_not_found(bucket: Any, said: Path) -> None:
+    assert download.main(["resolve", "--source", "s3://models/nothing"]) == download.HOPELESS
+    assert json.loads(said.read_text())["reason"] == "ModelNotFound"

@@ -1,0 +1,551 @@
+"""What people read of a service: conditions and their reasons, counts, Events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from radixgrove.operator.api import names, times
+from radixgrove.operator.api.spec import InferenceServiceSpec
+from radixgrove.operator.api.status import (
+    GroupPhase,
+    GroupStatus,
+    InferenceServiceStatus,
+    ModelStatus,
+)
+from radixgrove.operator.kube.events import event
+from radixgrove.operator.planning.conditions import (
+    Facts,
+    compute,
+    difference,
+    starting,
+    transitions,
+)
+from radixgrove.operator.planning.diagnosis import Problem, pod_problem, problem
+from radixgrove.operator.planning.model_cache import Step
+from radixgrove.operator.planning.observed import Group, Pod, group_of, pod_of
+from radixgrove.operator.planning.plan import Plan
+from radixgrove.operator.render.revision import InvalidEngine, InvalidOverrides
+from tests.operator.operator_builders import spec
+
+NOW = 1_000_000.0
+EMPTY = InferenceServiceStatus()
+CACHED = Step(ModelStatus(name="llama"), ready=True, reason="Cached")
+
+
+def record(index: int, phase: GroupPhase = GroupPhase.READY, **fields: Any) -> GroupStatus:
+    return GroupStatus(index=index, attempt=index + 1, revision="r1", phase=phase).model_copy(
+        update=fields
+    )
+
+
+def facts(
+    *records: GroupStatus,
+    resource: InferenceServiceSpec | None = None,
+    groups: Sequence[Group] = (),
+    blocked: bool = False,
+    waits_for: str = "",
+    **fields: Any,
+) -> Facts:
+    plan = Plan(records=list(records), blocked=blocked, waits_for=waits_for, last_attempt=7)
+    made = Facts(
+        name="llama",
+        operator="radixgrove/radixgrove-operator",
+        generation=5,
+        spec=resource or spec(replicas=len(records)),
+        url="http://router/v1",
+        target="r1",
+        plan=plan,
+        groups=groups,
+        model=CACHED,
+        autoscaling=None,
+    )
+    return replace(made, **fields)
+
+
+def conditions(given: Facts, before: InferenceServiceStatus = EMPTY) -> dict[str, str]:
+    """`True/Serving` by type."""
+    found = compute(given, before, NOW).conditions
+    return {c.type: f"{c.status}/{c.reason}" for c in found}
+
+
+def message(given: Facts, kind: str = "Ready") -> str:
+    return next(c.message for c in compute(given, EMPTY, NOW).conditions if c.type == kind)
+
+
+def group_with(**fields: Any) -> Group:
+    """One group of one pod that is not ready, for the reason given."""
+    pod = Pod("llama-0-a1-0", "uid", 0, **fields)
+    return Group("llama-0-a1", "set", 0, 1, "r1", 1, NOW, pods=(pod,))
+
+
+def slow_start(ran: float) -> Group:
+    """One whose container ended after `ran` seconds, and may start for 45 minutes."""
+    made = group_with(restarts=1, ran=ran, exited="loading\nlayer 71 of 80")
+    return replace(made, startup=2700.0)
+
+
+# ---- counts --------------------------------------------------------------------------------------
+
+
+def test_counts_tell_present_ready_and_updated_groups_apart() -> None:
+    status = compute(
+        facts(
+            record(0),
+            record(1, revision="r0"),
+            record(2, GroupPhase.STARTING),
+            record(3, GroupPhase.WAITING),
+            resource=spec(replicas=4, hardware={"nodes": 2, "gpusPerNode": 8}),
+        ),
+        EMPTY,
+        NOW,
+    )
+    assert (status.desired_replicas, status.replicas) == (4, 3)
+    assert (status.ready_replicas, status.updated_replicas) == (2, 1)
+    assert status.summary == "2/4"
+    assert status.observed_generation == 5
+    assert status.last_attempt == 7
+    assert status.parallelism is not None
+    assert (status.parallelism.tp, status.parallelism.pp) == (8, 2)
+    assert [group.index for group in status.groups] == [0, 1, 2, 3]
+
+
+def test_an_autoscaler_counts_pods_of_rank_0_alone() -> None:
+    wanted = names.labels("llama", names.WORKER) | {names.POD_INDEX: "0"}
+    selector = compute(facts(record(0)), EMPTY, NOW).selector
+    assert dict(part.split("=") for part in selector.split(",")) == wanted
+
+
+# ---- why it is not ready -------------------------------------------------------------------------
+
+STARTING = record(0, GroupPhase.STARTING)
+WAITING = record(0, GroupPhase.WAITING)
+UNSCHEDULABLE = "0/4 nodes are available: 4 Insufficient nvidia.com/gpu."
+QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=8'
+
+
+@pytest.mark.parametrize(
+    ("given", "reason", "said"),
+    [
+        (
+            facts(STARTING, groups=[group_with(unschedulable=UNSCHEDULABLE)]),
+            "InsufficientGPUs",
+            "4 Insufficient nvidia.com/gpu. (asked for: 1 GPUs on each of 1 nodes)",
+        ),
+        (
+            facts(STARTING, groups=[group_with(unschedulable="node(s) had untolerated taint")]),
+            "Unschedulable",
+            "untolerated taint",
+        ),
+        (facts(WAITING, waits_for="team-b/other"), "InsufficientGPUs", "team-b/other"),
+        (
+            facts(record(0, GroupPhase.WAITING, yields=1, detail="gave up 1 of 2 placed pods")),
+            "InsufficientGPUs",
+            "gave up 1 of 2",
+        ),
+        (
+            facts(STARTING, groups=[group_with(waiting=("ErrImagePull", "no such image"))]),
+            "ImagePull",
+            "no such image",
+        ),
+        (
+            facts(STARTING, groups=[group_with(waiting=("CreateContainerConfigError", "no key"))]),
+            "ContainerConfig",
+            "no key",
+        ),
+        (
+            facts(
+                STARTING,
+                groups=[
+                    group_with(waiting=("CrashLoopBackOff", "back-off"), exited="a\nno memory")
+                ],
+            ),
+            "EngineFailed",
+            "no memory",
+        ),
+        (
+            facts(STARTING, groups=[replace(group_with(), refused="violates PodSecurity")]),
+            "PodRefused",
+            "violates PodSecurity",
+        ),
+        (
+            facts(STARTING, groups=[replace(group_with(), refused=QUOTA)]),
+            "QuotaBlocked",
+            "exceeded quota",
+        ),
+        (
+            facts(record(0, GroupPhase.FAILED, failures=11, detail="11 failures in a row")),
+            "RestartBudgetExhausted",
+            "group 0: 11 failures in a row; recovery.maxRestarts is 10: set the annotation "
+            "serving.radixgrove.io/restart to a new value",
+        ),
+        (
+            facts(
+                record(0, GroupPhase.FAILED, failures=1, detail="rank 1 ended"),
+                resource=spec(recovery={"policy": "None"}),
+            ),
+            "GroupFailed",
+            "rank 1 ended; recovery.policy is None: set the annotation",
+        ),
+        (
+            facts(
+                record(
+                    0,
+                    GroupPhase.WAITING,
+                    retry_at="2026-01-01T00:00:00Z",
+                    failures=3,
+                    detail="NCCL",
+                )
+            ),
+            "BackOff",
+            "2026-01-01T00:00:00Z (failure 3 in a row, 10 allowed): NCCL",
+        ),
+        (facts(STARTING, phases=["group 0: weights: 3 of 7"]), "Starting", "weights: 3 of 7"),
+        (
+            facts(
+                STARTING,
+                groups=[replace(group_with(started_at=NOW), startup=2700.0)],
+                phases=["group 0: weights: 3 of 7"],
+            ),
+            "Starting",
+            f"weights: 3 of 7; until {times.to_seconds_text(NOW + 2700)} (startup.timeout: 45m)",
+        ),
+        (
+            facts(STARTING, groups=[slow_start(ran=2712.0)]),
+            "StartupTimeout",
+            "raise startup.timeout (45m); its last words: layer 71 of 80",
+        ),
+        (
+            facts(STARTING, groups=[slow_start(ran=90_000.0)]),
+            "EngineFailed",  # it had run for a day
+            "layer 71 of 80",
+        ),
+        (
+            facts(WAITING, model=Step(ModelStatus(), reason="ModelNotFound", message="no such")),
+            "ModelNotFound",
+            "no such",
+        ),
+        (
+            facts(WAITING, invalid=InvalidEngine("page_size: too large")),
+            "InvalidEngine",
+            "page_size",
+        ),
+        (
+            facts(WAITING, invalid=InvalidOverrides("podOverrides.spec must be an object")),
+            "InvalidPodOverrides",
+            "podOverrides.spec",
+        ),
+        (facts(WAITING, name_taken="belongs to the older b/c"), "ModelNameTaken", "older b/c"),
+        (facts(WAITING, failures=["patch services: forbidden (403)"]), "RequestRefused", "403"),
+        (facts(resource=spec(suspend=True)), "Suspended", "suspend"),
+        (facts(resource=spec(replicas=0)), "ScaledToZero", "replicas is 0"),
+        (
+            facts(record(0), router=Problem("RouterNotReady", "it starts")),
+            "RouterNotReady",
+            "it starts",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_missing_is_said_with_a_reason(given: Facts, reason: str, said: str) -> None:
+    assert conditions(given)["Ready"] == f"False/{reason}"
+    assert said in message(given)
+
+
+def test_a_service_whose_groups_and_router_answer_is_settled() -> None:
+    assert conditions(facts(record(0), record(1))) == {
+        "Ready": "True/Serving",
+        "Progressing": "False/Settled",
+        "ModelCached": "True/Cached",
+        "Degraded": "False/AsExpected",
+    }
+
+
+def test_a_sleeping_service_is_ready() -> None:
+    asleep = facts(resource=spec(replicas=0, autoscaling={"min": 0, "max": 2}))
+    assert conditions(asleep)["Ready"] == "True/Asleep"
+
+
+def test_one_ready_group_serves_while_another_starts() -> None:
+    found = conditions(facts(record(0), record(1, GroupPhase.STARTING)))
+    assert found["Ready"] == "True/Serving"
+    assert found["Progressing"] == "True/Starting"
+    assert found["Degraded"] == "False/AsExpected", "a first start is no loss"
+
+
+def test_a_lost_group_degrades_a_service_that_still_serves() -> None:
+    lost = record(1, GroupPhase.WAITING, failures=1, retry_at="2026-01-01T00:00:00Z")
+    found = conditions(facts(record(0), lost))
+    assert (found["Ready"], found["Degraded"]) == ("True/Serving", "True/BackOff")
+
+
+def test_a_recovery_of_long_ago_does_not_degrade_a_service_that_grows() -> None:
+    found = conditions(facts(record(0, restarts=3), record(1, GroupPhase.STARTING)))
+    assert (found["Progressing"], found["Degraded"]) == ("True/Starting", "False/AsExpected")
+
+
+def test_a_group_that_is_given_up_is_no_progress() -> None:
+    kept = facts(
+        record(0, GroupPhase.FAILED, failures=1, detail="rank 1 ended"),
+        resource=spec(recovery={"policy": "None"}),
+    )
+    assert conditions(kept)["Progressing"] == "False/GroupFailed"
+
+
+def test_a_blocked_rollout_says_what_hinders_the_new_revision() -> None:
+    given = facts(
+        record(0, revision="r0"),
+        record(1, GroupPhase.PENDING),
+        resource=spec(replicas=1),
+        groups=[group_with(waiting=("ErrImagePull", "no such image"))],
+        blocked=True,
+    )
+    found = conditions(given)
+    assert found["Ready"] == "True/Serving"
+    assert found["Progressing"] == "False/RolloutBlocked"
+    assert found["Degraded"] == "True/ImagePull"
+    assert "no such image" in message(given, "Progressing")
+
+
+@pytest.mark.parametrize(
+    ("waits", "reason"),
+    [
+        (replace(group_with(), refused=QUOTA), "QuotaBlocked"),
+        (group_with(unschedulable=UNSCHEDULABLE), "InsufficientGPUs"),
+    ],
+)
+def test_a_rollout_that_finds_no_room_for_its_surge_says_so(waits: Group, reason: str) -> None:
+    given = facts(record(0, revision="r0"), record(1, GroupPhase.PENDING), groups=[waits])
+    found = conditions(given)
+    assert (found["Ready"], found["Progressing"]) == ("True/Serving", f"True/{reason}")
+    assert message(given, "Progressing").startswith("1 groups are of an old revision: ")
+
+
+def test_a_rollout_under_way_and_a_leaving_group_are_progress() -> None:
+    assert conditions(facts(record(0, revision="r0")))["Progressing"] == "True/RollingOut"
+    leaving = facts(record(0), record(1), resource=spec(replicas=1))
+    assert conditions(leaving)["Progressing"] == "True/Draining"
+
+
+def test_groups_of_a_suspended_service_leave_first() -> None:
+    given = facts(record(0), resource=spec(suspend=True), groups=[group_with()])
+    found = conditions(given)
+    assert (found["Ready"], found["Progressing"]) == ("False/Suspended", "True/Draining")
+
+
+def test_nothing_becomes_ready_that_routers_could_not_be_told_of() -> None:
+    untold = facts(record(0), untold=True, failures=["Redis does not answer"])
+    assert conditions(untold)["Ready"] == "False/RequestRefused"
+    assert message(untold) == "Redis does not answer"
+    before = compute(facts(record(0)), EMPTY, NOW)
+    served = conditions(untold, before)
+    assert served["Ready"] == "True/Serving", "by what routers know"
+    assert served["Degraded"] == "True/RequestRefused"
+
+
+# ---- transitions ---------------------------------------------------------------------------------
+
+
+def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
+    first = compute(facts(STARTING), EMPTY, NOW)
+    later = compute(facts(STARTING, phases=["group 0: warming up"]), first, NOW + 60)
+    assert seconds_of(later)["Ready"] == times.from_text(times_text(first)["Ready"])
+    ready = compute(facts(record(0)), later, NOW + 90)
+    assert seconds_of(ready)["Ready"] == NOW + 90
+    assert seconds_of(ready)["Degraded"] == NOW
+    assert compute(facts(record(0)), ready, NOW + 600) == ready, "at rest nothing is written"
+
+
+def times_text(status: InferenceServiceStatus) -> dict[str, str]:
+    return {c.type: c.last_transition_time for c in status.conditions}
+
+
+def seconds_of(status: InferenceServiceStatus) -> dict[str, float | None]:
+    return {kind: times.from_text(text) for kind, text in times_text(status).items()}
+
+
+def test_every_transition_is_an_event_once() -> None:
+    starting = compute(facts(STARTING), EMPTY, NOW)
+    broken = compute(facts(record(0, GroupPhase.FAILED, failures=99)), starting, NOW + 1)
+    ready = compute(facts(record(0)), broken, NOW + 2)
+    assert {reason for _, reason, _ in transitions(EMPTY, starting)} >= {"Starting", "Cached"}
+    told = {(kind, reason) for kind, reason, _ in transitions(starting, broken)}
+    assert ("Warning", "RestartBudgetExhausted") in told
+    assert {(kind, reason) for kind, reason, _ in transitions(broken, ready)} == {
+        ("Normal", "Serving"), ("Normal", "Settled"), ("Normal", "AsExpected"),
+    }  # fmt: skip
+    assert transitions(ready, ready) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (facts(STARTING, groups=[group_with(unschedulable=UNSCHEDULABLE)]), "Warning"),
+        (facts(STARTING, groups=[group_with(waiting=("ErrImagePull", "no"))]), "Warning"),
+        (facts(WAITING, model=Step(ModelStatus(), reason="ModelNotFound")), "Warning"),
+        (facts(WAITING, model=Step(ModelStatus(), reason="Downloading")), "Normal"),
+        (facts(STARTING), "Normal"),
+        (facts(record(0, revision="r0")), "Normal"),
+        (facts(resource=spec(suspend=True)), "Normal"),
+    ],
+)
+def test_only_what_needs_somebody_is_a_warning(given: Facts, kind: str) -> None:
+    told = transitions(EMPTY, compute(given, EMPTY, NOW))
+    assert ("Warning" in {found for found, _, _ in told}) == (kind == "Warning")
+
+
+def test_an_event_is_about_the_resource_and_the_same_words_are_one_object() -> None:
+    resource = {"metadata": {"name": "llama", "namespace": "team-a", "uid": "u1"}}
+    said = event(resource, "Warning", "ImagePull", "no such image", NOW)
+    assert said["involvedObject"]["uid"] == "u1"
+    assert said["metadata"]["namespace"] == "team-a"
+    assert (said["type"], said["reason"], said["message"]) == (
+        "Warning", "ImagePull", "no such image",
+    )  # fmt: skip
+    again = event(resource, "Warning", "ImagePull", "no such image", NOW + 0.2)
+    later = event(resource, "Warning", "ImagePull", "no such image", NOW + 60)
+    assert again["metadata"] == said["metadata"]
+    assert later["metadata"]["name"] != said["metadata"]["name"]
+
+
+# ---- from the API server's objects ---------------------------------------------------------------
+
+
+def pod_object(**status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {
+            "name": "llama-0-a1-1",
+            "uid": "uid",
+            "labels": {names.POD_INDEX: "1"},
+            "ownerReferences": [{"uid": "set", "controller": True}],
+        },
+        "spec": {"nodeName": "gpu-1"},
+        "status": status,
+    }
+
+
+def container(name: str = "worker", restarts: int = 0, **states: Any) -> dict[str, Any]:
+    return {"name": name, "restartCount": restarts, **states}
+
+
+def test_a_pods_restarts_and_last_words_are_those_of_its_worker() -> None:
+    seconds_of = {"startedAt": "2026-01-01T00:00:00Z", "finishedAt": "2026-01-01T00:45:07Z"}
+    ended = {"terminated": {"exitCode": 1, "message": "CUDA out of memory"} | seconds_of}
+    running = {"running": {"startedAt": "2026-01-01T00:46:00Z"}}
+    seen = pod_of(
+        pod_object(
+            phase="Running",
+            podIP="10.0.0.7",
+            conditions=[{"type": "Ready", "status": "False"}],
+            containerStatuses=[
+                container("sidecar", restarts=9, state={"running": {}}),
+                container(restarts=2, state=running, lastState=ended),
+            ],
+        )
+    )
+    assert (seen.rank, seen.node, seen.address) == (1, "gpu-1", "10.0.0.7")
+    assert (seen.running, seen.ready, seen.restarts) == (True, False, 2)
+    assert (seen.started_at, seen.ran) == (times.from_text("2026-01-01T00:46:00Z"), 2707.0)
+    found = pod_problem(seen)
+    assert found is not None
+    assert (found.reason, found.message) == ("EngineFailed", "llama-0-a1-1: CUDA out of memory")
+
+
+def test_a_start_ends_when_its_probe_has_passed() -> None:
+    running = {"running": {"startedAt": "2026-01-01T00:46:00Z"}}
+    passed = pod_of(pod_object(containerStatuses=[container(state=running, started=True)]))
+    loading = pod_of(pod_object(containerStatuses=[container(state=running, started=False)]))
+    assert (passed.started_at, loading.started_at) == (
+        None,
+        times.from_text("2026-01-01T00:46:00Z"),
+    )
+
+
+@pytest.mark.parametrize("key", ["initContainerStatuses", "containerStatuses"])
+def test_whichever_container_does_not_start_is_told(key: str) -> None:
+    waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "back-off"}}
+    seen = pod_of(pod_object(**{key: [container("other", state=waiting)]}))
+    assert seen.waiting == ("ImagePullBackOff", "back-off")
+    creating = {"waiting": {"reason": "ContainerCreating"}}
+    assert pod_of(pod_object(**{key: [container(state=creating)]})).waiting == ("", "")
+
+
+def test_a_group_that_merely_starts_has_no_problem() -> None:
+    creating = container(state={"waiting": {"reason": "PodInitializing"}})
+    probe = {"periodSeconds": 5, "failureThreshold": 540}
+    worker = {"name": "worker", "startupProbe": probe}
+    stateful_set = {
+        "metadata": {
+            "name": "llama-0-a1",
+            "uid": "set",
+            "labels": {names.GROUP_INDEX: "0", names.ATTEMPT: "1", names.REVISION: "r1"},
+        },
+        "spec": {"replicas": 1} | {"template": {"spec": {"containers": [worker]}}},
+    }
+    strangers = pod_object() | {"metadata": {"name": "x", "uid": "y", "ownerReferences": []}}
+    seen = group_of(stateful_set, [pod_object(containerStatuses=[creating]), strangers])
+    assert seen is not None
+    assert [pod.name for pod in seen.pods] == ["llama-0-a1-1"]
+    assert (seen.placed, seen.ready, seen.startup) == (1, False, 2700.0)
+    assert problem(seen) is None
+
+
+def test_a_change_names_what_an_object_loses() -> None:
+    """Or a merge patch would leave it there, and be written for ever."""
+    before = {"autoscaling": {"desired": 1, "lowSince": "x"}, "url": "u", "summary": "1/1"}
+    after = {"autoscaling": {"desired": 1}, "url": "u"}
+    assert difference(before, after) == {
+        "autoscaling": {"desired": 1, "lowSince": None}, "summary": None,
+    }  # fmt: skip
+    assert difference(after, after) == {}
+
+
+# ---- how long a start may last before it is trouble ----------------------------------------------
+
+
+def loading(seconds: float, allowed: float = 1800.0, **fields: Any) -> Group:
+    """One group whose container has run for so long, of the time that its start may take."""
+    made = group_with(node="n0", running=True, started_at=NOW - seconds, **fields)
+    return replace(made, startup=allowed, created=NOW - seconds - 60)
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        (facts(STARTING, groups=[loading(1700)]), 1),
+        (facts(STARTING, groups=[loading(1801)]), 0),
+        (facts(record(0, GroupPhase.PENDING)), 1),  # made at this look
+        (facts(STARTING, groups=[loading(10, restarts=1, exited="out of memory")]), 0),
+        (facts(record(0, GroupPhase.STARTING, failures=1), groups=[loading(10)]), 0),
+        (facts(record(0, GroupPhase.STARTING, was_ready=True), groups=[loading(10)]), 0),
+        (facts(WAITING), 0),
+        (facts(STARTING, groups=[replace(group_with(unschedulable=UNSCHEDULABLE), startup=9)]), 0),
+        # Its pods do not even exist, or wait for an image or a volume: that time counts, too.
+        (facts(STARTING, groups=[replace(group_with(), startup=60.0, created=NOW - 59)]), 1),
+        (facts(STARTING, groups=[replace(group_with(), startup=60.0, created=NOW - 61)]), 0),
+        (facts(record(0)), 0),
+        (facts(record(0), STARTING.model_copy(update={"index": 1})), 1),
+        (facts(resource=spec(replicas=2), model=Step(ModelStatus(), reason="Downloading")), 2),
+        (facts(resource=spec(replicas=2), model=Step(ModelStatus(), reason="NoSpace")), 0),
+        (facts(resource=spec(replicas=0)), 0),
+    ],
+)
+def test_groups_start_without_trouble_only_for_so_long(given: Facts, count: int) -> None:
+    assert starting(given, NOW) == count
+
+
+def test_a_service_has_served_from_its_first_readiness_until_it_is_stopped() -> None:
+    first = compute(facts(STARTING), EMPTY, NOW)
+    ready = compute(facts(record(0)), first, NOW)
+    down = compute(facts(record(0, GroupPhase.STARTING, failures=1)), ready, NOW)
+    stopped = compute(facts(resource=spec(suspend=True)), down, NOW)
+    resumed = compute(facts(STARTING), stopped, NOW)
+    assert [s.served for s in (first, ready, down, stopped, resumed)] == [
+        False, True, True, False, False,
+    ]  # fmt: skip
+    asleep = facts(resource=spec(replicas=0, autoscaling={"min": 0, "max": 2}))
+    woken = compute(facts(STARTING), compute(asleep, ready, NOW), NOW)
+    assert not woken.served

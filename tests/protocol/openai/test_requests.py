@@ -1,0 +1,89 @@
+"""What a parsed request promises. (Refusals are tested through HTTP, in tests/frontend.)"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixgrove.protocol.openai.errors import ApiError
+from radixgrove.protocol.openai.requests import (
+    ChatRequest,
+    ModelLimits,
+    parse_chat,
+    parse_completion,
+    peek_model,
+)
+
+LIMITS = ModelLimits(max_model_len=100, vocab_size=1000)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
+    return parse_chat(json.dumps(body).encode(), LIMITS)
+
+
+def test_the_model_is_known_before_the_rest_is_checked() -> None:
+    assert peek_model(b'{"messages": 5, "model": "a/b"}') == "a/b"
+    for body in (b"{}", b"[]", b"", b'{"model": null}', b'{"model": 1}'):
+        with pytest.raises(ApiError):
+            peek_model(body)
+
+
+def test_max_tokens_is_what_fits() -> None:
+    assert chat().generation.max_tokens_for(40, LIMITS) == 60
+    assert chat(max_tokens=10).generation.max_tokens_for(90, LIMITS) == 10
+    for request, prompt in ((chat(max_tokens=11), 90), (chat(), 100), (chat(), 5000)):
+        with pytest.raises(ApiError) as error:
+            request.generation.max_tokens_for(prompt, LIMITS)
+        assert error.value.code == "context_length_exceeded"
+
+
+def test_every_sequence_has_a_seed_of_its_own() -> None:
+    generation = chat(seed=-1, n=3).generation
+    seeds = [generation.sampling_for(5, number, ()).seed for number in range(3)]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+    drawn = {chat().generation.sampling.seed for _ in range(10)}
+    assert len(drawn) == 10
+
+
+def test_stop_tokens_are_the_clients_and_the_models() -> None:
+    generation = chat(stop_token_ids=[5, 2]).generation
+    assert generation.sampling_for(5, 0, (2, 7)).stop_token_ids == (5, 2, 7)
+    ignoring = chat(stop_token_ids=[5], ignore_eos=True).generation
+    assert ignoring.sampling_for(5, 0, (2, 7)).stop_token_ids == (5,)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+FIELDS = [
+    *("model", "messages", "prompt", "n", "stop", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("logit_bias", "max_tokens", "stream", "stream_options", "logprobs", "top_logprobs", "echo"),
+    *("tools", "response_format", "stop_token_ids", "chat_template_kwargs", "best_of", "priority"),
+]
+
+
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), json_values))
+def test_any_json_is_parsed_or_refused(fields: dict[str, Any]) -> None:
+    """Bounds hold for all that is accepted; nothing but an ApiError is ever raised."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", **fields}
+    for parse in (parse_chat, parse_completion):
+        try:
+            request = parse(json.dumps(body).encode(), LIMITS)
+        except ApiError:
+            continue
+        sampling = request.generation.sampling
+        assert 1 <= request.generation.n <= 128
+        assert 0 <= sampling.temperature <= 2
+        assert 0 < sampling.top_p <= 1
+        assert 0 <= sampling.top_k <= LIMITS.vocab_size
+        assert all(0 <= token < LIMITS.vocab_size for token in sampling.logit_bias)
+        assert all(0 <= token < LIMITS.vocab_size for token in sampling.stop_token_ids)
+        assert len(request.generation.stop) <= 4

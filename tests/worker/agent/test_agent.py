@@ -1,0 +1,302 @@
+"""The agent's promises: one worker lives, drains and dies whole, and says why."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+import urllib.request
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import redis
+
+from radixgrove.protocol.keys import ServiceKeys
+from radixgrove.protocol.registry import Registration
+from radixgrove.service.directories import remove_abandoned
+from tests.conftest import RedisServer, wait_until
+from tests.worker.agent.conftest import StartAgent
+
+
+def test_starts_says_what_fits_and_drains_on_sigterm(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.wait_ready()
+    assert "start: loading 50%: reading weights" in agent.output
+    assert "KV cache 1 MiB: 64 pages of 16 tokens = 1024 tokens, 1 KiB a token " in agent.output
+    assert "a token (fp8_e4m3)" in agent.output
+    assert "host tier 10 MiB: 640 pages = 10240 tokens, brought back at 5000 " in agent.output
+    assert "room for 2 requests of 512 tokens at once" in agent.output
+    (agent.notes / "busy").touch()
+
+    agent.process.send_signal(signal.SIGTERM)
+    wait_until((agent.notes / "draining").exists, what="the frontend's drain")
+    assert agent.child("fake_engine").is_running(), "the engine outlives the frontends' drain"
+    (agent.notes / "busy").unlink()
+
+    assert agent.end() == 0
+    assert (agent.notes / "drained").exists()
+    assert not list(agent.notes.glob("radixgrove-worker-*")), "the runtime directory is removed"
+
+
+def test_second_signal_ends_without_draining(start_agent: StartAgent) -> None:
+    agent = start_agent(drain_timeout=600)
+    agent.wait_ready()
+    (agent.notes / "busy").touch()
+    agent.process.send_signal(signal.SIGINT)
+    wait_until((agent.notes / "draining").exists, what="the frontend's drain")
+
+    agent.process.send_signal(signal.SIGINT)
+    agent.end()
+    assert not (agent.notes / "drained").exists()
+
+
+def test_dead_engine_takes_the_worker_down_and_is_named(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.wait_ready()
+    engine = agent.child("fake_engine")
+    engine.kill()
+    assert agent.end(deadline=10) == 1
+    assert f"engine rank 0 (process {engine.pid}) was killed by SIGKILL" in agent.output
+
+
+def test_dead_second_rank_is_named(start_agent: StartAgent) -> None:
+    agent = start_agent(tp=2)
+    agent.wait_ready()
+    rank = next(
+        c for c in agent.children if "fake_engine" in c.cmdline() and c.cmdline()[-1] == "1"
+    )
+    rank.kill()
+    assert agent.end(deadline=10) == 1
+    assert f"engine rank 1 (process {rank.pid}) was killed" in agent.output
+
+
+def test_dead_frontend_takes_the_worker_down(start_agent: StartAgent) -> None:
+    agent = start_agent(frontends=2)
+    agent.wait_ready()
+    agent.child("fake_frontend").kill()
+    assert agent.end(deadline=10) == 1
+    assert "frontend 0" in agent.output
+
+
+def test_failed_start_names_the_cause_last(start_agent: StartAgent) -> None:
+    agent = start_agent("die-at-start")
+    assert agent.end() == 1
+    errors = [line for line in agent.lines if " ERROR " in line]
+    assert len(errors) == 1
+    assert "engine rank 0" in errors[0]
+    assert "exited with code 1: RuntimeError: out of imaginary memory" in errors[0]
+
+
+def test_stopped_engine_is_killed_within_ten_seconds_and_named(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.wait_ready()
+    engine = agent.child("fake_engine")
+    stopped = time.monotonic()
+    engine.send_signal(signal.SIGSTOP)
+    # Readiness ends well before the kill.
+    wait_until(lambda: agent.manage("GET", "/readyz")[0] == 503, what="not ready")
+    assert agent.process.poll() is None
+    assert agent.end() == 4
+    assert time.monotonic() - stopped < 10
+    assert f"engine rank 0 (process {engine.pid}) is stuck" in agent.output
+
+
+def test_step_past_its_deadline_is_a_stuck_engine(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.wait_ready()
+    runtime = next(agent.notes.glob("radixgrove-worker-*"))
+    send_to_engine(runtime / "engine.sock", "long-step")
+    assert agent.end() == 4
+    assert "past its deadline" in agent.output
+
+
+def test_kill_of_the_agent_leaves_no_process_behind(start_agent: StartAgent) -> None:
+    agent = start_agent(frontends=2, tp=2)
+    agent.wait_ready()
+    assert len(agent.children) == 4
+    agent.process.kill()
+    agent.end()
+
+
+def test_remains_of_a_killed_agent_are_removed_by_the_next(start_agent: StartAgent) -> None:
+    first = start_agent()
+    first.wait_ready()
+    first.process.kill()
+    first.end()
+    (left,) = first.notes.glob("radixgrove-worker-*")
+    second = start_agent()
+    second.wait_ready()
+    (mine,) = second.notes.glob("radixgrove-worker-*")
+    assert left.exists(), "another TMPDIR is not touched"
+    assert mine.exists(), "a living agent keeps its directory"
+    remove_abandoned(first.notes, "radixgrove-worker-")
+    remove_abandoned(second.notes, "radixgrove-worker-")
+    assert not left.exists()
+    assert mine.exists()
+
+
+def test_a_taken_port_is_refused_even_when_shared(start_agent: StartAgent) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        agent = start_agent(port=port)
+        assert agent.end() == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in agent.output
+    assert "--port" in agent.output
+
+
+def test_a_model_that_is_none_is_refused(start_agent: StartAgent) -> None:
+    agent = start_agent(model="/nonexistent/model")
+    assert agent.end() == 1
+    assert "pass a local Hugging Face directory, or `demo`" in agent.output
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 16), (1, 8)])
+def test_ranks_that_would_stay_idle_are_refused(
+    start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch, nodes: int, ranks: int
+) -> None:
+    """As the operator says it; pp and dp are for workers to come."""
+    monkeypatch.setenv("GROUP_MARKER", "/run/radixgrove/joined")
+    monkeypatch.setenv("NNODES", str(nodes))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    agent = start_agent()
+    assert agent.end() == 1
+    assert f"the group has {ranks} ranks on {nodes} nodes" in agent.output
+    assert "no pipeline or data parallelism yet" in agent.output
+
+
+def test_a_group_of_this_workers_own_ranks_is_served(
+    start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GROUP_MARKER", "/run/radixgrove/joined")
+    monkeypatch.setenv("NNODES", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    start_agent().wait_ready()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b'{"architectures": ['),
+        ("tokenizer.json", b'{"version": "1.0", "trunc'),
+        ("tokenizer_config.json", b"[]"),
+        ("model.safetensors", b"no safetensors"),
+        (
+            "model-00002.safetensors",
+            (64).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[9]',
+        ),
+    ],
+)
+def test_a_damaged_file_is_named_before_anything_starts(
+    start_agent: StartAgent, model_dir: Path, name: str, content: bytes
+) -> None:
+    (model_dir / name).write_bytes(content)
+    agent = start_agent()
+    assert agent.end() == 1
+    assert "Traceback" not in agent.output
+    (line,) = agent.output.splitlines()
+    assert "ERROR" in line
+    assert name in line
+    assert str(model_dir) in line
+    assert "download or copy the model again" in line
+
+
+def test_management_needs_its_key(start_agent: StartAgent) -> None:
+    agent = start_agent(management_key="open sesame")
+    agent.wait_ready()
+    assert agent.manage("GET", "/livez")[0] == 200
+    assert agent.manage("GET", "/readyz") == (200, {"status": "ready"})
+    for method, path in [("GET", "/status"), ("POST", "/drain"), ("GET", "/unknown")]:
+        assert agent.manage(method, path)[0] == 401
+        assert agent.manage(method, path, key="open sesam")[0] == 401
+    status, answer = agent.manage("GET", "/status", key="open sesame")
+    assert status == 200
+    assert answer["state"] == "ready"
+    assert answer["models"] == ["tiny-model"]
+    assert answer["stats"]["pages_total"] == 64
+    assert answer["stats"]["host_pages_total"] == 640
+    assert answer["engine"]["max_model_len"] == 512
+
+
+def test_management_on_all_addresses_answers_in_both_families(start_agent: StartAgent) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    agent = start_agent(management_host="::", management_key="open sesame")
+    agent.wait_ready()
+    found = re.search(r"management port: \S*:(\d+)", agent.output)
+    assert found, agent.output
+    for host in ("127.0.0.1", "[::1]"):
+        with urllib.request.urlopen(f"http://{host}:{found[1]}/livez", timeout=10) as answer:
+            assert answer.status == 200
+
+
+def test_management_without_key_stays_on_loopback(start_agent: StartAgent) -> None:
+    agent = start_agent(management_host="0.0.0.0")
+    assert agent.end() == 1
+    assert "set management_key" in agent.output
+
+
+def test_management_flushes_drains_and_changes_the_log_level(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.wait_ready()
+    assert agent.manage("POST", "/flush-cache")[0] == 202
+    heard = agent.notes / "engine-heard"
+    wait_until(lambda: heard.exists() and "FlushCache" in heard.read_text(), what="the flush")
+
+    assert agent.manage("POST", "/log-level", {"level": "loud"})[0] == 400
+    assert agent.manage("POST", "/log-level", {"level": "error"})[0] == 200
+    (runtime,) = agent.notes.glob("radixgrove-worker-*")
+    assert (runtime / "log-level").read_text() == "error"
+
+    assert agent.manage("GET", "/flush-cache")[0] == 405
+    status, answer = agent.manage("POST", "/drain")
+    assert (status, answer["state"]) == (200, "draining")
+    assert agent.manage("GET", "/readyz")[0] == 503
+    assert agent.process.poll() is None, "a drained worker stays up until SIGTERM"
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.end() == 0
+
+
+def test_routers_learn_how_fast_the_engine_computes_and_loads(
+    start_agent: StartAgent, redis_server: RedisServer
+) -> None:
+    agent = start_agent(redis_url=redis_server.url, replica_id="r0")
+    agent.wait_ready()
+    keys = ServiceKeys("radixgrove", "default")
+    (record,) = redis.Redis.from_url(redis_server.url).hvals(keys.replicas)
+    registered = msgspec.json.decode(record, type=Registration)
+    assert registered.prefill_tokens_per_second == 100.0
+    assert registered.host_tokens_per_second == 5000.0
+
+
+def test_runtime_files_are_private(start_agent: StartAgent) -> None:
+    agent = start_agent(internal_key="hush")
+    agent.wait_ready()
+    (runtime,) = agent.notes.glob("radixgrove-worker-*")
+    assert os.stat(runtime).st_mode & 0o077 == 0
+    assert os.stat(runtime / "worker.json").st_mode & 0o077 == 0
+    assert "hush" in (runtime / "worker.json").read_text()
+    assert "hush" not in agent.output
+    for process in [psutil.Process(agent.process.pid), *agent.children]:
+        assert not any("hush" in word for word in process.cmdline() if "{" not in word)
+        assert "hush" not in process.environ().values()
+
+
+def send_to_engine(path: object, request_id: str) -> None:
+    import msgspec
+    import zmq
+
+    from radixgrove.worker.messages import Abort
+
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        push.connect(f"ipc://{path}")
+        push.send(msgspec.msgpack.encode(Abort(request_id)))

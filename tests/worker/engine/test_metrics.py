@@ -1,0 +1,42 @@
+"""The engine's metrics follow its pulse: gauges take its values, counters what it added."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from radixgrove.worker.engine.metrics import EngineMetrics, PhaseClock
+from radixgrove.worker.messages import EngineState, Stats
+
+
+def test_metrics_follow_the_pulse() -> None:
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(registry)
+
+    def scraped(name: str) -> float | None:
+        return registry.get_sample_value(f"radixgrove_engine_{name}")
+
+    def follow(turn: int) -> None:
+        metrics.follow(
+            Stats(
+                state=EngineState.READY,
+                ticks=turn,
+                steps=turn,
+                step_deadline=None,
+                cached_tokens=50 * turn,
+                host_pages_total=640,
+                host_pages_used=100 - turn,
+                host_cached_tokens=32 * turn,
+                saved_pages=7 * turn,
+                loaded_pages=2 * turn,
+            ),
+            PhaseClock(),
+        )
+
+    for turn in (1, 3):
+        follow(turn)
+        assert scraped("host_pages") == 640
+        assert scraped("host_used_pages") == 100 - turn
+        assert scraped("cached_tokens_total") == 50 * turn
+        assert scraped("host_cached_tokens_total") == 32 * turn
+        assert scraped("saved_pages_total") == 7 * turn
+        assert scraped("loaded_pages_total") == 2 * turn

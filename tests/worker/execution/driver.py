@@ -1,0 +1,176 @@
+"""Drives an executor without a scheduler: rows and pages are handed out in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from radixgrove.protocol.openai.sampling import SamplingParams
+from radixgrove.protocol.settings import Device, DType, WorkerSettings
+from radixgrove.worker.execution.build import build_rank
+from radixgrove.worker.execution.runner import Runner
+from radixgrove.worker.messages import TokenLogprobs
+from radixgrove.worker.plan import Executor, NewRow, PrefillChunk, StepPlan
+
+
+def cpu_runner(directory: Path, **settings: object) -> Runner:
+    """The runner of a model directory, in float32 unless told otherwise."""
+    options = {"dtype": DType.FLOAT32, "max_running": 10, "kv_tokens": 4096} | settings
+    worker = WorkerSettings(device=Device.CPU, **options)  # type: ignore[arg-type]
+    return build_rank(worker, directory, lambda phase: None, None, 0)[0]
+
+
+def greedy(max_tokens: int, **changes: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Generated:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    chunks: int = 0
+    cached: int = 0
+
+
+@dataclass
+class _Request:
+    row: int
+    prompt: list[int]
+    sampling: SamplingParams
+    pages: list[int]
+    computed: int
+    result: Generated
+
+    @property
+    def prefilled(self) -> bool:
+        return self.computed >= len(self.prompt)
+
+    @property
+    def done(self) -> bool:
+        return len(self.result.tokens) >= self.sampling.max_tokens
+
+
+class Driver:
+    """Runs prompts to `max_tokens` (stop tokens do not end them), all of them at once.
+
+    Steps follow the contract with `depth` of them in flight: a decode is planned before the
+    previous step's token is known.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.page_size = executor.info.page_size
+        self.free_rows = list(range(executor.info.max_rows))
+        self.free_pages = list(range(executor.info.num_pages))
+        self.step_id = 0
+        self.cached: dict[tuple[int, ...], int] = {}  # prefix that ends with a page -> the page
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Callable[[int], SamplingParams],
+        *,
+        chunk: int = 1 << 30,
+        reuse: bool = False,
+    ) -> list[Generated]:
+        """Results in the order of `prompts`; `reuse` takes whole pages of earlier prompts."""
+        requests = [
+            self._enter(list(prompt), sampling(i) if callable(sampling) else sampling, reuse)
+            for i, prompt in enumerate(prompts)
+        ]
+        new = [self._new_row(request) for request in requests]
+        flying: list[tuple[StepPlan, list[_Request]]] = []
+        planned = {request.row: 0 for request in requests}
+        while True:
+            while len(flying) < self.executor.info.depth:
+                step = self._plan(requests, planned, chunk, new)
+                if step is None:
+                    break
+                new = []
+                self.executor.launch(step[0])
+                flying.append(step)
+            if not flying:
+                break
+            self._collect(flying.pop(0)[1], {request.row: request for request in requests})
+        self._leave(requests, reuse)
+        return [request.result for request in requests]
+
+    def _enter(self, prompt: list[int], sampling: SamplingParams, reuse: bool) -> _Request:
+        pages: list[int] = []
+        if reuse:
+            for end in range(self.page_size, len(prompt), self.page_size):
+                page = self.cached.get(tuple(prompt[:end]))
+                if page is None:
+                    break
+                pages.append(page)
+        computed = len(pages) * self.page_size
+        result = Generated(cached=computed)
+        return _Request(self.free_rows.pop(0), prompt, sampling, pages, computed, result)
+
+    def _new_row(self, request: _Request) -> NewRow:
+        return NewRow(
+            row=request.row,
+            token_ids=np.array(request.prompt, dtype="<i4").tobytes(),
+            prompt_len=len(request.prompt),
+            pages=list(request.pages),
+            sampling=request.sampling,
+        )
+
+    def _plan(
+        self, requests: list[_Request], planned: dict[int, int], chunk: int, new: list[NewRow]
+    ) -> tuple[StepPlan, list[_Request]] | None:
+        plan = StepPlan(step_id=self.step_id, new_rows=new)
+        sampled = []
+        for request in requests:
+            if not request.prefilled:
+                length = min(chunk, len(request.prompt) - request.computed)
+                self._grow(request, request.computed + length, plan)
+                last = request.computed + length == len(request.prompt)
+                plan.prefills.append(PrefillChunk(request.row, request.computed, length, last))
+                request.computed += length
+                request.result.chunks += 1
+                if last:
+                    sampled.append(request)
+                    planned[request.row] = 1
+        by_row = {request.row: request for request in sampled}
+        for request in requests:
+            started = request.prefilled and request.row not in by_row
+            if started and planned[request.row] < request.sampling.max_tokens:
+                self._grow(request, len(request.prompt) + planned[request.row], plan)
+                plan.decodes.append(request.row)
+                planned[request.row] += 1
+                sampled.append(request)
+        if not plan.prefills and not plan.decodes:
+            return None
+        self.step_id += 1
+        return plan, sampled
+
+    def _grow(self, request: _Request, tokens: int, plan: StepPlan) -> None:
+        while len(request.pages) * self.page_size < tokens:
+            page = self.free_pages.pop(0)
+            request.pages.append(page)
+            plan.appended_pages.append((request.row, page))
+
+    def _collect(self, sampled: list[_Request], by_row: dict[int, _Request]) -> None:
+        result = self.executor.collect()
+        for request, token in zip(sampled, result.tokens, strict=True):
+            request.result.tokens.append(token)
+        for row, logprobs in result.logprobs.items():
+            by_row[row].result.logprobs.extend(logprobs)
+        for row, logprobs in result.prompt_logprobs.items():
+            by_row[row].result.prompt_logprobs.extend(logprobs)
+
+    def _leave(self, requests: list[_Request], reuse: bool) -> None:
+        for request in requests:
+            self.free_rows.append(request.row)
+            full = len(request.prompt) // self.page_size if reuse else 0
+            for i, page in enumerate(request.pages):
+                prefix = tuple(request.prompt[: (i + 1) * self.page_size])
+                if i < full and self.cached.setdefault(prefix, page) == page:
+                    continue
+                if page not in self.cached.values():
+                    self.free_pages.append(page)

@@ -1,0 +1,213 @@
+"""Pool sizing: what fits, what is refused, and what the message says to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.protocol.settings import Device, DType, WorkerSettings
+from radixgrove.service.machine import host_limit
+from radixgrove.worker.engine.executor import build_executor
+from radixgrove.worker.execution import build
+from radixgrove.worker.execution.choices import fit_length
+from radixgrove.worker.execution.memory import (
+    GIB,
+    CudaUse,
+    KvShape,
+    MemoryShortage,
+    cpu_kv_tokens,
+    cuda_kv_tokens,
+    describe,
+    host_tier_pages,
+)
+from radixgrove.worker.messages import EngineState, PhaseReport
+from radixgrove.worker.models.config import ModelError
+from tests.worker.execution import tiny
+
+# Llama-3.1-8B in bfloat16: 128 KiB a token.
+SHAPE = KvShape(layers=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16)
+USE = CudaUse(total=80 * GIB, weights=15 * GIB, activations=2 * GIB, graphs=GIB, other=GIB)
+
+
+def settings(**changes: Any) -> WorkerSettings:
+    return WorkerSettings.model_validate({"device": Device.CPU, **changes})
+
+
+def test_bytes_of_a_token_and_of_the_pool() -> None:
+    assert SHAPE.bytes_per_token == 2 * 32 * 8 * 128 * 2
+    small = KvShape(layers=2, kv_heads=1, head_dim=8, page_size=4, dtype=torch.float32)
+    pool = small.allocate(5, torch.device("cpu"))
+    assert pool.shape == (2, 2, 6, 4, 1, 8)
+    assert pool.nbytes == small.allocated_bytes(5)
+
+
+def test_a_pool_on_the_host_is_zero_and_takes_memory_only_as_it_is_used() -> None:
+    before = psutil.Process().memory_info().rss
+    pool = SHAPE.allocate(256, torch.device("cpu"))
+    assert pool.nbytes > GIB // 2
+    assert psutil.Process().memory_info().rss - before < pool.nbytes // 8
+    assert pool.data_ptr() % 64 == 0
+    assert not pool[-1, -1, -1].any()
+    pool[3, 1, 5] = 1.0
+    assert pool[3, 1, 4:7].sum().item() == 16 * 8 * 128
+
+
+def test_a_float8_pool_is_half_as_large_and_begins_as_zeros() -> None:
+    small = replace(SHAPE, layers=2, dtype=FLOAT8)
+    assert 2 * small.bytes_per_token == replace(small, dtype=torch.bfloat16).bytes_per_token
+    pool = small.allocate(5, torch.device("cpu"))
+    assert (pool.dtype, pool.nbytes) == (FLOAT8, small.allocated_bytes(5))
+    assert not pool.view(torch.uint8).any()
+    budget = settings(memory_fraction=0.9)
+    twice = cuda_kv_tokens(budget, replace(SHAPE, dtype=FLOAT8), USE, wanted=1 << 30)
+    assert twice == pytest.approx(2 * cuda_kv_tokens(budget, SHAPE, USE, wanted=1 << 30), abs=16)
+
+
+def test_cuda_pool_takes_what_the_fraction_leaves() -> None:
+    tokens = cuda_kv_tokens(settings(memory_fraction=0.9), SHAPE, USE, wanted=1 << 30)
+    left = int(80 * GIB * 0.9) - 19 * GIB
+    assert left - GIB // 2 <= tokens * SHAPE.bytes_per_token <= left
+    assert tokens % SHAPE.page_size == 0
+
+
+def test_a_pool_is_no_larger_than_all_rows_at_full_length_need() -> None:
+    assert cuda_kv_tokens(settings(), SHAPE, USE, wanted=1000) == 1008
+    assert cpu_kv_tokens(settings(), SHAPE, 100, ranks=1) == 112
+
+
+def test_too_large_a_model_names_numbers_and_settings() -> None:
+    use = CudaUse(total=16 * GIB, weights=15 * GIB, activations=GIB, graphs=0, other=0)
+    with pytest.raises(MemoryShortage, match=r"weights 15\.00 GiB.*memory_fraction.*tp"):
+        cuda_kv_tokens(settings(), SHAPE, use, wanted=1 << 30)
+
+
+def test_kv_tokens_wins_and_is_refused_when_it_does_not_fit() -> None:
+    assert cuda_kv_tokens(settings(kv_tokens=1000), SHAPE, USE, wanted=1 << 30) == 992
+    with pytest.raises(MemoryShortage, match=r"kv_tokens 10000000 needs .* lower kv_tokens to \d+"):
+        cuda_kv_tokens(settings(kv_tokens=10_000_000), SHAPE, USE, wanted=1 << 30)
+    wide = KvShape(layers=1, kv_heads=1, head_dim=8, page_size=64, dtype=torch.float32)
+    with pytest.raises(MemoryShortage, match="less than one page of 64"):
+        cpu_kv_tokens(settings(kv_tokens=32), wide, 1000, ranks=1)
+
+
+def test_cpu_pool_respects_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_limit() > 0
+    tokens = cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1)
+    assert tokens * SHAPE.bytes_per_token <= 2 * GIB
+    monkeypatch.setattr("radixgrove.worker.execution.memory.host_limit", lambda: 1 << 20)
+    with pytest.raises(MemoryShortage, match="less than one page"):
+        cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1)
+
+
+def test_the_host_tier_is_shared_evenly_by_the_ranks() -> None:
+    assert host_tier_pages(settings(), SHAPE, ranks=1) == 0
+    assert host_tier_pages(settings(host_cache_gib=1), SHAPE, ranks=1) == 512
+    assert host_tier_pages(settings(host_cache_gib=1), SHAPE, ranks=3) == 170
+    assert host_tier_pages(settings(host_cache_gib=0.002), SHAPE, ranks=1) == 1
+
+
+def test_a_host_tier_that_does_not_fit_names_numbers_and_setting() -> None:
+    with pytest.raises(MemoryShortage, match=r"0\.003 is less than one page of 2\.00 MiB on each"):
+        host_tier_pages(settings(host_cache_gib=0.003), SHAPE, ranks=2)
+    most = psutil.virtual_memory().total / GIB
+    with pytest.raises(
+        MemoryShortage, match=r"needs \d+\.00 GiB .* \d+\.\d\d GiB are free.* lower host_cache_gib"
+    ):
+        host_tier_pages(settings(host_cache_gib=int(most) + 1), SHAPE, ranks=1)
+
+
+def test_a_cpu_pool_leaves_room_for_the_host_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Above what the tests before it have taken of this process.
+    used = psutil.Process().memory_info().rss
+    monkeypatch.setattr(
+        "radixgrove.worker.execution.memory.host_limit", lambda: int((used + 2.5 * GIB) / 0.9)
+    )
+    alone = cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1)
+    beside = cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1, host_pages=512)
+    assert alone > beside >= alone - 512 * SHAPE.page_size
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [([8], 90), ([4, 8], 100), ([1, 2, 4, 8], 120)])
+def test_graphs_are_counted_with_their_static_buffers(
+    sizes: list[int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers of 60 bytes, a largest graph of 30 and others of 10, of which two are captured."""
+    free = 1000
+
+    def capture(chosen: list[int], report: Callable[[str, float], None]) -> None:
+        nonlocal free
+        assert chosen == sizes[-2:]
+        free -= 60
+        for index in range(len(chosen)):
+            report("", 0.0)
+            free -= 10 if index else 30
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2000))
+    assert build._graph_bytes(capture, sizes, torch.device("cuda", 0)) == expected
+
+
+def test_default_length_shrinks_to_the_pool_but_an_explicit_one_is_refused() -> None:
+    assert fit_length(None, 4096, 1000) == 1000
+    assert fit_length(512, 512, 1000) == 512
+    with pytest.raises(ModelError, match=r"max_model_len 2048 does not fit the KV pool of 1000"):
+        fit_length(2048, 2048, 1000)
+
+
+def test_arithmetic_in_words() -> None:
+    text = describe(15 * GIB, SHAPE, 40_960, 8192, ranks=1)
+    assert "weights 15.00 GiB" in text
+    assert "KV 5.00 GiB = 40,960 tokens of 128.0 KiB in pages of 16 (bfloat16);" in text
+    assert "5.0 requests of 8,192 tokens at once" in text
+    text = describe(15 * GIB, replace(SHAPE, dtype=FLOAT8), 40_960, 8192, ranks=1)
+    assert "KV 2.50 GiB = 40,960 tokens of 64.0 KiB in pages of 16 (fp8_e4m3);" in text
+    assert "host tier" not in text
+    text = describe(15 * GIB, SHAPE, 40_960, 8192, ranks=1, host_pages=512)
+    assert text.endswith("at once; host tier 1.00 GiB = 8,192 tokens")
+
+
+def test_a_built_engine_reports_what_it_has(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    phases: list[PhaseReport] = []
+    executor, info = build_executor(
+        settings(dtype=DType.BFLOAT16, kv_tokens=1000, max_running=3, max_model_len=200),
+        tmp_path,
+        phases.append,
+    )
+    assert (info.num_pages, info.page_size, info.max_running) == (62, 16, 3)
+    assert (info.max_model_len, info.vocab_size, info.dtype) == (200, tiny.VOCAB, "bfloat16")
+    assert info.attention_backend == "torch"
+    assert info.kv_bytes_per_token == 2 * 3 * 2 * 16 * 2
+    assert info.prefill_tokens_per_second > 0
+    assert (executor.info.max_rows, executor.info.depth) == (3, 1)
+    assert phases[0].state == EngineState.LOADING
+    assert any("requests of 200 tokens at once" in phase.message for phase in phases)
+    assert any("attention backend torch" in phase.message for phase in phases)
+
+
+def test_a_pool_that_shortens_requests_is_told(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    phases: list[PhaseReport] = []
+    _, info = build_executor(settings(kv_tokens=160), tmp_path, phases.append)
+    assert info.max_model_len == 160
+    told = "max_model_len 160: the KV pool holds no more; the model's is 256"
+    assert told in [phase.message for phase in phases]
+
+
+def test_a_length_beyond_the_models_is_refused(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    with pytest.raises(ModelError, match="max_model_len 300 exceeds the model's 256"):
+        build_executor(settings(max_model_len=300), tmp_path, lambda phase: None)
+
+
+def test_backends_for_cuda_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    with pytest.raises(ModelError, match="attention backend triton needs CUDA"):
+        build_executor(settings(attention_backend="triton"), tmp_path, lambda phase: None)

@@ -1,0 +1,208 @@
+"""Each supported architecture computes what transformers computes; others are refused clearly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from radixgrove.kernels.norm import rms_norm_reference
+from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
+from radixgrove.worker.engine.executor import build_executor
+from radixgrove.worker.models.config import ModelError, load_config, parse_config
+from radixgrove.worker.models.ops import KernelOps, TorchOps
+from radixgrove.worker.plan import Executor
+from tests.worker.execution import reference, tiny
+from tests.worker.execution.driver import Driver, greedy
+
+
+def build(directory: Path, **changes: Any) -> Executor:
+    settings = WorkerSettings(
+        **{"device": Device.CPU, "dtype": DType.FLOAT32, "max_running": 8, "kv_tokens": 2048}
+        | changes
+    )
+    return build_executor(settings, directory, lambda phase: None)[0]
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_greedy_text_and_logprobs_equal_transformers(kind: str, tmp_path: Path) -> None:
+    model = tiny.save(kind, tmp_path)
+    prompts = tiny.prompts()
+    results = Driver(build(tmp_path)).generate(prompts, greedy(24, logprobs=0), chunk=50)
+    assert [result.tokens for result in results] == reference.greedy(model, prompts, 24)
+    assert max(result.chunks for result in results) == 3
+    for prompt, result in zip(prompts, results, strict=True):
+        rows = reference.logprobs(model, prompt + result.tokens)[len(prompt) - 1 : -1]
+        expected = rows.gather(1, torch.tensor(result.tokens)[:, None]).squeeze(1)
+        got = torch.tensor([entry.logprob for entry in result.logprobs])
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_additions_left_to_the_next_norm_change_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.save(kind, tmp_path)
+    prompts = tiny.prompts()
+    asked = greedy(4, prompt_logprobs=0)
+    expected = Driver(build(tmp_path)).generate(prompts, asked)
+    deferred: list[int] = []
+
+    def defers(ops: TorchOps, tokens: int, weight: torch.Tensor) -> bool:
+        deferred.append(tokens)
+        return True
+
+    monkeypatch.setattr(TorchOps, "defers_residual", defers)
+    got = Driver(build(tmp_path)).generate(prompts, asked)
+    assert deferred
+    for one, other in zip(got, expected, strict=True):
+        assert one.tokens == other.tokens
+        logprobs = (
+            torch.tensor([entry.logprob for entry in result.prompt_logprobs])
+            for result in (one, other)
+        )
+        torch.testing.assert_close(*logprobs, atol=1e-5, rtol=0)
+
+
+def test_bfloat16_is_as_close_to_float32_as_transformers_own(tmp_path: Path) -> None:
+    exact = tiny.save("qwen3", tmp_path)
+    prompts = tiny.prompts()[-3:]
+    results = Driver(build(tmp_path, dtype=DType.BFLOAT16)).generate(
+        prompts, greedy(1, prompt_logprobs=0)
+    )
+    rough = reference.load(tmp_path, torch.bfloat16)
+    ours = theirs = 0.0
+    for prompt, result in zip(prompts, results, strict=True):
+        targets = torch.tensor(prompt[1:])[:, None]
+        expected = reference.logprobs(exact, prompt)[:-1].gather(1, targets).squeeze(1)
+        got = torch.tensor([entry.logprob for entry in result.prompt_logprobs])
+        ours += (got - expected).abs().mean().item()
+        hf = reference.logprobs(rough, prompt)[:-1].gather(1, targets).squeeze(1)
+        theirs += (hf - expected).abs().mean().item()
+    assert 0 < ours < 2 * theirs
+
+
+def test_old_spelling_of_rope_settings() -> None:
+    old = parse_config(
+        {
+            **tiny._SIZES,
+            "architectures": ["LlamaForCausalLM"],
+            "rope_theta": 500000.0,
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "torch_dtype": "bfloat16",
+        }
+    )
+    assert (old.rope.theta, old.rope.kind) == (500000.0, "linear")
+    assert old.dtype == torch.bfloat16
+
+
+def test_sliding_window_bounds_the_length() -> None:
+    config = parse_config(
+        {**tiny._SIZES, "architectures": ["MistralForCausalLM"], "sliding_window": 100}
+    )
+    assert config.max_position_embeddings == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "supported are LlamaForCausalLM, Mistral"),
+        ({"architectures": None}, "none named"),
+        ({"hidden_act": "gelu"}, "only silu"),
+        ({"hidden_size": None}, "hidden_size must be a positive integer"),
+        ({"num_key_value_heads": 3}, "cannot share 3 KV heads"),
+        ({"quantization_config": {}}, "quantized"),
+        ({"torch_dtype": "float8"}, "dtype 'float8' is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary"),
+    ],
+)
+def test_refused_configs(change: dict[str, Any], complaint: str) -> None:
+    raw = {**tiny._SIZES, "architectures": ["LlamaForCausalLM"], **change}
+    with pytest.raises(ModelError, match=complaint):
+        parse_config(raw)
+
+
+def test_unknown_rope_is_refused(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    _edit_config(tmp_path, rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
+    with pytest.raises(ModelError, match="'spiral' is not supported; supported are default"):
+        build(tmp_path)
+
+
+def test_missing_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot read"):
+        load_config(tmp_path)
+
+
+def test_missing_tensor_is_named(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
+        build(tmp_path)
+
+
+def test_unexpected_shape_is_named(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(65)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \(65,\)"):
+        build(tmp_path)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="cannot read"):
+        build(tmp_path)
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    model = tiny.save("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for i in range(2):
+        part = {name: tensors[name] for name in names[i::2]}
+        save_file(part, tmp_path / f"part-{i}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    prompts = tiny.prompts()[:4]
+    results = Driver(build(tmp_path)).generate(prompts, greedy(8))
+    assert [result.tokens for result in results] == reference.greedy(model, prompts, 8)
+
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "../model.safetensors")}))
+    with pytest.raises(ModelError, match="outside its directory"):
+        build(tmp_path)
+
+
+def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
+    tiny.save("qwen3", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    executors = [build(tmp_path, load_format=LoadFormat.DUMMY) for _ in range(2)]
+    texts = [Driver(executor).generate([[5, 6, 7]], greedy(16))[0].tokens for executor in executors]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
+
+
+def _edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_logits_on_cuda_are_float32() -> None:
+    """In bfloat16 the logits' last rounding alone would set decoding apart from scoring."""
+    torch.manual_seed(0)
+    ops = KernelOps()
+    x, weight, norm = (torch.randn(*shape).bfloat16() for shape in ((5, 96), (40, 96), (96,)))
+    logits = ops.head(x, weight, norm, 1e-5, None)
+    assert logits.dtype == ops.logits_dtype(torch.bfloat16) == torch.float32
+    exact = rms_norm_reference(x, norm, 1e-5).double() @ weight.double().t()
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,246 @@
+"""An executor without a model: the oracle of the scheduler's tests.
+
+Every KV slot stores the token and position that was written there, so that each step can prove that
+what its rows read is what their tokens say. The next token is a pure function of all tokens before
+it, so that any wrong page, length or order changes the text. It also holds the scheduler to the
+contract of `radixgrove.worker.plan`: rows and pages in use by a step are not reused before it has
+been collected.
+
+Copies between device and host take as long as the test wants: `end_save` and `end_load` end the
+oldest. Until then what they write is unreadable, and what they touch must be left alone by all
+others; a step that awaits a load sees what it brings.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from radixgrove.protocol.openai.sampling import SamplingParams
+from radixgrove.worker.messages import TokenLogprobs
+from radixgrove.worker.plan import ExecutorInfo, NewRow, PageCopies, StepPlan, StepResult
+
+_EMPTY = -1
+
+
+def next_token(tokens: list[int], seed: int, vocab_size: int) -> int:
+    """What this model says after `tokens`."""
+    return zlib.crc32(np.array([seed, *tokens], dtype="<i4").tobytes()) % vocab_size
+
+
+def expected_output(prompt: list[int], sampling: SamplingParams, vocab_size: int) -> list[int]:
+    """The whole answer, computed without batching, cache or pages."""
+    output: list[int] = []
+    while len(output) < sampling.max_tokens:
+        output.append(next_token(prompt + output, sampling.seed, vocab_size))
+        if output[-1] in sampling.stop_token_ids and len(output) > sampling.min_tokens:
+            break
+    return output
+
+
+@dataclass
+class _Row:
+    tokens: list[int]
+    prompt_len: int
+    pages: list[int]
+    sampling: SamplingParams
+    computed: int = 0
+
+
+@dataclass
+class _Step:
+    result: StepResult
+    rows: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Copy:
+    what: PageCopies
+    done: bool = False  # a step that awaited it has seen its end, which is yet to be told
+
+
+class FakeExecutor:
+    def __init__(self, info: ExecutorInfo) -> None:
+        self.info = info
+        self.launched_steps = 0
+        self.closed = False
+        shape = (info.num_pages, info.page_size)
+        self._kv_tokens = np.full(shape, _EMPTY, dtype=np.int64)
+        self._kv_positions = np.full(shape, _EMPTY, dtype=np.int64)
+        host = (2, info.num_host_pages, info.page_size)  # tokens and positions
+        self._host = np.full(host, _EMPTY, dtype=np.int64)
+        self._rows: dict[int, _Row] = {}
+        self._flights: deque[_Step] = deque()
+        self._saves: deque[_Copy] = deque()
+        self._loads: deque[_Copy] = deque()
+        self._ended = [0, 0]  # saves, loads
+
+    def launch(self, plan: StepPlan) -> None:
+        assert len(self._flights) < self.info.depth, "more steps in flight than agreed"
+        copies = plan.saves or plan.loads
+        assert plan.num_tokens > 0 or copies, "an empty step"
+        assert (plan.saved, plan.loaded) <= self.copies_ended(), "it relies on what has not ended"
+        self.launched_steps += 1
+        for row in plan.freed_rows:
+            assert all(row not in step.rows for step in self._flights), f"row {row} is in use"
+            del self._rows[row]
+        for save in plan.saves:
+            self._start_save(save)
+        for load in plan.loads:
+            self._start_load(load)
+        for copy in self._loads:
+            if copy.what.copy_id <= plan.awaited:
+                self._finish_load(copy)
+        for new in plan.new_rows:
+            self._enter(new)
+        for row, page in plan.appended_pages:
+            assert page not in self._copied_pages(), f"page {page} is given out while it is copied"
+            for step in self._flights:
+                assert page not in step.read, f"page {page} is given out while a step reads it"
+                assert page not in step.written, f"page {page} is given out while it is written"
+            self._kv_tokens[page] = _EMPTY  # whoever still believes in it will notice
+            self._kv_positions[page] = _EMPTY
+            self._rows[row].pages.append(page)
+
+        step = _Step(StepResult(step_id=plan.step_id, tokens=[]))
+        for chunk in plan.prefills:
+            state = self._rows[chunk.row]
+            assert chunk.start == state.computed, "a chunk leaves a gap"
+            assert chunk.length > 0
+            end = chunk.start + chunk.length
+            assert end <= len(state.tokens)
+            if chunk.sample:
+                assert end == len(state.tokens), "a sample before the last known token"
+            self._compute(step, chunk.row, end)
+            if state.sampling.prompt_logprobs is not None:
+                positions = range(chunk.start + 1, min(end + 1, state.prompt_len))
+                step.result.prompt_logprobs[chunk.row] = [
+                    TokenLogprobs(logprob=-float(state.tokens[p])) for p in positions
+                ]
+        assert len(set(plan.decodes)) == len(plan.decodes)
+        for row in plan.decodes:
+            state = self._rows[row]
+            assert state.computed == len(state.tokens) - 1, "a decode computes one token"
+            self._compute(step, row, len(state.tokens))
+        for row in plan.sampled_rows():
+            self._sample(step, row)
+        self._flights.append(step)
+
+    def collect(self) -> StepResult:
+        return self._flights.popleft().result
+
+    def close(self) -> None:
+        self.closed = True
+
+    # ---- copies ----------------------------------------------------------------------------------
+
+    def copies_ended(self) -> tuple[int, int]:
+        return self._ended[0], self._ended[1]
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._saves or self._loads)
+
+    def end_save(self) -> None:
+        if self._saves:
+            self._finish_save(self._saves[0])
+            self._ended[0] = self._saves.popleft().what.copy_id
+
+    def end_load(self) -> None:
+        if self._loads:
+            self._finish_load(self._loads[0])
+            self._ended[1] = self._loads.popleft().what.copy_id
+
+    def _copied_pages(self) -> set[int]:
+        """Device pages that copies may still touch, seen from rank 0."""
+        return {page for copy in (*self._saves, *self._loads) for page in copy.what.pages}
+
+    def _start_save(self, save: PageCopies) -> None:
+        last = self._saves[-1].what.copy_id if self._saves else self._ended[0]
+        assert save.copy_id == last + 1
+        assert len(save.pages) == len(save.host_pages) > 0
+        for step in self._flights:
+            assert step.written.isdisjoint(save.pages), "a page is saved before it is computed"
+        for copy in self._loads:
+            assert copy.done or set(copy.what.pages).isdisjoint(save.pages), "saved before loaded"
+        for copy in (*self._saves, *self._loads):
+            assert set(copy.what.host_pages).isdisjoint(save.host_pages), "a host page is in use"
+        assert (self._kv_tokens[save.pages] != _EMPTY).all(), "what is saved was never computed"
+        self._host[:, save.host_pages] = _EMPTY
+        self._saves.append(_Copy(save))
+
+    def _finish_save(self, copy: _Copy) -> None:
+        if not copy.done:
+            self._host[0, copy.what.host_pages] = self._kv_tokens[copy.what.pages]
+            self._host[1, copy.what.host_pages] = self._kv_positions[copy.what.pages]
+        copy.done = True
+
+    def _start_load(self, load: PageCopies) -> None:
+        last = self._loads[-1].what.copy_id if self._loads else self._ended[1]
+        assert load.copy_id == last + 1
+        assert len(load.pages) == len(load.host_pages) > 0
+        for step in self._flights:
+            used = step.read | step.written
+            assert used.isdisjoint(load.pages), "a page is loaded into while a step uses it"
+        assert self._copied_pages().isdisjoint(load.pages), "a page is in two copies"
+        for copy in self._saves:
+            ordered = copy.what.copy_id <= load.after
+            assert ordered or set(copy.what.host_pages).isdisjoint(load.host_pages), "not saved yet"
+        self._kv_tokens[load.pages] = _EMPTY
+        self._kv_positions[load.pages] = _EMPTY
+        self._loads.append(_Copy(load))
+
+    def _finish_load(self, copy: _Copy) -> None:
+        """Those before it end before it, and so do the saves that it follows."""
+        for save in self._saves:
+            if save.what.copy_id <= copy.what.after:
+                self._finish_save(save)
+        if not copy.done:
+            tokens, positions = self._host[:, copy.what.host_pages]
+            assert (tokens != _EMPTY).all(), "a host page is loaded that was never saved"
+            self._kv_tokens[copy.what.pages] = tokens
+            self._kv_positions[copy.what.pages] = positions
+        copy.done = True
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _enter(self, new: NewRow) -> None:
+        assert new.row not in self._rows, f"row {new.row} was not freed"
+        assert 0 <= new.row < self.info.max_rows
+        tokens = np.frombuffer(new.token_ids, dtype="<i4").tolist()
+        computed = len(new.pages) * self.info.page_size
+        assert computed < len(tokens), "nothing left to compute"
+        for step in self._flights:
+            assert step.written.isdisjoint(new.pages), "a prefix is shared before it is computed"
+        self._rows[new.row] = _Row(tokens, new.prompt_len, list(new.pages), new.sampling, computed)
+
+    def _compute(self, step: _Step, row: int, end: int) -> None:
+        """Write KV of [computed, end), then read all of [0, end) back and compare."""
+        state = self._rows[row]
+        size = self.info.page_size
+        assert end <= len(state.pages) * size, f"row {row} has no page for its token"
+        assert end <= self.info.max_model_len
+        used = state.pages[: -(-end // size)]
+        positions = np.arange(state.computed, end)
+        pages = np.array(state.pages)[positions // size]
+        self._kv_tokens[pages, positions % size] = state.tokens[state.computed : end]
+        self._kv_positions[pages, positions % size] = positions
+        step.rows.add(row)
+        step.read.update(used)
+        step.written.update(pages.tolist())
+        assert self._kv_tokens[used].reshape(-1)[:end].tolist() == state.tokens[:end]
+        assert self._kv_positions[used].reshape(-1)[:end].tolist() == list(range(end))
+        state.computed = end
+
+    def _sample(self, step: _Step, row: int) -> None:
+        state = self._rows[row]
+        token = next_token(state.tokens, state.sampling.seed, self.info.vocab_size)
+        state.tokens.append(token)
+        step.result.tokens.append(token)
+        if state.sampling.logprobs is not None:
+            step.result.logprobs[row] = [TokenLogprobs(logprob=-float(token))]

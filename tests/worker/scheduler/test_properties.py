@@ -1,0 +1,218 @@
+"""The scheduler under random submits, aborts, evictions and preemptions, at several depths.
+
+The harness checks the books after every call; the fake executor proves that every KV slot that is
+read holds the right token. Here: every request ends once, with the text it has without a cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from radixgrove.protocol.openai.sampling import SamplingParams
+from radixgrove.protocol.settings import EvictionPolicy, HostWritePolicy, SchedulePolicy
+from radixgrove.worker.messages import CacheMode, Finish, RefusalReason, Refused, Tokens
+from tests.worker.scheduler.fake_executor import expected_output
+from tests.worker.scheduler.harness import VOCAB, Harness, request
+
+# Prompts are made of a few shared beginnings and short tails, so that prefixes meet and part.
+_BEGINNINGS = [[1] * 48, [*([1] * 9), *([2] * 40)], [3, 4] * 24, []]
+
+
+@dataclass(frozen=True)
+class Submitted:
+    prompt: tuple[int, ...]
+    max_tokens: int
+    domain: str
+    cache: CacheMode
+    priority: int
+    stop: tuple[int, ...]
+    patience: float | None
+    logprobs: bool
+    prompt_logprobs: bool
+
+
+@dataclass(frozen=True)
+class Aborted:
+    which: int
+
+
+@dataclass(frozen=True)
+class Called:
+    what: str
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[int, ...]:
+    beginning = draw(st.sampled_from(_BEGINNINGS))
+    tail = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
+    return (*beginning[: draw(st.integers(0, 48))], *tail)
+
+
+submits = st.builds(
+    Submitted,
+    prompt=prompts(),
+    max_tokens=st.integers(0, 24),
+    domain=st.sampled_from(["public", "public", "alice"]),
+    cache=st.sampled_from([CacheMode.USE, CacheMode.USE, CacheMode.USE, CacheMode.BYPASS]),
+    priority=st.integers(-1, 2),
+    stop=st.sampled_from([(), (), (0, 1, 2, 3, 4)]),
+    patience=st.sampled_from([None, None, None, 2.0]),
+    logprobs=st.booleans(),
+    prompt_logprobs=st.sampled_from([False, False, False, True]),
+)
+calls = st.sampled_from(
+    ["launch", "launch", "collect", "step", "step", "flush", "later", "end save", "end load"]
+)
+operations = st.lists(
+    st.one_of(submits, submits, st.builds(Aborted, st.integers(0, 30)), st.builds(Called, calls)),
+    max_size=60,
+)
+setups = st.fixed_dictionaries(
+    {
+        "depth": st.integers(1, 3),
+        "num_pages": st.integers(16, 40),
+        "page_size": st.sampled_from([1, 2, 4]),
+        "max_rows": st.integers(2, 8),
+        "max_step_tokens": st.integers(1, 24),
+        "watermark": st.sampled_from([0.0, 0.02, 0.2]),
+        "schedule_policy": st.sampled_from(SchedulePolicy),
+        "eviction_policy": st.sampled_from(EvictionPolicy),
+        "prefix_cache": st.sampled_from([True, True, True, False]),
+        "num_host_pages": st.sampled_from([0, 4, 16, 64, 256]),
+        "host_write_policy": st.sampled_from(HostWritePolicy),
+    }
+)
+
+
+def harness_of(setup: dict[str, object]) -> Harness:
+    if not setup["prefix_cache"]:
+        setup = {**setup, "num_host_pages": 0}
+    capacity = int(setup["num_pages"]) * int(setup["page_size"])  # type: ignore[call-overload]
+    return Harness(max_model_len=min(72, capacity), max_running=setup["max_rows"], **setup)  # type: ignore[arg-type]
+
+
+def apply(harness: Harness, operation: Submitted | Aborted | Called, count: int) -> int:
+    match operation:
+        case Submitted():
+            harness.submit(
+                request(
+                    f"r{count}",
+                    list(operation.prompt),
+                    operation.max_tokens,
+                    domain=operation.domain,
+                    cache=operation.cache,
+                    priority=operation.priority,
+                    stop=operation.stop,
+                    queue_deadline=operation.patience and harness.now + operation.patience,
+                    frontend=count % 3,
+                    logprobs=0 if operation.logprobs else None,
+                    prompt_logprobs=0 if operation.prompt_logprobs else None,
+                )
+            )
+            return count + 1
+        case Aborted():
+            harness.abort(f"r{operation.which}")
+        case Called("launch"):
+            harness.launch()
+        case Called("collect"):
+            harness.collect()
+        case Called("step"):
+            harness.step()
+        case Called("flush"):
+            harness.scheduler.flush_cache()
+        case Called("end save"):
+            harness.executor.end_save()
+        case Called("end load"):
+            harness.executor.end_load()
+        case Called("later"):
+            harness.now += 1.0
+    return count
+
+
+def check_answer(harness: Harness, request_id: str) -> None:
+    """The request ended once, as its text demands, and said nothing wrong on the way."""
+    submit = harness.submitted[request_id]
+    end = harness.ended[request_id]
+    config = harness.config
+    prompt = [
+        int.from_bytes(submit.token_ids[i : i + 4], "little")
+        for i in range(0, len(submit.token_ids), 4)
+    ]
+    if isinstance(end, Refused):
+        if end.reason is RefusalReason.TOO_LONG:
+            assert len(prompt) + min(1, submit.sampling.max_tokens) > config.max_model_len
+        else:
+            assert end.reason is RefusalReason.QUEUE_TIMEOUT
+            assert submit.queue_deadline is not None
+        assert request_id not in harness.tokens
+        return
+    limit = min(submit.sampling.max_tokens, config.max_model_len - len(prompt))
+    sampling = SamplingParams(
+        max_tokens=limit, seed=7, stop_token_ids=submit.sampling.stop_token_ids
+    )
+    expected = expected_output(prompt, sampling, VOCAB)
+    said = harness.tokens[request_id]
+    if end.finish is Finish.ABORT:
+        assert said == expected[: len(said)]
+        return
+    assert said == expected
+    stopped = bool(expected) and expected[-1] in sampling.stop_token_ids
+    assert end.finish is (Finish.STOP if stopped else Finish.LENGTH)
+    assert end.stop_token == (expected[-1] if stopped else None)
+    messages = [m for m in harness.messages[request_id] if isinstance(m, Tokens)]
+    if submit.sampling.logprobs is not None:
+        assert [entry.logprob for m in messages for entry in m.logprobs or []] == [-t for t in said]
+    if submit.sampling.prompt_logprobs is not None:
+        first, *rest = messages[0].prompt_logprobs or []
+        assert first is None
+        assert [entry.logprob for entry in rest if entry] == [-token for token in prompt[1:]]
+    if submit.cache is CacheMode.BYPASS or submit.sampling.prompt_logprobs is not None:
+        assert messages[0].cached_tokens == 0
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(setup=setups, operations=operations)
+def test_every_request_ends_once_with_its_own_text(
+    setup: dict[str, object], operations: list[Submitted | Aborted | Called]
+) -> None:
+    harness = harness_of(setup)
+    count = 0
+    for operation in operations:
+        count = apply(harness, operation, count)
+    harness.run()
+    assert len(harness.ended) == count
+    for index in range(count):
+        check_answer(harness, f"r{index}")
+    check_empty(harness)
+
+
+def check_empty(harness: Harness) -> None:
+    """Nothing is held any more but the cache, and that can be dropped as a whole."""
+    memory = harness.scheduler.memory
+    assert memory.pool.retired == 0
+    assert memory.pool.free + memory.tree.evictable == memory.pool.num_pages
+    assert memory.clock.copies_in_flight == 0
+    assert memory.rows.free == harness.config.max_rows
+    harness.scheduler.flush_cache()
+    assert memory.pool.free == memory.pool.num_pages
+    assert list(memory.tree.nodes()) == []
+    assert memory.host is None or memory.host.pool.free == memory.host.pool.num_pages
+    assert harness.scheduler._admission.leaders._leaders == {}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(setup=setups, wave=st.lists(submits, min_size=6, max_size=14))
+def test_more_load_than_memory_is_preempted_evicted_and_still_answered(
+    setup: dict[str, object], wave: list[Submitted]
+) -> None:
+    setup = {**setup, "num_pages": 18, "page_size": 4, "max_rows": 8, "watermark": 0.0}
+    harness = harness_of(setup)
+    for index, submit in enumerate(wave):
+        apply(harness, replace(submit, max_tokens=24, patience=None, stop=()), index)
+    harness.run()
+    for index in range(len(wave)):
+        check_answer(harness, f"r{index}")
+    check_empty(harness)

@@ -1,0 +1,273 @@
+"""Attention with FlashInfer's kernels (Ye et al. 2025): bfloat16, float16; compiled on first use.
+
+Prefill chunks of eager steps take its prefill kernels (FA3 on Hopper), planned once a step from the
+host's mirrors: the paged one behind a cached prefix, with page lists flattened on the device, and
+the ragged one from a prompt's beginning, over the step's own K and V, which takes a sixth less.
+Decode rows take our own kernel, which has every GQA group size and needs no plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import ModuleType
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixgrove.kernels import ops
+from radixgrove.worker.attention.base import AttentionBatch, Geometry
+from radixgrove.worker.attention.decode import DecodingBackend
+
+log = logging.getLogger(__name__)
+
+# Split-KV partial sums of one layer: what FlashInfer's own schedule needs for 128 query heads.
+_FLOAT_WORKSPACE_BYTES = 384 << 20
+_INT_WORKSPACE_BYTES = 8 << 20
+_DTYPES = (torch.bfloat16, torch.float16)
+Report = Callable[[str, float | None], None]
+
+
+class FlashInferUnavailable(RuntimeError):
+    """FlashInfer cannot serve here; the message says why in a line for people."""
+
+
+def _import_flashinfer() -> ModuleType:
+    try:
+        import flashinfer
+    except Exception as error:  # its imports fail in many ways, not only ImportError
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise FlashInferUnavailable(f"FlashInfer cannot be imported: {reason[0]}") from error
+    return flashinfer  # type: ignore[no-any-return]
+
+
+class _PlanSpace:
+    """Where plans live: an integer workspace on the device and pinned copies of it.
+
+    A plan is written to pinned memory and copied asynchronously. With two steps in flight the copy
+    of the step before may still be waiting, so consecutive plans take turns between two copies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device_buffer = torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._pinned = [
+            torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
+        self._turn = 0
+
+    def lend(self, wrapper: Any) -> None:
+        """Make the next `plan` of `wrapper` use this space."""
+        wrapper._int_workspace_buffer = self._device_buffer
+        wrapper._pin_memory_int_workspace_buffer = self._pinned[self._turn]
+        self._turn ^= 1
+
+
+class FlashInferAttention(DecodingBackend):
+    """See the module.
+
+    Raises:
+        FlashInferUnavailable: not importable, or no kernels for the pool's dtype. (Those for
+            float8 pages and bfloat16 queries are not used: with them a model's log-probabilities
+            were NaN on an H100, version 0.6.13.)
+    """
+
+    def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
+        super().__init__(pool, **geometry)
+        if pool.dtype not in _DTYPES:
+            name = str(pool.dtype).removeprefix("torch.")
+            raise FlashInferUnavailable(f"FlashInfer has no kernels here for {name} KV")
+        self._flashinfer = _import_flashinfer()
+        device = pool.device
+        hopper = torch.cuda.get_device_capability(device)[0] == 9
+        self._prefill_kernel = "fa3" if hopper else "fa2"
+        self._workspace = torch.empty(_FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._plans = _PlanSpace(device)
+        self._prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, "NHD", backend=self._prefill_kernel
+        )
+        self._fresh_plans = _PlanSpace(device)
+        self._fresh = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            self._workspace, "NHD", backend=self._prefill_kernel
+        )
+        self._prefixed_tokens = 0  # of the planned step's prefill tokens, those of the paged kernel
+        self._pages = [(layer[0], layer[1]) for layer in pool]
+
+    # ---- compiling ---------------------------------------------------------------------------
+
+    def warm_up(self, report: Report) -> None:
+        """Compile the prefill kernel if FlashInfer's cache lacks it, and run a step once.
+
+        The cache is a directory below `$FLASHINFER_WORKSPACE_BASE` (default: the home directory),
+        named by FlashInfer's version and the architecture; its entries by dtype and head dimension.
+
+        Raises:
+            FlashInferUnavailable: compiling or the trial run failed.
+        """
+        try:
+            spec = self._spec()
+            if not spec.is_compiled:
+                self._compile(spec, report)
+            report("trying FlashInfer's kernels", None)
+            self._try_out()
+        except Exception as error:
+            log.debug("FlashInfer failed", exc_info=True)
+            raise FlashInferUnavailable(
+                f"FlashInfer's kernels cannot be built or run here ({type(error).__name__})"
+            ) from error
+
+    def _spec(self) -> Any:
+        dtype, dim = self.pool.dtype, self.head_dim
+        no_position_encoding = 0
+        return self._flashinfer.jit.gen_batch_prefill_module(
+            self._prefill_kernel,
+            dtype,
+            dtype,
+            dtype,
+            torch.int32,
+            dim,
+            dim,
+            no_position_encoding,
+            False,  # sliding window
+            False,  # soft cap
+            False,  # fp16 reduction
+        )
+
+    def _compile(self, spec: Any, report: Report) -> None:
+        """Build, in processes of their own, and say now and then how long it has taken."""
+        begin = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            build = pool.submit(spec.build, False)
+            while wait((build,), timeout=2.0).not_done:
+                report(
+                    f"compiling FlashInfer {self._prefill_kernel} (once for this version and head "
+                    f"dimension): {time.monotonic() - begin:.0f} s",
+                    None,
+                )
+            build.result()
+
+    def _try_out(self) -> None:
+        """A step with each kind of row, on the scratch page."""
+        device, scratch = self.pool.device, self.pool.shape[2] - 1
+        q = torch.zeros(5, self.num_heads, self.head_dim, dtype=self.pool.dtype, device=device)
+        indptr = torch.tensor([0, 2, 4, 5], dtype=torch.int32, device=device)
+        lens = [3, 2, 1]
+        batch = AttentionBatch(
+            num_prefills=2,
+            num_decodes=1,
+            num_prefill_tokens=4,
+            rows=torch.zeros(3, dtype=torch.int32, device=device),
+            qo_indptr=indptr,
+            kv_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+            page_table=torch.full((1, 2), scratch, dtype=torch.int32, device=device),
+            slots=torch.full((5,), scratch * self.page_size, dtype=torch.int64, device=device),
+            positions=torch.zeros(5, dtype=torch.int64, device=device),
+            q_lens_host=[2, 2],
+            kv_lens_host=lens,
+        )
+        kv = q.new_zeros(5, 2 * self.num_kv_heads, self.head_dim)
+        self.plan(batch)
+        self.attend(0, q, kv)
+        torch.cuda.synchronize(device)
+
+    # ---- planning ----------------------------------------------------------------------------
+
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        prefixed = count_prefixed(batch)
+        self._prefixed_tokens = sum(batch.q_lens_host[:prefixed])
+        if prefixed:
+            self._plan_prefixed(batch, prefixed)
+        if prefixed < batch.num_prefills:
+            self._plan_fresh(batch.q_lens_host[prefixed:])
+
+    def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
+        super().plan_captured(batch, padded)
+        self._prefixed_tokens = 0
+
+    def _plan_prefixed(self, batch: AttentionBatch, chunks: int) -> None:
+        """The first `chunks` prefill chunks, over pages."""
+        lens = np.asarray(batch.kv_lens_host[:chunks], dtype=np.int32)
+        indptr, last = self._page_bounds(lens)
+        indices = self._flatten(batch, chunks, int(indptr[-1]))
+        q_lens = batch.q_lens_host[:chunks]
+        self._plans.lend(self._prefill)
+        self._prefill.plan(
+            _starts(q_lens),
+            indptr,
+            indices,
+            last,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.page_size,
+            causal=True,
+            sm_scale=self.scale,
+            q_data_type=self.pool.dtype,
+            kv_data_type=self.pool.dtype,
+            max_token_per_sequence=max(q_lens),
+        )
+
+    def _plan_fresh(self, lengths: list[int]) -> None:
+        """Chunks that begin their prompts, over the step's own K and V."""
+        starts = _starts(lengths)
+        self._fresh_plans.lend(self._fresh)
+        self._fresh.plan(
+            starts,
+            starts,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            causal=True,
+            sm_scale=self.scale,
+            q_data_type=self.pool.dtype,
+            kv_data_type=self.pool.dtype,
+        )
+
+    def _page_bounds(self, lens: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
+        """Host `kv_indptr` [B + 1] and `last_page_len` [B], int32, of KV lengths [B]."""
+        indptr = np.zeros(len(lens) + 1, dtype=np.int32)
+        np.cumsum((lens + self.page_size - 1) // self.page_size, out=indptr[1:])
+        last = (lens - 1) % self.page_size + 1
+        return torch.from_numpy(indptr), torch.from_numpy(last)
+
+    def _flatten(self, batch: AttentionBatch, chunks: int, total: int) -> Tensor:
+        """The pages of the first `chunks` rows, one after the other: [total] int32."""
+        rows, lens = batch.rows[:chunks], batch.kv_lens[:chunks]
+        indices = torch.empty(total, dtype=torch.int32, device=rows.device)
+        indptr = torch.empty(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        ops.kv_indices(
+            rows, lens, batch.page_table, self.page_size, indptr, indices, torch.empty_like(lens)
+        )
+        return indices
+
+    # ---- running -----------------------------------------------------------------------------
+
+    def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        prefixed, tokens = self._prefixed_tokens, self._batch.num_prefill_tokens
+        out = torch.empty_like(q)
+        if prefixed:
+            self._prefill.run(q[:prefixed], self._pages[layer], out=out[:prefixed])
+        if prefixed < tokens:
+            k, v = kv[prefixed:tokens].chunk(2, dim=1)
+            self._fresh.run(q[prefixed:tokens], k, v, out=out[prefixed:tokens])
+        if q.shape[0] > tokens:
+            self._decode.run(layer, q[tokens:], self._batch, out[tokens:])
+        return out
+
+
+def count_prefixed(batch: AttentionBatch) -> int:
+    """Prefill chunks up to the last one with a prefix; all behind it begin their prompts."""
+    chunks = zip(batch.q_lens_host, batch.kv_lens_host, strict=False)  # decodes have KV lengths too
+    with_prefix = [index for index, (new, known) in enumerate(chunks) if known > new]
+    return with_prefix[-1] + 1 if with_prefix else 0
+
+
+def _starts(lengths: list[int]) -> Tensor:
+    """[B + 1] int32 on the host: where each of B runs begins, and the end."""
+    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    return torch.from_numpy(starts)

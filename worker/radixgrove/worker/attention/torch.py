@@ -1,0 +1,203 @@
+"""Attention over pages in plain torch: the reference on every device, and the CPU's backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
+
+# Queries of a chunk attended at once: bounds the mask at `_QUERY_BLOCK x context`.
+_QUERY_BLOCK = 512
+# Decode rows share one call when padding adds less than this share of their pages.
+_PADDING = 0.25
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One prefill chunk: tokens [first, first + length) of the step, KV of all that came before."""
+
+    first: int
+    length: int
+    start: int  # KV tokens before the chunk
+    pages: Tensor | None  # [n] int64; None: the chunk has no prefix
+    slots: Tensor
+    masks: list[Tensor]  # one a query block, when there is a prefix
+
+
+@dataclass(slots=True)
+class _Group:
+    """Decode rows attended together, their pages padded to the longest."""
+
+    tokens: Tensor | slice  # of the step
+    pages: Tensor  # [size * n] int64
+    gathered: Tensor  # [2, size * n, page_size, KV, D], where each layer's pages are copied
+    wide: Tensor  # the same in the model's dtype: `gathered` itself, or what widens it
+    k: Tensor  # [size, KV, L, D], the part of `wide` that is attended to
+    v: Tensor
+    mask: Tensor | None  # [size, 1, 1, L] additive, when the rows are not equally long
+
+
+class TorchAttention(AttentionBackend):
+    """Gathers a row's pages, then `scaled_dot_product_attention`.
+
+    A decode's query heads that share a KV head are its "sequence": no KV is repeated for GQA, and
+    no causal mask is needed.
+    """
+
+    def plan(self, batch: AttentionBatch) -> None:
+        table = batch.page_table
+        self._chunks = self._plan_chunks(batch, table)
+        self._groups = self._plan_groups(batch, table)
+
+    def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
+        """Not for CUDA graphs, whose replays would not see the next plan's shapes; on a CPU a
+        "replay" is a call, and padding rows are decodes of one token."""
+        padding = [1] * (padded - batch.num_decodes)
+        self.plan(replace(batch, num_decodes=padded, kv_lens_host=[*batch.kv_lens_host, *padding]))
+
+    def _plan_chunks(self, batch: AttentionBatch, table: Tensor) -> list[_Chunk]:
+        chunks = []
+        first = 0
+        for i, length in enumerate(batch.q_lens_host):
+            kv_len = batch.kv_lens_host[i]
+            start = kv_len - length
+            pages = None
+            masks: list[Tensor] = []
+            if start:
+                row = table.index_select(0, batch.rows[i : i + 1])[0]
+                pages = row[: self._num_pages(kv_len)].long()
+                masks = [
+                    self._causal_mask(start + begin, min(_QUERY_BLOCK, length - begin))
+                    for begin in range(0, length, _QUERY_BLOCK)
+                ]
+            slots = batch.slots[first : first + length]
+            chunks.append(_Chunk(first, length, start, pages, slots, masks))
+            first += length
+        return chunks
+
+    def _causal_mask(self, start: int, queries: int) -> Tensor:
+        """Additive [queries, start + queries]: query i sees KV 0 .. start + i."""
+        mask = torch.full(
+            (queries, start + queries),
+            float("-inf"),
+            dtype=self.dtype,
+            device=self.pool.device,
+        )
+        return mask.triu_(start + 1)
+
+    def _plan_groups(self, batch: AttentionBatch, table: Tensor) -> list[_Group]:
+        lengths = batch.kv_lens_host[batch.num_prefills :]
+        if not lengths:
+            return []
+        rows = batch.rows[batch.num_prefills : batch.num_prefills + len(lengths)]
+        kv_lens = batch.kv_lens[batch.num_prefills : batch.num_prefills + len(lengths)]
+        members = group_by_length(lengths, self.page_size)
+        groups = []
+        for group in members:
+            longest = max(lengths[i] for i in group)
+            num_pages = self._num_pages(longest)
+            if len(members) == 1:
+                chosen: Tensor | slice = slice(
+                    batch.num_prefill_tokens, batch.num_prefill_tokens + len(lengths)
+                )
+                in_rows, in_lens = rows, kv_lens
+            else:
+                index = torch.tensor(group, device=rows.device)
+                chosen = index + batch.num_prefill_tokens
+                in_rows, in_lens = rows[index], kv_lens[index]
+            mask = None
+            if any(lengths[i] != longest for i in group):
+                beyond = torch.arange(longest, device=rows.device)
+                mask = torch.zeros(
+                    (len(group), beyond.numel()), dtype=self.dtype, device=rows.device
+                ).masked_fill_(beyond >= in_lens[:, None], float("-inf"))[:, None, None]
+            pages = table.index_select(0, in_rows)[:, :num_pages].long().flatten()
+            gathered = self.pool.new_empty((2, pages.shape[0], *self.pool.shape[3:]))
+            wide = gathered
+            if self.pool.dtype != self.dtype:
+                wide = torch.empty_like(gathered, dtype=self.dtype)
+            k, v = self._heads_first(wide, len(group), longest)
+            groups.append(_Group(chosen, pages, gathered, wide, k, v, mask))
+        return groups
+
+    def _heads_first(self, pages: Tensor, rows: int, length: int) -> Tensor:
+        """[2, rows * n, page_size, KV, D] -> [2, rows, KV, length, D], a view."""
+        by_row = pages.view(2, rows, -1, self.num_kv_heads, self.head_dim)
+        return by_row[:, :, :length].transpose(2, 3)
+
+    def _num_pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        pages = self.pool[layer]
+        if not self._chunks and len(self._groups) == 1:
+            return self._decode(pages, q, self._groups[0])
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for chunk in self._chunks:
+            self._prefill(pages, q, chunk, out)
+        for group in self._groups:
+            out[group.tokens] = self._decode(pages, q[group.tokens], group)
+        return out
+
+    def _decode(self, kv: Tensor, q: Tensor, group: _Group) -> Tensor:
+        """[size, H, D] -> [size, H, D]."""
+        torch.index_select(kv, 1, group.pages, out=group.gathered)
+        if group.wide is not group.gathered:
+            group.wide.copy_(group.gathered)
+        grouped = q.view(q.shape[0], self.num_kv_heads, -1, self.head_dim)
+        out = scaled_dot_product_attention(
+            grouped, group.k, group.v, attn_mask=group.mask, scale=self.scale
+        )
+        return out.flatten(1, 2)
+
+    def _prefill(self, kv: Tensor, q: Tensor, chunk: _Chunk, out: Tensor) -> None:
+        queries = q[chunk.first : chunk.first + chunk.length].transpose(0, 1)[None]
+        result = out[chunk.first : chunk.first + chunk.length].transpose(0, 1)
+        flat = kv.view(2, -1, self.num_kv_heads, self.head_dim)
+        if chunk.pages is None:
+            own = flat.index_select(1, chunk.slots).to(self.dtype)
+            k, v = own.transpose(1, 2).unsqueeze(1)
+            result.copy_(
+                scaled_dot_product_attention(
+                    queries, k, v, is_causal=True, scale=self.scale, enable_gqa=True
+                )[0]
+            )
+            return
+        pages = kv.index_select(1, chunk.pages).to(self.dtype)
+        k, v = pages.view(2, 1, -1, self.num_kv_heads, self.head_dim).transpose(2, 3)
+        for i, mask in enumerate(chunk.masks):
+            begin = i * _QUERY_BLOCK
+            length, visible = mask.shape
+            result[:, begin : begin + length] = scaled_dot_product_attention(
+                queries[:, :, begin : begin + length],
+                k[:, :, :visible],
+                v[:, :, :visible],
+                attn_mask=mask,
+                scale=self.scale,
+                enable_gqa=True,
+            )[0]
+
+
+def group_by_length(lengths: list[int], page_size: int) -> list[list[int]]:
+    """Indices of rows that may share one padded call, so that padding stays a small share.
+
+    Longest first; a row joins the current group while padding it to the group's longest wastes less
+    than `_PADDING` of the group's pages.
+    """
+    pages = [-(-length // page_size) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    wasted = widest = 0
+    for i in order:
+        if groups:
+            wasted += widest - pages[i]
+            if wasted <= _PADDING * widest * (len(groups[-1]) + 1):
+                groups[-1].append(i)
+                continue
+        groups.append([i])
+        wasted, widest = 0, pages[i]
+    return [sorted(group) for group in groups]

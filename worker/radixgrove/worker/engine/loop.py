@@ -1,0 +1,445 @@
+"""The engine process: `python -m radixgrove.worker.engine.loop RUNTIME_DIR RANK`.
+
+One thread owns scheduler and executor and turns one loop: take messages, plan and launch steps up
+to the executor's depth, collect the oldest, deliver its tokens, send a pulse. Nothing here waits
+for a frontend or the agent: what they do not take in time is dropped and made good.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import math
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.service import logs
+from radixgrove.worker.cache.identity import block_hasher, cache_namespace
+from radixgrove.worker.engine.metrics import EngineMetrics, PhaseClock
+from radixgrove.worker.messages import (
+    Abort,
+    Admitted,
+    CacheEvents,
+    CacheSnapshot,
+    EngineInfo,
+    EngineState,
+    FlushCache,
+    Outputs,
+    PhaseReport,
+    PublishSnapshot,
+    RefusalReason,
+    Refused,
+    Submit,
+    ToAgent,
+    ToEngine,
+    ToFrontend,
+    Tokens,
+)
+from radixgrove.worker.plan import Executor
+from radixgrove.worker.runtime import Runtime
+from radixgrove.worker.scheduler.config import SchedulerConfig
+from radixgrove.worker.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+Report = Callable[[PhaseReport], None]
+# Settings, model directory, where progress goes, runtime directory (where several ranks meet).
+Build = Callable[[WorkerSettings, Path, Report, Path], tuple[Executor, EngineInfo]]
+
+PULSE_SECONDS = 0.2
+# Messages that may wait in a socket: seconds of decoding at a thousand steps a second.
+SEND_QUEUE = 10_000
+_RECEIVE_QUEUE = 16_384
+_MESSAGES_A_TURN = 512
+_LINGER_MS = 1000
+_NOTHING_POSSIBLE_SECONDS = 0.01  # requests wait, but none can go on
+_COPYING_SECONDS = 0.001  # a copy is under way, for whose end a request may wait
+# On a CPU that is shared, a step may be this much slower than warm-up measured.
+_CPU_SLACK = 10.0
+
+
+class Outlet:
+    """A bounded, non-blocking way to one frontend or the agent."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(SEND_QUEUE)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: ToFrontend | ToAgent) -> bool:
+        """False: the peer is too far behind, and does not get this message."""
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class FrontendOutlet:
+    """The way to a frontend, which must hear the end of each of its requests.
+
+    When it falls too far behind, its requests are given up, and it is told so once it reads again.
+    """
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self._owed: set[str] = set()  # requests whose end did not get through
+
+    @property
+    def is_behind(self) -> bool:
+        return bool(self._owed)
+
+    def send(self, message: ToFrontend) -> bool:
+        return self._outlet.send(message)
+
+    def owe_end(self, request_ids: set[str]) -> None:
+        self._owed |= request_ids
+
+    def settle(self) -> None:
+        """Try to tell the ends that are owed."""
+        if self._owed and self._outlet.send(
+            Outputs([lost_output(request_id) for request_id in self._owed])
+        ):
+            self._owed.clear()
+
+    def close(self) -> None:
+        self._outlet.close()
+
+
+def lost_output(request_id: str) -> Refused:
+    return Refused(
+        request_id=request_id,
+        reason=RefusalReason.INTERNAL,
+        detail="The output could not be delivered in time.",
+    )
+
+
+class Links:
+    """The engine's sockets."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._context = zmq.Context()
+        self.inbox = self._context.socket(zmq.PULL)
+        self.inbox.set_hwm(_RECEIVE_QUEUE)
+        self.inbox.bind(runtime.engine_socket)
+        self.agent = Outlet(self._context, runtime.agent_socket)
+        self.frontends = [
+            FrontendOutlet(Outlet(self._context, runtime.frontend_socket(index)))
+            for index in range(runtime.settings.frontends)
+        ]
+
+    def report(self, phase: PhaseReport) -> None:
+        """Progress of the start, for the agent to show."""
+        self.agent.send(phase)
+
+    def close(self) -> None:
+        """What was sent last still leaves, within a second."""
+        for frontend in self.frontends:
+            frontend.close()
+        self.agent.close()
+        self.inbox.close(0)
+        self._context.term()
+
+
+@dataclass(slots=True)
+class _Launched:
+    tokens: int
+    allowance: float  # seconds from the moment it is the oldest in flight
+
+
+class Engine:
+    """Rank 0's loop over an executor that is ready. `run` until `stop`."""
+
+    def __init__(
+        self, settings: WorkerSettings, links: Links, executor: Executor, info: EngineInfo
+    ) -> None:
+        self._settings = settings
+        self._executor = executor
+        self._depth = executor.info.depth
+        self._agent = links.agent
+        self._frontends = links.frontends
+        self._inbox = links.inbox
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._metrics = EngineMetrics()
+        self._clock = PhaseClock()
+        self._stopping = False
+        self._busy = False
+        self._ticks = 0
+        self._sequence = 0  # of cache event batches
+        self._flights: deque[_Launched] = deque()
+        self._oldest_since = 0.0
+        self._pulse_at = 0.0
+        self._told_deadline = -math.inf  # of the last pulse; without one when it was idle
+
+        on_cpu = info.device == "cpu"
+        namespace = cache_namespace(settings, info.dtype, info.kv_dtype)
+        config = SchedulerConfig.resolve(
+            settings,
+            executor.info,
+            on_cpu=on_cpu,
+            namespace=namespace,
+            prefill_rate=info.prefill_tokens_per_second,
+            host_rate=info.host_tokens_per_second,
+        )
+        # Without Redis nobody follows the cache, and hashing it would be for nothing.
+        wants_events = settings.redis_url is not None and settings.prefix_cache
+        hasher = functools.partial(block_hasher, settings) if wants_events else None
+        self._scheduler = Scheduler(config, hasher)
+        # A step's allowance grows with its size where steps are slow.
+        rate = info.prefill_tokens_per_second
+        self._seconds_per_token = _CPU_SLACK / rate if on_cpu and rate > 0 else 0.0
+        info = msgspec.structs.replace(
+            info, max_model_len=config.max_model_len, max_running=config.max_running
+        )
+        self._agent.send(info)
+        for frontend in self._frontends:
+            frontend.send(info)
+        self._pulse(time.time())
+
+    def stop(self) -> None:
+        """End the loop after its current turn; safe in a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Raises RuntimeError when a step failed: the engine is then of no more use."""
+        while not self._stopping:
+            self._turn()
+        self._abort_all()
+
+    def _turn(self) -> None:
+        self._ticks += 1
+        self._receive()
+        self._clock.end("receive")
+        self._launch()
+        self._clock.end("schedule")
+        self._busy = bool(self._flights)
+        if self._busy:
+            self._pulse_if_due(time.time())
+            self._clock.end("pulse")
+            self._collect()
+            self._clock.end("complete")
+        self._deliver()
+        self._clock.end("deliver")
+        self._pulse_if_due(time.time())
+        self._clock.end("pulse")
+
+    def _abort_all(self) -> None:
+        for index in range(len(self._frontends)):
+            for request_id in self._scheduler.requests_of(index):
+                self._scheduler.abort(request_id)
+        self._deliver()
+
+    # ---- messages in -----------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        """Handle what has arrived; when the last turn computed nothing, wait for it a while."""
+        if not self._busy:
+            seconds = self._pulse_at + PULSE_SECONDS - time.time()
+            if self._scheduler.copies_in_flight:
+                seconds = min(seconds, _COPYING_SECONDS)
+            elif self._scheduler.has_work:
+                seconds = min(seconds, _NOTHING_POSSIBLE_SECONDS)
+            if seconds > 0:
+                self._inbox.poll(math.ceil(seconds * 1000))
+        now = time.time()
+        for _ in range(_MESSAGES_A_TURN):
+            try:
+                frame = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = self._decoder.decode(frame)
+            except msgspec.DecodeError as error:
+                logger.error("dropped a message that is none of ours: %s", error)
+                continue
+            self._handle(message, now)
+
+    def _handle(self, message: ToEngine, now: float) -> None:
+        match message:
+            case Submit():
+                self._submit(message, now)
+            case Abort():
+                self._scheduler.abort(message.request_id)
+            case FlushCache():
+                self._scheduler.flush_cache()
+            case PublishSnapshot():
+                self._publish_snapshot()
+
+    def _submit(self, submit: Submit, now: float) -> None:
+        if not 0 <= submit.frontend < len(self._frontends):
+            logger.error("a request of frontend %d, which does not exist", submit.frontend)
+            return
+        if self._frontends[submit.frontend].is_behind:
+            self._frontends[submit.frontend].owe_end({submit.request_id})
+            return
+        try:
+            self._scheduler.submit(submit, now)
+        except Exception:
+            # Whatever is wrong with this one is its own: the others go on.
+            logger.exception("request %s could not be queued", submit.request_id)
+            self._scheduler.fail(submit, "The request could not be processed.")
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        now = time.time()
+        while len(self._flights) < self._depth:
+            self._scheduler.copies_ended(*self._executor.copies_ended())
+            plan = self._scheduler.schedule(now)
+            if plan is None:
+                return
+            if not self._flights:
+                self._oldest_since = now
+            tokens = plan.num_tokens
+            allowance = self._settings.step_timeout + tokens * self._seconds_per_token
+            self._flights.append(_Launched(tokens, allowance))
+            self._clock.end("schedule")
+            self._pulse_if_due(now)  # on a CPU the launch itself computes
+            self._clock.end("pulse")
+            self._executor.launch(plan)
+            self._clock.end("launch")
+
+    def _collect(self) -> None:
+        result = self._executor.collect()
+        self._clock.end("collect")
+        now = time.time()
+        launched = self._flights.popleft()
+        if launched.tokens:  # a plan may hold copies only
+            self._metrics.observe_step(now - self._oldest_since, launched.tokens)
+        self._oldest_since = now
+        self._scheduler.complete(result)
+
+    @property
+    def _step_deadline(self) -> float | None:
+        """Unix seconds by which the oldest step in flight must end."""
+        return self._oldest_since + self._flights[0].allowance if self._flights else None
+
+    # ---- messages out ----------------------------------------------------------------------------
+
+    def _deliver(self) -> None:
+        for index, items in self._scheduler.take_outputs().items():
+            if not self._frontends[index].send(Outputs(items)):
+                self._give_up_on(index, items)
+        if admitted := self._scheduler.take_admitted():
+            self._agent.send(Admitted(admitted))
+        self._publish_events()
+
+    def _give_up_on(self, index: int, lost: list[Tokens | Refused]) -> None:
+        """A frontend does not read: end its requests rather than compute for nobody."""
+        live = self._scheduler.requests_of(index)
+        for request_id in live:
+            self._scheduler.abort(request_id)
+        # What the aborts say is all there is by now; the frontend hears one end, the owed one.
+        self._scheduler.take_outputs()
+        frontend = self._frontends[index]
+        if not frontend.is_behind:
+            logger.error("frontend %d is too far behind: ended its %d requests", index, len(live))
+        frontend.owe_end({*live, *(item.request_id for item in lost)})
+
+    def _publish_events(self) -> None:
+        events = self._scheduler.take_cache_events()
+        if events:
+            # A batch that is dropped here leaves a gap, after which the agent asks for a snapshot.
+            self._sequence += 1
+            self._agent.send(CacheEvents(self._sequence, events))
+
+    def _publish_snapshot(self) -> None:
+        self._publish_events()
+        for events in self._scheduler.cache_snapshot():
+            self._agent.send(CacheSnapshot(self._sequence, events, last=False))
+        self._agent.send(CacheSnapshot(self._sequence, [], last=True))
+
+    def _pulse_if_due(self, now: float) -> None:
+        """About five times a second, and at once when a step begins that may end much later than
+        was said last: whoever waits for the next pulse must know that it is under way."""
+        deadline = self._step_deadline
+        begins = deadline is not None and deadline > self._told_deadline + PULSE_SECONDS
+        if begins or now - self._pulse_at >= PULSE_SECONDS:
+            self._pulse(now)
+
+    def _pulse(self, now: float) -> None:
+        self._pulse_at = now
+        deadline = self._step_deadline
+        self._told_deadline = deadline if deadline is not None else -math.inf
+        stats = self._scheduler.stats(EngineState.READY, self._ticks, deadline)
+        self._agent.send(stats)
+        for frontend in self._frontends:
+            frontend.send(stats)
+            frontend.settle()
+        self._metrics.follow(stats, self._clock)
+        if logger.isEnabledFor(logging.DEBUG):
+            self._scheduler.check()
+
+
+def run(directory: Path, build: Build, refusals: tuple[type[Exception], ...] = ()) -> int:
+    """Run rank 0 of the worker in `directory` until SIGTERM; returns the exit status.
+
+    `refusals` are errors of `build` whose text says all there is to say: they leave no trace.
+    """
+    runtime = Runtime.load(directory)
+    settings = runtime.settings
+    logs.configure(settings.log_level, json=settings.log_json)
+    runtime.follow_log_level()
+    signal.signal(signal.SIGTERM, _exit_at_once)
+    links = Links(runtime)
+    executor: Executor | None = None
+    doing = "start"
+    try:
+        executor, info = build(settings, runtime.model_dir, links.report, directory)
+        # What the start has built lives to the end: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        engine = Engine(settings, links, executor, info)
+        signal.signal(signal.SIGTERM, lambda *_: engine.stop())
+        doing = "run"
+        engine.run()
+    except Exception as error:
+        if not isinstance(error, refusals):
+            logger.exception("the engine failed")
+        print(f"error: engine rank 0 failed to {doing}: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        if executor is not None:
+            executor.close()
+        links.close()
+    return 0
+
+
+def _exit_at_once(*_: object) -> None:
+    """Until there are requests to end, SIGTERM need not wait for anything."""
+    sys.exit(0)
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 2 or not arguments[1].isdecimal():
+        print("usage: python -m radixgrove.worker.engine.loop RUNTIME_DIR RANK", file=sys.stderr)
+        return 2
+    directory, rank = Path(arguments[0]), int(arguments[1])
+    # Imported here: both bring torch, which the scheduler's side of this module does not need.
+    if rank > 0:
+        from radixgrove.worker.engine.follower import run_follower
+
+        return run_follower(directory, rank)
+    from radixgrove.worker.engine.executor import build_executor
+    from radixgrove.worker.models.config import ModelError
+
+    return run(directory, build_executor, (ModelError,))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""A loaded model, and runners made of it: on a small pool for the trial, then on the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from radixgrove.protocol.settings import AttentionBackend as Backend
+from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.worker.execution.choices import Limits
+from radixgrove.worker.execution.graphs import ladder
+from radixgrove.worker.execution.host_tier import host_tier
+from radixgrove.worker.execution.memory import KvShape
+from radixgrove.worker.execution.pinned import HostMemory
+from radixgrove.worker.execution.prefill_graphs import token_ladder
+from radixgrove.worker.execution.runner import Runner
+from radixgrove.worker.execution.select_attention import select_attention
+from radixgrove.worker.execution.table import RequestTable
+from radixgrove.worker.messages import EngineState, PhaseReport
+from radixgrove.worker.models.config import ModelConfig
+from radixgrove.worker.models.decoder import Decoder
+from radixgrove.worker.plan import ExecutorInfo
+
+Report = Callable[[PhaseReport], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A rank's model and all that is known before the pool is sized."""
+
+    settings: WorkerSettings
+    config: ModelConfig
+    limits: Limits
+    model: Decoder
+    shape: KvShape
+    memory: HostMemory | None  # of the host tier
+    report: Report
+
+    @property
+    def host_pages(self) -> int:
+        return 0 if self.memory is None else self.memory.bytes.nbytes // self.shape.page_bytes
+
+    def say(self, state: EngineState, message: str, fraction: float | None = None) -> None:
+        self.report(PhaseReport(state, message, fraction))
+
+    def assemble(
+        self, num_pages: int, max_model_len: int, report: Report, memory: HostMemory | None
+    ) -> tuple[Runner, str]:
+        """A runner on a pool of `num_pages`, and its attention backend's name.
+
+        Args:
+            memory: for its host tier; None: it has none.
+        """
+        settings, device = self.settings, self.model.device
+        info = ExecutorInfo(
+            num_pages=num_pages,
+            page_size=settings.page_size,
+            max_rows=self.limits.max_running,
+            max_model_len=max_model_len,
+            vocab_size=self.config.vocab_size,
+            depth=self.limits.depth,
+            num_host_pages=0 if memory is None else self.host_pages,
+        )
+        pool = self.shape.allocate(num_pages, device)
+        attention, name = select_attention(
+            settings.attention_backend,
+            pool,
+            self.config,
+            self.model.group.shard,
+            self.model.dtype,
+            report,
+        )
+        table = RequestTable(
+            max_rows=info.max_rows,
+            max_model_len=max_model_len,
+            page_size=settings.page_size,
+            scratch_page=num_pages,
+            device=device,
+        )
+        host = None if memory is None else host_tier(pool, memory)
+        timeout = self.limits.step_timeout
+        return Runner(self.model, attention, table, info, timeout, host), name
+
+    def graph_sizes(self, backend: str) -> tuple[list[int], list[int]]:
+        """Batch sizes and token counts to capture: none on a CPU, or for the backend whose shapes
+        vary."""
+        on_cuda = self.model.device.type == "cuda"
+        if not on_cuda or not self.settings.cuda_graphs or backend == Backend.TORCH:
+            return [], []
+        return ladder(self.limits.max_running), token_ladder(self.limits.max_step_tokens)

@@ -1,0 +1,95 @@
+"""Settings whose value depends on the device or the model: chosen once, refused in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.protocol.settings import Device, DType, KVDType, WorkerSettings
+from radixgrove.worker.models.config import ModelConfig, ModelError
+
+# From here on (Ada, Hopper) the kernels have instructions that convert float8.
+_FLOAT8_CAPABILITY = (8, 9)
+# A CPU's step is this much slower than a GPU's before it counts as stuck.
+_CPU_STEP_FACTOR = 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Settings whose default depends on the device."""
+
+    max_running: int
+    max_step_tokens: int
+    depth: int
+    step_timeout: float
+
+    @classmethod
+    def of(cls, settings: WorkerSettings, device: torch.device) -> Limits:
+        cuda = device.type == "cuda"
+        return cls(
+            max_running=settings.max_running or (256 if cuda else 32),
+            max_step_tokens=settings.max_step_tokens or (8192 if cuda else 512),
+            depth=2 if cuda and settings.overlap else 1,
+            step_timeout=settings.step_timeout * (1.0 if cuda else _CPU_STEP_FACTOR),
+        )
+
+
+def choose_device(setting: Device, rank: int) -> torch.device:
+    """This rank's device.
+
+    Raises:
+        ModelError: CUDA is asked for and absent, or there are fewer devices than ranks.
+    """
+    if setting == Device.CPU or (setting == Device.AUTO and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ModelError("device cuda asked for, but torch finds no CUDA device")
+    if rank >= (count := torch.cuda.device_count()):
+        raise ModelError(f"rank {rank} has no device: this machine has {count}; lower tp")
+    return torch.device("cuda", rank)
+
+
+def choose_dtype(setting: DType, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if setting != DType.AUTO:
+        dtype: torch.dtype = getattr(torch, setting.value)
+        return dtype
+    return torch.float32 if device.type == "cpu" else config.dtype
+
+
+def choose_kv_dtype(setting: KVDType, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The pool's dtype, for a model of `dtype`.
+
+    Raises:
+        ModelError: the device cannot convert float8.
+    """
+    if setting == KVDType.AUTO:
+        return dtype
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FLOAT8_CAPABILITY:
+            raise ModelError(
+                f"kv_dtype {setting.value} needs a GPU of compute capability 8.9 or later, and "
+                f"this one has {capability[0]}.{capability[1]}; set kv_dtype to auto"
+            )
+    return FLOAT8
+
+
+def choose_length(setting: int | None, config: ModelConfig) -> int:
+    longest = config.max_position_embeddings
+    if setting is not None and setting > longest:
+        raise ModelError(f"max_model_len {setting} exceeds the model's {longest}")
+    return setting or longest
+
+
+def fit_length(setting: int | None, max_model_len: int, kv_tokens: int) -> int:
+    """One request must fit the pool: shorten the default length, refuse an explicit one."""
+    if max_model_len <= kv_tokens:
+        return max_model_len
+    if setting is not None:
+        raise ModelError(
+            f"max_model_len {setting} does not fit the KV pool of {kv_tokens} tokens; lower it, or "
+            "raise kv_tokens or memory_fraction"
+        )
+    return kv_tokens

@@ -1,0 +1,76 @@
+"""Weights onto the device, while the kernels that the model will want are compiled."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from radixgrove.kernels import ops as kernels
+from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.protocol.settings import AttentionBackend as Backend
+from radixgrove.protocol.settings import LoadFormat, WorkerSettings
+from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
+from radixgrove.worker.execution.assembly import Report
+from radixgrove.worker.execution.choices import Limits, choose_length
+from radixgrove.worker.messages import EngineState, PhaseReport
+from radixgrove.worker.models.config import ModelConfig
+from radixgrove.worker.models.decoder import Decoder
+from radixgrove.worker.models.layers import Placement
+from radixgrove.worker.models.ops import choose_ops
+from radixgrove.worker.models.weights import fill_random, load_safetensors
+
+
+def load_model(
+    settings: WorkerSettings,
+    config: ModelConfig,
+    limits: Limits,
+    model_dir: Path,
+    place: Placement,
+    kv_dtype: torch.dtype,
+    report: Report,
+) -> Decoder:
+    """The decoder with its weights, on the device; kernels compile meanwhile."""
+    model = Decoder(config, place, choose_ops(place.device))
+    sizes = limits.max_running, limits.max_step_tokens
+    attention = []
+    if place.device.type == "cuda":
+        shape = attention_shape(settings, config, limits, place, kv_dtype)
+        attention = compile_jobs(shape, place.device)
+    with kernels.tuner.compiling(model.projections(), *sizes, attention):
+        if settings.load_format == LoadFormat.DUMMY:
+            report(PhaseReport(EngineState.LOADING, "filling random weights"))
+            fill_random(model.parts(), seed=place.group.rank)
+        else:
+            load_safetensors(
+                model.parts(),
+                model_dir,
+                lambda done: report(PhaseReport(EngineState.LOADING, "loading weights", done)),
+            )
+    model.prepare()
+    return model
+
+
+def attention_shape(
+    settings: WorkerSettings,
+    config: ModelConfig,
+    limits: Limits,
+    place: Placement,
+    kv_dtype: torch.dtype,
+) -> AttentionShape:
+    longest = choose_length(settings.max_model_len, config)
+    return AttentionShape(
+        heads=place.group.shard.split(config.num_heads)[1],
+        kv_heads=place.group.shard.split(config.num_kv_heads)[1],
+        head_dim=config.head_dim,
+        page_size=settings.page_size,
+        max_rows=limits.max_running,
+        max_pages=-(-longest // settings.page_size),
+        qk_norm=config.qk_norm,
+        dtype=place.dtype,
+        kv_dtype=kv_dtype,
+        extends=settings.attention_backend == Backend.TRITON
+        or kv_dtype == FLOAT8
+        or find_spec("flashinfer") is None,
+    )

@@ -1,0 +1,82 @@
+"""Choosing an attention backend: the fastest one that works here, said once with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from radixgrove.protocol.settings import AttentionBackend as Choice
+from radixgrove.worker.attention.base import AttentionBackend
+from radixgrove.worker.messages import EngineState, PhaseReport
+from radixgrove.worker.models.config import ModelConfig, ModelError
+from radixgrove.worker.parallel.group import Shard
+
+_CLASSES = {
+    Choice.FLASHINFER: "FlashInferAttention",
+    Choice.TRITON: "TritonAttention",
+    Choice.TORCH: "TorchAttention",
+}
+_PREFERENCE = (Choice.FLASHINFER, Choice.TRITON, Choice.TORCH)
+
+
+def select_attention(
+    choice: Choice,
+    pool: Tensor,
+    config: ModelConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+    report: Callable[[PhaseReport], None],
+) -> tuple[AttentionBackend, str]:
+    """The backend for a model of `dtype`, and its name.
+
+    `auto` tries flashinfer, triton, torch in this order on CUDA, and takes torch on a CPU.
+
+    Raises:
+        ModelError: the chosen backend cannot be used here.
+    """
+    on_cuda = pool.is_cuda
+    if choice != Choice.AUTO:
+        if choice != Choice.TORCH and not on_cuda:
+            raise ModelError(f"attention backend {choice.value} needs CUDA")
+        try:
+            backend = _create(choice, pool, config, shard, dtype)
+            _warm_up(backend, report)
+        except (ImportError, RuntimeError) as error:
+            raise ModelError(f"attention backend {choice.value}: {error}") from error
+        report(PhaseReport(EngineState.WARMING_UP, f"attention backend {choice.value}, as set"))
+        return backend, choice.value
+    reasons = []
+    for candidate in _PREFERENCE if on_cuda else (Choice.TORCH,):
+        try:
+            backend = _create(candidate, pool, config, shard, dtype)
+            _warm_up(backend, report)
+        except (ImportError, RuntimeError, ValueError) as error:
+            reasons.append(f"{candidate.value} not usable: {error}")
+            continue
+        reasons.append("the fastest here" if on_cuda else "the backend for CPUs")
+        message = f"attention backend {candidate.value} ({'; '.join(reasons)})"
+        report(PhaseReport(EngineState.WARMING_UP, message))
+        return backend, candidate.value
+    raise ModelError(f"no attention backend works: {'; '.join(reasons)}")
+
+
+def _warm_up(backend: AttentionBackend, report: Callable[[PhaseReport], None]) -> None:
+    backend.warm_up(lambda text, done: report(PhaseReport(EngineState.WARMING_UP, text, done)))
+
+
+def _create(
+    choice: Choice, pool: Tensor, config: ModelConfig, shard: Shard, dtype: torch.dtype
+) -> AttentionBackend:
+    module = import_module(f"radixgrove.worker.attention.{choice.value}")
+    kind: type[AttentionBackend] = getattr(module, _CLASSES[choice])
+    return kind(
+        pool,
+        num_heads=shard.split(config.num_heads)[1],
+        num_kv_heads=shard.split(config.num_kv_heads)[1],
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        dtype=dtype,
+    )
