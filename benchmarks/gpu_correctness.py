@@ -32,7 +32,7 @@ from offline import OfflineEngine
 from torch import Tensor
 
 from radixgrove.protocol.openai.sampling import SamplingParams
-from radixgrove.protocol.settings import AttentionBackend, Device, DType, LoadFormat, WorkerSettings
+from radixgrove.protocol.settings import AttentionChoice, Device, DType, LoadFormat, WorkerSettings
 from radixgrove.worker.messages import Submit, TokenLogprobs, Tokens
 from radixgrove.worker.plan import StepPlan
 
@@ -83,7 +83,7 @@ class Subject:
             device=Device.CUDA if torch.cuda.is_available() else Device.CPU,
             dtype=dtype,
             load_format=LoadFormat.SAFETENSORS,
-            attention_backend=AttentionBackend(backend),
+            attention_backend=AttentionChoice(backend),
             max_model_len=1024,
             max_running=64,
             kv_tokens=65536,

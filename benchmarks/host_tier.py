@@ -21,7 +21,7 @@ import pytest
 import results
 import torch
 
-from radixgrove.worker.execution.host_tier import CudaHostTier
+from radixgrove.worker.execution.page_copier import CudaPageCopier
 from radixgrove.worker.execution.memory import GIB, KvShape
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.plan import PageCopies, StepPlan
@@ -73,7 +73,7 @@ def measure(what: str, copied: int, launch: Callable[[], object]) -> None:
     show(what, copied / seconds / 1e9, "GB/s", statistics.median(launching[1:]))
 
 
-def measure_tier(tier: CudaHostTier, memory: HostMemory) -> None:
+def measure_tier(tier: CudaPageCopier, memory: HostMemory) -> None:
     copied = PAGES * SHAPE.page_bytes
     host = memory.bytes[: min(copied, memory.chunk)]
     device = torch.empty_like(host, device=DEVICE)
@@ -138,7 +138,7 @@ def run_tests() -> int:
     options = "-q --maxfail=5 -m gpu -c /dev/null --import-mode=importlib -W ignore"
     options += f" -p no:cacheprovider --rootdir={results.ROOT} --durations=5"
     tests = results.ROOT / "tests" / "execution"
-    return pytest.main([*options.split(), f"--confcutdir={tests}", f"{tests}/test_host_tier.py"])
+    return pytest.main([*options.split(), f"--confcutdir={tests}", f"{tests}/test_page_copier.py"])
 
 
 def main() -> int:
@@ -152,7 +152,7 @@ def main() -> int:
     pages = int(arguments.gib * GIB) // SHAPE.page_bytes
     memory = lock(pages * SHAPE.page_bytes)
     with torch.inference_mode():
-        tier = CudaHostTier(SHAPE.allocate(PAGES, DEVICE), memory)
+        tier = CudaPageCopier(SHAPE.allocate(PAGES, DEVICE), memory)
         measure_tier(tier, memory)
         tokens = tier.measure()
     show("a short load, as at start", tokens * SHAPE.bytes_per_token / 1e9, "GB/s")

@@ -28,7 +28,7 @@ from workloads import WORKLOADS, ModelShape, Workload
 
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import (
-    AttentionBackend,
+    AttentionChoice,
     Device,
     DType,
     KVDType,
@@ -210,7 +210,7 @@ def make_settings(arguments: argparse.Namespace) -> WorkerSettings:
         "dtype": DType(arguments.dtype),
         "kv_dtype": KVDType(arguments.kv_dtype),
         "tp": arguments.tp,
-        "attention_backend": AttentionBackend(arguments.backend),
+        "attention_backend": AttentionChoice(arguments.backend),
         "max_running": arguments.max_running,
         "max_step_tokens": arguments.max_step_tokens,
         "max_model_len": arguments.max_model_len,
@@ -225,7 +225,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """What decides the engine, shared with the profile."""
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument(
-        "--backend", default="auto", choices=[b.value for b in AttentionBackend], help="attention"
+        "--backend", default="auto", choices=[b.value for b in AttentionChoice], help="attention"
     )
     parser.add_argument("--device", default="auto", choices=[d.value for d in Device])
     parser.add_argument("--dtype", default="auto", choices=[d.value for d in DType])

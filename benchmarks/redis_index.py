@@ -32,7 +32,7 @@ from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, BlockHasher
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import LoadReport, Registration, root_fingerprint
 from radixgrove.protocol.settings import RouterSettings
-from radixgrove.router.placement import Ask, Placer
+from radixgrove.router.placement import PlacementRequest, Placer
 from radixgrove.router.redis_link import RedisLink
 from radixgrove.router.replicas import Breaker, Replica, Service
 from radixgrove.worker.agent.publisher import Publisher
@@ -128,7 +128,7 @@ async def placements(
     times = []
     server = client.info("commandstats").get("cmdstat_evalsha", {"usec": 0})
     for number in range(calls):
-        ask = Ask(blocks * BLOCK_TOKENS + 1, paths[number % len(paths)], BLOCK_TOKENS)
+        ask = PlacementRequest(blocks * BLOCK_TOKENS + 1, paths[number % len(paths)], BLOCK_TOKENS)
         started = time.perf_counter()
         decision = await placer.place(service, ask)
         times.append(1000 * (time.perf_counter() - started))

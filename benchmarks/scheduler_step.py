@@ -20,9 +20,9 @@ import results
 
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.openai.sampling import SamplingParams
-from radixgrove.worker.cache.node import Scope
+from radixgrove.worker.cache.node import CacheScope
 from radixgrove.worker.cache.pool import PagePool
-from radixgrove.worker.cache.timeline import Clock
+from radixgrove.worker.cache.timeline import Timeline
 from radixgrove.worker.cache.tree import RadixTree
 from radixgrove.worker.messages import Outputs, Submit
 from radixgrove.worker.plan import StepPlan, StepResult
@@ -91,18 +91,18 @@ def decode_steps(rows: int, depth: int, steps: int) -> dict[str, list[float]]:
 def long_prompt(tokens: int) -> dict[str, list[float]]:
     """Seconds to insert a prompt (hashing included) and to find it again."""
     pages = tokens // PAGE
-    scope = Scope("model", "local")
+    scope = CacheScope("model", "local")
     seconds: dict[str, list[float]] = {"insert": [], "match": []}
     prompt = np.random.default_rng(0).integers(0, VOCABULARY, tokens, dtype="<i4").tobytes()
     hasher = BlockHasher(b"secret", "model", PAGE)
     for _ in range(10):
-        clock = Clock()
-        pool = PagePool(pages, clock)
-        tree = RadixTree(pool, clock, PAGE, hasher=lambda _: hasher)
+        timeline = Timeline()
+        pool = PagePool(pages, timeline)
+        tree = RadixTree(pool, timeline, PAGE, hasher=lambda _: hasher)
         node = tree.match(scope, prompt, pages)
         tree.lock(node)
         table = pool.allocate(pages)
-        seconds["insert"].append(timed(lambda: tree.absorb(node, prompt, table, pages)))  # noqa: B023
+        seconds["insert"].append(timed(lambda: tree.insert(node, prompt, table, pages)))  # noqa: B023
         seconds["match"].append(timed(lambda: tree.peek(scope, prompt, pages)))  # noqa: B023
     return seconds
 

@@ -15,7 +15,7 @@ from radixgrove.worker.attention.base import AttentionBatch
 from radixgrove.worker.attention.torch import TorchAttention
 from radixgrove.worker.models.config import ModelConfig, RopeConfig
 from radixgrove.worker.models.decoder import Decoder
-from radixgrove.worker.models.layers import Placement
+from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.ops import KernelOps, Ops, TorchOps
 from radixgrove.worker.models.weights import fill_random
 from radixgrove.worker.parallel.group import Shard, TensorParallel
@@ -47,7 +47,7 @@ SPLIT = SkinnyConfig(block_n=16, block_k=16, splits=3, stages=2)
 
 def make_decoder(ops: Ops, device: torch.device) -> Decoder:
     """The same weights every time; norms differ from 1, and biases from 0."""
-    decoder = Decoder(CONFIG, Placement(TensorParallel(Shard()), torch.float32, device), ops)
+    decoder = Decoder(CONFIG, TensorPlacement(TensorParallel(Shard()), torch.float32, device), ops)
     fill_random(decoder.parts(), seed=3)
     generator = torch.Generator(device).manual_seed(4)
     for part in decoder.parts():

@@ -12,7 +12,7 @@ from torch import Tensor
 from radixgrove.kernels import sample, top_k_top_p
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.execution.sampling.draw import draw, draw_by_kernels
-from radixgrove.worker.execution.sampling.state import Need, SamplingState
+from radixgrove.worker.execution.sampling.state import SamplingFeatures, SamplingState
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.plan import NewRow, StepPlan
 
@@ -62,10 +62,18 @@ def distinct_values(count: int) -> Tensor:
     return torch.where(order % 2 == 0, magnitude, -magnitude)
 
 
-@pytest.mark.parametrize("need", [Need.NOTHING, Need.RANDOM, Need.RANDOM | Need.FILTER], ids=str)
+@pytest.mark.parametrize(
+    "need",
+    [
+        SamplingFeatures.NOTHING,
+        SamplingFeatures.RANDOM,
+        SamplingFeatures.RANDOM | SamplingFeatures.FILTER,
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_draw_and_append_as_torch_does(
-    need: Need, dtype: torch.dtype, device: torch.device
+    need: SamplingFeatures, dtype: torch.dtype, device: torch.device
 ) -> None:
     ours, reference = Bench.make(device), Bench.make(torch.device("cpu"))
     rows = torch.tensor([5, 0, 3, ROWS, 1, ROWS])
@@ -86,11 +94,15 @@ def test_kernels_draw_and_append_as_torch_does(
 
 @pytest.mark.parametrize(
     ("need", "kernels"),
-    [(Need.NOTHING, 2), (Need.RANDOM, 2), (Need.RANDOM | Need.FILTER, 3)],
+    [
+        (SamplingFeatures.NOTHING, 2),
+        (SamplingFeatures.RANDOM, 2),
+        (SamplingFeatures.RANDOM | SamplingFeatures.FILTER, 3),
+    ],
     ids=["greedy", "random", "filtered"],
 )
 def test_a_step_launches_few_kernels(
-    need: Need, kernels: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+    need: SamplingFeatures, kernels: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """Kernels of ours, and nothing of torch that computes: views and allocations only."""
     launches: list[str] = []

@@ -14,7 +14,7 @@ import redis
 from radixgrove.protocol.blocks import HASH_BYTES, members
 from radixgrove.protocol.registry import Registration
 from radixgrove.protocol.settings import RouterSettings
-from radixgrove.router.placement import Ask, Decision, Placer
+from radixgrove.router.placement import Placement, PlacementRequest, Placer
 from radixgrove.router.redis_link import RedisLink
 from radixgrove.router.replicas import Breaker, Replica, Service
 from radixgrove.worker.messages import Tier
@@ -39,7 +39,7 @@ class Fleet:
         for engine in (self.first, self.second):
             await eventually(partial(engine.in_step, self._client))
 
-    async def place(self, path: bytes) -> Decision:
+    async def place(self, path: bytes) -> Placement:
         """Where a request with this prefix and a block of its own goes; it ends at once."""
         known = [
             msgspec.json.decode(record, type=Registration)
@@ -47,14 +47,16 @@ class Fleet:
         ]
         service = Service("default", ["m"])
         service.set_replicas({r.replica_id: _ready(r) for r in known})
-        ask = Ask((BLOCKS + 1) * 16, members(path, HASHER.domain64("local")), block_tokens=16)
+        ask = PlacementRequest(
+            (BLOCKS + 1) * 16, members(path, HASHER.domain64("local")), block_tokens=16
+        )
 
-        async def placed() -> Decision | None:
+        async def placed() -> Placement | None:
             for engine in (self.first, self.second):
                 engine.pulse()  # one that is late for long counts as stuck
             return await self._placer.place(service, ask)
 
-        decision: Decision = await eventually(placed)
+        decision: Placement = await eventually(placed)
         self._placer.release(decision)
         return decision
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 import redis
 
-from radixgrove.operator.cluster.redis import RedisSide, connect
+from radixgrove.operator.cluster.redis_store import RedisSide, connect
 from radixgrove.protocol.model_table import SHARED, ModelEntry, demand_key, table_key
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import fleet

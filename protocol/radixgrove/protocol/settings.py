@@ -38,7 +38,7 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"
 
 
-class AttentionBackend(StrEnum):
+class AttentionChoice(StrEnum):
     AUTO = "auto"
     FLASHINFER = "flashinfer"
     TRITON = "triton"
@@ -182,7 +182,7 @@ class WorkerSettings(Settings):
     )
     weight_version: str = _field("0", "Names the weights in cache keys.", max_length=128)
     tp: int = _field(1, "Tensor-parallel ranks.", ge=1, le=64, everyday=True)
-    attention_backend: AttentionBackend = _field(AttentionBackend.AUTO, "Attention kernels.")
+    attention_backend: AttentionChoice = _field(AttentionChoice.AUTO, "Attention kernels.")
     cuda_graphs: bool = _field(
         True, "Capture decode steps, and small ones that prefill, as CUDA graphs."
     )

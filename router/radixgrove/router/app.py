@@ -54,7 +54,7 @@ class _FastPath:
             await self._app(scope, receive, send)
 
 
-class _Farewell:
+class CloseOnDrain:
     """While the router drains, every answer asks its client to connect anew: elsewhere, then."""
 
     def __init__(self, app: App, proxy: Proxy) -> None:
@@ -130,7 +130,7 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
             keys.authenticate(given)
 
     built = asgi.build(_FastPath(app, proxy, guard), max_body_bytes=settings.max_body_bytes)
-    return _Farewell(built, proxy)
+    return CloseOnDrain(built, proxy)
 
 
 def _model(service: Service, name: str) -> ModelObject:

@@ -41,7 +41,7 @@ from radixgrove.protocol.text.tokenizer import (
 )
 from radixgrove.router import metrics
 from radixgrove.router.fleet import Fleet
-from radixgrove.router.placement import Ask
+from radixgrove.router.placement import PlacementRequest
 from radixgrove.router.replicas import Replica, Service
 from radixgrove.service.auth import sharing_domain
 
@@ -74,7 +74,7 @@ class Encoded:
     """A request ready to be placed."""
 
     model: str  # as the client named it
-    ask: Ask
+    ask: PlacementRequest
     prompts: list[bytes] | None  # token ids; None: the worker tokenizes
     digest: str  # of the tokenizer that made them
 
@@ -143,7 +143,7 @@ class Encoders:
             sharing = Sharing.SHARED if shared else Sharing.PRIVATE
             domain = sharing_domain(sharing, principal, generation.cache_salt)
             names = members(longest.hashes[:usable], model.domain64(domain))
-        ask = Ask(
+        ask = PlacementRequest(
             prompt_tokens=sum(map(len, prompts)),
             members=names,
             block_tokens=block,
@@ -249,7 +249,7 @@ def encode_foreign(body: bytes) -> Encoded:
         parent = blake2b(parent + block, digest_size=MEMBER_BYTES).digest()
         names.append(parent)
     tokens = len(text) // BYTES_PER_TOKEN + 1
-    ask = Ask(
+    ask = PlacementRequest(
         prompt_tokens=tokens,
         members=b"".join(names),
         block_tokens=TEXT_BLOCK // BYTES_PER_TOKEN,

@@ -41,7 +41,7 @@ NO_CEILING = 1e15
 
 
 @dataclass(slots=True)
-class Ask:
+class PlacementRequest:
     """What placement knows of a request."""
 
     prompt_tokens: int
@@ -52,7 +52,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Decision:
+class Placement:
     """A replica, booked until `Placer.release`."""
 
     service: Service
@@ -78,7 +78,7 @@ class _Template:
 
 
 @dataclass(slots=True)
-class _Ledger:
+class _Bookings:
     """What this router has booked in Redis for one service."""
 
     keys: ServiceKeys
@@ -88,7 +88,7 @@ class _Ledger:
     templates: dict[tuple[str, ...], _Template] = field(default_factory=dict)
 
 
-class _Forgotten(Exception):
+class IndexLost(Exception):
     """Redis came back without the leases it had: it does not know yet who is alive."""
 
 
@@ -100,13 +100,13 @@ class Placer:
         self._prefix = settings.redis_prefix
         self._router_id = router_id
         self._link = link
-        self._ledgers: dict[str, _Ledger] = {}
+        self._ledgers: dict[str, _Bookings] = {}
         self._serial = itertools.count()
         self._random = random.Random()
 
     async def place(
-        self, service: Service, ask: Ask, excluded: Iterable[Replica] = ()
-    ) -> Decision | None:
+        self, service: Service, ask: PlacementRequest, excluded: Iterable[Replica] = ()
+    ) -> Placement | None:
         """Chooses and books; None when no replica can take the request now."""
         candidates = [
             replica
@@ -124,8 +124,8 @@ class Placer:
         return decision
 
     async def _choose(
-        self, service: Service, candidates: list[Replica], ask: Ask
-    ) -> Decision | None:
+        self, service: Service, candidates: list[Replica], ask: PlacementRequest
+    ) -> Placement | None:
         registered = [replica for replica in candidates if replica.registration is not None]
         others = [replica for replica in candidates if replica.registration is None]
         link = self._link
@@ -136,11 +136,11 @@ class Placer:
                 return await self._shared(link, service, registered, others, ask)
             except (RedisUnavailable, RedisRefused) as error:
                 logger.warning("placing without Redis: %s", error)
-            except _Forgotten:
+            except IndexLost:
                 pass
         return self._local(service, candidates, ask, "degraded")
 
-    def release(self, decision: Decision) -> None:
+    def release(self, decision: Placement) -> None:
         """The request is over, however it ended. Call it exactly once."""
         replica = decision.replica
         replica.in_flight = max(0, replica.in_flight - decision.sequences)
@@ -171,8 +171,8 @@ class Placer:
         service: Service,
         registered: list[Replica],
         others: list[Replica],
-        ask: Ask,
-    ) -> Decision | None:
+        ask: PlacementRequest,
+    ) -> Placement | None:
         """Raises RedisUnavailable, RedisRefused or _Forgotten: Redis cannot decide."""
         ledger = self._ledger(service.name)
         template = _template(ledger, service, registered)
@@ -208,14 +208,14 @@ class Placer:
         if fallback is not None:
             self._take_back(fallback)
         if forgotten:
-            raise _Forgotten
+            raise IndexLost
         chosen, matched, host, booked = (int(value) for value in answer[:4])
         replica = template.replicas[chosen - 1]
         generation = replica.generation
         ledger.open[reservation] = (generation, booked)
         ledger.requests[generation] += ask.sequences
         replica.in_flight += ask.sequences
-        return Decision(
+        return Placement(
             service=service,
             replica=replica,
             reservation=reservation,
@@ -227,10 +227,10 @@ class Placer:
             generation=generation,
         )
 
-    def _ledger(self, service: str) -> _Ledger:
+    def _ledger(self, service: str) -> _Bookings:
         ledger = self._ledgers.get(service)
         if ledger is None:
-            ledger = self._ledgers[service] = _Ledger(ServiceKeys(self._prefix, service))
+            ledger = self._ledgers[service] = _Bookings(ServiceKeys(self._prefix, service))
         return ledger
 
     async def heartbeat(self, services: Iterable[Service]) -> None:
@@ -285,8 +285,8 @@ class Placer:
         return candidates
 
     def _local(
-        self, service: Service, candidates: Sequence[Replica], ask: Ask, decided: str
-    ) -> Decision | None:
+        self, service: Service, candidates: Sequence[Replica], ask: PlacementRequest, decided: str
+    ) -> Placement | None:
         if not candidates:
             return None
         now = time.monotonic()
@@ -308,7 +308,7 @@ class Placer:
         wait_ms = max(0.0, replica.busy_until - now) * 1000
         replica.in_flight += ask.sequences
         replica.busy_until = max(now, replica.busy_until) + work_ms / 1000
-        return Decision(
+        return Placement(
             service=service,
             replica=replica,
             reservation=f"{self._router_id}-{next(self._serial)}",
@@ -322,14 +322,14 @@ class Placer:
         )
 
     @staticmethod
-    def _take_back(decision: Decision) -> None:
+    def _take_back(decision: Placement) -> None:
         """Undoes a booking made here that came to nothing."""
         replica = decision.replica
         replica.in_flight = max(0, replica.in_flight - decision.sequences)
         replica.busy_until -= decision.work_ms / 1000
 
 
-def count(decision: Decision, ask: Ask) -> None:
+def count(decision: Placement, ask: PlacementRequest) -> None:
     """Metrics of one placement."""
     model = decision.service.model
     metrics.PLACEMENTS.labels(decision.replica.id, decision.decided).inc()
@@ -337,12 +337,12 @@ def count(decision: Decision, ask: Ask) -> None:
     metrics.PREDICTED_TOKENS.labels(model).inc(decision.matched_tokens)
 
 
-def _fits(replica: Replica, ask: Ask) -> bool:
+def _fits(replica: Replica, ask: PlacementRequest) -> bool:
     registration = replica.registration
     return registration is None or ask.longest < registration.max_model_len
 
 
-def _cost(replica: Replica, ask: Ask, now: float) -> tuple[float, int]:
+def _cost(replica: Replica, ask: PlacementRequest, now: float) -> tuple[float, int]:
     """Cost as in lua/place.lua, and matched blocks, by this process's own view."""
     token_ms = replica.token_ms
     matched = replica.sent.match(ask.members)
@@ -357,7 +357,7 @@ def _affinity(key: bytes, replica_id: str) -> bytes:
     return blake2b(key + replica_id.encode(), digest_size=8).digest()
 
 
-def _template(ledger: _Ledger, service: Service, replicas: list[Replica]) -> _Template:
+def _template(ledger: _Bookings, service: Service, replicas: list[Replica]) -> _Template:
     generations = tuple([replica.generation for replica in replicas])
     template = ledger.templates.get(generations)
     if template is None:

@@ -20,7 +20,7 @@ from radixgrove.protocol.settings import RouterSettings, reveal
 from radixgrove.router import metrics
 from radixgrove.router.encoding import Encoded, Encoders
 from radixgrove.router.fleet import Fleet
-from radixgrove.router.placement import Decision, Placer, count
+from radixgrove.router.placement import Placement, Placer, count
 from radixgrove.router.replicas import Replica, Service
 from radixgrove.router.upstream import Attempt, AttemptFailed, StreamBroke, Upstream
 from radixgrove.service.asgi import (
@@ -219,7 +219,7 @@ class Proxy:
         await exchange.send({"type": "http.response.body", "body": answer.body})
         return answer.status
 
-    async def _place(self, exchange: _Exchange, failed: list[Replica]) -> Decision | None:
+    async def _place(self, exchange: _Exchange, failed: list[Replica]) -> Placement | None:
         """A booked replica; holds the request while there is none, unless others failed already."""
         service, ask = exchange.service, exchange.encoded.ask
         started = time.perf_counter()
@@ -263,7 +263,7 @@ class Proxy:
 
     # ---- forwarding ------------------------------------------------------------------------
 
-    async def _attempt(self, exchange: _Exchange, decision: Decision) -> int:
+    async def _attempt(self, exchange: _Exchange, decision: Placement) -> int:
         """Sends the request to the decided replica and relays its answer byte for byte.
 
         Raises:
@@ -302,7 +302,7 @@ class Proxy:
         exchange: _Exchange,
         status: int,
         headers: list[tuple[bytes, bytes]],
-        decision: Decision | None = None,
+        decision: Placement | None = None,
     ) -> None:
         if (
             decision is not None
@@ -347,7 +347,7 @@ class Proxy:
         return True
 
     def _request(
-        self, exchange: _Exchange, decision: Decision
+        self, exchange: _Exchange, decision: Placement
     ) -> tuple[list[tuple[bytes, bytes]], bytes]:
         """Headers and body for a replica: ours speak envelopes, others get what the client sent."""
         encoded, context = exchange.encoded, state(exchange.scope)

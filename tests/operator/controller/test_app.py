@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from radixgrove.operator.api import metrics, names
-from radixgrove.operator.cluster.redis import RedisSide
+from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.controller import app as module
 from radixgrove.operator.controller.app import App
 from radixgrove.operator.controller.health import HealthServer
@@ -209,7 +209,7 @@ def test_routers_keep_the_groups_of_a_service_whose_spec_cannot_be_read() -> Non
     table = SimpleNamespace(keep_only=kept.append, rewrite=nothing)
     app = App(MemoryKube(), CONFIG, Turns())
     app.service_event(None, unreadable("1"))
-    app._rewrite(cast(RedisSide, table))
+    app._rewrite(cast(RedisStore, table))
     assert kept == [{"team-a.llama"}]
 
 

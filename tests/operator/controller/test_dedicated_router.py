@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from radixgrove.operator.api.spec import Router
-from radixgrove.operator.cluster.redis import RedisSide, connect
+from radixgrove.operator.cluster.redis_store import RedisStore, connect
 from radixgrove.operator.render.router import router_objects
 from radixgrove.protocol.model_table import SHARED, ModelEntry
 from tests.conftest import find_free_port
@@ -92,7 +92,9 @@ async def replica(server: RedisServer) -> AsyncIterator[SimulatedReplica]:
 async def test_it_serves_its_own_model_to_those_with_a_key_and_no_other_service(
     container: str, redis_server: RedisServer
 ) -> None:
-    table = RedisSide(connect(f"redis://127.0.0.1:{redis_server.port}/0", 2.0), CONFIG.redis.prefix)
+    table = RedisStore(
+        connect(f"redis://127.0.0.1:{redis_server.port}/0", 2.0), CONFIG.redis.prefix
+    )
     entry = ModelEntry(service=SERVICE.key, names=["llama"], attempts=[REPLICA], desired=1)
     table.put(SERVICE.key, 1.0, entry)
     table.put(SHARED, 1.0, ModelEntry(service="b.other", names=["other"], attempts=[], desired=1))

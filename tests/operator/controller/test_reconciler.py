@@ -10,7 +10,7 @@ import pytest
 
 from radixgrove.operator.api import metrics, names
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.cluster.redis import RedisAway, RedisSide
+from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller.reconciler import Incomplete, Reconciler
 from radixgrove.operator.controller.store import Key, Store
@@ -69,7 +69,7 @@ class Operator:
     def restart(self, config: OperatorConfig = CONFIG) -> None:
         """A new process, which reads the installation's keys again."""
         self._reconciler = Reconciler(
-            self.kube, self.store, Keys(self.kube, config), cast(RedisSide, self.table),
+            self.kube, self.store, Keys(self.kube, config), cast(RedisStore, self.table),
             cast(WorkerProbe, self.probe), config, lambda key: None, self.enqueued.append,
         )  # fmt: skip
 
@@ -84,7 +84,7 @@ class Operator:
     def node(self, name: str, **fields: str) -> None:
         self.store.node_seen(self.kube.add(node(name, **fields)))
 
-    def look(self) -> list[str]:
+    def context(self) -> list[str]:
         """One reconciliation; what it wrote."""
         self.kube.written.clear()
         self.store.service_seen(self.resource)
@@ -96,9 +96,9 @@ class Operator:
 
     def settle(self, *nodes: str) -> None:
         for _ in range(4):
-            self.look()
+            self.context()
             self.kube.run_pods(*nodes or ("n0", "n1"))
-        assert self.look() == []
+        assert self.context() == []
 
     @property
     def resource(self) -> dict[str, Any]:
@@ -139,10 +139,10 @@ def test_a_pod_on_an_unreachable_node_is_moved_unless_its_worker_renews_its_leas
     operator.settle()
     operator.table.leases = {("team-a.llama", "llama-0-a1-0")}
     operator.node("n1", ready="Unknown")  # for longer than any grace
-    operator.look()
+    operator.context()
     assert operator.sets() == ["llama-0-a1"]
     operator.table.leases.clear()
-    operator.look()
+    operator.context()
     assert operator.sets() == ["llama-0-a2"]
     assert "GroupRecovery" in operator.events()
 
@@ -152,14 +152,14 @@ def test_the_next_attempt_would_rather_not_run_on_a_machine_that_hangs() -> None
     operator.settle()
     operator.probe.hung = {"n1"}
     operator.pod("llama-0-a1-0")["status"]["containerStatuses"][0]["restartCount"] = 1
-    operator.look()
+    operator.context()
     pods = operator.kube.the("StatefulSet", "llama-0-a2")["spec"]["template"]["spec"]
     assert "'values': ['n1']" in str(pods["affinity"]["nodeAffinity"])
     operator.settle("n0", "n2")
     assert operator.condition() == "True/Serving"
     # It is remembered with the attempt, whose set is still restored when somebody changes it.
     operator.kube.the("StatefulSet", "llama-0-a2")["spec"]["updateStrategy"]["type"] = "Other"
-    assert operator.look() == ["patch StatefulSet/llama-0-a2"]
+    assert operator.context() == ["patch StatefulSet/llama-0-a2"]
     assert operator.kube.the("StatefulSet", "llama-0-a2")["spec"]["template"]["spec"] == pods
 
 
@@ -169,18 +169,18 @@ def test_a_group_that_comes_back_in_the_middle_of_a_rollout_reads_its_own_settin
     operator.settle()
     old = settings_of(operator, "llama-0-a1")
     operator.apply(**TWO_NODES, rollout=rollout, engine={"pageSize": 32})
-    operator.look()
+    operator.context()
     assert operator.sets() == ["llama-0-a1", "llama-1-a2"]
     assert settings_of(operator, "llama-1-a2") != old
     operator.pod("llama-0-a1-1")["metadata"]["uid"] = "replaced"
-    operator.look()
+    operator.context()
     assert operator.sets() == ["llama-0-a3", "llama-1-a2"]
     assert settings_of(operator, "llama-0-a3") == old
     operator.kube.run_pods("n0", "n1", of="llama-0-a3")
-    operator.look()
+    operator.context()
     operator.pod("llama-0-a3-1")["metadata"]["uid"] = "replaced again"
-    operator.look()
-    operator.look()
+    operator.context()
+    operator.context()
     assert operator.sets() == ["llama-1-a2"], "the next attempt waits for its back-off"
     assert old in {found["metadata"]["name"] for found in operator.kube.of("ConfigMap")}
 
@@ -195,7 +195,7 @@ def test_children_of_a_deleted_namesake_are_waited_out() -> None:
     operator.settle("n0")
     operator.resource["metadata"]["uid"] = "made-anew"  # its children still have the old owner
     with pytest.raises(Incomplete, match="belongs to another owner"):
-        operator.look()
+        operator.context()
     assert operator.condition("Degraded") == "True/RequestRefused"
     owners = {
         owner["uid"]
@@ -227,12 +227,12 @@ def test_a_service_is_ready_once_routers_know_of_it(monkeypatch: pytest.MonkeyPa
         without_redis.setattr(operator.table, "put", away)
         for _ in range(2):
             with pytest.raises(Incomplete, match="Redis does not answer"):
-                operator.look()
+                operator.context()
             operator.kube.run_pods("n0")
         with pytest.raises(Incomplete):
-            operator.look()
+            operator.context()
         assert operator.condition() == "False/RequestRefused"
-    operator.look()
+    operator.context()
     assert operator.condition() == "True/Serving"
 
 
@@ -254,22 +254,22 @@ def test_what_pods_read_of_the_installation_at_their_start_replaces_groups_once(
     operator.settle("n0")
     routers = operator.kube.the("Deployment", "llama-router")["spec"]["template"]
     operator.restart()
-    assert operator.look() == [], "an operator that starts again changes nothing"
+    assert operator.context() == [], "an operator that starts again changes nothing"
     if what == "key":
         change_a_key(operator.kube)
     config = PREFIXED if what == "prefix" else CONFIG
     operator.restart(config)
     for _ in range(6):
-        operator.look()
+        operator.context()
         for group in operator.kube.of("StatefulSet"):  # drained ones have had their time
             if names.DRAINING in group["metadata"].get("annotations", {}):
                 group["metadata"]["annotations"][names.DRAINING] = STARTED
         operator.kube.run_pods("n0")
     assert operator.sets() == ["llama-0-a2"]
     assert operator.kube.the("Deployment", "llama-router")["spec"]["template"] != routers
-    assert operator.look() == []
+    assert operator.context() == []
     operator.restart(config)
-    assert operator.look() == [], "and once is enough"
+    assert operator.context() == [], "and once is enough"
 
 
 def test_no_group_is_made_for_keys_that_could_not_be_given(
@@ -291,10 +291,10 @@ def test_no_group_is_made_for_keys_that_could_not_be_given(
     with monkeypatch.context() as patched:
         patched.setattr(operator.kube, "_request", refused)
         with pytest.raises(Incomplete, match="secrets: forbidden"):
-            operator.look()
+            operator.context()
         assert operator.sets() == ["llama-0-a1"]
         assert operator.kube.the("Deployment", "llama-router")["spec"] == router
-    operator.look()
+    operator.context()
     assert operator.sets() == ["llama-0-a1", "llama-1-a2"]
     assert operator.kube.the("Deployment", "llama-router")["spec"] != router
 
@@ -303,8 +303,8 @@ def test_a_copy_of_the_keys_that_somebody_deleted_is_made_again() -> None:
     operator = Operator()
     operator.settle("n0")
     del operator.kube.objects["Secret", KEY[0], CONFIG.keys_secret]  # of which no event tells
-    assert operator.look() == [f"patch Secret/{CONFIG.keys_secret}"]
-    assert operator.look() == []
+    assert operator.context() == [f"patch Secret/{CONFIG.keys_secret}"]
+    assert operator.context() == []
 
 
 def test_a_status_that_somebody_wiped_is_written_once() -> None:
@@ -312,11 +312,11 @@ def test_a_status_that_somebody_wiped_is_written_once() -> None:
     operator.settle()
     before = operator.resource["status"]
     operator.resource["status"] = {}
-    wrote = [written for written in operator.look() if "Event" not in written]
+    wrote = [written for written in operator.context() if "Event" not in written]
     assert wrote == ["patch InferenceService/llama"]
     for kept in ("operator", "lastAttempt", "summary"):
         assert operator.resource["status"][kept] == before[kept]
-    assert operator.look() == []
+    assert operator.context() == []
     assert operator.sets() == ["llama-0-a1"]
 
 
@@ -335,19 +335,19 @@ def measured() -> tuple[float | None, ...]:
 
 def test_a_first_start_is_told_from_a_service_that_is_down() -> None:
     operator = Operator()
-    operator.look()
+    operator.context()
     assert measured() == (0, 1, 1, 1)
     operator.kube.the("StatefulSet", "llama-0-a1")["metadata"]["creationTimestamp"] = STARTED
-    operator.look()
+    operator.context()
     assert measured() == (0, 1, 0, 0), "its time is over"
     operator.settle("n0")
     assert measured() == (1, 1, 0, 0)
     pod = operator.pod("llama-0-a1-0")["status"]
     pod["conditions"] = [{"type": "Ready", "status": "False"}]
-    operator.look()
+    operator.context()
     assert measured() == (0, 1, 0, 0)
     operator.apply(suspend=True)
-    operator.look()
+    operator.context()
     assert measured() == (0, 0, 0, 0)
     del operator.kube.objects[names.KIND, *KEY]
     operator.gone()
@@ -377,9 +377,9 @@ def test_what_another_installation_looks_after_is_left_alone_and_that_is_said_on
     operator.table.entries["team-a.llama"] = ModelEntry(
         service="team-a.llama", names=["llama"], attempts=[], desired=1
     )
-    (said,) = operator.look()
+    (said,) = operator.context()
     assert said.startswith("create Event/llama.")
-    assert operator.look() == []
+    assert operator.context() == []
     (told,) = operator.kube.of("Event")
     assert (told["type"], told["reason"]) == ("Warning", "ServedElsewhere")
     for words in (THEIRS, CONFIG.installation, "operator.namespaces"):
@@ -389,7 +389,7 @@ def test_what_another_installation_looks_after_is_left_alone_and_that_is_said_on
 
 def test_it_is_taken_over_when_the_other_installation_is_gone() -> None:
     operator = looked_after_by_another()
-    operator.look()
+    operator.context()
     del operator.kube.objects["Lease", "elsewhere", "rg-operator"]
     operator.settle("n0")
     assert operator.resource["status"]["operator"] == CONFIG.installation
@@ -403,16 +403,16 @@ def test_an_installation_lives_as_long_as_its_lease_is_renewed(
     monkeypatch.setattr(renewals, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     operator = looked_after_by_another()
     for turn in range(1, 4):
-        operator.look()
+        operator.context()
         clock[0] += 60.0
         operator.kube.add(lease(turn))
-    operator.look()
+    operator.context()
     assert operator.sets() == []
     clock[0] += 14.0  # the last renewal still counts
-    operator.look()
+    operator.context()
     assert operator.sets() == []
     clock[0] += 2.0
-    operator.look()
+    operator.context()
     assert operator.sets() == ["llama-0-a1"]
 
 
@@ -437,7 +437,7 @@ def test_a_lease_that_may_not_be_read_is_named(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(operator.kube, "get", refused)
     with pytest.raises(KubeError, match="get leases/elsewhere/rg-operator: forbidden"):
-        operator.look()
+        operator.context()
     assert operator.kube.written == []
 
 
@@ -452,7 +452,7 @@ def test_a_service_is_not_ready_before_its_own_router_is() -> None:
     assert operator.condition() == "False/RouterNotReady"
     assert operator.condition("Progressing") == "True/RouterNotReady"
     operator.kube.the("Deployment", "llama-router")["status"] = {"availableReplicas": 1}
-    operator.look()
+    operator.context()
     assert operator.condition() == "True/Serving"
     assert operator.condition("Progressing") == "False/Settled"
 
@@ -473,7 +473,7 @@ def test_what_keeps_its_own_router_from_starting_is_said() -> None:
             "status": {"containerStatuses": [{"name": "router", "state": {"waiting": waiting}}]},
         }
     )
-    operator.look()
+    operator.context()
     assert words in operator.message()
 
 
@@ -486,24 +486,24 @@ def test_wrong_settings_of_its_router_are_named_and_leave_the_running_one_alone(
         assert operator.condition(kind) == f"{value}/InvalidRouter"
     assert "router.settings.retrys" in operator.message()
     operator.apply(router={"dedicated": True, "settings": {"retries": 1}})
-    operator.look()
+    operator.context()
     router = operator.kube.the("Deployment", "llama-router")
     router["status"] = {"availableReplicas": 1}
     operator.settle("n0")
     assert operator.condition() == "True/Serving"
     operator.apply(**wrong)
-    operator.look()
+    operator.context()
     assert operator.condition() == "True/Serving"
     assert operator.condition("Degraded") == "True/InvalidRouter"
     assert operator.kube.the("Deployment", "llama-router")["spec"] == router["spec"]
-    assert operator.look() == []
+    assert operator.context() == []
 
 
 def test_a_router_that_is_not_wanted_any_more_goes() -> None:
     operator = Operator(**DEDICATED)
     operator.settle("n0")
     operator.apply()
-    operator.look()
+    operator.context()
     assert operator.kube.of("Deployment") == []
     assert operator.condition() == "True/Serving"
 
@@ -516,9 +516,9 @@ def test_a_crd_that_drops_parts_of_the_status_is_told_until_it_is_renewed() -> N
     operator.settle("n0")
     operator.kube.dropped = {"summary"}
     operator.apply(replicas=2)
-    operator.look()
+    operator.context()
     assert operator.enqueued == [KEY], "to say so in the status"
-    operator.look()
+    operator.context()
     assert operator.condition("Degraded") == "True/OutdatedCRD"
     for words in ("status.summary", "Helm release that owns", "kubectl apply --server-side"):
         assert words in operator.message("Degraded")
@@ -553,9 +553,9 @@ def test_where_nobody_says_which_crd_is_served_every_look_tries_again(
     monkeypatch.setattr(operator.kube, "schema_hash", lambda: "")
     operator.kube.dropped = {"summary"}
     for _ in range(4):
-        operator.look()
+        operator.context()
         operator.kube.run_pods("n0")
-    assert operator.look() == ["patch InferenceService/llama"]
+    assert operator.context() == ["patch InferenceService/llama"]
     operator.kube.dropped = set()
     operator.settle("n0")
     assert operator.condition("Degraded") == "False/AsExpected"
@@ -573,9 +573,9 @@ def test_what_else_somebody_changes_of_a_status_is_written_again_under_such_a_cr
 
 def test_a_spec_of_another_version_is_told_once() -> None:
     operator = Operator(unheard_of=1)
-    operator.look()
+    operator.context()
     assert operator.condition() == "False/InvalidSpec"
     assert "spec.unheard_of" in operator.message()
     since = operator.resource["status"]["conditions"][0]["lastTransitionTime"]
-    assert operator.look() == [], "or its own write would wake it for ever"
+    assert operator.context() == [], "or its own write would wake it for ever"
     assert operator.resource["status"]["conditions"][0]["lastTransitionTime"] == since

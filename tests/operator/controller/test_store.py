@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixgrove.operator.controller.store import Store, name_conflict, neighbour_of
+from radixgrove.operator.controller.store import Store, name_conflict, other_service_of
 
 
 def service(own: str, claim: str = "", namespace: str = "here", **model: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def test_a_service_that_went_before_concerns_nobody() -> None:
 
 
 def conflict(own: dict[str, Any], *others: dict[str, Any]) -> str:
-    found = neighbour_of(own)
+    found = other_service_of(own)
     assert found is not None
     return name_conflict(found, store_of(own, *others).services())
 
@@ -86,10 +86,10 @@ def test_of_two_made_at_once_exactly_one_keeps_the_name() -> None:
 def test_what_another_installation_serves_takes_no_name_of_ours() -> None:
     old, new = service("a", name="llama"), service("b", name="llama")
     old["status"]["operator"], new["status"]["operator"] = "theirs/rg", "ours/rg"
-    found = [made for made in map(neighbour_of, (old, new)) if made is not None]
+    found = [made for made in map(other_service_of, (old, new)) if made is not None]
     assert name_conflict(found[1], found) == ""
     old["status"]["operator"] = "ours/rg"
-    found = [made for made in map(neighbour_of, (old, new)) if made is not None]
+    found = [made for made in map(other_service_of, (old, new)) if made is not None]
     assert "here/a" in name_conflict(found[1], found)
 
 

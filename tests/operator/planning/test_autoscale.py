@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from radixgrove.operator.api import names
 from radixgrove.operator.api.spec import Autoscaling
 from radixgrove.operator.api.status import AutoscalingStatus
-from radixgrove.operator.cluster.redis import RedisAway, RedisSide
+from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore
 from radixgrove.operator.controller.autoscaler import Autoscaler
 from radixgrove.operator.controller.store import Store
 from radixgrove.operator.planning.autoscale import Load, decide
@@ -112,7 +112,7 @@ def test_it_moves_no_service_of_another_installation() -> None:
         }
         store.service_seen(kube.add(resource))
     scaler = Autoscaler(
-        kube, store, cast(RedisSide, NoRedis()), lambda key: [], "radixgrove/rg", every=0.0
+        kube, store, cast(RedisStore, NoRedis()), lambda key: [], "radixgrove/rg", every=0.0
     )
     scaler.run(Once())
     wanted = {name: kube.the(names.KIND, name)["spec"]["replicas"] for name in ("new", "ours")}

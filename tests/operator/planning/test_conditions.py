@@ -18,14 +18,14 @@ from radixgrove.operator.api.status import (
 )
 from radixgrove.operator.kube.events import event
 from radixgrove.operator.planning.conditions import (
-    Facts,
+    StatusInput,
     compute,
     difference,
     starting,
     transitions,
 )
 from radixgrove.operator.planning.diagnosis import Problem, pod_problem, problem
-from radixgrove.operator.planning.model_cache import Step
+from radixgrove.operator.planning.model_cache import CacheStep
 from radixgrove.operator.planning.observed import Group, Pod, group_of, pod_of
 from radixgrove.operator.planning.plan import Plan
 from radixgrove.operator.render.revision import InvalidEngine, InvalidOverrides
@@ -33,7 +33,7 @@ from tests.operator.operator_builders import spec
 
 NOW = 1_000_000.0
 EMPTY = InferenceServiceStatus()
-CACHED = Step(ModelStatus(name="llama"), ready=True, reason="Cached")
+CACHED = CacheStep(ModelStatus(name="llama"), ready=True, reason="Cached")
 
 
 def record(index: int, phase: GroupPhase = GroupPhase.READY, **fields: Any) -> GroupStatus:
@@ -49,9 +49,9 @@ def facts(
     blocked: bool = False,
     waits_for: str = "",
     **fields: Any,
-) -> Facts:
+) -> StatusInput:
     plan = Plan(records=list(records), blocked=blocked, waits_for=waits_for, last_attempt=7)
-    made = Facts(
+    made = StatusInput(
         name="llama",
         operator="radixgrove/radixgrove-operator",
         generation=5,
@@ -66,13 +66,13 @@ def facts(
     return replace(made, **fields)
 
 
-def conditions(given: Facts, before: InferenceServiceStatus = EMPTY) -> dict[str, str]:
+def conditions(given: StatusInput, before: InferenceServiceStatus = EMPTY) -> dict[str, str]:
     """`True/Serving` by type."""
     found = compute(given, before, NOW).conditions
     return {c.type: f"{c.status}/{c.reason}" for c in found}
 
 
-def message(given: Facts, kind: str = "Ready") -> str:
+def message(given: StatusInput, kind: str = "Ready") -> str:
     return next(c.message for c in compute(given, EMPTY, NOW).conditions if c.type == kind)
 
 
@@ -224,7 +224,9 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
             "layer 71 of 80",
         ),
         (
-            facts(WAITING, model=Step(ModelStatus(), reason="ModelNotFound", message="no such")),
+            facts(
+                WAITING, model=CacheStep(ModelStatus(), reason="ModelNotFound", message="no such")
+            ),
             "ModelNotFound",
             "no such",
         ),
@@ -250,7 +252,7 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_missing_is_said_with_a_reason(given: Facts, reason: str, said: str) -> None:
+def test_what_is_missing_is_said_with_a_reason(given: StatusInput, reason: str, said: str) -> None:
     assert conditions(given)["Ready"] == f"False/{reason}"
     assert said in message(given)
 
@@ -385,14 +387,14 @@ def test_every_transition_is_an_event_once() -> None:
     [
         (facts(STARTING, groups=[group_with(unschedulable=UNSCHEDULABLE)]), "Warning"),
         (facts(STARTING, groups=[group_with(waiting=("ErrImagePull", "no"))]), "Warning"),
-        (facts(WAITING, model=Step(ModelStatus(), reason="ModelNotFound")), "Warning"),
-        (facts(WAITING, model=Step(ModelStatus(), reason="Downloading")), "Normal"),
+        (facts(WAITING, model=CacheStep(ModelStatus(), reason="ModelNotFound")), "Warning"),
+        (facts(WAITING, model=CacheStep(ModelStatus(), reason="Downloading")), "Normal"),
         (facts(STARTING), "Normal"),
         (facts(record(0, revision="r0")), "Normal"),
         (facts(resource=spec(suspend=True)), "Normal"),
     ],
 )
-def test_only_what_needs_somebody_is_a_warning(given: Facts, kind: str) -> None:
+def test_only_what_needs_somebody_is_a_warning(given: StatusInput, kind: str) -> None:
     told = transitions(EMPTY, compute(given, EMPTY, NOW))
     assert ("Warning" in {found for found, _, _ in told}) == (kind == "Warning")
 
@@ -528,12 +530,12 @@ def loading(seconds: float, allowed: float = 1800.0, **fields: Any) -> Group:
         (facts(STARTING, groups=[replace(group_with(), startup=60.0, created=NOW - 61)]), 0),
         (facts(record(0)), 0),
         (facts(record(0), STARTING.model_copy(update={"index": 1})), 1),
-        (facts(resource=spec(replicas=2), model=Step(ModelStatus(), reason="Downloading")), 2),
-        (facts(resource=spec(replicas=2), model=Step(ModelStatus(), reason="NoSpace")), 0),
+        (facts(resource=spec(replicas=2), model=CacheStep(ModelStatus(), reason="Downloading")), 2),
+        (facts(resource=spec(replicas=2), model=CacheStep(ModelStatus(), reason="NoSpace")), 0),
         (facts(resource=spec(replicas=0)), 0),
     ],
 )
-def test_groups_start_without_trouble_only_for_so_long(given: Facts, count: int) -> None:
+def test_groups_start_without_trouble_only_for_so_long(given: StatusInput, count: int) -> None:
     assert starting(given, NOW) == count
 
 

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.operator.planning import gang
-from radixgrove.operator.planning.gang import Placement
+from radixgrove.operator.planning.gang import GangPlacement
 
 
-def placement(age: float, placed: int, nodes: int = 2, since: float | None = 0.0) -> Placement:
+def placement(age: float, placed: int, nodes: int = 2, since: float | None = 0.0) -> GangPlacement:
     name = f"s{age:g}"
-    return Placement(("ns", name, 0), (age, "ns", name, 0), "cuda", nodes, placed, since)
+    return GangPlacement(("ns", name, 0), (age, "ns", name, 0), "cuda", nodes, placed, since)
 
 
 def test_nobody_else_gets_pods_while_one_is_partly_placed() -> None:

@@ -15,7 +15,7 @@ from radixgrove.operator.planning.model_cache import (
     BYTES,
     COMPLETE,
     Cache,
-    Step,
+    CacheStep,
     decide,
     wanted_claims,
 )
@@ -36,7 +36,7 @@ def step(
     claims: dict[str, dict[str, str]] | None = None,
     now: float = NOW,
     others: Sequence[User] = (),
-) -> Step:
+) -> CacheStep:
     """`claims` are those that exist, with their annotations; `others` are younger services."""
     live = {name: live_claim(annotations) for name, annotations in (claims or {}).items()}
     cache = Cache(jobs or {}, live, [User(SERVICE, resource.model.cache), *others])
@@ -51,7 +51,7 @@ def live_claim(annotations: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def kinds(found: Step) -> list[str]:
+def kinds(found: CacheStep) -> list[str]:
     return [child["kind"] for child in found.apply]
 
 

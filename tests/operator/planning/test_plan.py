@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.api.status import GroupPhase, GroupStatus
 from radixgrove.operator.planning import gang
-from radixgrove.operator.planning.observed import Group, Node, Pod, World
-from radixgrove.operator.planning.plan import NewAttempt, Plan, Situation, as_placements, make_plan
+from radixgrove.operator.planning.observed import Group, Node, ObservedState, Pod
+from radixgrove.operator.planning.plan import NewAttempt, Plan, PlanInput, as_placements, make_plan
 from tests.operator.operator_builders import CONFIG, SERVICE, spec
 
 
@@ -36,7 +36,7 @@ class Cluster:
     )
     names_used: set[str] = field(default_factory=set)
     known: set[str] = field(default_factory=lambda: {"r1"})
-    others: list[gang.Placement] = field(default_factory=list)
+    others: list[gang.GangPlacement] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)  # nodes that hang, unknown to Kubernetes
     uids: int = 0
     last_attempt: int = 0
@@ -47,13 +47,15 @@ class Cluster:
         groups = tuple(self.groups.values())
         own = as_placements(SERVICE, 1.0, "cuda", groups, self.records)
         plan = make_plan(
-            Situation(
+            PlanInput(
                 service=SERVICE,
                 spec=self.spec,
                 created=1.0,
                 records=self.records,
                 last_attempt=self.last_attempt,
-                world=World(groups, self.nodes, max((g.attempt for g in groups), default=0)),
+                observed=ObservedState(
+                    groups, self.nodes, max((g.attempt for g in groups), default=0)
+                ),
                 target=self.target,
                 previous=self.target,
                 known_revisions=self.known,
@@ -273,7 +275,7 @@ def test_an_old_group_that_breaks_under_a_bad_update_comes_back_as_it_was() -> N
 
 def test_nothing_is_placed_while_another_group_is_half_placed() -> None:
     made = Cluster(spec(hardware={"nodes": 2, "gpusPerNode": 8}))
-    made.others = [gang.Placement(("b", "other", 0), (0.5, "b", "other", 0), "cuda", 2, 1)]
+    made.others = [gang.GangPlacement(("b", "other", 0), (0.5, "b", "other", 0), "cuda", 2, 1)]
     plan = made.reconcile()
     assert (plan.create, plan.waits_for) == ([], "b/other")
     made.others = []
@@ -286,7 +288,7 @@ def test_the_younger_of_two_half_placed_groups_gives_up_and_later_returns() -> N
     made.reconcile()
     made.make_pods()
     made.pods(lambda pod: replace(pod, node="n0"), only=0)
-    made.others = [gang.Placement(("b", "other", 0), (0.5, "b", "other", 0), "cuda", 2, 1)]
+    made.others = [gang.GangPlacement(("b", "other", 0), (0.5, "b", "other", 0), "cuda", 2, 1)]
     plan = made.reconcile()
     assert [group.name for group in plan.delete] == ["llama-0-a1"]
     assert made.groups == {}

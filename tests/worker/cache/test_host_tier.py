@@ -6,38 +6,38 @@ import sys
 
 from radixgrove.protocol.settings import EvictionPolicy, HostWritePolicy
 from radixgrove.worker.cache.host_tier import HostTier
-from radixgrove.worker.cache.node import Node, Scope
+from radixgrove.worker.cache.node import CacheScope, TreeNode
 from radixgrove.worker.cache.pool import PagePool
-from radixgrove.worker.cache.timeline import Clock
+from radixgrove.worker.cache.timeline import Timeline
 from radixgrove.worker.cache.tree import RadixTree
 from radixgrove.worker.plan import PageCopies
 from radixgrove.worker.scheduler.invariants import check_tree
 from tests.worker.scheduler.harness import pack
 
-PUBLIC = Scope("model", "public")
+PUBLIC = CacheScope("model", "public")
 
 
 class Tiers:
     """A tree of one-token pages over two pools. Copies end when a test says so."""
 
     def __init__(self, pages: int, host_pages: int, policy: HostWritePolicy) -> None:
-        self.clock = Clock()
-        self.pool = PagePool(pages, self.clock)
-        self.host = HostTier(host_pages, self.clock, policy, EvictionPolicy.LRU)
-        self.tree = RadixTree(self.pool, self.clock, 1, host=self.host)
+        self.timeline = Timeline()
+        self.pool = PagePool(pages, self.timeline)
+        self.host = HostTier(host_pages, self.timeline, policy, EvictionPolicy.LRU)
+        self.tree = RadixTree(self.pool, self.timeline, 1, host=self.host)
 
     def insert(self, tokens: list[int]) -> None:
         """Cache `tokens` as one finished request does."""
         node = self.hold(tokens)
         pages = self.tree.path_pages(node) + self.pool.allocate(len(tokens) - node.end)
-        self.tree.absorb(node, pack(tokens), pages, len(tokens))
+        self.tree.insert(node, pack(tokens), pages, len(tokens))
 
-    def hold(self, tokens: list[int]) -> Node:
+    def hold(self, tokens: list[int]) -> TreeNode:
         node = self.tree.match(PUBLIC, pack(tokens), len(tokens))
         self.tree.lock(node)
         return node
 
-    def load(self, tokens: list[int]) -> Node:
+    def load(self, tokens: list[int]) -> TreeNode:
         """Begin to load all of `tokens` that the host has; the node is locked."""
         node = self.tree.match(PUBLIC, pack(tokens), len(tokens))
         below = self.tree.match_host(node, pack(tokens), len(tokens))
@@ -51,8 +51,8 @@ class Tiers:
 
     def end_copies(self) -> None:
         self.saves()
-        self.clock.saves_ended = self.clock.saves_launched
-        self.clock.loads_ended = self.clock.loads_launched
+        self.timeline.saves_ended = self.timeline.saves_launched
+        self.timeline.loads_ended = self.timeline.loads_launched
         self.pool.reclaim()
         self.host.pool.reclaim()
 
@@ -142,7 +142,7 @@ def test_a_leaf_that_a_request_holds_is_saved_once_it_ends_or_branches() -> None
     tiers.insert([1] * 6 + [2])  # another goes on from where the first is
     tiers.tree.save_wanted()
     assert [len(save.pages) for save in tiers.saves()] == [7]
-    tiers.tree.absorb(node, tokens, pages, 8)
+    tiers.tree.insert(node, tokens, pages, 8)
     tiers.tree.save_wanted()
     assert [save.pages for save in tiers.saves()] == [pages[6:]]
     tiers.end_copies()

@@ -8,36 +8,36 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from radixgrove.worker.cache.pool import Owner, PagePool, PoolError
-from radixgrove.worker.cache.timeline import Clock, Fence
+from radixgrove.worker.cache.timeline import Fence, Timeline
 
 NUM_PAGES = 12
 
 
 def test_pages_released_while_a_step_runs_wait_for_it() -> None:
-    clock = Clock()
-    pool = PagePool(4, clock)
+    timeline = Timeline()
+    pool = PagePool(4, timeline)
     pages = pool.allocate(3)
-    clock.launched = 2
+    timeline.launched = 2
     pool.release(pages[:1], Owner.REQUEST, Fence(1))
     pool.release(pages[1:], Owner.REQUEST, Fence(2))
     assert (pool.free, pool.retired) == (1, 3)
-    clock.collected = 1
+    timeline.collected = 1
     pool.reclaim()
     assert (pool.free, pool.retired) == (2, 2)
-    clock.collected = 2
+    timeline.collected = 2
     pool.reclaim()
     assert (pool.free, pool.retired) == (4, 0)
 
 
 def test_a_page_behind_a_passed_fence_is_free_at_once() -> None:
-    clock = Clock(launched=5, collected=4)
-    pool = PagePool(2, clock)
+    timeline = Timeline(launched=5, collected=4)
+    pool = PagePool(2, timeline)
     pool.release(pool.allocate(1), Owner.REQUEST, Fence(4))
     assert pool.free == 2
 
 
 def test_breaking_the_rules_of_ownership_is_an_error() -> None:
-    pool = PagePool(3, Clock())
+    pool = PagePool(3, Timeline())
     with pytest.raises(PoolError, match="4 pages wanted, 3 are free"):
         pool.allocate(4)
     pages = pool.allocate(2)
@@ -49,7 +49,7 @@ def test_breaking_the_rules_of_ownership_is_an_error() -> None:
 
 
 def test_the_conservation_check_finds_leaks_and_double_owners() -> None:
-    pool = PagePool(3, Clock())
+    pool = PagePool(3, Timeline())
     one, two = pool.allocate(2)
     pool.adopt([two])
     pool.check([one], [two])
@@ -66,8 +66,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
-        self.pool = PagePool(NUM_PAGES, self.clock)
+        self.timeline = Timeline()
+        self.pool = PagePool(NUM_PAGES, self.timeline)
         self.owner = dict.fromkeys(range(NUM_PAGES), Owner.FREE)
         self.fences: dict[int, int] = {}
 
@@ -97,26 +97,26 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject, owner: Owner) -> None:
         pages = data.draw(st.lists(st.sampled_from(range(NUM_PAGES)), unique=True))
         pages = [page for page in pages if self.owner[page] is owner]
-        fence = data.draw(st.integers(0, self.clock.launched))
+        fence = data.draw(st.integers(0, self.timeline.launched))
         self.pool.release(pages, owner, Fence(fence))
-        if fence <= self.clock.collected:
+        if fence <= self.timeline.collected:
             self.owner.update(dict.fromkeys(pages, Owner.FREE))
         else:
             self.owner.update(dict.fromkeys(pages, Owner.RETIRED))
             self.fences.update(dict.fromkeys(pages, fence))
 
-    @precondition(lambda self: self.clock.in_flight < 3)
+    @precondition(lambda self: self.timeline.in_flight < 3)
     @rule()
     def launch(self) -> None:
-        self.clock.launched += 1
+        self.timeline.launched += 1
 
-    @precondition(lambda self: self.clock.in_flight)
+    @precondition(lambda self: self.timeline.in_flight)
     @rule()
     def collect(self) -> None:
-        self.clock.collected += 1
+        self.timeline.collected += 1
         self.pool.reclaim()
         for page, fence in list(self.fences.items()):
-            if fence == self.clock.collected:
+            if fence == self.timeline.collected:
                 del self.fences[page]
                 self.owner[page] = Owner.FREE
 

@@ -6,14 +6,14 @@ import pytest
 
 from radixgrove.protocol.blocks import HASH_BYTES, BlockHasher
 from radixgrove.protocol.settings import EvictionPolicy
-from radixgrove.worker.cache.node import Node, Scope
+from radixgrove.worker.cache.node import CacheScope, TreeNode
 from radixgrove.worker.cache.pool import Owner, PagePool
-from radixgrove.worker.cache.timeline import Clock
+from radixgrove.worker.cache.timeline import Timeline
 from radixgrove.worker.cache.tree import RadixTree, common_pages
 from tests.worker.scheduler.harness import pack
 
 PAGE = 2
-PUBLIC = Scope("model", "public")
+PUBLIC = CacheScope("model", "public")
 
 
 class Cache:
@@ -22,30 +22,32 @@ class Cache:
     def __init__(
         self, policy: EvictionPolicy = EvictionPolicy.LRU, index_block: int | None = None
     ) -> None:
-        self.clock = Clock()
-        self.pool = PagePool(32, self.clock)
+        self.timeline = Timeline()
+        self.pool = PagePool(32, self.timeline)
         self.hasher = BlockHasher(b"secret", "model", index_block or PAGE)
         hashers = (lambda _: self.hasher) if index_block else None
-        self.tree = RadixTree(self.pool, self.clock, PAGE, policy, hashers)
+        self.tree = RadixTree(self.pool, self.timeline, PAGE, policy, hashers)
 
-    def hold(self, tokens: list[int], scope: Scope = PUBLIC, limit: int | None = None) -> Node:
+    def hold(
+        self, tokens: list[int], scope: CacheScope = PUBLIC, limit: int | None = None
+    ) -> TreeNode:
         limit = len(tokens) // PAGE if limit is None else limit
         node = self.tree.match(scope, pack(tokens), limit)
         self.tree.lock(node)
         return node
 
     def insert(
-        self, tokens: list[int], scope: Scope = PUBLIC, priority: int = 0
+        self, tokens: list[int], scope: CacheScope = PUBLIC, priority: int = 0
     ) -> tuple[list[int], list[int]]:
         """Cache `tokens` as one finished request does; its table and its duplicates."""
         node = self.hold(tokens, scope)
         self.tree.record_hit(node, priority)
         count = len(tokens) // PAGE
         pages = self.tree.path_pages(node) + self.pool.allocate(count - node.end)
-        duplicates = self.tree.absorb(node, pack(tokens), pages, count, priority)
+        duplicates = self.tree.insert(node, pack(tokens), pages, count, priority)
         return pages, duplicates
 
-    def cached(self, tokens: list[int], scope: Scope = PUBLIC) -> int:
+    def cached(self, tokens: list[int], scope: CacheScope = PUBLIC) -> int:
         return self.tree.peek(scope, pack(tokens), len(tokens) // PAGE)[1]
 
 
@@ -69,8 +71,8 @@ def test_a_match_stops_at_the_limit_and_at_whole_pages() -> None:
 def test_scopes_share_nothing() -> None:
     cache = Cache()
     cache.insert([1, 2, 3, 4])
-    assert cache.cached([1, 2, 3, 4], Scope("model", "someone")) == 0
-    assert cache.cached([1, 2, 3, 4], Scope("other model", "public")) == 0
+    assert cache.cached([1, 2, 3, 4], CacheScope("model", "someone")) == 0
+    assert cache.cached([1, 2, 3, 4], CacheScope("other model", "public")) == 0
     assert cache.cached([1, 2, 3, 4]) == 2
 
 
@@ -80,7 +82,7 @@ def test_a_split_keeps_the_locks_of_the_lower_part() -> None:
     lower = cache.hold([1, 2, 3, 4, 5, 6, 7, 8])
     upper = cache.hold([1, 2, 3, 4, 0, 0])
     assert (upper.end, lower.start, lower.end) == (2, 2, 4)
-    assert (upper.locks, lower.locks) == (2, 1)
+    assert (upper.ref_count, lower.ref_count) == (2, 1)
     cache.tree.unlock(lower)
     assert cache.tree.evictable == 2
     assert cache.tree.evict(99) == 2
@@ -92,8 +94,8 @@ def test_a_leaving_request_keeps_duplicates_and_gives_the_rest() -> None:
     first = cache.hold([1, 2, 3, 4, 5, 6])  # both start from nothing
     second = cache.hold([1, 2, 3, 4, 7, 8])
     mine, others = cache.pool.allocate(3), cache.pool.allocate(3)
-    assert cache.tree.absorb(first, pack([1, 2, 3, 4, 5, 6]), mine, 3) == []
-    duplicates = cache.tree.absorb(second, pack([1, 2, 3, 4, 7, 8]), others, 3)
+    assert cache.tree.insert(first, pack([1, 2, 3, 4, 5, 6]), mine, 3) == []
+    duplicates = cache.tree.insert(second, pack([1, 2, 3, 4, 7, 8]), others, 3)
     assert duplicates == others[:2]
     assert [cache.pool.owner(page) for page in others] == [
         Owner.REQUEST,
@@ -115,7 +117,7 @@ def test_a_running_request_publishes_until_it_meets_a_copy() -> None:
     assert cache.tree.extend(node, pack(tokens), pages, 3) is node
     assert node.end == 1
     assert cache.pool.owner(pages[1]) is Owner.REQUEST
-    assert cache.tree.absorb(node, pack(tokens), pages, 3) == [pages[1]]
+    assert cache.tree.insert(node, pack(tokens), pages, 3) == [pages[1]]
     assert cache.cached(tokens) == 3
 
 
@@ -146,11 +148,11 @@ def test_pages_of_a_path_in_use_are_not_evicted() -> None:
 def test_evicted_pages_wait_for_the_step_that_may_read_them() -> None:
     cache = Cache()
     cache.insert([1, 2])
-    cache.clock.launched = 1
+    cache.timeline.launched = 1
     cache.insert([3, 4])  # its request was part of step 1
     assert cache.tree.evict(99) == 2
     assert (cache.pool.free, cache.pool.retired) == (31, 1)
-    cache.clock.collected = 1
+    cache.timeline.collected = 1
     cache.pool.reclaim()
     assert cache.pool.free == 32
 

@@ -16,9 +16,9 @@ from hypothesis.stateful import (
 
 from radixgrove.protocol.blocks import HASH_BYTES, BlockHasher
 from radixgrove.protocol.settings import EvictionPolicy
-from radixgrove.worker.cache.node import Node, Scope
+from radixgrove.worker.cache.node import CacheScope, TreeNode
 from radixgrove.worker.cache.pool import Owner, PagePool
-from radixgrove.worker.cache.timeline import Clock, Fence
+from radixgrove.worker.cache.timeline import Fence, Timeline
 from radixgrove.worker.cache.tree import RadixTree
 from tests.worker.scheduler.harness import pack
 
@@ -35,10 +35,10 @@ prompts = st.lists(
 
 @dataclass(eq=False)
 class Holder:
-    scope: Scope
+    scope: CacheScope
     tokens: bytes
     pages: list[int]
-    node: Node
+    node: TreeNode
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -46,16 +46,16 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(EvictionPolicy))
     def start(self, policy: EvictionPolicy) -> None:
-        self.clock = Clock()
-        self.pool = PagePool(NUM_PAGES, self.clock)
+        self.timeline = Timeline()
+        self.pool = PagePool(NUM_PAGES, self.timeline)
         self.hasher = BlockHasher(b"", "n", BLOCK)
-        self.tree = RadixTree(self.pool, self.clock, PAGE, policy, lambda _: self.hasher)
-        self.model: dict[tuple[Scope, bytes], int] = {}
+        self.tree = RadixTree(self.pool, self.timeline, PAGE, policy, lambda _: self.hasher)
+        self.model: dict[tuple[CacheScope, bytes], int] = {}
         self.holders: list[Holder] = []
         self.index: dict[str, set[bytes]] = {}  # built from events alone
         self.parents: dict[bytes, bytes] = {}
 
-    def _matched(self, scope: Scope, tokens: bytes, limit: int) -> list[int]:
+    def _matched(self, scope: CacheScope, tokens: bytes, limit: int) -> list[int]:
         pages: list[int] = []
         while len(pages) < limit:
             page = self.model.get((scope, tokens[: (len(pages) + 1) * PAGE_BYTES]))
@@ -66,7 +66,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, domain=st.sampled_from(["public", "alice"]), data=st.data())
     def admit(self, prompt: list[int], domain: str, data: st.DataObject) -> None:
-        scope, tokens = Scope("n", domain), pack(prompt)
+        scope, tokens = CacheScope("n", domain), pack(prompt)
         limit = (len(prompt) - 1) // PAGE
         expected = self._matched(scope, tokens, limit)
         assert self.tree.peek(scope, tokens, limit)[1] == len(expected)
@@ -108,12 +108,12 @@ class TreeMachine(RuleBasedStateMachine):
         computed = data.draw(st.integers(holder.node.end, len(holder.pages)))
         present = len(self._matched(holder.scope, holder.tokens, computed))
         expected = holder.pages[holder.node.end : present]
-        duplicates = self.tree.absorb(holder.node, holder.tokens, holder.pages, computed)
+        duplicates = self.tree.insert(holder.node, holder.tokens, holder.pages, computed)
         assert duplicates == expected
         for depth in range(present, computed):
             self._add(holder, depth)
         left = holder.pages[computed:] + duplicates
-        self.pool.release(left, Owner.REQUEST, Fence(self.clock.launched))
+        self.pool.release(left, Owner.REQUEST, Fence(self.timeline.launched))
 
     @rule(count=st.integers(1, 6))
     def evict(self, count: int) -> None:
@@ -129,19 +129,19 @@ class TreeMachine(RuleBasedStateMachine):
                 assert (holder.scope, holder.tokens[: (depth + 1) * PAGE_BYTES]) not in gone
         self.model = kept
 
-    @precondition(lambda self: self.clock.in_flight < 2)
+    @precondition(lambda self: self.timeline.in_flight < 2)
     @rule()
     def launch(self) -> None:
-        self.clock.launched += 1
+        self.timeline.launched += 1
 
-    @precondition(lambda self: self.clock.in_flight)
+    @precondition(lambda self: self.timeline.in_flight)
     @rule()
     def collect(self) -> None:
-        self.clock.collected += 1
+        self.timeline.collected += 1
         self.pool.reclaim()
 
-    def _content(self) -> dict[tuple[Scope, bytes], int]:
-        content: dict[tuple[Scope, bytes], int] = {}
+    def _content(self) -> dict[tuple[CacheScope, bytes], int]:
+        content: dict[tuple[CacheScope, bytes], int] = {}
         for node in self.tree.nodes():
             prefix, above = b"", node.parent
             while above is not None:

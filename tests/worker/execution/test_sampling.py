@@ -19,7 +19,7 @@ from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.execution.sampling.draw import draw
 from radixgrove.worker.execution.sampling.logits_processors import edit_logits
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
-from radixgrove.worker.execution.sampling.state import Need, SamplingState
+from radixgrove.worker.execution.sampling.state import SamplingFeatures, SamplingState
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.plan import NewRow, StepPlan
 
@@ -182,7 +182,9 @@ def test_the_few_candidates_shortcut_draws_what_the_whole_vocabulary_does(
             params(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed + row),
         )
     rows, positions = torch.tensor([0, 1]), torch.tensor([3, 4])
-    got = draw(logits, rows, positions, bench.state, Need.RANDOM | Need.FILTER)
+    got = draw(
+        logits, rows, positions, bench.state, SamplingFeatures.RANDOM | SamplingFeatures.FILTER
+    )
     floats, integers = bench.state.floats(rows), bench.state.integers(rows)
     least = top_k_top_p.sampling_thresholds_reference(
         logits, floats["temperature"], integers["top_k"].int(), floats["top_p"], floats["min_p"]
@@ -226,7 +228,7 @@ def test_penalties_equal_their_definition() -> None:
             value = value - sampling.frequency_penalty * output.count(token)
             value = value - sampling.presence_penalty * (token in output)
             expected[row, token] = value
-    needs = [int(Need.of(sampling)) for sampling in kinds]
+    needs = [int(SamplingFeatures.of(sampling)) for sampling in kinds]
     edit_logits(logits, torch.arange(3), needs, bench.state, bench.table, longest=7)
     torch.testing.assert_close(logits, expected)
 

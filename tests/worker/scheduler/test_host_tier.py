@@ -15,7 +15,7 @@ from radixgrove.protocol.settings import EvictionPolicy, HostWritePolicy
 from radixgrove.worker.messages import CacheMode, Finish, Tier
 from radixgrove.worker.scheduler.counters import Counters
 from radixgrove.worker.scheduler.loads import HostLoads
-from radixgrove.worker.scheduler.request import State
+from radixgrove.worker.scheduler.request import RequestState
 from tests.worker.scheduler.harness import DEFAULTS, VOCAB, Harness, request
 from tests.worker.scheduler.test_properties import (
     Aborted,
@@ -145,7 +145,7 @@ def displaced(**changes: object) -> Harness:
     return harness
 
 
-def waiting_state(harness: Harness, request_id: str) -> State:
+def waiting_state(harness: Harness, request_id: str) -> RequestState:
     return harness.scheduler._requests[request_id].state
 
 
@@ -154,7 +154,7 @@ def test_others_go_on_while_a_prefix_is_loaded() -> None:
     harness.submit(request("back", LONG))
     for _ in range(5):
         harness.step()
-    assert waiting_state(harness, "back") is State.AWAITING_KV
+    assert waiting_state(harness, "back") is RequestState.AWAITING_KV
     assert len(harness.tokens["busy"]) >= 5
     harness.executor.end_load()
     harness.step()
@@ -194,7 +194,7 @@ def test_an_aborted_wait_lets_go_at_once_and_the_load_still_ends_well() -> None:
     harness = displaced()
     harness.submit(request("back", LONG))
     harness.step()
-    assert waiting_state(harness, "back") is State.AWAITING_KV
+    assert waiting_state(harness, "back") is RequestState.AWAITING_KV
     harness.abort("back")
     end = harness.ended["back"]
     assert not isinstance(end, str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixgrove.worker.messages import CacheMode, Finish, RefusalReason, Refused, Tokens
-from radixgrove.worker.scheduler.request import IllegalTransition, State
+from radixgrove.worker.scheduler.request import IllegalTransition, RequestState
 from tests.worker.scheduler.harness import Harness, request
 
 PROMPT = list(range(20, 40))  # five pages of four
@@ -111,16 +111,21 @@ def test_states_follow_each_other_as_drawn_and_not_otherwise() -> None:
     harness.submit(request("r", PROMPT))
     one = harness.scheduler._requests["r"]
     with pytest.raises(IllegalTransition, match="waiting -> decode"):
-        one.become(State.DECODE)
-    one.become(State.AWAITING_KV)
-    one.become(State.WAITING)
+        one.become(RequestState.DECODE)
+    one.become(RequestState.AWAITING_KV)
+    one.become(RequestState.WAITING)
     seen = [one.state]
     while harness.step():
         if seen[-1] is not one.state:
             seen.append(one.state)
-    assert seen == [State.WAITING, State.PREFILL, State.DECODE, State.FINISHED]
+    assert seen == [
+        RequestState.WAITING,
+        RequestState.PREFILL,
+        RequestState.DECODE,
+        RequestState.FINISHED,
+    ]
     with pytest.raises(IllegalTransition, match="finished -> aborted"):
-        one.become(State.ABORTED)
+        one.become(RequestState.ABORTED)
 
 
 # ---- the queue -----------------------------------------------------------------------------------

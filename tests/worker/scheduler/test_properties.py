@@ -194,13 +194,13 @@ def check_empty(harness: Harness) -> None:
     memory = harness.scheduler.memory
     assert memory.pool.retired == 0
     assert memory.pool.free + memory.tree.evictable == memory.pool.num_pages
-    assert memory.clock.copies_in_flight == 0
+    assert memory.timeline.copies_in_flight == 0
     assert memory.rows.free == harness.config.max_rows
     harness.scheduler.flush_cache()
     assert memory.pool.free == memory.pool.num_pages
     assert list(memory.tree.nodes()) == []
     assert memory.host is None or memory.host.pool.free == memory.host.pool.num_pages
-    assert harness.scheduler._admission.leaders._leaders == {}
+    assert harness.scheduler._admission.in_flight_prefixes._leaders == {}
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

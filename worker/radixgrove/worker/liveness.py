@@ -14,7 +14,7 @@ START_SILENCE = 900.0
 FRESH = 2.0  # readiness ends long before the kill
 
 
-class Pulse:
+class Liveness:
     """Follows `Stats` of one engine.
 
     All times are Unix seconds of this host, as the engine's deadlines are.

@@ -21,7 +21,7 @@ from radixgrove.cli import exit_codes
 from radixgrove.cli.configuration import redact, show
 from radixgrove.cli.redis_server import find_binary
 from radixgrove.cli.resolving import UpParts, resolve_part
-from radixgrove.protocol.settings import AttentionBackend, Device, RouterSettings, WorkerSettings
+from radixgrove.protocol.settings import AttentionChoice, Device, RouterSettings, WorkerSettings
 from radixgrove.service.listening import bound_socket
 
 _LIBRARIES = (
@@ -135,15 +135,15 @@ def _gpus(settings: WorkerSettings) -> Iterable[Finding]:
 def _backend(settings: WorkerSettings, *, on_gpu: bool) -> Finding:
     """What attention runs on; of `auto`, what it takes here and what it would take on a GPU."""
     chosen = settings.attention_backend
-    if chosen is AttentionBackend.FLASHINFER and importlib.util.find_spec("flashinfer") is None:
+    if chosen is AttentionChoice.FLASHINFER and importlib.util.find_spec("flashinfer") is None:
         return Finding(Verdict.FAIL, "backend", "flashinfer: pip install 'radixgrove[cuda]'")
-    if chosen is not AttentionBackend.AUTO:
+    if chosen is not AttentionChoice.AUTO:
         return Finding(Verdict.OK, "backend", f"attention {chosen}")
-    preferred = (AttentionBackend.FLASHINFER, AttentionBackend.TRITON)
-    fastest = next((b for b in preferred if importlib.util.find_spec(b)), AttentionBackend.TORCH)
+    preferred = (AttentionChoice.FLASHINFER, AttentionChoice.TRITON)
+    fastest = next((b for b in preferred if importlib.util.find_spec(b)), AttentionChoice.TORCH)
     if on_gpu:
         return Finding(Verdict.OK, "backend", f"attention auto: {fastest}")
-    text = f"attention auto: {AttentionBackend.TORCH} here, {fastest} on a GPU"
+    text = f"attention auto: {AttentionChoice.TORCH} here, {fastest} on a GPU"
     return Finding(Verdict.OK, "backend", text)
 
 

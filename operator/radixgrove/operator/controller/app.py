@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from radixgrove.operator.api import metrics, names
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.cluster.redis import RedisAway, RedisSide, connect
+from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore, connect
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller.autoscaler import Autoscaler
 from radixgrove.operator.controller.reconciler import Incomplete, Reconciler
@@ -68,7 +68,9 @@ class App:
             return
         if self._insist(self._seed) is None:
             return
-        redis_side = RedisSide(connect(values[REDIS_URL], _REDIS_TIMEOUT), self.config.redis.prefix)
+        redis_side = RedisStore(
+            connect(values[REDIS_URL], _REDIS_TIMEOUT), self.config.redis.prefix
+        )
         redis_side.expect({n.service.key for n in self.store.services()})
         autoscaler = Autoscaler(
             self._kube, self.store, redis_side, lambda key: reconciler.serving(key),
@@ -142,26 +144,26 @@ class App:
         self._kube.changed(resource_kind, meta["namespace"], meta["name"], version)
         key = owner_key(body)
         if resource_kind == "Job":  # one service's Job may fill the claim of several
-            for neighbour in self.store.services():
-                if (neighbour.service.namespace, neighbour.claim) == (
+            for other_service in self.store.services():
+                if (other_service.service.namespace, other_service.claim) == (
                     meta["namespace"],
                     meta["name"],
                 ):
-                    self.queue.add(neighbour.key)
+                    self.queue.add(other_service.key)
         if key is not None:
             self.queue.add(key)
         elif meta.get("labels", {}).get(names.MANAGED_BY) == names.MANAGER:
-            for neighbour in self.store.services():  # shared by the namespace's services
-                if neighbour.service.namespace == meta["namespace"]:
-                    self.queue.add(neighbour.key)
+            for other_service in self.store.services():  # shared by the namespace's services
+                if other_service.service.namespace == meta["namespace"]:
+                    self.queue.add(other_service.key)
 
     def node_event(self, kind: str | None, body: Object) -> None:
         if kind == "DELETED":
             self.store.node_gone(body["metadata"]["name"])
         elif not self.store.node_seen(body):
             return
-        for neighbour in self.store.services():
-            self.queue.add(neighbour.key)
+        for other_service in self.store.services():
+            self.queue.add(other_service.key)
 
     def beat(self) -> None:
         """Whoever has the main thread is alive: kopf's loop, or `start` before it."""
@@ -202,7 +204,7 @@ class App:
                 logger.exception("%s/%s: unexpected", *key)
         return None, True
 
-    def _rewrite(self, redis_side: RedisSide) -> None:
+    def _rewrite(self, redis_side: RedisStore) -> None:
         """Routers wait for the table: an empty one is written too, as soon as Redis answers."""
         kept = False
         while True:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.status import AutoscalingStatus
-from radixgrove.operator.cluster.redis import RedisAway, RedisSide
-from radixgrove.operator.controller.store import Key, Neighbour, Store
+from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore
+from radixgrove.operator.controller.store import Key, OtherService, Store
 from radixgrove.operator.kube.client import Kube, KubeError, NotLeading
 from radixgrove.operator.planning.autoscale import Load, decide
 
@@ -26,7 +26,7 @@ class Autoscaler:
         self,
         kube: Kube,
         store: Store,
-        redis_side: RedisSide,
+        redis_side: RedisStore,
         serving: Callable[[Key], Sequence[str]],
         installation: str,
         every: float,
@@ -50,30 +50,30 @@ class Autoscaler:
                 for n in self._store.services()
                 if n.spec.autoscaling is not None and n.is_of(self._installation)
             ]
-            for gone in self._last.keys() - {neighbour.key for neighbour in services}:
+            for gone in self._last.keys() - {other_service.key for other_service in services}:
                 del self._last[gone]
             due = time.monotonic() >= next_round
             if due:
                 next_round = time.monotonic() + self._every
-            for neighbour in services:
-                if not due and neighbour.spec.replicas > 0:
+            for other_service in services:
+                if not due and other_service.spec.replicas > 0:
                     continue
                 try:
-                    self._look_at(neighbour)
+                    self._look_at(other_service)
                 except (KubeError, NotLeading) as error:
                     logger.warning("cannot scale: %s", error)
 
-    def _look_at(self, neighbour: Neighbour) -> None:
-        scaling = neighbour.spec.autoscaling
-        if scaling is None or neighbour.spec.suspend:
+    def _look_at(self, other_service: OtherService) -> None:
+        scaling = other_service.spec.autoscaling
+        if scaling is None or other_service.spec.suspend:
             return
-        current = neighbour.spec.replicas
-        before = self._last.get(neighbour.key, AutoscalingStatus())
-        after = decide(scaling, current, self._load(neighbour), before, time.time())
-        self._last[neighbour.key] = after
+        current = other_service.spec.replicas
+        before = self._last.get(other_service.key, AutoscalingStatus())
+        after = decide(scaling, current, self._load(other_service), before, time.time())
+        self._last[other_service.key] = after
         if after.desired is None or after.desired == current:
             return
-        namespace, name = neighbour.key
+        namespace, name = other_service.key
         logger.info(
             "scaling %s/%s from %d to %d: %s", namespace, name, current, after.desired,
             after.message,
@@ -81,12 +81,12 @@ class Autoscaler:
         body = {"spec": {"replicas": after.desired}}
         self._kube.patch(names.KIND, namespace, name, body, sub="scale")
 
-    def _load(self, neighbour: Neighbour) -> Load | None:
+    def _load(self, other_service: OtherService) -> Load | None:
         try:
-            load = self._redis.load(neighbour.service.key, self._serving(neighbour.key))
+            load = self._redis.load(other_service.service.key, self._serving(other_service.key))
         except RedisAway as error:
-            logger.warning("no load of %s: %s", neighbour.service.key, error)
+            logger.warning("no load of %s: %s", other_service.service.key, error)
             return None
-        if neighbour.spec.replicas > 0 and load.replicas == 0:
+        if other_service.spec.replicas > 0 and load.replicas == 0:
             return None  # groups are starting, or have lost Redis: that is not idleness
         return load

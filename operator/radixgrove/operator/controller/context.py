@@ -10,12 +10,12 @@ from typing import Any
 
 from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.api.status import InferenceServiceStatus
-from radixgrove.operator.cluster.redis import RedisAway
+from radixgrove.operator.cluster.redis_store import RedisAway
 from radixgrove.operator.controller.store import Key
 from radixgrove.operator.kube.client import KubeError
 from radixgrove.operator.planning import model_cache
 from radixgrove.operator.planning.diagnosis import Problem
-from radixgrove.operator.planning.observed import World
+from radixgrove.operator.planning.observed import ObservedState
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.render.revision import InvalidEngine, InvalidSettings, Revision
 
@@ -25,7 +25,7 @@ Object = dict[str, Any]
 
 
 @dataclass
-class Look:
+class ReconcileContext:
     """What one reconciliation gathers and decides."""
 
     body: Object
@@ -37,9 +37,9 @@ class Look:
     failures: list[str] = field(default_factory=list)
     sets: list[Object] = field(default_factory=list)
     config_maps: list[Object] = field(default_factory=list)
-    world: World = field(default_factory=World)
+    observed: ObservedState = field(default_factory=ObservedState)
     revisions: dict[str, Revision] = field(default_factory=dict)
-    model: model_cache.Step | None = None
+    model: model_cache.CacheStep | None = None
     target: Revision | None = None
     invalid: InvalidSettings | None = None
     name_taken: str = ""

@@ -30,7 +30,7 @@ class _Loss:
     schema: str
 
 
-class Outdated:
+class CrdSkew:
     """Thread-safe for different services."""
 
     def __init__(self, kube: Kube) -> None:

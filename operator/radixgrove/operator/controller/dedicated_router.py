@@ -5,37 +5,39 @@ from __future__ import annotations
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.spec import Router
-from radixgrove.operator.controller.context import Look
+from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.kube.client import Kube, controllers
 from radixgrove.operator.planning.diagnosis import Problem, pod_problem
 from radixgrove.operator.planning.observed import is_available, pod_of
 from radixgrove.operator.render.router import InvalidRouter, router_name, router_objects
 
 
-def keep(kube: Kube, look: Look, config: OperatorConfig) -> None:
+def keep(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> None:
     """As the resource says; one that runs stays as it is while its settings are wrong."""
     try:
         # Without keys in its namespace a new pod would read none, or old ones for ever.
         children = (
-            router_objects(look.service, look.spec.router, config, look.keys) if look.keys else []
+            router_objects(context.service, context.spec.router, config, context.keys)
+            if context.keys
+            else []
         )
     except InvalidRouter as error:
-        look.invalid, children = error, []
+        context.invalid, children = error, []
     for child in children:
-        with look.trying():
+        with context.trying():
             kube.apply_cached(child)
-    with look.trying():
-        look.router = _trouble(kube, look)
+    with context.trying():
+        context.router = _trouble(kube, context)
 
 
-def _trouble(kube: Kube, look: Look) -> Problem | None:
+def _trouble(kube: Kube, context: ReconcileContext) -> Problem | None:
     """Why it does not answer; None when it does, or nobody knows."""
-    service = look.service
+    service = context.service
     deployment = kube.get("Deployment", service.namespace, router_name(service))
     if deployment is not None and is_available(deployment):
         return None
-    if look.invalid is not None:
-        return Problem(look.invalid.reason, str(look.invalid))
+    if context.invalid is not None:
+        return Problem(context.invalid.reason, str(context.invalid))
     if deployment is None:
         return None
     labels = names.labels(service.name, names.ROUTER)
@@ -45,10 +47,10 @@ def _trouble(kube: Kube, look: Look) -> Problem | None:
     return Problem("RouterNotReady", f"its own router does not answer: {words}")
 
 
-def remove(kube: Kube, look: Look, config: OperatorConfig) -> None:
+def remove(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> None:
     """One that is not wanted any more."""
-    service = look.service
-    with look.trying():
+    service = context.service
+    with context.trying():
         deployment = kube.get("Deployment", service.namespace, router_name(service))
         if deployment is None or not controllers([deployment], service.uid):
             return

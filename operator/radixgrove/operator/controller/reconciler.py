@@ -22,12 +22,18 @@ from radixgrove.operator.api.status import (
     GroupStatus,
     InferenceServiceStatus,
 )
-from radixgrove.operator.cluster.redis import RedisAway, RedisSide
+from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller import dedicated_router
-from radixgrove.operator.controller.context import Look
-from radixgrove.operator.controller.crd_skew import Outdated
-from radixgrove.operator.controller.store import Key, Neighbour, Store, name_conflict, neighbour_of
+from radixgrove.operator.controller.context import ReconcileContext
+from radixgrove.operator.controller.crd_skew import CrdSkew
+from radixgrove.operator.controller.store import (
+    Key,
+    OtherService,
+    Store,
+    name_conflict,
+    other_service_of,
+)
 from radixgrove.operator.kube.client import Kube, KubeError, controllers, covers
 from radixgrove.operator.kube.events import event
 from radixgrove.operator.kube.keys import Keys
@@ -37,13 +43,13 @@ from radixgrove.operator.planning.observed import (
     Group,
     JobState,
     Node,
-    World,
+    ObservedState,
     group_of,
     highest_attempt,
     job_of,
     node_of,
 )
-from radixgrove.operator.planning.plan import NewAttempt, Plan, Situation, as_placements, make_plan
+from radixgrove.operator.planning.plan import NewAttempt, Plan, PlanInput, as_placements, make_plan
 from radixgrove.operator.render import group as render_group
 from radixgrove.operator.render import models, policies
 from radixgrove.operator.render import router as render_router
@@ -77,7 +83,7 @@ class Reconciler:
         kube: Kube,
         store: Store,
         keys: Keys,
-        redis_side: RedisSide,
+        redis_side: RedisStore,
         probe: WorkerProbe,
         config: OperatorConfig,
         autoscaling: Callable[[Key], AutoscalingStatus | None],
@@ -94,7 +100,7 @@ class Reconciler:
         self._ownership = Ownership(kube, config)
         self._elsewhere: dict[Key, str] = {}  # the installation that looks after it
         self._serving: dict[Key, list[str]] = {}
-        self._outdated = Outdated(kube)
+        self._outdated = CrdSkew(kube)
 
     def serving(self, key: Key) -> Sequence[str]:
         """Replica ids of the service's groups that routers may use, as last decided."""
@@ -114,17 +120,17 @@ class Reconciler:
             self._leave(body, holder)
             return _ELSEWHERE_EVERY
         self._elsewhere.pop(key, None)
-        look = self._begin(self._ownership.claim(body, known=key in self._serving))
-        if look is None:
+        context = self._begin(self._ownership.claim(body, known=key in self._serving))
+        if context is None:
             return None
-        self._observe(look)
-        self._prepare(look)
-        plan = self._decide(look)
-        self._act(look, plan)
-        self._report(look, plan)
-        if look.failures:
-            raise Incomplete("; ".join(look.failures))
-        return self._next_look(look, plan)
+        self._observe(context)
+        self._prepare(context)
+        plan = self._decide(context)
+        self._act(context, plan)
+        self._report(context, plan)
+        if context.failures:
+            raise Incomplete("; ".join(context.failures))
+        return self._next_look(context, plan)
 
     # ---- what is there ---------------------------------------------------------------------------
 
@@ -158,7 +164,7 @@ class Reconciler:
         self._event(body, "Warning", "ServedElsewhere", words)
         self._elsewhere[key] = holder
 
-    def _begin(self, body: Object) -> Look | None:
+    def _begin(self, body: Object) -> ReconcileContext | None:
         meta = body["metadata"]
         try:
             before = InferenceServiceStatus.model_validate(body.get("status") or {})
@@ -172,7 +178,7 @@ class Reconciler:
             return None
         service = Service(meta["namespace"], meta["name"], meta["uid"])
         created = times.from_text(meta.get("creationTimestamp")) or 0.0
-        return Look(body, spec, service, created, before, time.time())
+        return ReconcileContext(body, spec, service, created, before, time.time())
 
     def _refuse(self, body: Object, before: InferenceServiceStatus, words: str) -> None:
         meta = body["metadata"]
@@ -184,39 +190,41 @@ class Reconciler:
                 names.KIND, meta["namespace"], meta["name"], {"status": said}, sub="status"
             )
 
-    def _observe(self, look: Look) -> None:
-        namespace = look.service.namespace
-        labels = names.labels(look.service.name, names.WORKER)
+    def _observe(self, context: ReconcileContext) -> None:
+        namespace = context.service.namespace
+        labels = names.labels(context.service.name, names.WORKER)
         all_sets = self._kube.list("StatefulSet", namespace, labels)
         pods = self._kube.list("Pod", namespace, labels)
-        look.sets = controllers(all_sets, look.service.uid)
+        context.sets = controllers(all_sets, context.service.uid)
         groups = []
-        for stateful_set in look.sets:
+        for stateful_set in context.sets:
             group = group_of(stateful_set, pods)
             if group is not None and len(group.pods) < group.nodes:
-                group = group_of(stateful_set, pods, self._refusal(look, group))
+                group = group_of(stateful_set, pods, self._refusal(context, group))
             if group is not None:
                 groups.append(group)
-        look.world = World(tuple(groups), self._nodes(groups), highest_attempt([*all_sets, *pods]))
-        look.config_maps = sorted(
-            controllers(self._kube.list("ConfigMap", namespace, labels), look.service.uid),
+        context.observed = ObservedState(
+            tuple(groups), self._nodes(groups), highest_attempt([*all_sets, *pods])
+        )
+        context.config_maps = sorted(
+            controllers(self._kube.list("ConfigMap", namespace, labels), context.service.uid),
             key=lambda config_map: str(config_map["metadata"].get("creationTimestamp")),
         )
-        for config_map in look.config_maps:
+        for config_map in context.config_maps:
             try:
                 revision = thaw(config_map.get("data") or {})
             except ValueError as error:
                 logger.warning("%s: %s", config_map["metadata"]["name"], error)
                 continue
-            look.revisions[config_map["metadata"]["labels"].get(names.REVISION, "")] = revision
+            context.revisions[config_map["metadata"]["labels"].get(names.REVISION, "")] = revision
 
-    def _refusal(self, look: Look, group: Group) -> str:
+    def _refusal(self, context: ReconcileContext, group: Group) -> str:
         """Why a StatefulSet's pods are not admitted, in the API server's own words."""
-        if group.deleting or look.now - group.created < _REFUSED_AFTER:
+        if group.deleting or context.now - group.created < _REFUSED_AFTER:
             return ""
-        with look.trying():
+        with context.trying():
             fields = f"involvedObject.name={group.name},reason=FailedCreate"
-            events = self._kube.list("Event", look.service.namespace, fields=fields)
+            events = self._kube.list("Event", context.service.namespace, fields=fields)
             own = [e for e in events if e.get("involvedObject", {}).get("uid") == group.uid]
             if own:
                 last = max(own, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime")))
@@ -233,174 +241,189 @@ class Reconciler:
 
     # ---- what does not depend on groups ----------------------------------------------------------
 
-    def _prepare(self, look: Look) -> None:
+    def _prepare(self, context: ReconcileContext) -> None:
         """Model, revision and the service's own guards, before any group."""
-        own = neighbour_of(look.body)
+        own = other_service_of(context.body)
         assert own is not None
-        neighbours = self._store.services()
-        look.name_taken = name_conflict(own, neighbours)
-        same_namespace = [n for n in neighbours if n.service.namespace == own.service.namespace]
-        with look.trying():
-            look.keys = self._give_keys(look, same_namespace, own)
-        for child in self._guards(look):
-            with look.trying():
+        other_services = self._store.services()
+        context.name_taken = name_conflict(own, other_services)
+        same_namespace = [n for n in other_services if n.service.namespace == own.service.namespace]
+        with context.trying():
+            context.keys = self._give_keys(context, same_namespace, own)
+        for child in self._guards(context):
+            with context.trying():
                 self._kube.apply_cached(child)
-        if look.spec.router.dedicated:
-            dedicated_router.keep(self._kube, look, self._config)
+        if context.spec.router.dedicated:
+            dedicated_router.keep(self._kube, context, self._config)
         else:
-            dedicated_router.remove(self._kube, look, self._config)
-        self._remove_policies(look)
-        self._model(look, own, same_namespace)
-        step = look.model
+            dedicated_router.remove(self._kube, context, self._config)
+        self._remove_policies(context)
+        self._model(context, own, same_namespace)
+        step = context.model
         # Groups of new keys would otherwise start with the old ones, and keep them.
-        if step is None or step.at is None or look.name_taken or not look.keys:
+        if step is None or step.at is None or context.name_taken or not context.keys:
             return
-        restart = look.body["metadata"].get("annotations", {}).get(names.RESTART, "")
+        restart = context.body["metadata"].get("annotations", {}).get(names.RESTART, "")
         target = revision_of(
-            look.spec, look.service.name, step.at, restart, self._config, look.keys, step.size
+            context.spec,
+            context.service.name,
+            step.at,
+            restart,
+            self._config,
+            context.keys,
+            step.size,
         )
-        target = look.revisions.get(target.hash, target)  # as it was frozen
+        target = context.revisions.get(target.hash, target)  # as it was frozen
         try:
-            render_group.stateful_set(look.service, target, 0, 0, self._config)
+            render_group.stateful_set(context.service, target, 0, 0, self._config)
         except InvalidEngine as error:
-            look.invalid = error
+            context.invalid = error
             return
         if step.ready:
-            look.target = target
-            look.revisions[target.hash] = target
+            context.target = target
+            context.revisions[target.hash] = target
 
-    def _give_keys(self, look: Look, neighbours: list[Neighbour], own: Neighbour) -> str:
+    def _give_keys(
+        self, context: ReconcileContext, other_services: list[OtherService], own: OtherService
+    ) -> str:
         """The hash of the keys that the namespace's pods read.
 
         Read at every look: Secrets are not watched, and pods without their keys do not start.
         """
-        namespace = look.service.namespace
-        users = [n.service for n in neighbours if n.key != own.key] + [look.service]
+        namespace = context.service.namespace
+        users = [n.service for n in other_services if n.key != own.key] + [context.service]
         if namespace != self._config.namespace:
             users.sort(key=lambda user: user.uid)
             self._kube.apply(self._keys.copy(namespace, users))
         return self._keys.digest()
 
-    def _guards(self, look: Look) -> Iterator[Object]:
-        service, config = look.service, self._config
+    def _guards(self, context: ReconcileContext) -> Iterator[Object]:
+        service, config = context.service, self._config
         yield policies.service_account(service)
         if config.network_policies.enabled:
-            yield policies.worker_network_policy(service, look.spec.router.dedicated, config)
+            yield policies.worker_network_policy(service, context.spec.router.dedicated, config)
 
-    def _remove_policies(self, look: Look) -> None:
+    def _remove_policies(self, context: ReconcileContext) -> None:
         """NetworkPolicies from before they were switched off in the chart."""
         if self._config.network_policies.enabled:
             return
-        labels = {names.MANAGED_BY: names.MANAGER, names.SERVICE: look.service.name}
-        with look.trying():
-            for policy in self._kube.list("NetworkPolicy", look.service.namespace, labels):
+        labels = {names.MANAGED_BY: names.MANAGER, names.SERVICE: context.service.name}
+        with context.trying():
+            for policy in self._kube.list("NetworkPolicy", context.service.namespace, labels):
                 meta = policy["metadata"]
                 self._kube.delete("NetworkPolicy", meta["namespace"], meta["name"], meta["uid"])
 
-    def _model(self, look: Look, own: Neighbour, neighbours: list[Neighbour]) -> None:
-        namespace, known = look.service.namespace, look.before.model
+    def _model(
+        self, context: ReconcileContext, own: OtherService, other_services: list[OtherService]
+    ) -> None:
+        namespace, known = context.service.namespace, context.before.model
         jobs: dict[str, JobState] = {}
-        for name in model_cache.wanted_jobs(look.service, look.spec, known):
+        for name in model_cache.wanted_jobs(context.service, context.spec, known):
             job = self._kube.get("Job", namespace, name)
             if job is not None:
                 pods = self._kube.list("Pod", namespace, {"job-name": name})
                 jobs[name] = job_of(job, pods)
         found = {
             name: self._kube.get("PersistentVolumeClaim", namespace, name)
-            for name in model_cache.wanted_claims(look.spec, known)
+            for name in model_cache.wanted_claims(context.spec, known)
         }
         claims = {name: claim for name, claim in found.items() if claim is not None}
-        users = sorted({n.key: n for n in [*neighbours, own]}.values(), key=lambda n: n.age)
+        users = sorted({n.key: n for n in [*other_services, own]}.values(), key=lambda n: n.age)
         cache = model_cache.Cache(
             jobs, claims, [models.User(n.service, n.spec.model.cache, n.claim) for n in users]
         )
-        step = model_cache.decide(look.service, look.spec, known, cache, self._config, look.now)
+        step = model_cache.decide(
+            context.service, context.spec, known, cache, self._config, context.now
+        )
         for child in step.apply:
-            with look.trying():
+            with context.trying():
                 self._kube.apply_cached(child)
         for done in step.delete_jobs:
-            with look.trying():
+            with context.trying():
                 self._kube.delete("Job", namespace, done.name, done.uid)
-        look.model = step
+        context.model = step
 
     # ---- groups ----------------------------------------------------------------------------------
 
-    def _decide(self, look: Look) -> Plan:
-        device = look.spec.hardware.device.value
-        groups = look.world.groups
-        own = as_placements(look.service, look.created, device, groups, look.before.groups)
+    def _decide(self, context: ReconcileContext) -> Plan:
+        device = context.spec.hardware.device.value
+        groups = context.observed.groups
+        own = as_placements(context.service, context.created, device, groups, context.before.groups)
         return make_plan(
-            Situation(
-                service=look.service,
-                spec=look.spec,
-                created=look.created,
-                records=look.before.groups,
-                last_attempt=look.before.last_attempt,
-                world=look.world,
-                target=look.target.hash if look.target else None,
-                previous=look.before.revision,
-                known_revisions=set(look.revisions),
+            PlanInput(
+                service=context.service,
+                spec=context.spec,
+                created=context.created,
+                records=context.before.groups,
+                last_attempt=context.before.last_attempt,
+                observed=context.observed,
+                target=context.target.hash if context.target else None,
+                previous=context.before.revision,
+                known_revisions=set(context.revisions),
                 device=device,
-                placements=[*own, *self._store.placements(besides=look.key)],
-                others_wait=self._store.somebody_waits(device, besides=look.key),
-                holds_lease=lambda group: self._holds_lease(look, group),
+                placements=[*own, *self._store.placements(besides=context.key)],
+                others_wait=self._store.somebody_waits(device, besides=context.key),
+                holds_lease=lambda group: self._holds_lease(context, group),
                 silent_nodes=self._probe.silent_nodes,
                 config=self._config,
-                now=look.now,
+                now=context.now,
             )
         )
 
-    def _holds_lease(self, look: Look, group: Group) -> bool:
+    def _holds_lease(self, context: ReconcileContext, group: Group) -> bool:
         try:
-            return self._redis.holds_lease(look.service.key, names.replica_id(group.name))
+            return self._redis.holds_lease(context.service.key, names.replica_id(group.name))
         except RedisAway:
             return False
 
-    def _act(self, look: Look, plan: Plan) -> None:
+    def _act(self, context: ReconcileContext, plan: Plan) -> None:
         """The plan's steps in its order; a step that fails stops those that rely on it."""
-        namespace = look.service.namespace
+        namespace = context.service.namespace
         if plan.create or plan.drain or plan.delete:
             records = {
                 "groups": [_dump(record) for record in plan.records],
                 "lastAttempt": plan.last_attempt,
             }
-            self._write_status(look, records)
-        with look.trying():
-            self._tell_routers(look, plan)
+            self._write_status(context, records)
+        with context.trying():
+            self._tell_routers(context, plan)
         for group, because in plan.drain:
-            with look.trying():
-                annotations = {names.DRAINING: times.to_text(look.now), names.DRAIN_REASON: because}
+            with context.trying():
+                annotations = {
+                    names.DRAINING: times.to_text(context.now),
+                    names.DRAIN_REASON: because,
+                }
                 body = {"metadata": {"uid": group.uid, "annotations": annotations}}
                 self._kube.patch("StatefulSet", namespace, group.name, body)
         for group in plan.delete:
-            with look.trying():
+            with context.trying():
                 self._kube.delete("StatefulSet", namespace, group.name, group.uid)
         for new in plan.create:
-            with look.trying():
-                self._create(look, new)
-        self._keep_groups(look, plan)
-        self._remove_revisions(look, plan)
+            with context.trying():
+                self._create(context, new)
+        self._keep_groups(context, plan)
+        self._remove_revisions(context, plan)
 
-    def _tell_routers(self, look: Look, plan: Plan) -> None:
-        scaling = look.spec.autoscaling
-        table = look.service.key if look.spec.router.dedicated else SHARED
-        self._serving[look.key] = plan.serving
-        if look.name_taken:
-            self._redis.drop(look.service.key)
+    def _tell_routers(self, context: ReconcileContext, plan: Plan) -> None:
+        scaling = context.spec.autoscaling
+        table = context.service.key if context.spec.router.dedicated else SHARED
+        self._serving[context.key] = plan.serving
+        if context.name_taken:
+            self._redis.drop(context.service.key)
             return
         entry = ModelEntry(
-            service=look.service.key,
-            names=look.spec.model_names(look.service.name),
+            service=context.service.key,
+            names=context.spec.model_names(context.service.name),
             attempts=plan.serving,
-            desired=0 if look.spec.suspend else look.spec.replicas,
-            wakes=scaling is not None and scaling.min == 0 and not look.spec.suspend,
+            desired=0 if context.spec.suspend else context.spec.replicas,
+            wakes=scaling is not None and scaling.min == 0 and not context.spec.suspend,
         )
-        look.untold = True
-        self._redis.put(table, look.created, entry)
-        look.untold = False
+        context.untold = True
+        self._redis.put(table, context.created, entry)
+        context.untold = False
 
-    def _create(self, look: Look, new: NewAttempt) -> None:
-        service, config, revision = look.service, self._config, look.revisions[new.revision]
+    def _create(self, context: ReconcileContext, new: NewAttempt) -> None:
+        service, config, revision = context.service, self._config, context.revisions[new.revision]
         self._kube.apply_cached(render_group.revision_config_map(service, revision, config))
         stateful_set = render_group.stateful_set(
             service, revision, new.index, new.attempt, config, new.avoid
@@ -418,24 +441,24 @@ class Reconciler:
         if self._config.network_policies.enabled:
             self._kube.apply_cached(render_group.group_network_policy(service, labels, meta["uid"]))
 
-    def _keep_groups(self, look: Look, plan: Plan) -> None:
+    def _keep_groups(self, context: ReconcileContext, plan: Plan) -> None:
         """Undoes what others did to live groups. A set rendered by another version stays as is."""
         leaving = {group.name for group in plan.delete} | {group.name for group, _ in plan.drain}
         avoid = {(record.index, record.attempt): record.avoid for record in plan.records}
-        for stateful_set in look.sets:
+        for stateful_set in context.sets:
             meta = stateful_set["metadata"]
             labels, annotations = meta["labels"], meta.get("annotations", {})
             if meta["name"] in leaving or "deletionTimestamp" in meta:
                 continue
-            with look.trying():
+            with context.trying():
                 self._companions(stateful_set)
-            revision = look.revisions.get(labels.get(names.REVISION, ""))
+            revision = context.revisions.get(labels.get(names.REVISION, ""))
             if revision is None or names.DRAINING in annotations:
                 continue
             index, attempt = int(labels[names.GROUP_INDEX]), int(labels[names.ATTEMPT])
-            with look.trying():
+            with context.trying():
                 desired = render_group.stateful_set(
-                    look.service, revision, index, attempt, self._config,
+                    context.service, revision, index, attempt, self._config,
                     avoid.get((index, attempt), ()),
                 )  # fmt: skip
                 same = (
@@ -444,82 +467,84 @@ class Reconciler:
                 )
                 if same and not covers(stateful_set, desired):
                     self._kube.apply(desired)
-        live = [g for g in look.world.groups if not g.draining and g.name not in leaving]
+        live = [g for g in context.observed.groups if not g.draining and g.name not in leaving]
         pods = sum(g.nodes for g in live)
         absent = plan.expected() - {g.index for g in live}
         pods += sum(
-            look.revisions[record.revision].hardware.nodes
+            context.revisions[record.revision].hardware.nodes
             for record in plan.records
-            if record.index in absent and record.revision in look.revisions
+            if record.index in absent and record.revision in context.revisions
         )
-        with look.trying():
-            self._kube.apply_cached(policies.pod_disruption_budget(look.service, pods))
+        with context.trying():
+            self._kube.apply_cached(policies.pod_disruption_budget(context.service, pods))
 
-    def _remove_revisions(self, look: Look, plan: Plan) -> None:
+    def _remove_revisions(self, context: ReconcileContext, plan: Plan) -> None:
         used = {record.revision for record in plan.records}
-        used |= {look.target.hash if look.target else look.before.revision}
-        mounted = {name for stateful_set in look.sets for name in _mounted(stateful_set)}
-        newest = {c["metadata"]["labels"].get(names.REVISION): c for c in look.config_maps}
-        for config_map in look.config_maps:
+        used |= {context.target.hash if context.target else context.before.revision}
+        mounted = {name for stateful_set in context.sets for name in _mounted(stateful_set)}
+        newest = {c["metadata"]["labels"].get(names.REVISION): c for c in context.config_maps}
+        for config_map in context.config_maps:
             meta = config_map["metadata"]
             revision = meta["labels"].get(names.REVISION)
             kept = revision in used and newest[revision] is config_map
             if not kept and meta["name"] not in mounted:
-                with look.trying():
+                with context.trying():
                     self._kube.delete("ConfigMap", meta["namespace"], meta["name"], meta["uid"])
 
     # ---- what people see -------------------------------------------------------------------------
 
-    def _report(self, look: Look, plan: Plan) -> None:
-        device = look.spec.hardware.device.value
+    def _report(self, context: ReconcileContext, plan: Plan) -> None:
+        device = context.spec.hardware.device.value
         leaving = {group.uid for group in plan.delete}
-        groups = [group for group in look.world.groups if group.uid not in leaving]
-        placements = as_placements(look.service, look.created, device, groups, plan.records)
-        for other in self._store.placed(look.key, placements, device if plan.waits_for else ""):
+        groups = [group for group in context.observed.groups if group.uid not in leaving]
+        placements = as_placements(context.service, context.created, device, groups, plan.records)
+        for other in self._store.placed(context.key, placements, device if plan.waits_for else ""):
             self._enqueue(other)
-        facts = self._facts(look, plan, groups)
-        after = conditions.compute(facts, look.before, look.now)
-        live = look.body.get("status") or {}
-        body = self._outdated.lasting(look.key, live, conditions.difference(live, _dump(after)))
+        facts = self._facts(context, plan, groups)
+        after = conditions.compute(facts, context.before, context.now)
+        live = context.body.get("status") or {}
+        body = self._outdated.lasting(context.key, live, conditions.difference(live, _dump(after)))
         if body:
-            self._write_status(look, body)
-        for kind, reason, message in [*plan.events, *conditions.transitions(look.before, after)]:
-            with look.trying():
-                self._event(look.body, kind, reason, message)
-        _measure(look.key, plan, after, conditions.starting(facts, look.now))
+            self._write_status(context, body)
+        for kind, reason, message in [*plan.events, *conditions.transitions(context.before, after)]:
+            with context.trying():
+                self._event(context.body, kind, reason, message)
+        _measure(context.key, plan, after, conditions.starting(facts, context.now))
 
-    def _facts(self, look: Look, plan: Plan, groups: Sequence[Group]) -> conditions.Facts:
-        assert look.model is not None
-        own = render_router.router_url(look.service, self._config)
-        return conditions.Facts(
-            name=look.service.name,
+    def _facts(
+        self, context: ReconcileContext, plan: Plan, groups: Sequence[Group]
+    ) -> conditions.StatusInput:
+        assert context.model is not None
+        own = render_router.router_url(context.service, self._config)
+        return conditions.StatusInput(
+            name=context.service.name,
             operator=self._config.installation,
-            generation=look.body["metadata"].get("generation", 0),
-            spec=look.spec,
-            url=own if look.spec.router.dedicated else self._config.router.url,
-            target=look.target.hash if look.target else None,
+            generation=context.body["metadata"].get("generation", 0),
+            spec=context.spec,
+            url=own if context.spec.router.dedicated else self._config.router.url,
+            target=context.target.hash if context.target else None,
             plan=plan,
             groups=groups,
-            model=look.model,
-            autoscaling=self._autoscaling(look.key),
-            name_taken=look.name_taken,
-            router=look.router,
-            untold=look.untold,
-            outdated=self._outdated.words(look.key),
-            invalid=look.invalid,
-            failures=look.failures,
+            model=context.model,
+            autoscaling=self._autoscaling(context.key),
+            name_taken=context.name_taken,
+            router=context.router,
+            untold=context.untold,
+            outdated=self._outdated.words(context.key),
+            invalid=context.invalid,
+            failures=context.failures,
             phases=self._probe.phases(groups),
         )
 
-    def _write_status(self, look: Look, body: Object) -> None:
+    def _write_status(self, context: ReconcileContext, body: Object) -> None:
         """A CRD that is older than this operator drops what it does not know: that is told next."""
-        before = self._outdated.words(look.key)
-        answer = self._kube.patch(names.KIND, *look.key, {"status": body}, sub="status")
-        self._outdated.learn(look.key, body, answer.get("status") or {})
-        words = self._outdated.words(look.key)
+        before = self._outdated.words(context.key)
+        answer = self._kube.patch(names.KIND, *context.key, {"status": body}, sub="status")
+        self._outdated.learn(context.key, body, answer.get("status") or {})
+        words = self._outdated.words(context.key)
         if words != before:
-            logger.warning("%s/%s: %s", *look.key, words or "the CRD has been renewed")
-            self._enqueue(look.key)
+            logger.warning("%s/%s: %s", *context.key, words or "the CRD has been renewed")
+            self._enqueue(context.key)
 
     def _event(self, resource: Object, kind: str, reason: str, message: str) -> None:
         try:
@@ -528,12 +553,12 @@ class Reconciler:
             if error.status != 409:  # said already
                 raise
 
-    def _next_look(self, look: Look, plan: Plan) -> float:
+    def _next_look(self, context: ReconcileContext, plan: Plan) -> float:
         delay = self._config.resync
         if plan.requeue_at is not None:
             delay = min(delay, plan.requeue_at - time.time())
-        if look.model is not None and look.model.requeue_at is not None:
-            delay = min(delay, look.model.requeue_at - time.time())
+        if context.model is not None and context.model.requeue_at is not None:
+            delay = min(delay, context.model.requeue_at - time.time())
         unready = [r for r in plan.records if r.phase in (GroupPhase.STARTING, GroupPhase.PENDING)]
         if unready:
             delay = min(delay, _STARTING_EVERY)

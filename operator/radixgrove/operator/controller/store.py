@@ -23,7 +23,7 @@ Key = tuple[str, str]  # namespace, name
 
 
 @dataclass(frozen=True)
-class Neighbour:
+class OtherService:
     """A service as others see it."""
 
     service: Service
@@ -44,7 +44,7 @@ class Neighbour:
         """Whether this installation looks after it, or nobody yet."""
         return self.operator in ("", installation)
 
-    def shares_with(self, other: Neighbour) -> bool:
+    def shares_with(self, other: OtherService) -> bool:
         """Whether both want one name, or use one claim."""
         same_claim = bool(self.claim) and (self.service.namespace, self.claim) == (
             other.service.namespace,
@@ -63,21 +63,21 @@ class Store:
     """Thread-safe."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _services: dict[Key, Neighbour] = field(default_factory=dict)
+    _services: dict[Key, OtherService] = field(default_factory=dict)
     # resourceVersion of every service, those included whose spec this version cannot read.
     _versions: dict[Key, str] = field(default_factory=dict)
     _nodes: dict[str, Node] = field(default_factory=dict)
-    _placements: dict[Key, list[gang.Placement]] = field(default_factory=dict)
+    _placements: dict[Key, list[gang.GangPlacement]] = field(default_factory=dict)
     _waiting: dict[Key, str] = field(default_factory=dict)  # by device
 
     def service_seen(self, body: Object) -> None:
-        key, neighbour = _key(body), neighbour_of(body)
+        key, other_service = _key(body), other_service_of(body)
         with self._lock:
             self._versions[key] = body["metadata"].get("resourceVersion", "")
-            if neighbour is None:
+            if other_service is None:
                 self._services.pop(key, None)
             else:
-                self._services[key] = neighbour
+                self._services[key] = other_service
 
     def service_gone(self, key: Key) -> list[Key]:
         """The services to look at for it: whom it kept from a name, a claim's care, or GPUs.
@@ -107,10 +107,10 @@ class Store:
         with self._lock:
             return set(self._versions)
 
-    def services(self) -> list[Neighbour]:
+    def services(self) -> list[OtherService]:
         """Those that this version can read, oldest first."""
         with self._lock:
-            return sorted(self._services.values(), key=lambda neighbour: neighbour.age)
+            return sorted(self._services.values(), key=lambda other_service: other_service.age)
 
     def node_seen(self, body: Object) -> bool:
         """Whether its reachability changed."""
@@ -128,7 +128,9 @@ class Store:
         with self._lock:
             return dict(self._nodes)
 
-    def placed(self, key: Key, placements: list[gang.Placement], waiting_device: str) -> list[Key]:
+    def placed(
+        self, key: Key, placements: list[gang.GangPlacement], waiting_device: str
+    ) -> list[Key]:
         """A service's groups as just read; `waiting_device` when a half-placed group holds it up.
 
         Returns the services to look at because nobody is half placed any more.
@@ -144,7 +146,7 @@ class Store:
                 return [other for other in self._waiting if other != key]
             return []
 
-    def placements(self, besides: Key) -> list[gang.Placement]:
+    def placements(self, besides: Key) -> list[gang.GangPlacement]:
         with self._lock:
             return [p for key, found in self._placements.items() if key != besides for p in found]
 
@@ -153,7 +155,7 @@ class Store:
             return any(d == device for key, d in self._waiting.items() if key != besides)
 
 
-def neighbour_of(body: Object) -> Neighbour | None:
+def other_service_of(body: Object) -> OtherService | None:
     """None for a resource whose spec this version cannot read."""
     meta = body["metadata"]
     try:
@@ -162,7 +164,7 @@ def neighbour_of(body: Object) -> Neighbour | None:
         return None
     status = body.get("status") or {}
     model = status.get("model", {})
-    return Neighbour(
+    return OtherService(
         service=Service(meta["namespace"], meta["name"], meta["uid"]),
         created=times.from_text(meta.get("creationTimestamp")) or 0.0,
         spec=spec,
@@ -171,11 +173,11 @@ def neighbour_of(body: Object) -> Neighbour | None:
     )
 
 
-def name_conflict(own: Neighbour, neighbours: list[Neighbour]) -> str:
+def name_conflict(own: OtherService, other_services: list[OtherService]) -> str:
     """Which of the service's names an older one behind the same router has; "" if none."""
     if own.spec.router.dedicated:
         return ""
-    for other in neighbours:
+    for other in other_services:
         elsewhere = own.operator and not other.is_of(own.operator)
         if elsewhere or other.spec.router.dedicated or other.age >= own.age:
             continue

@@ -16,7 +16,7 @@ from radixgrove.operator.api.status import (
     InferenceServiceStatus,
 )
 from radixgrove.operator.planning.diagnosis import Problem, problem
-from radixgrove.operator.planning.model_cache import Step
+from radixgrove.operator.planning.model_cache import CacheStep
 from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.planning.plan import Plan
 from radixgrove.operator.render.revision import InvalidSettings
@@ -31,7 +31,7 @@ _FETCHING = {"Resolving", "Downloading"}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ConditionDraft:
     """One condition before its transition time is known."""
 
     type: str
@@ -41,7 +41,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Facts:
+class StatusInput:
     """Everything a status is computed from."""
 
     name: str
@@ -52,7 +52,7 @@ class Facts:
     target: str | None
     plan: Plan
     groups: Sequence[Group]
-    model: Step
+    model: CacheStep
     autoscaling: AutoscalingStatus | None
     name_taken: str = ""  # the model name or alias, and whose it is
     router: Problem | None = None  # why the service's own router does not answer
@@ -63,7 +63,9 @@ class Facts:
     phases: Sequence[str] = ()  # what starting workers say they do
 
 
-def compute(facts: Facts, before: InferenceServiceStatus, now: float) -> InferenceServiceStatus:
+def compute(
+    facts: StatusInput, before: InferenceServiceStatus, now: float
+) -> InferenceServiceStatus:
     """The new status; equal to `before` when nothing a person would notice has changed."""
     records = facts.plan.records
     ready = [r for r in records if r.phase is GroupPhase.READY]
@@ -96,7 +98,7 @@ def compute(facts: Facts, before: InferenceServiceStatus, now: float) -> Inferen
     )
 
 
-def starting(facts: Facts, now: float) -> int:
+def starting(facts: StatusInput, now: float) -> int:
     """Groups on their way to their first readiness, without trouble, in the time they have."""
     desired = 0 if facts.spec.suspend else facts.spec.replicas
     records = {record.index: record for record in facts.plan.records}
@@ -122,7 +124,7 @@ def _in_time(group: Group | None, now: float) -> bool:
 
 
 def _condition(
-    verdict: Verdict, generation: int, before: InferenceServiceStatus, now: float
+    verdict: ConditionDraft, generation: int, before: InferenceServiceStatus, now: float
 ) -> Condition:
     value = "True" if verdict.value else "False"
     previous = next((c for c in before.conditions if c.type == verdict.type), None)
@@ -168,7 +170,7 @@ def refused(
     generation: int, message: str, before: InferenceServiceStatus, now: float
 ) -> dict[str, Any]:
     """What changes in a status when this version cannot read the spec; groups stay in mind."""
-    verdict = Verdict("Ready", False, "InvalidSpec", message)
+    verdict = ConditionDraft("Ready", False, "InvalidSpec", message)
     condition = _condition(verdict, generation, before, now)
     return {
         "observedGeneration": generation,
@@ -179,37 +181,37 @@ def refused(
 # ---- the four conditions -------------------------------------------------------------------------
 
 
-def _blocking(facts: Facts) -> Verdict | None:
+def _blocking(facts: StatusInput) -> ConditionDraft | None:
     """What keeps a service from running at all."""
     if facts.invalid:
-        return Verdict("Ready", False, facts.invalid.reason, str(facts.invalid))
+        return ConditionDraft("Ready", False, facts.invalid.reason, str(facts.invalid))
     if facts.name_taken:
-        return Verdict("Ready", False, "ModelNameTaken", facts.name_taken)
+        return ConditionDraft("Ready", False, "ModelNameTaken", facts.name_taken)
     if facts.spec.suspend:
-        return Verdict("Ready", False, "Suspended", "spec.suspend is true")
+        return ConditionDraft("Ready", False, "Suspended", "spec.suspend is true")
     return None
 
 
-def _ready(facts: Facts, ready: int, desired: int) -> Verdict:
+def _ready(facts: StatusInput, ready: int, desired: int) -> ConditionDraft:
     blocking = _blocking(facts)
     if blocking is not None and (facts.name_taken or facts.spec.suspend or not ready):
         return blocking
     if ready and facts.router:
-        return Verdict("Ready", False, facts.router.reason, facts.router.message)
+        return ConditionDraft("Ready", False, facts.router.reason, facts.router.message)
     if ready:
-        return Verdict("Ready", True, "Serving", f"{ready} of {desired} groups are ready")
+        return ConditionDraft("Ready", True, "Serving", f"{ready} of {desired} groups are ready")
     if desired == 0:
         asleep = facts.spec.autoscaling is not None
         reason = "Asleep" if asleep else "ScaledToZero"
         text = "the next request wakes it" if asleep else "replicas is 0"
-        return Verdict("Ready", asleep, reason, text)
+        return ConditionDraft("Ready", asleep, reason, text)
     if not facts.model.ready:
-        return Verdict("Ready", False, facts.model.reason, facts.model.message)
+        return ConditionDraft("Ready", False, facts.model.reason, facts.model.message)
     reason, message = _hindrance(facts)
-    return Verdict("Ready", False, reason, message)
+    return ConditionDraft("Ready", False, reason, message)
 
 
-def _hindrance(facts: Facts) -> tuple[str, str]:
+def _hindrance(facts: StatusInput) -> tuple[str, str]:
     """The first thing that keeps groups from being ready."""
     if facts.failures:
         return "RequestRefused", "; ".join(facts.failures)
@@ -234,7 +236,7 @@ def _hindrance(facts: Facts) -> tuple[str, str]:
     return "Starting", _starting(facts)
 
 
-def _failed(facts: Facts, record: GroupStatus) -> tuple[str, str]:
+def _failed(facts: StatusInput, record: GroupStatus) -> tuple[str, str]:
     recovery = facts.spec.recovery
     afresh = f"set the annotation {names.RESTART} to a new value to start afresh"
     words = f"group {record.index}: {record.detail}"
@@ -244,7 +246,7 @@ def _failed(facts: Facts, record: GroupStatus) -> tuple[str, str]:
     return "GroupFailed", f"{words}; recovery.policy is {recovery.policy.value}: {afresh}"
 
 
-def _asked(facts: Facts, group: Group, trouble: Problem) -> str:
+def _asked(facts: StatusInput, group: Group, trouble: Problem) -> str:
     """What was asked for, where it is more than there is."""
     if trouble.reason != "InsufficientGPUs" or group.revision != facts.target:
         return ""
@@ -252,7 +254,7 @@ def _asked(facts: Facts, group: Group, trouble: Problem) -> str:
     return f" (asked for: {hardware.gpus_per_node} GPUs on each of {hardware.nodes} nodes)"
 
 
-def _starting(facts: Facts) -> str:
+def _starting(facts: StatusInput) -> str:
     """What workers say they do, and how long they may."""
     said = "; ".join(facts.phases) or "groups are starting"
     ends = [
@@ -267,50 +269,50 @@ def _starting(facts: Facts) -> str:
     return f"{said}; until {times.to_seconds_text(end)} (startup.timeout: {duration(allowed)})"
 
 
-def _progressing(facts: Facts, ready: int, desired: int) -> Verdict:
+def _progressing(facts: StatusInput, ready: int, desired: int) -> ConditionDraft:
     blocking = _blocking(facts)
     if blocking is not None and not (facts.spec.suspend and facts.groups):
-        return Verdict("Progressing", False, blocking.reason, blocking.message)
+        return ConditionDraft("Progressing", False, blocking.reason, blocking.message)
     if facts.plan.blocked:
         _, message = _hindrance(facts)
         text = f"the new revision does not start, the old one stays: {message}"
-        return Verdict("Progressing", False, "RolloutBlocked", text)
+        return ConditionDraft("Progressing", False, "RolloutBlocked", text)
     if desired and not facts.model.ready:
-        return Verdict("Progressing", True, facts.model.reason, facts.model.message)
+        return ConditionDraft("Progressing", True, facts.model.reason, facts.model.message)
     old = [r for r in facts.plan.records if r.revision != facts.target]
     if old and desired:
         reason, message = _hindrance(facts)
         text = f"{len(old)} groups are of an old revision"
         if reason == "Starting":
-            return Verdict("Progressing", True, "RollingOut", text)
-        return Verdict("Progressing", True, reason, f"{text}: {message}")
+            return ConditionDraft("Progressing", True, "RollingOut", text)
+        return ConditionDraft("Progressing", True, reason, f"{text}: {message}")
     if ready < desired:
         reason, message = _hindrance(facts)
         given_up = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
-        return Verdict("Progressing", not given_up, reason, message)
+        return ConditionDraft("Progressing", not given_up, reason, message)
     if facts.router and desired:
-        return Verdict("Progressing", True, facts.router.reason, facts.router.message)
+        return ConditionDraft("Progressing", True, facts.router.reason, facts.router.message)
     if len(facts.plan.records) > desired:
-        return Verdict("Progressing", True, "Draining", "groups are leaving")
-    return Verdict("Progressing", False, "Settled", "")
+        return ConditionDraft("Progressing", True, "Draining", "groups are leaving")
+    return ConditionDraft("Progressing", False, "Settled", "")
 
 
-def _model_cached(facts: Facts) -> Verdict:
-    return Verdict("ModelCached", facts.model.ready, facts.model.reason, facts.model.message)
+def _model_cached(facts: StatusInput) -> ConditionDraft:
+    return ConditionDraft("ModelCached", facts.model.ready, facts.model.reason, facts.model.message)
 
 
-def _degraded(facts: Facts) -> Verdict:
+def _degraded(facts: StatusInput) -> ConditionDraft:
     if facts.failures:
-        return Verdict("Degraded", True, "RequestRefused", "; ".join(facts.failures))
+        return ConditionDraft("Degraded", True, "RequestRefused", "; ".join(facts.failures))
     if facts.outdated:
-        return Verdict("Degraded", True, "OutdatedCRD", facts.outdated)
+        return ConditionDraft("Degraded", True, "OutdatedCRD", facts.outdated)
     if facts.invalid and facts.groups:
-        return Verdict("Degraded", True, facts.invalid.reason, str(facts.invalid))
+        return ConditionDraft("Degraded", True, facts.invalid.reason, str(facts.invalid))
     failed = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
     lost = any(
         (r.failures or r.restarts) and r.phase is not GroupPhase.READY for r in facts.plan.records
     )
     if failed or lost or facts.plan.blocked:
         reason, message = _hindrance(facts)
-        return Verdict("Degraded", True, reason, message)
-    return Verdict("Degraded", False, "AsExpected", "")
+        return ConditionDraft("Degraded", True, reason, message)
+    return ConditionDraft("Degraded", False, "AsExpected", "")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Placement:
+class GangPlacement:
     """How far one group is placed. `order`: older groups sort first, and order never changes."""
 
     key: tuple[str, str, int]  # namespace, service, group
@@ -28,16 +28,20 @@ class Placement:
 
 
 def blocker(
-    key: tuple[str, str, int], device: str, placements: Iterable[Placement]
-) -> Placement | None:
+    key: tuple[str, str, int], device: str, placements: Iterable[GangPlacement]
+) -> GangPlacement | None:
     """The oldest partly placed group for whose sake this one gets no pods yet."""
     partly = [p for p in placements if p.partly and p.device == device and p.key != key]
     return min(partly, key=lambda p: p.order, default=None)
 
 
 def yields_to(
-    own: Placement, placements: Iterable[Placement], waiting: bool, now: float, timeout: float
-) -> Placement | bool:
+    own: GangPlacement,
+    placements: Iterable[GangPlacement],
+    waiting: bool,
+    now: float,
+    timeout: float,
+) -> GangPlacement | bool:
     """For whom a partly placed group gives up its pods; True: for whoever waits; False: nobody.
 
     `waiting`: some group of this kind was refused pods because of a partly placed one.

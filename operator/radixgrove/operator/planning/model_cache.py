@@ -46,7 +46,7 @@ class Cache:
 
 
 @dataclass
-class Step:
+class CacheStep:
     """What to do about the model now, and how it stands (`reason`, `message`)."""
 
     status: ModelStatus
@@ -90,7 +90,7 @@ def decide(
     cache: Cache,
     config: OperatorConfig,
     now: float,
-) -> Step:
+) -> CacheStep:
     model = spec.model
     model_names = spec.model_names(service.name)
     status = ModelStatus(
@@ -101,14 +101,14 @@ def decide(
     )
     scheme, _, rest = model.source.partition("://")
     if scheme == "file":
-        return Step(
+        return CacheStep(
             status, ModelAt(source=model.source, host_path=rest), ready=True, reason="NodePath",
             message="read from the node's own disk; needs a namespace that admits hostPath volumes",
         )  # fmt: skip
     if scheme == "pvc":
         return _provided(spec, status, cache, now)
     if _too_narrow(spec, config):
-        return Step(
+        return CacheStep(
             status, reason="AccessMode",
             message="ReadWriteOnce cannot be read from several nodes: set "
             "model.cache.accessMode to ReadWriteMany, or run one replica on one node",
@@ -119,18 +119,22 @@ def decide(
     return _fetch(service, model, status, revision, cache, config, now)
 
 
-def _provided(spec: InferenceServiceSpec, status: ModelStatus, cache: Cache, now: float) -> Step:
+def _provided(
+    spec: InferenceServiceSpec, status: ModelStatus, cache: Cache, now: float
+) -> CacheStep:
     claim, _, path = spec.model.source.removeprefix("pvc://").partition("/")
     live, nodes = cache.claims.get(claim), spec.hardware.nodes
     if live is not None and not _shareable(live):
         modes = ", ".join(live["spec"].get("accessModes", []))
-        return Step(
+        return CacheStep(
             status, reason="AccessMode", requeue_at=now + _LOOK_AGAIN,
             message=f"the claim {claim} is {modes}, and {nodes} nodes are to read it: use one that "
             "is ReadOnlyMany or ReadWriteMany",
         )  # fmt: skip
     at = ModelAt(source=spec.model.source, claim=claim, sub_path=path.strip("/"))
-    return Step(status, at, ready=True, reason="Provided", message=f"read from the claim {claim}")
+    return CacheStep(
+        status, at, ready=True, reason="Provided", message=f"read from the claim {claim}"
+    )
 
 
 def _shareable(claim: Object) -> bool:
@@ -151,10 +155,10 @@ def _resolve(
     cache: Cache,
     config: OperatorConfig,
     now: float,
-) -> Step:
+) -> CacheStep:
     job = cache.jobs.get(models.resolve_job_name(service, model))
     if job is None:
-        step = Step(status, reason="Resolving", message="looking up the revision")
+        step = CacheStep(status, reason="Resolving", message="looking up the revision")
         step.apply.append(models.resolve_job(service, model, config))
         return step
     if job.failed:
@@ -176,7 +180,7 @@ def _fetch(
     cache: Cache,
     config: OperatorConfig,
     now: float,
-) -> Step:
+) -> CacheStep:
     name = names.cache_name(model.source, revision)
     status = status.model_copy(update={"revision": revision, "claim": name})
     at = ModelAt(source=model.source, revision=revision, claim=name, sub_path=SNAPSHOT)
@@ -193,11 +197,11 @@ def _fetch(
             {BYTES: str(size)} if size else {}
         )
         message = f"revision {revision} on {name}"
-        return Step(status, at, True, "Cached", message, [claim], size=size)
+        return CacheStep(status, at, True, "Cached", message, [claim], size=size)
     progress = f"kubectl logs --namespace {service.namespace} job/{name}"
     fetching = f"revision {revision} into {name}; how far it is: {progress}"
     if job is None:
-        step = Step(status, at, reason="Downloading", message=fetching)
+        step = CacheStep(status, at, reason="Downloading", message=fetching)
         step.apply = [claim, models.download_job(name, service, model, revision, config)]
         return step
     if job.failed:
@@ -216,18 +220,18 @@ def _size(claim: Object | None, job: JobState | None) -> int:
     return next((int(text) for text in (known, told) if text.isdecimal()), 0)
 
 
-def _under_way(status: ModelStatus, job: JobState, reason: str, message: str) -> Step:
+def _under_way(status: ModelStatus, job: JobState, reason: str, message: str) -> CacheStep:
     """A Job that has not ended, and what keeps its pod from starting, if anything does."""
     trouble = pod_problem(job.pod) if job.pod is not None else None
     if trouble is not None:
-        return Step(status, reason=trouble.reason, message=trouble.message)
-    return Step(status, reason=reason, message=message)
+        return CacheStep(status, reason=trouble.reason, message=trouble.message)
+    return CacheStep(status, reason=reason, message=message)
 
 
-def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: float) -> Step:
+def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: float) -> CacheStep:
     """A Job that gave up is deleted after a while, and thereby tried again."""
     said = _said(job)
-    step = Step(
+    step = CacheStep(
         status,
         reason=said.get("reason", "DownloadFailed"),
         message=said.get("message", "the download ended without a word; see its pod's log"),

@@ -87,7 +87,7 @@ class JobState:
 
 
 @dataclass(frozen=True)
-class World:
+class ObservedState:
     """Everything one reconciliation looks at."""
 
     groups: tuple[Group, ...] = ()

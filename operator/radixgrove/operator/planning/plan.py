@@ -11,7 +11,7 @@ from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.api.status import MAX_DETAIL, GroupPhase, GroupStatus
 from radixgrove.operator.planning import gang, recovery, rollout
 from radixgrove.operator.planning.diagnosis import Problem, problem
-from radixgrove.operator.planning.observed import Group, Pod, World
+from radixgrove.operator.planning.observed import Group, ObservedState, Pod
 from radixgrove.operator.render.common import Service
 
 REMOVED = "removed"  # the drained group does not come back
@@ -19,7 +19,7 @@ RECOVERY = "recovery"  # its next attempt takes over
 
 
 @dataclass(frozen=True)
-class Situation:
+class PlanInput:
     """All that a plan depends on."""
 
     service: Service
@@ -27,12 +27,12 @@ class Situation:
     created: float  # of the resource
     records: Sequence[GroupStatus]
     last_attempt: int
-    world: World
+    observed: ObservedState
     target: str | None  # revision to run; None while it cannot be made
     previous: str  # the last target
     known_revisions: Collection[str]  # frozen ones that groups can be made from
     device: str
-    placements: Sequence[gang.Placement]  # of all groups in sight, this service's included
+    placements: Sequence[gang.GangPlacement]  # of all groups in sight, this service's included
     others_wait: bool  # for a partly placed group
     holds_lease: Callable[[Group], bool]
     silent_nodes: Callable[[Sequence[Pod]], Collection[str]]  # of pods that do not answer
@@ -84,27 +84,27 @@ class Plan:
             and not (record.phase is GroupPhase.WAITING and record.yields)
         }
 
-    def again_at(self, when: float) -> None:
+    def requeue_by(self, when: float) -> None:
         self.requeue_at = when if self.requeue_at is None else min(self.requeue_at, when)
 
 
-def make_plan(situation: Situation) -> Plan:
-    plan = Plan(last_attempt=max(situation.last_attempt, situation.world.highest_attempt))
-    live = _live_groups(situation, plan)
-    records = _known_records(situation, live)
+def make_plan(given: PlanInput) -> Plan:
+    plan = Plan(last_attempt=max(given.last_attempt, given.observed.highest_attempt))
+    live = _live_groups(given, plan)
+    records = _known_records(given, live)
     for index in sorted(live):
-        records[index] = _look_after(situation, plan, records[index], live)
-    _roll(situation, plan, records, live)
+        records[index] = _look_after(given, plan, records[index], live)
+    _roll(given, plan, records, live)
     for index in sorted(records):
         if index not in live:
-            records[index] = _start(situation, plan, records[index])
+            records[index] = _start(given, plan, records[index])
     plan.serving = sorted(
         [names.replica_id(live[i].name) for i in live if _may_serve(records[i], live[i])]
-        + [names.replica_id(new.name(situation.service.name)) for new in plan.create]
+        + [names.replica_id(new.name(given.service.name)) for new in plan.create]
     )
     plan.records = [
         _with_phase(records[i], live.get(i)) for i in sorted(records)
-    ] + _leaving_records(situation, records)
+    ] + _leaving_records(given, records)
     return plan
 
 
@@ -114,15 +114,15 @@ def _may_serve(record: GroupStatus, group: Group) -> bool:
     return record.phase is not GroupPhase.FAILED and not leaving
 
 
-def _live_groups(situation: Situation, plan: Plan) -> dict[int, Group]:
+def _live_groups(given: PlanInput, plan: Plan) -> dict[int, Group]:
     """The newest attempt of each group that is not draining; the others go when their time is up.
 
     An operator that died between two writes may have left two attempts of one group.
     """
     live: dict[int, Group] = {}
-    for group in sorted(situation.world.groups, key=lambda g: g.attempt):
+    for group in sorted(given.observed.groups, key=lambda g: g.attempt):
         if group.draining:
-            _finish_draining(situation, plan, group)
+            _finish_draining(given, plan, group)
             continue
         if group.index in live:
             plan.delete.append(live[group.index])
@@ -130,25 +130,25 @@ def _live_groups(situation: Situation, plan: Plan) -> dict[int, Group]:
     return live
 
 
-def _finish_draining(situation: Situation, plan: Plan, group: Group) -> None:
+def _finish_draining(given: PlanInput, plan: Plan, group: Group) -> None:
     if group.deleting:
         return
-    end = (group.draining_since or 0.0) + situation.config.drain_notice
-    if situation.now >= end:
+    end = (group.draining_since or 0.0) + given.config.drain_notice
+    if given.now >= end:
         plan.delete.append(group)
     else:
-        plan.again_at(end)
+        plan.requeue_by(end)
 
 
-def _known_records(situation: Situation, live: Mapping[int, Group]) -> dict[int, GroupStatus]:
+def _known_records(given: PlanInput, live: Mapping[int, Group]) -> dict[int, GroupStatus]:
     removed = {
         group.index
-        for group in situation.world.groups
+        for group in given.observed.groups
         if group.draining and group.draining_because == REMOVED and group.index not in live
     }
     records = {
         record.index: record
-        for record in situation.records
+        for record in given.records
         if record.phase is not GroupPhase.DRAINING and record.index not in removed
     }
     for index, group in live.items():
@@ -158,80 +158,80 @@ def _known_records(situation: Situation, live: Mapping[int, Group]) -> dict[int,
 
 
 def _look_after(
-    situation: Situation, plan: Plan, record: GroupStatus, live: dict[int, Group]
+    given: PlanInput, plan: Plan, record: GroupStatus, live: dict[int, Group]
 ) -> GroupStatus:
     """Recovery and whole placement of one group that has pods. May take it out of `live`."""
     group = live[record.index]
     if record.phase is GroupPhase.FAILED and record.attempt == group.attempt:
         return record
-    settings, now = situation.spec.recovery, situation.now
-    found = recovery.assess(
-        group, record, situation.world.nodes, settings, situation.holds_lease, now
-    )
+    settings, now = given.spec.recovery, given.now
+    found = recovery.assess(group, record, given.observed.nodes, settings, given.holds_lease, now)
     if found.recheck_at is not None:
-        plan.again_at(found.recheck_at)
+        plan.requeue_by(found.recheck_at)
     if found.fault is None:
         record = recovery.remember(group, record, settings, now)
-        return _give_way(situation, plan, record, live)
+        return _give_way(given, plan, record, live)
     record = recovery.after_fault(record, found.fault, settings, now)
     if record.phase is GroupPhase.FAILED:
         plan.events.append(("Warning", "GroupFailed", f"group {record.index}: {record.detail}"))
         return record
     if not found.fault.drain:
-        record = record.model_copy(update={"avoid": _suspects(situation, group, found.fault)})
+        record = record.model_copy(update={"avoid": _suspects(given, group, found.fault)})
     plan.events.append(("Warning", "GroupRecovery", f"group {record.index}: {found.fault.message}"))
     if found.fault.drain:
         plan.drain.append((group, RECOVERY))
-        plan.again_at(now + situation.config.drain_notice)
+        plan.requeue_by(now + given.config.drain_notice)
     else:
         plan.delete.append(group)
     del live[record.index]
     return record
 
 
-def _suspects(situation: Situation, group: Group, fault: recovery.Fault) -> list[str]:
+def _suspects(given: PlanInput, group: Group, fault: recovery.Fault) -> list[str]:
     """Nodes that the next attempt avoids where it can.
 
     A machine that hangs counts as healthy for most of a minute, while its peers notice within
     seconds: so the pods are asked, too.
     """
-    nodes = situation.world.nodes
+    nodes = given.observed.nodes
     heard = [
         pod
         for pod in group.pods
         if pod.node in nodes and nodes[pod.node].reachable and pod.node != fault.node
     ]
     lost = {pod.node for pod in group.pods if pod.node} - {pod.node for pod in heard}
-    return sorted(lost | set(situation.silent_nodes(heard)))
+    return sorted(lost | set(given.silent_nodes(heard)))
 
 
 def _give_way(
-    situation: Situation, plan: Plan, record: GroupStatus, live: dict[int, Group]
+    given: PlanInput, plan: Plan, record: GroupStatus, live: dict[int, Group]
 ) -> GroupStatus:
     group = live[record.index]
     if not group.partly_placed:
         return record
-    own = gang.Placement(
-        key=_gang_key(situation, record.index),
-        order=(situation.created, *_gang_key(situation, record.index)),
-        device=situation.device,
+    own = gang.GangPlacement(
+        key=_gang_key(given, record.index),
+        order=(given.created, *_gang_key(given, record.index)),
+        device=given.device,
         nodes=group.nodes,
         placed=group.placed,
         partly_since=times.from_text(record.partly_since),
     )
     winner = gang.yields_to(
         own,
-        situation.placements,
-        situation.others_wait,
-        situation.now,
-        situation.config.gang_timeout,
+        given.placements,
+        given.others_wait,
+        given.now,
+        given.config.gang_timeout,
     )
     if not winner:
-        plan.again_at(situation.now + 5.0)
+        plan.requeue_by(given.now + 5.0)
         return record
     plan.delete.append(group)
     del live[record.index]
-    whom = "/".join(winner.key[:2]) if isinstance(winner, gang.Placement) else "others that wait"
+    whom = (
+        "/".join(winner.key[:2]) if isinstance(winner, gang.GangPlacement) else "others that wait"
+    )
     message = f"gave up {group.placed} of {group.nodes} placed pods for {whom}"
     plan.events.append(("Normal", "GroupYielded", f"group {record.index} {message}"))
     return record.model_copy(
@@ -239,21 +239,21 @@ def _give_way(
             "phase": GroupPhase.WAITING,
             "detail": message,
             "yields": record.yields + 1,
-            "retry_at": times.to_text(situation.now + gang.retry_after(record.yields)),
+            "retry_at": times.to_text(given.now + gang.retry_after(record.yields)),
             "partly_since": None,
         }
     )
 
 
-def _gang_key(situation: Situation, index: int) -> tuple[str, str, int]:
-    return (situation.service.namespace, situation.service.name, index)
+def _gang_key(given: PlanInput, index: int) -> tuple[str, str, int]:
+    return (given.service.namespace, given.service.name, index)
 
 
 def _roll(
-    situation: Situation, plan: Plan, records: dict[int, GroupStatus], live: dict[int, Group]
+    given: PlanInput, plan: Plan, records: dict[int, GroupStatus], live: dict[int, Group]
 ) -> None:
-    target = situation.previous if situation.target is None else situation.target
-    spec = situation.spec.rollout
+    target = given.previous if given.target is None else given.target
+    spec = given.spec.rollout
     slots = [
         rollout.Slot(
             index=index,
@@ -265,18 +265,18 @@ def _roll(
     ]
     slots += [
         rollout.Slot(index, "", draining=True)
-        for index in {g.index for g in situation.world.groups if g.draining} - set(records)
+        for index in {g.index for g in given.observed.groups if g.draining} - set(records)
     ]
-    moves = rollout.plan(slots, situation.desired, target, spec.max_unavailable, spec.max_surge)
+    moves = rollout.plan(slots, given.desired, target, spec.max_unavailable, spec.max_surge)
     plan.blocked = moves.blocked
     for index in moves.drain:
         del records[index]
         if index in live:
             plan.drain.append((live.pop(index), REMOVED))
-            plan.again_at(situation.now + situation.config.drain_notice)
+            plan.requeue_by(given.now + given.config.drain_notice)
         else:
-            plan.again_at(situation.now)  # its place is free at the next look
-    for index in moves.create if situation.target is not None else ():
+            plan.requeue_by(given.now)  # its place is free at the next look
+    for index in moves.create if given.target is not None else ():
         records[index] = GroupStatus(index=index, revision=target)
 
 
@@ -289,20 +289,20 @@ def _failing(record: GroupStatus, group: Group | None) -> bool:
     return trouble is not None and trouble.stuck
 
 
-def _start(situation: Situation, plan: Plan, record: GroupStatus) -> GroupStatus:
+def _start(given: PlanInput, plan: Plan, record: GroupStatus) -> GroupStatus:
     """A group without pods: its next attempt, unless something says not yet."""
     record = record.model_copy(update={"phase": GroupPhase.WAITING})
-    if record.revision not in situation.known_revisions:
+    if record.revision not in given.known_revisions:
         return record.model_copy(update={"detail": "its revision cannot be made yet"})
     retry_at = times.from_text(record.retry_at)
-    if retry_at is not None and situation.now < retry_at:
-        plan.again_at(retry_at)
+    if retry_at is not None and given.now < retry_at:
+        plan.requeue_by(retry_at)
         return record
-    key = _gang_key(situation, record.index)
-    ahead = gang.blocker(key, situation.device, situation.placements)
+    key = _gang_key(given, record.index)
+    ahead = gang.blocker(key, given.device, given.placements)
     if ahead is not None:
         plan.waits_for = "/".join(ahead.key[:2])
-        plan.again_at(situation.now + 5.0)
+        plan.requeue_by(given.now + 5.0)
         return record.model_copy(update={"detail": f"waits until {plan.waits_for} is placed"})
     plan.last_attempt = attempt = plan.last_attempt + 1
     avoid = tuple(record.avoid)
@@ -333,7 +333,7 @@ def _with_phase(record: GroupStatus, group: Group | None) -> GroupStatus:
     return record.model_copy(update={"phase": phase, "detail": detail})
 
 
-def _leaving_records(situation: Situation, records: Mapping[int, GroupStatus]) -> list[GroupStatus]:
+def _leaving_records(given: PlanInput, records: Mapping[int, GroupStatus]) -> list[GroupStatus]:
     """Groups on their way out, for people to see; they are not read back."""
     return [
         GroupStatus(
@@ -342,7 +342,7 @@ def _leaving_records(situation: Situation, records: Mapping[int, GroupStatus]) -
             revision=group.revision,
             phase=GroupPhase.DRAINING,
         )
-        for group in situation.world.groups
+        for group in given.observed.groups
         if group.draining and group.index not in records
     ]
 
@@ -353,7 +353,7 @@ def as_placements(
     device: str,
     groups: Sequence[Group],
     records: Sequence[GroupStatus],
-) -> list[gang.Placement]:
+) -> list[gang.GangPlacement]:
     """A service's groups as the whole placement sees them.
 
     One that failed and is kept for diagnosis waits for nothing, so nobody waits for it.
@@ -361,7 +361,7 @@ def as_placements(
     kept = {(r.index, r.attempt) for r in records if r.phase is GroupPhase.FAILED}
     since = {record.index: times.from_text(record.partly_since) for record in records}
     return [
-        gang.Placement(
+        gang.GangPlacement(
             key=(service.namespace, service.name, group.index),
             order=(created, service.namespace, service.name, group.index),
             device=device,

@@ -38,7 +38,7 @@ from radixgrove.worker.agent import demo_model, management, model_files
 from radixgrove.worker.agent.progress import StartReport, memory_arithmetic
 from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.cache.identity import block_hasher, cache_namespace, index_block
-from radixgrove.worker.liveness import Pulse, is_stopped
+from radixgrove.worker.liveness import Liveness, is_stopped
 from radixgrove.worker.messages import (
     Admitted,
     CacheEvents,
@@ -74,7 +74,7 @@ class AgentError(Exception):
         self.code = code
 
 
-class State(StrEnum):
+class WorkerState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     NOT_READY = "not-ready"  # was ready; the engine's pulse is late
@@ -201,9 +201,9 @@ class Agent:
     def __init__(self, runtime: Runtime, modules: Modules = Modules()) -> None:
         self.runtime = runtime
         self.settings = runtime.settings
-        self.state = State.STARTING
+        self.state = WorkerState.STARTING
         self.info: EngineInfo | None = None
-        self.pulse = Pulse(time.time())
+        self.liveness = Liveness(time.time())
         self.publisher: Publisher | None = None
         self.started = time.time()
         self.phase: PhaseReport | None = None
@@ -239,9 +239,9 @@ class Agent:
 
     async def drain(self) -> None:
         """Make routers pass this worker by; it ends what it has and stays up until SIGTERM."""
-        if self.state is not State.DRAINING:
+        if self.state is not WorkerState.DRAINING:
             _log.info("draining: routers send no new requests")
-            self.state = State.DRAINING
+            self.state = WorkerState.DRAINING
         if self.publisher is not None and not await self.publisher.drain():
             _log.warning("Redis has not confirmed the drain; routers learn it from the next lease")
 
@@ -270,7 +270,7 @@ class Agent:
                 await self._drain_and_stop()
             return 0
         except AgentError as error:
-            self.state = State.FAILED
+            self.state = WorkerState.FAILED
             _log.error("%s", error)
             return error.code
         finally:
@@ -305,11 +305,11 @@ class Agent:
         while True:
             message = decoder.decode(await self._inbox.recv())
             now = time.time()
-            self.pulse.hear(now)
+            self.liveness.hear(now)
             match message:
                 case Stats():
-                    self.pulse.take(message, now)
-                    if self.pulse.ready(now) and self.info is not None:
+                    self.liveness.take(message, now)
+                    if self.liveness.ready(now) and self.info is not None:
                         self._engine_ready.set()
                 case PhaseReport():
                     self.phase = message
@@ -331,7 +331,7 @@ class Agent:
             await asyncio.sleep(_WATCH_SECONDS)
             now = time.time()
             held = [child for child in self._engines if child.running and is_stopped(child.pid)]
-            problem = self.pulse.problem(now, stopped=bool(held))
+            problem = self.liveness.problem(now, stopped=bool(held))
             if problem is not None:
                 culprit = held[0] if held else self._engines[0]
                 # Kept first: the death that we cause must not pass for the reason.
@@ -341,11 +341,11 @@ class Agent:
                 )
                 await asyncio.gather(*(child.kill() for child in self._engines))
                 raise self._stuck
-            if self.state in (State.READY, State.NOT_READY):
-                self._set_readiness(self.pulse.ready(now))
+            if self.state in (WorkerState.READY, WorkerState.NOT_READY):
+                self._set_readiness(self.liveness.ready(now))
 
     def _set_readiness(self, ready: bool) -> None:
-        state = State.READY if ready else State.NOT_READY
+        state = WorkerState.READY if ready else WorkerState.NOT_READY
         if state is not self.state:
             _log.warning("the engine's pulse is %s", "back" if ready else "late: not ready")
             self.state = state
@@ -357,8 +357,8 @@ class Agent:
         await self._await_frontends()
         if self.settings.redis_url is not None:
             await self._publish(self.info)
-        if self.state is State.STARTING:
-            self.state = State.READY
+        if self.state is WorkerState.STARTING:
+            self.state = WorkerState.READY
         self._report.ready(self.settings, time.time() - self.started)
         await asyncio.Event().wait()  # this task ends only with the agent
 

@@ -154,7 +154,7 @@ async def _livez(_agent: Agent, _body: bytes) -> tuple[int, dict[str, Any]]:
 
 
 async def _readyz(agent: Agent, _body: bytes) -> tuple[int, dict[str, Any]]:
-    ready = agent.state == "ready" and agent.pulse.ready(time.time())
+    ready = agent.state == "ready" and agent.liveness.ready(time.time())
     return (200 if ready else 503), {"status": "ready" if ready else str(agent.state)}
 
 
@@ -171,14 +171,14 @@ async def _status(agent: Agent, _body: bytes) -> tuple[int, dict[str, Any]]:
         "pid": os.getpid(),
         "uptime_seconds": round(time.time() - agent.started, 1),
         "engine": agent.info,
-        "stats": agent.pulse.stats,
+        "stats": agent.liveness.stats,
         "publisher": publisher,
     }
 
 
 async def _drain(agent: Agent, _body: bytes) -> tuple[int, dict[str, Any]]:
     await agent.drain()
-    stats = agent.pulse.stats
+    stats = agent.liveness.stats
     return 200, {
         "state": agent.state,
         "running": stats.running if stats else 0,

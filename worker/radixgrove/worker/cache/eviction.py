@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from radixgrove.protocol.settings import EvictionPolicy
-from radixgrove.worker.cache.node import Node
+from radixgrove.worker.cache.node import TreeNode
 
 # Smallest goes first. Ticks are logical: they order uses, whatever the wall clock does.
-_KEYS: dict[EvictionPolicy, Callable[[Node], tuple[int, int]]] = {
+_KEYS: dict[EvictionPolicy, Callable[[TreeNode], tuple[int, int]]] = {
     EvictionPolicy.LRU: lambda node: (node.used, node.created),
     EvictionPolicy.LFU: lambda node: (node.hits, node.used),
     EvictionPolicy.FIFO: lambda node: (node.created, node.used),
@@ -24,7 +24,7 @@ _SLACK = 64
 @dataclass(slots=True, eq=False)
 class _Entry:
     key: tuple[int, int]
-    node: Node | None  # None once discarded
+    node: TreeNode | None  # None once discarded
 
     def __lt__(self, other: _Entry) -> bool:
         return self.key < other.key
@@ -37,20 +37,20 @@ class EvictionQueue:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._key = _KEYS[policy]
         self._heap: list[_Entry] = []
-        self._entries: dict[Node, _Entry] = {}
+        self._entries: dict[TreeNode, _Entry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, node: Node) -> bool:
+    def __contains__(self, node: TreeNode) -> bool:
         return node in self._entries
 
-    def add(self, node: Node) -> None:
+    def add(self, node: TreeNode) -> None:
         entry = _Entry(self._key(node), node)
         self._entries[node] = entry
         heapq.heappush(self._heap, entry)
 
-    def discard(self, node: Node) -> None:
+    def discard(self, node: TreeNode) -> None:
         entry = self._entries.pop(node, None)
         if entry is None:
             return
@@ -59,7 +59,7 @@ class EvictionQueue:
             self._heap = [live for live in self._heap if live.node is not None]
             heapq.heapify(self._heap)
 
-    def pop(self) -> Node | None:
+    def pop(self) -> TreeNode | None:
         """Remove and return the node to evict first; None when there is none."""
         while self._heap:
             node = heapq.heappop(self._heap).node

@@ -11,9 +11,9 @@ from collections import OrderedDict
 
 from radixgrove.protocol.settings import EvictionPolicy, HostWritePolicy
 from radixgrove.worker.cache.eviction import EvictionQueue
-from radixgrove.worker.cache.node import Node
+from radixgrove.worker.cache.node import TreeNode
 from radixgrove.worker.cache.pool import Owner, PagePool
-from radixgrove.worker.cache.timeline import Clock, Fence
+from radixgrove.worker.cache.timeline import Fence, Timeline
 from radixgrove.worker.plan import PageCopies
 
 # Saves ahead of need are kept short, so that what they read is soon free to go.
@@ -26,52 +26,52 @@ class HostTier:
     """Owns the host's pages and hands them to nodes."""
 
     def __init__(
-        self, num_pages: int, clock: Clock, policy: HostWritePolicy, eviction: EvictionPolicy
+        self, num_pages: int, timeline: Timeline, policy: HostWritePolicy, eviction: EvictionPolicy
     ) -> None:
-        self.pool = PagePool(num_pages, clock)
+        self.pool = PagePool(num_pages, timeline)
         self.queue = EvictionQueue(eviction)  # unlocked nodes whose children are not here
         self.saved = 0  # pages, since the start
         self.loaded = 0
         self._policy = policy
-        self._clock = clock
+        self._clock = timeline
         self._pages_a_save = max(1, min(_PAGES_A_SAVE, num_pages // 4))  # room for several
-        self._growing: set[Node] = set()  # leaves in use: cut up now, they would leave chains
+        self._growing: set[TreeNode] = set()  # leaves in use: cut up now, they would leave chains
         # To be saved, the oldest wish first. A dict is slow to find its first after many have left.
-        self._wanted: OrderedDict[Node, None] = OrderedDict()
+        self._wanted: OrderedDict[TreeNode, None] = OrderedDict()
         self._save = PageCopies(0, [], [])
         self._loads: list[PageCopies] = []
 
     # ---- what to save --------------------------------------------------------------------------
 
-    def computed(self, node: Node) -> None:
+    def computed(self, node: TreeNode) -> None:
         """A request filled pages of a leaf that it holds."""
         if self._policy is HostWritePolicy.WRITE_THROUGH:
             self._want(node)
 
-    def used_again(self, node: Node) -> None:
+    def used_again(self, node: TreeNode) -> None:
         """A request that holds the node met it in the cache."""
         selective = self._policy is HostWritePolicy.WRITE_THROUGH_SELECTIVE
         if selective and not node.host and node.hits >= _HITS_WORTH_SAVING:
             self._want(node)
 
-    def _want(self, node: Node) -> None:
+    def _want(self, node: TreeNode) -> None:
         if node.children:
             self._wanted[node] = None
         else:
             self._wanted.pop(node, None)
             self._growing.add(node)
 
-    def full_grown(self, node: Node) -> None:
+    def full_grown(self, node: TreeNode) -> None:
         """Nobody holds the node, or it has a child."""
         if node in self._growing:
             self._growing.remove(node)
             self._wanted[node] = None
 
-    def saves_on_leaving(self, node: Node) -> bool:
+    def saves_on_leaving(self, node: TreeNode) -> bool:
         """Whether a node that has no copy here yet must get one before the device forgets it."""
         return self._policy is HostWritePolicy.WRITE_BACK or node in self._wanted
 
-    def split(self, upper: Node, lower: Node, head: int) -> None:
+    def split(self, upper: TreeNode, lower: TreeNode, head: int) -> None:
         """`upper` took the first `head` pages of `lower`."""
         upper.host, lower.host = lower.host[:head], lower.host[head:]
         upper.saved_by = lower.saved_by
@@ -79,7 +79,7 @@ class HostTier:
         if lower in self._wanted or lower in self._growing:
             self._wanted[upper] = None
 
-    def next_wanted(self) -> Node | None:
+    def next_wanted(self) -> TreeNode | None:
         """A node to save ahead of need; None when there is none, or enough is under way."""
         in_flight = self._clock.saves_launched - self._clock.saves_ended
         if in_flight >= _SAVES_IN_FLIGHT or self.room_in_save == 0:
@@ -92,7 +92,7 @@ class HostTier:
 
     # ---- copies --------------------------------------------------------------------------------
 
-    def save(self, node: Node) -> None:
+    def save(self, node: TreeNode) -> None:
         """Copy the node's pages here with the next plan; the pool has as many free."""
         pages = self.pool.allocate(node.size)
         self.pool.adopt(pages)
@@ -103,7 +103,7 @@ class HostTier:
         self._wanted.pop(node, None)
         self.saved += node.size
 
-    def load(self, path: list[Node]) -> int:
+    def load(self, path: list[TreeNode]) -> int:
         """Fill the new device pages of `path` from here with the next plan; the load's id."""
         load = PageCopies(self._clock.loads_launched + len(self._loads) + 1, [], [])
         for node in path:
@@ -115,7 +115,7 @@ class HostTier:
         self.loaded += len(load.pages)
         return load.copy_id
 
-    def release(self, node: Node) -> None:
+    def release(self, node: TreeNode) -> None:
         """Forget the copy of a node; its pages are free once no copy touches them."""
         self._wanted.pop(node, None)
         if node.host:

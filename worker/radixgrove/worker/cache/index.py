@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from radixgrove.protocol.blocks import HASH_BYTES, TOKEN_BYTES, BlockHasher
 from radixgrove.worker.cache.events import EventLog
-from radixgrove.worker.cache.node import Node, Scope
+from radixgrove.worker.cache.node import CacheScope, TreeNode
 from radixgrove.worker.messages import Tier
 
 
@@ -23,12 +23,12 @@ class BlockIndex:
         self._make_hasher = make_hasher
         self._hashers: dict[str, BlockHasher] = {}
 
-    def root(self, scope: Scope) -> bytes:
+    def root(self, scope: CacheScope) -> bytes:
         """What the first block of a scope is chained to."""
         hasher = self._hasher(scope)
         return b"" if hasher is None else hasher.root
 
-    def grown(self, node: Node, tokens: bytes, start: int) -> None:
+    def grown(self, node: TreeNode, tokens: bytes, start: int) -> None:
         """Pages [start, node.end) are new to the tree; `tokens` holds them and all before."""
         hasher = self._hasher(node.scope)
         if hasher is None:
@@ -43,7 +43,7 @@ class BlockIndex:
         node.tail = hashes[-HASH_BYTES:]
         self.events.stored(Tier.GPU, node.scope.domain, hashes)
 
-    def split(self, upper: Node, lower: Node, above: Node) -> None:
+    def split(self, upper: TreeNode, lower: TreeNode, above: TreeNode) -> None:
         """`upper`, which hangs from `above`, took the first pages of `lower`; both are cut."""
         count = self._blocks_before(upper.scope, upper.end)
         count -= self._blocks_before(upper.scope, upper.start)
@@ -51,16 +51,16 @@ class BlockIndex:
         upper.tail = upper.hashes[-HASH_BYTES:] or above.tail
         lower.hashes = lower.hashes[count * HASH_BYTES :]
 
-    def removed(self, node: Node, tier: Tier) -> None:
+    def removed(self, node: TreeNode, tier: Tier) -> None:
         self.events.removed(tier, node.scope.domain, node.hashes)
 
-    def moved(self, node: Node, target: Tier) -> None:
+    def moved(self, node: TreeNode, target: Tier) -> None:
         """Added there before it is removed here: no moment without it."""
         source = Tier.HOST if target is Tier.GPU else Tier.GPU
         self.events.stored(target, node.scope.domain, node.hashes)
         self.events.removed(source, node.scope.domain, node.hashes)
 
-    def _hasher(self, scope: Scope) -> BlockHasher | None:
+    def _hasher(self, scope: CacheScope) -> BlockHasher | None:
         if self._make_hasher is None:
             return None
         hasher = self._hashers.get(scope.namespace)
@@ -74,7 +74,7 @@ class BlockIndex:
             self._hashers[scope.namespace] = hasher
         return hasher
 
-    def _blocks_before(self, scope: Scope, depth: int) -> int:
+    def _blocks_before(self, scope: CacheScope, depth: int) -> int:
         """Index blocks that end within the first `depth` pages."""
         hasher = self._hasher(scope)
         return 0 if hasher is None else depth * self._page_size // hasher.block_size

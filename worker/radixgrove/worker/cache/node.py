@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Scope(NamedTuple):
+class CacheScope(NamedTuple):
     """What two prompts must share, beside their tokens, to share pages."""
 
     namespace: str  # model, weight version, adapter, KV dtype
     domain: str  # "public" or a principal
 
 
-class Node:
+class TreeNode:
     """Pages [start, end) of every prompt that passes through here. A root holds no page.
 
     All of them are on the device, on the host, or on both: `pages` and `host` are each empty or
@@ -30,10 +30,10 @@ class Node:
         "host_children",
         "key",
         "loaded_by",
-        "locks",
         "pages",
         "parent",
         "priority",
+        "ref_count",
         "saved_by",
         "scope",
         "size",
@@ -43,7 +43,7 @@ class Node:
     )
 
     def __init__(
-        self, scope: Scope, parent: Node | None, key: bytes, pages: list[int], tail: bytes
+        self, scope: CacheScope, parent: TreeNode | None, key: bytes, pages: list[int], tail: bytes
     ) -> None:
         self.scope = scope
         self.parent = parent
@@ -56,8 +56,8 @@ class Node:
         self.loaded_by = 0  # the load that fills `pages`, if they came from the host
         self.device_children = 0  # how many of the children are on the device
         self.host_children = 0
-        self.children: dict[bytes, Node] = {}
-        self.locks = 0
+        self.children: dict[bytes, TreeNode] = {}
+        self.ref_count = 0
         self.hashes = b""  # of the index blocks that end in this node's pages
         self.tail = tail  # hash of the last index block that ends at or before this node's end
         self.created = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from radixgrove.worker.cache.timeline import Clock, Fence
+from radixgrove.worker.cache.timeline import Fence, Timeline
 
 
 class Owner(IntEnum):
@@ -31,11 +31,11 @@ class PoolError(Exception):
 class PagePool:
     """Hands out pages 0 .. num_pages - 1 and takes them back behind fences."""
 
-    def __init__(self, num_pages: int, clock: Clock) -> None:
+    def __init__(self, num_pages: int, timeline: Timeline) -> None:
         if num_pages < 1:
             raise ValueError(f"the pool needs at least one page, got {num_pages}")
         self.num_pages = num_pages
-        self._clock = clock
+        self._clock = timeline
         self._owner = bytearray(num_pages)
         self._free = list(range(num_pages - 1, -1, -1))  # a stack; low pages are used first
         self._retired: dict[Fence, list[int]] = {}

@@ -19,7 +19,7 @@ class Fence(NamedTuple):
 
 
 @dataclass(slots=True)
-class Clock:
+class Timeline:
     launched: int = 0  # steps
     collected: int = 0
     saves_launched: int = 0

@@ -22,9 +22,9 @@ from radixgrove.worker.cache.events import EventLog
 from radixgrove.worker.cache.eviction import EvictionQueue
 from radixgrove.worker.cache.host_tier import HostTier
 from radixgrove.worker.cache.index import BlockIndex
-from radixgrove.worker.cache.node import Node, Scope
+from radixgrove.worker.cache.node import CacheScope, TreeNode
 from radixgrove.worker.cache.pool import Owner, PagePool
-from radixgrove.worker.cache.timeline import Clock, Fence
+from radixgrove.worker.cache.timeline import Fence, Timeline
 from radixgrove.worker.messages import Tier
 
 # Of a node that moves to the host at least so many pages go at once, and such a share: shorter
@@ -43,7 +43,7 @@ class RadixTree:
     def __init__(
         self,
         pool: PagePool,
-        clock: Clock,
+        timeline: Timeline,
         page_size: int,
         policy: EvictionPolicy = EvictionPolicy.LRU,
         hasher: Callable[[str], BlockHasher] | None = None,
@@ -56,11 +56,11 @@ class RadixTree:
         self.version = 0  # changes whenever a match may
         self._page_bytes = page_size * TOKEN_BYTES
         self._pool = pool
-        self._clock = clock
+        self._clock = timeline
         self._queue = EvictionQueue(policy)  # unlocked nodes whose children are not on the device
         self._index = BlockIndex(page_size, hasher)
         self._host = host
-        self._roots: dict[Scope, Node] = {}
+        self._roots: dict[CacheScope, TreeNode] = {}
         self._tick = 0
 
     @property
@@ -69,14 +69,14 @@ class RadixTree:
 
     # ---- matching ------------------------------------------------------------------------------
 
-    def root(self, scope: Scope) -> Node:
+    def root(self, scope: CacheScope) -> TreeNode:
         """The root of a scope; it lives while locked or while something hangs from it."""
         node = self._roots.get(scope)
         if node is None:
-            node = self._roots[scope] = Node(scope, None, b"", [], self._index.root(scope))
+            node = self._roots[scope] = TreeNode(scope, None, b"", [], self._index.root(scope))
         return node
 
-    def peek(self, scope: Scope, tokens: bytes, limit: int) -> tuple[Node | None, int]:
+    def peek(self, scope: CacheScope, tokens: bytes, limit: int) -> tuple[TreeNode | None, int]:
         """The deepest node on the device that `tokens` reach, and how many pages match; changes
         nothing.
 
@@ -88,7 +88,7 @@ class RadixTree:
             return None, 0
         return self._descend(root, tokens, limit, self._on_device)
 
-    def peek_below(self, node: Node, depth: int, tokens: bytes, limit: int) -> int:
+    def peek_below(self, node: TreeNode, depth: int, tokens: bytes, limit: int) -> int:
         """How many pages match once those on the host, and those on their way, are counted too.
 
         Args:
@@ -98,14 +98,14 @@ class RadixTree:
             return depth
         return self._descend(node, tokens, limit, _anywhere)[1]
 
-    def awaits_load(self, node: Node, depth: int, tokens: bytes, limit: int) -> bool:
+    def awaits_load(self, node: TreeNode, depth: int, tokens: bytes, limit: int) -> bool:
         """Whether the first page that `peek` did not match is being loaded."""
         if depth < node.end or depth >= limit:
             return False
         child = node.children.get(self._page(tokens, depth))
         return child is not None and bool(child.pages) and not self._on_device(child)
 
-    def match(self, scope: Scope, tokens: bytes, limit: int) -> Node:
+    def match(self, scope: CacheScope, tokens: bytes, limit: int) -> TreeNode:
         """The node that ends where the match of at most `limit` pages ends; split off if need be.
 
         The caller locks it before anything else may evict.
@@ -113,7 +113,7 @@ class RadixTree:
         node, depth = self._descend(self.root(scope), tokens, limit, self._on_device)
         return self._split(node, depth) if depth < node.end else node
 
-    def match_host(self, node: Node, tokens: bytes, limit: int) -> Node:
+    def match_host(self, node: TreeNode, tokens: bytes, limit: int) -> TreeNode:
         """Where the match of `tokens`, which end at `node` on the device, ends on the host.
 
         Between the two are nodes on the host alone, for `load`. `node` itself when there are none.
@@ -122,8 +122,8 @@ class RadixTree:
         return self._split(below, depth) if depth < below.end else below
 
     def _descend(
-        self, node: Node, tokens: bytes, limit: int, enters: Callable[[Node], bool]
-    ) -> tuple[Node, int]:
+        self, node: TreeNode, tokens: bytes, limit: int, enters: Callable[[TreeNode], bool]
+    ) -> tuple[TreeNode, int]:
         size = self._page_bytes
         depth = node.end
         while depth < limit:
@@ -138,7 +138,7 @@ class RadixTree:
                 break
         return node, depth
 
-    def _on_device(self, node: Node) -> bool:
+    def _on_device(self, node: TreeNode) -> bool:
         return bool(node.pages) and node.loaded_by <= self._clock.loads_ended
 
     def _page(self, tokens: bytes, depth: int) -> bytes:
@@ -146,7 +146,7 @@ class RadixTree:
         return tokens[depth * self._page_bytes : (depth + 1) * self._page_bytes]
 
     @staticmethod
-    def path_pages(node: Node) -> list[int]:
+    def path_pages(node: TreeNode) -> list[int]:
         """The device pages of a node and its ancestors, in token order."""
         parts = [node.pages]
         while node.parent is not None:
@@ -155,42 +155,42 @@ class RadixTree:
         return [page for part in reversed(parts) for page in part]
 
     @staticmethod
-    def unlocked_pages(node: Node | None) -> int:
+    def unlocked_pages(node: TreeNode | None) -> int:
         """How many evictable pages a lock on `node` would pin."""
         count = 0
-        while node is not None and node.locks == 0:
+        while node is not None and node.ref_count == 0:
             count += len(node.pages)
             node = node.parent
         return count
 
     @staticmethod
-    def shared_pages(node: Node | None) -> int:
+    def shared_pages(node: TreeNode | None) -> int:
         """How many pages of the path stay locked when one holder lets go."""
-        while node is not None and node.locks <= 1:
+        while node is not None and node.ref_count <= 1:
             node = node.parent
         return 0 if node is None else node.end
 
     # ---- locks ---------------------------------------------------------------------------------
 
-    def lock(self, node: Node) -> None:
+    def lock(self, node: TreeNode) -> None:
         """Pin a path: none of its pages can be evicted until as many `unlock`s."""
-        step: Node | None = node
+        step: TreeNode | None = node
         while step is not None:
             self._pin(step)
             step = step.parent
 
-    def _pin(self, node: Node) -> None:
+    def _pin(self, node: TreeNode) -> None:
         """One lock more on a node, of which its ancestors have theirs."""
-        if node.locks == 0:
+        if node.ref_count == 0:
             self.evictable -= len(node.pages)
             self._queue.discard(node)
             if self._host is not None:
                 self._host.queue.discard(node)
-        node.locks += 1
+        node.ref_count += 1
 
-    def record_hit(self, node: Node, priority: int) -> None:
+    def record_hit(self, node: TreeNode, priority: int) -> None:
         """A request reuses a locked path; LFU, priority eviction and selective saves remember."""
-        step: Node | None = node
+        step: TreeNode | None = node
         while step is not None:
             step.hits += 1
             step.priority = max(step.priority, priority)
@@ -198,27 +198,27 @@ class RadixTree:
                 self._host.used_again(step)
             step = step.parent
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: TreeNode) -> None:
         """Let a path go. Steps launched so far may still read its pages."""
         self._tick += 1
-        step: Node | None = node
+        step: TreeNode | None = node
         while step is not None:
-            step.locks -= 1
+            step.ref_count -= 1
             step.used = self._tick
             step.fence = self._clock.launched
-            if step.locks == 0:
+            if step.ref_count == 0:
                 self.evictable += len(step.pages)
                 self._settle(step)
             step = step.parent
 
-    def forget_if_empty(self, node: Node | None) -> None:
+    def forget_if_empty(self, node: TreeNode | None) -> None:
         """`node` came from `root` or `match` and was not locked: drop it if it is a bare root."""
         if node is not None and node.parent is None:
             self._settle(node)
 
-    def _settle(self, node: Node) -> None:
+    def _settle(self, node: TreeNode) -> None:
         """Queue a node for eviction from where it may go; forget a root that nobody needs."""
-        if node.locks:
+        if node.ref_count:
             return
         if node.parent is None:
             if not node.children and self._roots.get(node.scope) is node:
@@ -235,8 +235,8 @@ class RadixTree:
     # ---- growth --------------------------------------------------------------------------------
 
     def extend(
-        self, node: Node, tokens: bytes, pages: list[int], end: int, priority: int = 0
-    ) -> Node:
+        self, node: TreeNode, tokens: bytes, pages: list[int], end: int, priority: int = 0
+    ) -> TreeNode:
         """Publish a running request's pages [node.end, end) below its locked `node`.
 
         Stops where another request's copy is on the device already: a running request keeps its
@@ -255,8 +255,8 @@ class RadixTree:
             node = child
         return node
 
-    def absorb(
-        self, node: Node, tokens: bytes, pages: list[int], end: int, priority: int = 0
+    def insert(
+        self, node: TreeNode, tokens: bytes, pages: list[int], end: int, priority: int = 0
     ) -> list[int]:
         """A request leaves: keep what is new of its computed pages [node.end, end), drop its lock.
 
@@ -283,13 +283,15 @@ class RadixTree:
         self.unlock(reached)
         return duplicates
 
-    def _common_part(self, child: Node, tokens: bytes, end: int) -> Node:
+    def _common_part(self, child: TreeNode, tokens: bytes, end: int) -> TreeNode:
         """What of `child` the first `end` pages of `tokens` share, split off if need be."""
         count = min(child.size, end - child.start)
         same = common_pages(child.key, 0, tokens, child.start, count, self._page_bytes)
         return self._split(child, child.start + same) if same < child.size else child
 
-    def _attach(self, node: Node, tokens: bytes, pages: list[int], end: int, priority: int) -> Node:
+    def _attach(
+        self, node: TreeNode, tokens: bytes, pages: list[int], end: int, priority: int
+    ) -> TreeNode:
         """Hang pages [node.end, end) below `node`, which the caller has locked; moves the lock."""
         size = self._page_bytes
         start = node.end
@@ -297,18 +299,18 @@ class RadixTree:
         self._pool.adopt(pages)
         self.num_pages += len(pages)
         self.version += 1
-        if node.parent is not None and node.locks == 1 and not node.children and not node.host:
+        if node.parent is not None and node.ref_count == 1 and not node.children and not node.host:
             # Nobody else knows this leaf: growing it keeps a long prefill from leaving a chain.
             node.key += key
             node.pages += pages
             node.size += len(pages)
         else:
-            child = Node(node.scope, node, key, pages, node.tail)
+            child = TreeNode(node.scope, node, key, pages, node.tail)
             self._tick += 1
             child.created = child.used = self._tick
             child.hits = 1
             child.priority = priority
-            child.locks = 1
+            child.ref_count = 1
             node.children[key[:size]] = child
             node.device_children += 1
             if self._host is not None:
@@ -319,12 +321,12 @@ class RadixTree:
             self._host.computed(node)
         return node
 
-    def _fill(self, node: Node, pages: list[int]) -> None:
+    def _fill(self, node: TreeNode, pages: list[int]) -> None:
         """A request computed what only the host had: its pages bring the node back."""
         self._pool.adopt(pages)
         self._arrive(node, pages)
 
-    def _arrive(self, node: Node, pages: list[int]) -> None:
+    def _arrive(self, node: TreeNode, pages: list[int]) -> None:
         """A node of the host is on the device too, in `pages`, which the tree owns."""
         parent = node.parent
         assert parent is not None, "a root has no pages"
@@ -334,11 +336,11 @@ class RadixTree:
         self.num_pages += len(pages)
         self.version += 1
         self._index.moved(node, Tier.GPU)
-        if node.locks == 0:
+        if node.ref_count == 0:
             self.evictable += len(pages)
             self._settle(node)
 
-    def _split(self, node: Node, depth: int) -> Node:
+    def _split(self, node: TreeNode, depth: int) -> TreeNode:
         """Cut a node at page `depth`; returns the new upper part.
 
         The lower part keeps its identity: locks are held on nodes by their end.
@@ -347,9 +349,11 @@ class RadixTree:
         assert parent is not None, "a root has no pages to split"
         size = self._page_bytes
         head = depth - node.start
-        upper = Node(node.scope, parent, node.key[: head * size], node.pages[:head], parent.tail)
+        upper = TreeNode(
+            node.scope, parent, node.key[: head * size], node.pages[:head], parent.tail
+        )
         upper.size = head
-        upper.locks, upper.hits, upper.priority = node.locks, node.hits, node.priority
+        upper.ref_count, upper.hits, upper.priority = node.ref_count, node.hits, node.priority
         upper.created, upper.used, upper.fence = node.created, node.used, node.fence
         upper.loaded_by = node.loaded_by
         upper.device_children = int(bool(node.pages))
@@ -406,11 +410,11 @@ class RadixTree:
         if self._host is not None:
             self.drop_host(self._host.pool.num_pages)
 
-    def is_queued(self, node: Node) -> bool:
+    def is_queued(self, node: TreeNode) -> bool:
         """Whether `node` is among the candidates for eviction from the device."""
         return node in self._queue
 
-    def _leave_device(self, node: Node, keep: bool) -> None:
+    def _leave_device(self, node: TreeNode, keep: bool) -> None:
         """An unlocked node, whose children have left already."""
         parent = node.parent
         assert parent is not None, "a root has no pages"
@@ -439,7 +443,7 @@ class RadixTree:
             self._remove(node)
         self._settle(parent)
 
-    def _leave_host(self, node: Node) -> None:
+    def _leave_host(self, node: TreeNode) -> None:
         """An unlocked node without children on the host."""
         assert self._host is not None
         parent = node.parent
@@ -453,7 +457,7 @@ class RadixTree:
             self._remove(node)
         self._settle(parent)
 
-    def _drop_below(self, node: Node) -> None:
+    def _drop_below(self, node: TreeNode) -> None:
         """Take a subtree that is on the host alone out of the tree, leaves first."""
         subtree = [node]
         for step in subtree:  # grows meanwhile; a chain may be deeper than Python's stack
@@ -462,7 +466,7 @@ class RadixTree:
             self._index.removed(step, Tier.HOST)
             self._remove(step)
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: TreeNode) -> None:
         """Unhang a node without children, and forget its copy on the host."""
         parent = node.parent
         assert parent is not None, "roots are forgotten, not removed"
@@ -473,7 +477,7 @@ class RadixTree:
 
     # ---- host ----------------------------------------------------------------------------------
 
-    def load(self, node: Node, below: Node, pages: list[int]) -> int:
+    def load(self, node: TreeNode, below: TreeNode, pages: list[int]) -> int:
         """Bring the nodes between `node` and `below`, which `match_host` found, back to the device.
 
         Args:
@@ -505,7 +509,7 @@ class RadixTree:
             if not self._save(node):
                 return
 
-    def _save(self, node: Node) -> bool:
+    def _save(self, node: TreeNode) -> bool:
         """Copy a node to the host if it has, or can make, room."""
         host = self._host
         assert host is not None
@@ -530,7 +534,7 @@ class RadixTree:
             if node.hashes:
                 yield Tier.GPU if node.pages else Tier.HOST, node.scope.domain, node.hashes
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[TreeNode]:
         """Every node, parents first, roots included."""
         stack = list(self._roots.values())
         while stack:
@@ -539,16 +543,16 @@ class RadixTree:
             stack.extend(node.children.values())
 
 
-def _piece(node: Node, count: int) -> int:
+def _piece(node: TreeNode, count: int) -> int:
     """How many pages of a node move at once when `count` must."""
     return max(count, _PAGES_A_MOVE, node.size // _MOVES_A_NODE)
 
 
-def _on_host(node: Node) -> bool:
+def _on_host(node: TreeNode) -> bool:
     return not node.pages
 
 
-def _anywhere(node: Node) -> bool:
+def _anywhere(node: TreeNode) -> bool:
     return True
 
 

@@ -98,24 +98,24 @@ class FrontendOutlet:
 
     def __init__(self, outlet: Outlet) -> None:
         self._outlet = outlet
-        self._owed: set[str] = set()  # requests whose end did not get through
+        self._pending_finals: set[str] = set()  # requests whose end did not get through
 
     @property
     def is_behind(self) -> bool:
-        return bool(self._owed)
+        return bool(self._pending_finals)
 
     def send(self, message: ToFrontend) -> bool:
         return self._outlet.send(message)
 
-    def owe_end(self, request_ids: set[str]) -> None:
-        self._owed |= request_ids
+    def defer_finals(self, request_ids: set[str]) -> None:
+        self._pending_finals |= request_ids
 
-    def settle(self) -> None:
+    def flush_finals(self) -> None:
         """Try to tell the ends that are owed."""
-        if self._owed and self._outlet.send(
-            Outputs([lost_output(request_id) for request_id in self._owed])
+        if self._pending_finals and self._outlet.send(
+            Outputs([lost_output(request_id) for request_id in self._pending_finals])
         ):
-            self._owed.clear()
+            self._pending_finals.clear()
 
     def close(self) -> None:
         self._outlet.close()
@@ -285,7 +285,7 @@ class Engine:
             logger.error("a request of frontend %d, which does not exist", submit.frontend)
             return
         if self._frontends[submit.frontend].is_behind:
-            self._frontends[submit.frontend].owe_end({submit.request_id})
+            self._frontends[submit.frontend].defer_finals({submit.request_id})
             return
         try:
             self._scheduler.submit(submit, now)
@@ -349,7 +349,7 @@ class Engine:
         frontend = self._frontends[index]
         if not frontend.is_behind:
             logger.error("frontend %d is too far behind: ended its %d requests", index, len(live))
-        frontend.owe_end({*live, *(item.request_id for item in lost)})
+        frontend.defer_finals({*live, *(item.request_id for item in lost)})
 
     def _publish_events(self) -> None:
         events = self._scheduler.take_cache_events()
@@ -380,7 +380,7 @@ class Engine:
         self._agent.send(stats)
         for frontend in self._frontends:
             frontend.send(stats)
-            frontend.settle()
+            frontend.flush_finals()
         self._metrics.follow(stats, self._clock)
         if logger.isEnabledFor(logging.DEBUG):
             self._scheduler.check()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from radixgrove.protocol.settings import AttentionBackend as Backend
-from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.settings import AttentionChoice, WorkerSettings
 from radixgrove.worker.execution.choices import Limits
 from radixgrove.worker.execution.graphs import ladder
-from radixgrove.worker.execution.host_tier import host_tier
 from radixgrove.worker.execution.memory import KvShape
+from radixgrove.worker.execution.page_copier import page_copier
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.execution.prefill_graphs import token_ladder
 from radixgrove.worker.execution.runner import Runner
@@ -77,7 +76,7 @@ class LoadedModel:
             scratch_page=num_pages,
             device=device,
         )
-        host = None if memory is None else host_tier(pool, memory)
+        host = None if memory is None else page_copier(pool, memory)
         timeout = self.limits.step_timeout
         return Runner(self.model, attention, table, info, timeout, host), name
 
@@ -85,6 +84,6 @@ class LoadedModel:
         """Batch sizes and token counts to capture: none on a CPU, or for the backend whose shapes
         vary."""
         on_cuda = self.model.device.type == "cuda"
-        if not on_cuda or not self.settings.cuda_graphs or backend == Backend.TORCH:
+        if not on_cuda or not self.settings.cuda_graphs or backend == AttentionChoice.TORCH:
             return [], []
         return ladder(self.limits.max_running), token_ladder(self.limits.max_step_tokens)

@@ -33,7 +33,7 @@ from radixgrove.worker.execution.trial import measure_cuda
 from radixgrove.worker.execution.warmup import measure_prefill, rehearse_decodes
 from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
 from radixgrove.worker.models.config import ModelConfig, check_divides, load_config
-from radixgrove.worker.models.layers import Placement
+from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.parallel.group import Shard, TensorParallel
 from radixgrove.worker.parallel.rendezvous import join, limit_collectives
 
@@ -76,7 +76,7 @@ def _build(
 ) -> tuple[Runner, EngineInfo]:
     dtype = choose_dtype(settings.dtype, config, device)
     kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype, device)
-    place = Placement(group, dtype, device)
+    place = TensorPlacement(group, dtype, device)
     shape = KvShape.of(config, settings.page_size, kv_dtype, group.shard)
     memory = _host_memory(settings, shape, place)
     try:
@@ -89,7 +89,9 @@ def _build(
         raise
 
 
-def _host_memory(settings: WorkerSettings, shape: KvShape, place: Placement) -> HostMemory | None:
+def _host_memory(
+    settings: WorkerSettings, shape: KvShape, place: TensorPlacement
+) -> HostMemory | None:
     """Memory of the host tier, the same on every rank; on CUDA it is not ready yet."""
     # Every rank has looked at what is free before one of them takes any of it.
     pages = place.group.minimum(host_tier_pages(settings, shape, place.group.size))

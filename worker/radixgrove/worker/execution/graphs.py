@@ -21,14 +21,23 @@ from torch import Tensor
 from radixgrove.kernels import ops
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
-from radixgrove.worker.execution.sampling.state import EDITS, Need
+from radixgrove.worker.execution.sampling.state import EDITS, SamplingFeatures
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.execution.transfer import to_device
 from radixgrove.worker.models.decoder import Decoder
 
 # What sampling graphs exist for; a batch with other needs is sampled eagerly.
-_SAMPLING = tuple(map(int, (Need.NOTHING, Need.RANDOM, Need.RANDOM | Need.FILTER)))
-_EAGER = EDITS | int(Need.LOGPROBS)
+_SAMPLING = tuple(
+    map(
+        int,
+        (
+            SamplingFeatures.NOTHING,
+            SamplingFeatures.RANDOM,
+            SamplingFeatures.RANDOM | SamplingFeatures.FILTER,
+        ),
+    )
+)
+_EAGER = EDITS | int(SamplingFeatures.LOGPROBS)
 Replay = Callable[[], None]
 Report = Callable[[str, float], None]
 

@@ -9,15 +9,14 @@ import torch
 
 from radixgrove.kernels import ops as kernels
 from radixgrove.kernels.float8 import FLOAT8
-from radixgrove.protocol.settings import AttentionBackend as Backend
-from radixgrove.protocol.settings import LoadFormat, WorkerSettings
+from radixgrove.protocol.settings import AttentionChoice, LoadFormat, WorkerSettings
 from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
 from radixgrove.worker.execution.assembly import Report
 from radixgrove.worker.execution.choices import Limits, choose_length
 from radixgrove.worker.messages import EngineState, PhaseReport
 from radixgrove.worker.models.config import ModelConfig
 from radixgrove.worker.models.decoder import Decoder
-from radixgrove.worker.models.layers import Placement
+from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.ops import choose_ops
 from radixgrove.worker.models.weights import fill_random, load_safetensors
 
@@ -27,7 +26,7 @@ def load_model(
     config: ModelConfig,
     limits: Limits,
     model_dir: Path,
-    place: Placement,
+    place: TensorPlacement,
     kv_dtype: torch.dtype,
     report: Report,
 ) -> Decoder:
@@ -56,7 +55,7 @@ def attention_shape(
     settings: WorkerSettings,
     config: ModelConfig,
     limits: Limits,
-    place: Placement,
+    place: TensorPlacement,
     kv_dtype: torch.dtype,
 ) -> AttentionShape:
     longest = choose_length(settings.max_model_len, config)
@@ -70,7 +69,7 @@ def attention_shape(
         qk_norm=config.qk_norm,
         dtype=place.dtype,
         kv_dtype=kv_dtype,
-        extends=settings.attention_backend == Backend.TRITON
+        extends=settings.attention_backend == AttentionChoice.TRITON
         or kv_dtype == FLOAT8
         or find_spec("flashinfer") is None,
     )

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from radixgrove.worker.attention.base import AttentionBackend
 from radixgrove.worker.execution.graphs import DecodeGraphs, Recorder
-from radixgrove.worker.execution.host_tier import HostTier
 from radixgrove.worker.execution.inputs import StepInputs, step_inputs
 from radixgrove.worker.execution.memory import cuda_shortage
+from radixgrove.worker.execution.page_copier import PageCopier
 from radixgrove.worker.execution.prefill_graphs import MixedGraphs
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
@@ -88,7 +88,7 @@ class Runner:
         table: RequestTable,
         info: ExecutorInfo,
         step_timeout: float,
-        host: HostTier | None = None,
+        host: PageCopier | None = None,
     ) -> None:
         self._model = model
         self._attention = attention

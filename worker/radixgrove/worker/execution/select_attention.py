@@ -8,22 +8,22 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from radixgrove.protocol.settings import AttentionBackend as Choice
+from radixgrove.protocol.settings import AttentionChoice
 from radixgrove.worker.attention.base import AttentionBackend
 from radixgrove.worker.messages import EngineState, PhaseReport
 from radixgrove.worker.models.config import ModelConfig, ModelError
 from radixgrove.worker.parallel.group import Shard
 
 _CLASSES = {
-    Choice.FLASHINFER: "FlashInferAttention",
-    Choice.TRITON: "TritonAttention",
-    Choice.TORCH: "TorchAttention",
+    AttentionChoice.FLASHINFER: "FlashInferAttention",
+    AttentionChoice.TRITON: "TritonAttention",
+    AttentionChoice.TORCH: "TorchAttention",
 }
-_PREFERENCE = (Choice.FLASHINFER, Choice.TRITON, Choice.TORCH)
+_PREFERENCE = (AttentionChoice.FLASHINFER, AttentionChoice.TRITON, AttentionChoice.TORCH)
 
 
 def select_attention(
-    choice: Choice,
+    choice: AttentionChoice,
     pool: Tensor,
     config: ModelConfig,
     shard: Shard,
@@ -38,8 +38,8 @@ def select_attention(
         ModelError: the chosen backend cannot be used here.
     """
     on_cuda = pool.is_cuda
-    if choice != Choice.AUTO:
-        if choice != Choice.TORCH and not on_cuda:
+    if choice != AttentionChoice.AUTO:
+        if choice != AttentionChoice.TORCH and not on_cuda:
             raise ModelError(f"attention backend {choice.value} needs CUDA")
         try:
             backend = _create(choice, pool, config, shard, dtype)
@@ -49,7 +49,7 @@ def select_attention(
         report(PhaseReport(EngineState.WARMING_UP, f"attention backend {choice.value}, as set"))
         return backend, choice.value
     reasons = []
-    for candidate in _PREFERENCE if on_cuda else (Choice.TORCH,):
+    for candidate in _PREFERENCE if on_cuda else (AttentionChoice.TORCH,):
         try:
             backend = _create(candidate, pool, config, shard, dtype)
             _warm_up(backend, report)
@@ -68,7 +68,7 @@ def _warm_up(backend: AttentionBackend, report: Callable[[PhaseReport], None]) -
 
 
 def _create(
-    choice: Choice, pool: Tensor, config: ModelConfig, shard: Shard, dtype: torch.dtype
+    choice: AttentionChoice, pool: Tensor, config: ModelConfig, shard: Shard, dtype: torch.dtype
 ) -> AttentionBackend:
     module = import_module(f"radixgrove.worker.attention.{choice.value}")
     kind: type[AttentionBackend] = getattr(module, _CLASSES[choice])

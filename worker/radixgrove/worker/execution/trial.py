@@ -10,8 +10,8 @@ import torch
 from radixgrove.kernels import ops as kernels
 from radixgrove.worker.execution.assembly import LoadedModel
 from radixgrove.worker.execution.graphs import Report as CaptureReport
-from radixgrove.worker.execution.host_tier import staging_bytes
 from radixgrove.worker.execution.memory import CudaUse
+from radixgrove.worker.execution.page_copier import staging_bytes
 from radixgrove.worker.execution.warmup import exercise, trial_pages
 from radixgrove.worker.messages import EngineState
 

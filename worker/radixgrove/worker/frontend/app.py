@@ -161,8 +161,8 @@ class Frontend:
             raise errors.overloaded("The server is shutting down.", retry_after=5)
         if self.engine.gone:
             raise errors.overloaded("The engine has stopped.", retry_after=5)
-        stats = self.engine.pulse.stats
-        if not self.engine.pulse.ready(time.time()):
+        stats = self.engine.liveness.stats
+        if not self.engine.liveness.ready(time.time()):
             text = "The model is still loading." if stats is None else "The engine is not ready."
             raise errors.overloaded(text, retry_after=5)
 

@@ -17,7 +17,7 @@ import zmq
 import zmq.utils.monitor
 
 from radixgrove.protocol.openai import errors
-from radixgrove.worker.liveness import Pulse
+from radixgrove.worker.liveness import Liveness
 from radixgrove.worker.messages import (
     Abort,
     EngineInfo,
@@ -52,7 +52,7 @@ class EngineClient:
     def __init__(self, engine_socket: str, frontend_socket: str, index: int) -> None:
         """`index`: this frontend's, by which the engine addresses it."""
         self.index = index
-        self.pulse = Pulse(time.time())
+        self.liveness = Liveness(time.time())
         self.info: EngineInfo | None = None  # once the engine is ready
         self.gone = False  # the engine's process closed its end after having been there
         self.on_gone: Callable[[], None] = lambda: None
@@ -119,7 +119,7 @@ class EngineClient:
 
     def check_stuck(self, now: float) -> None:
         """Give the engine up when its pulse stopped, as its agent does."""
-        if not self.gone and self.pulse.problem(now) is not None:
+        if not self.gone and self.liveness.problem(now) is not None:
             self._give_up("the engine's pulse stopped")
 
     def _send(self, message: ToEngine) -> None:
@@ -141,7 +141,7 @@ class EngineClient:
 
     def _take(self, message: ToFrontend) -> None:
         if isinstance(message, Stats):
-            self.pulse.take(message, time.time())
+            self.liveness.take(message, time.time())
         elif isinstance(message, EngineInfo):
             self.info = message
         else:

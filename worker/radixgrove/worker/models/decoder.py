@@ -13,9 +13,9 @@ from radixgrove.worker.models.config import ModelConfig
 from radixgrove.worker.models.hugepages import use_huge_pages
 from radixgrove.worker.models.layers import (
     Linear,
-    Placement,
     ResidualStream,
     StepContext,
+    TensorPlacement,
     VocabTable,
     WeightPart,
 )
@@ -26,7 +26,7 @@ from radixgrove.worker.models.rope import rotary_table
 class DecoderLayer:
     """Attention and gated MLP, each with its norm before and its residual after."""
 
-    def __init__(self, config: ModelConfig, index: int, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, index: int, place: TensorPlacement) -> None:
         prefix = f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -135,7 +135,7 @@ class DecoderLayer:
 class Decoder:
     """Token ids to hidden states to logits; parameters are allocated here, filled by `weights`."""
 
-    def __init__(self, config: ModelConfig, place: Placement, ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, place: TensorPlacement, ops: Ops) -> None:
         self.config = config
         self.group = place.group
         self.dtype = place.dtype

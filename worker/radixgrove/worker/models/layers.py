@@ -39,7 +39,7 @@ class WeightPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TensorPlacement:
     """Where parameters are allocated."""
 
     group: TensorParallel
@@ -67,7 +67,7 @@ class Linear:
 
     @classmethod
     def column(
-        cls, place: Placement, inputs: int, outputs: dict[str, int], *, bias: bool
+        cls, place: TensorPlacement, inputs: int, outputs: dict[str, int], *, bias: bool
     ) -> Linear:
         """Projections of one input, fused; `outputs` maps checkpoint prefixes to whole sizes."""
         shard = place.group.shard
@@ -87,7 +87,9 @@ class Linear:
         return cls(weight, biases, parts, row_parallel=False)
 
     @classmethod
-    def row(cls, place: Placement, prefix: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
+    def row(
+        cls, place: TensorPlacement, prefix: str, inputs: int, outputs: int, *, bias: bool
+    ) -> Linear:
         """A projection whose input is what a column-parallel layer left on this rank."""
         start, length = place.group.shard.split(inputs)
         weight = place.empty(outputs, length)
@@ -202,7 +204,7 @@ class VocabTable:
     The vocabulary is padded to equal parts; padding rows are zero and never seen outside.
     """
 
-    def __init__(self, place: Placement, name: str, vocab_size: int, hidden: int) -> None:
+    def __init__(self, place: TensorPlacement, name: str, vocab_size: int, hidden: int) -> None:
         group = place.group
         length = -(-vocab_size // group.size)
         self.vocab_size = vocab_size

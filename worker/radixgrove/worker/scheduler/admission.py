@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 
 from radixgrove.protocol.settings import SchedulePolicy
-from radixgrove.worker.cache.node import Node
+from radixgrove.worker.cache.node import TreeNode
 from radixgrove.worker.plan import NewRow
-from radixgrove.worker.scheduler.batch import Batch, Step
+from radixgrove.worker.scheduler.batch import Batch, StepDraft
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.counters import Counters
 from radixgrove.worker.scheduler.estimate import OutputEstimator
-from radixgrove.worker.scheduler.in_flight_prefixes import PrefixLeaders
+from radixgrove.worker.scheduler.in_flight_prefixes import InFlightPrefixes
 from radixgrove.worker.scheduler.loads import HostLoads
 from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.queue import WaitingQueue
-from radixgrove.worker.scheduler.request import ActiveRow, Request, State, count_tokens
+from radixgrove.worker.scheduler.request import Request, RequestState, RunningRequest, count_tokens
 
 # A step looks at no more requests than this that wait for another's prefix: looking costs CPU.
 _MOST_FOLLOWERS = 128
@@ -39,7 +39,7 @@ class Admission:
         counters: Counters,
     ) -> None:
         self.estimator = OutputEstimator()
-        self.leaders = PrefixLeaders(config.page_size)
+        self.in_flight_prefixes = InFlightPrefixes(config.page_size)
         self.loads = None if memory.host is None else HostLoads(config, memory, counters)
         self._config = config
         self._memory = memory
@@ -57,7 +57,7 @@ class Admission:
 
     # ---- in --------------------------------------------------------------------------------------
 
-    def admit(self, step: Step, now: float) -> int:
+    def admit(self, step: StepDraft, now: float) -> int:
         """Start waiting requests, in the policy's order, until one does not fit; how many."""
         if not self._queue or (self.loads is None and not self._has_room(step)):
             return 0
@@ -69,7 +69,7 @@ class Admission:
                 looked_ahead += 1
                 if self.loads is None or looked_ahead > _MOST_LOOKED_AHEAD:
                     break
-            if request.state is State.AWAITING_KV or (full and request.fetched):
+            if request.state is RequestState.AWAITING_KV or (full and request.fetched):
                 continue
             tokens = request.tokens()
             found = self._peek(request, tokens)
@@ -90,7 +90,7 @@ class Admission:
                 admitted += 1
         return admitted
 
-    def _has_room(self, step: Step) -> bool:
+    def _has_room(self, step: StepDraft) -> bool:
         running = len(self._batch.active)
         free = self._memory.rows.free
         return step.budget > 0 and free > 0 and running < self._config.max_running
@@ -113,7 +113,7 @@ class Admission:
         """Most pages that may come from the cache: the last token is always computed."""
         return (count_tokens(tokens) - 1) // self._config.page_size
 
-    def _peek(self, request: Request, tokens: bytes) -> tuple[Node, int] | None:
+    def _peek(self, request: Request, tokens: bytes) -> tuple[TreeNode, int] | None:
         """As `RadixTree.peek`; None where the request finds nothing, or may not look."""
         if not request.reads_cache:
             return None
@@ -121,7 +121,7 @@ class Admission:
         return None if node is None else (node, depth)
 
     def _worth_loading(
-        self, request: Request, tokens: bytes, found: tuple[Node, int] | None
+        self, request: Request, tokens: bytes, found: tuple[TreeNode, int] | None
     ) -> int:
         """Pages of the request's prefix up to the end of what the host has, if it is worth it."""
         if self.loads is None or found is None:
@@ -156,19 +156,21 @@ class Admission:
         self._queue.remove(request)
 
     def _waits_for_pages(
-        self, request: Request, tokens: bytes, found: tuple[Node, int] | None
+        self, request: Request, tokens: bytes, found: tuple[TreeNode, int] | None
     ) -> bool:
         """Whether its next page is on its way: loaded, or computed by another."""
         if found is None:
-            request.follows = False
+            request.awaits_prefix = False
             return False
         limit = self._limit(tokens)
         if self._memory.tree.awaits_load(*found, tokens, limit):
             return True
-        request.follows = self.leaders.worth_waiting(*found, tokens, limit, request.follows)
-        return request.follows
+        request.awaits_prefix = self.in_flight_prefixes.worth_waiting(
+            *found, tokens, limit, request.awaits_prefix
+        )
+        return request.awaits_prefix
 
-    def _fits(self, request: Request, node: Node | None) -> bool:
+    def _fits(self, request: Request, node: TreeNode | None) -> bool:
         """Whether a request whose prefix is cached up to `node` fits beside the running ones."""
         memory = self._memory
         cached = 0 if node is None else node.end
@@ -177,7 +179,7 @@ class Admission:
             return memory.pages_for(request.length) - cached <= available
         return self._growth(request, cached) + self._reserved() <= available
 
-    def _start(self, step: Step, request: Request, tokens: bytes, *, from_host: bool) -> bool:
+    def _start(self, step: StepDraft, request: Request, tokens: bytes, *, from_host: bool) -> bool:
         """Give a request its row, pages and first chunk; False when it does not fit.
 
         Args:
@@ -201,8 +203,8 @@ class Admission:
         return True
 
     def _try_start(
-        self, step: Step, request: Request, tokens: bytes, from_host: bool
-    ) -> ActiveRow | None:
+        self, step: StepDraft, request: Request, tokens: bytes, from_host: bool
+    ) -> RunningRequest | None:
         memory, limit = self._memory, self._limit(tokens)
         node = memory.find_prefix(request, tokens, limit)
         below = None
@@ -210,7 +212,7 @@ class Admission:
             below = memory.tree.match_host(node, tokens, limit)
         active = None
         if self._fits(request, node):
-            active = memory.occupy(request, tokens, count_tokens(tokens), node, below)
+            active = memory.allocate_row(request, tokens, count_tokens(tokens), node, below)
         if active is None:
             memory.tree.forget_if_empty(node)
             return None
@@ -218,9 +220,9 @@ class Admission:
             step.awaited = max(step.awaited, below.loaded_by)
             self.loads.began(below.loaded_by, below.end - node.end)
         self._queue.remove(request)
-        request.become(State.PREFILL)
+        request.become(RequestState.PREFILL)
         self._batch.enter(active)
-        self.leaders.update(active)
+        self.in_flight_prefixes.update(active)
         if not request.ran:
             request.cached_tokens = active.computed
             self._counters.prompt_tokens += request.prompt_len
@@ -230,13 +232,13 @@ class Admission:
 
     # ---- out -------------------------------------------------------------------------------------
 
-    def vacate(self, request: Request) -> None:
+    def free_row(self, request: Request) -> None:
         """Take a request out of its row."""
         active = self._batch.leave(request)
-        self.leaders.drop(active)
+        self.in_flight_prefixes.drop(active)
         self._memory.release(active)
 
-    def make_room(self, full: list[ActiveRow]) -> list[ActiveRow]:
+    def make_room(self, full: list[RunningRequest]) -> list[RunningRequest]:
         """Preempt until each row in `full` has a page, or will have once fences pass.
 
         The oldest request is never preempted: it always goes on, so there is no livelock.
@@ -254,14 +256,14 @@ class Admission:
                 for active in running.values()
                 if active.ending
             )
-            if memory.obtain(len(full)) or memory.pool.free + coming >= len(full):
+            if memory.ensure_free(len(full)) or memory.pool.free + coming >= len(full):
                 return full
             victims = [a for a in running.values() if a is not oldest and not a.ending]
             if not victims:
                 return full
             self.preempt(min(victims, key=self._cost_of_preempting))
 
-    def _cost_of_preempting(self, active: ActiveRow) -> tuple[int, int, int]:
+    def _cost_of_preempting(self, active: RunningRequest) -> tuple[int, int, int]:
         """Least important first, then what must be recomputed: pages that others hold stay."""
         request = active.request
         by_priority = self._config.schedule_policy is SchedulePolicy.PRIORITY
@@ -272,10 +274,10 @@ class Admission:
             -request.order,
         )
 
-    def preempt(self, active: ActiveRow) -> None:
+    def preempt(self, active: RunningRequest) -> None:
         request = active.request
-        self.vacate(request)
-        request.become(State.PREEMPTED)
+        self.free_row(request)
+        request.become(RequestState.PREEMPTED)
         request.fetched = False
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()

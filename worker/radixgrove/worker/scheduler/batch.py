@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from radixgrove.worker.plan import NewRow, PrefillChunk
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.memory import KVMemory
-from radixgrove.worker.scheduler.request import ActiveRow, Request, State
+from radixgrove.worker.scheduler.request import Request, RequestState, RunningRequest
 
 
 @dataclass(slots=True)
-class Step:
+class StepDraft:
     """A step while it is put together."""
 
     budget: int  # tokens it may still take
-    decodes: list[ActiveRow] = field(default_factory=list)
-    chunks: list[tuple[ActiveRow, PrefillChunk]] = field(default_factory=list)
+    decodes: list[RunningRequest] = field(default_factory=list)
+    chunks: list[tuple[RunningRequest, PrefillChunk]] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     appended: list[tuple[int, int]] = field(default_factory=list)  # row, page
     awaited: int = 0  # the last load whose pages a row reads
@@ -27,24 +27,24 @@ class Batch:
     """Rows by request, in order of admission. Its lists of rows are swept when a step is built."""
 
     def __init__(self, config: SchedulerConfig, memory: KVMemory) -> None:
-        self.active: dict[Request, ActiveRow] = {}
+        self.active: dict[Request, RunningRequest] = {}
         self._page_size = config.page_size
         self._memory = memory
-        self._prefilling: list[ActiveRow] = []
-        self._decoding: list[ActiveRow] = []  # rows that may launch a decode; a stable order
+        self._prefilling: list[RunningRequest] = []
+        self._decoding: list[RunningRequest] = []  # rows that may launch a decode; a stable order
 
-    def enter(self, active: ActiveRow) -> None:
+    def enter(self, active: RunningRequest) -> None:
         active.request.active = active
         self.active[active.request] = active
         self._prefilling.append(active)
 
-    def leave(self, request: Request) -> ActiveRow:
+    def leave(self, request: Request) -> RunningRequest:
         """The row that the request held; its memory is the caller's to release."""
         request.active = None
         return self.active.pop(request)
 
     def add_decodes(
-        self, step: Step, make_room: Callable[[list[ActiveRow]], list[ActiveRow]]
+        self, step: StepDraft, make_room: Callable[[list[RunningRequest]], list[RunningRequest]]
     ) -> None:
         """One token for every decoding row that has, or gets, a slot for it.
 
@@ -63,17 +63,17 @@ class Batch:
 
     def _grow(
         self,
-        rows: list[ActiveRow],
-        full: list[ActiveRow],
+        rows: list[RunningRequest],
+        full: list[RunningRequest],
         appended: list[tuple[int, int]],
-        make_room: Callable[[list[ActiveRow]], list[ActiveRow]],
-    ) -> list[ActiveRow]:
+        make_room: Callable[[list[RunningRequest]], list[RunningRequest]],
+    ) -> list[RunningRequest]:
         """A page for each row in `full`, the oldest request first; returns the rows that can go on.
 
         Rows without a page sit this step out: pages behind a fence are on their way.
         """
         pool = self._memory.pool
-        if not self._memory.obtain(len(full)):
+        if not self._memory.ensure_free(len(full)):
             full = make_room(full)
             full.sort(key=lambda active: active.request.order)
         served = full[: pool.free]
@@ -84,7 +84,7 @@ class Batch:
             appended.append((active.row, page))
         return [a for a in rows if a.live and a.launched < a.capacity]
 
-    def add_prefills(self, step: Step) -> None:
+    def add_prefills(self, step: StepDraft) -> None:
         """Chunks for rows in prefill while the budget lasts."""
         for active in self._prefilling:
             if step.budget <= 0:
@@ -97,7 +97,7 @@ class Batch:
         """Known tokens of its rows that are yet to be computed, launched or not."""
         return sum(max(0, active.length - active.computed) for active in self.active.values())
 
-    def add_chunk(self, step: Step, active: ActiveRow) -> None:
+    def add_chunk(self, step: StepDraft, active: RunningRequest) -> None:
         """As much of a row's known tokens as the budget, which must not be 0, allows."""
         start = active.launched
         length = min(step.budget, active.length - start)
@@ -119,7 +119,7 @@ class Batch:
             if active.in_prefill:
                 still.append(active)
                 continue
-            active.request.become(State.DECODE)
+            active.request.become(RequestState.DECODE)
             if active.samples_left:
                 active.samples_left -= 1  # the one that the last chunk takes
                 self._decoding.append(active)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from radixgrove.protocol.blocks import TOKEN_BYTES
-from radixgrove.worker.cache.node import Node
+from radixgrove.worker.cache.node import TreeNode
 from radixgrove.worker.cache.tree import common_pages
-from radixgrove.worker.scheduler.request import ActiveRow
+from radixgrove.worker.scheduler.request import RunningRequest
 
 # Fewer shared tokens are computed twice sooner than waited for.
 _WORTH_WAITING = 32
 
 
-class PrefixLeaders:
+class InFlightPrefixes:
     """Rows in prefill, by the node their pages will hang from and the first page to come.
 
     A waiting request whose match ends at that node and goes on with that page shares it.
@@ -20,9 +20,9 @@ class PrefixLeaders:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
-        self._leaders: dict[tuple[Node, bytes], ActiveRow] = {}
+        self._leaders: dict[tuple[TreeNode, bytes], RunningRequest] = {}
 
-    def update(self, active: ActiveRow) -> None:
+    def update(self, active: RunningRequest) -> None:
         """The row was admitted, or its node moved: list it where its next page will appear."""
         self.drop(active)
         node = active.node
@@ -36,13 +36,13 @@ class PrefixLeaders:
         if self._leaders.setdefault(claim, active) is active:
             active.claim = claim
 
-    def drop(self, active: ActiveRow) -> None:
+    def drop(self, active: RunningRequest) -> None:
         if active.claim is not None:
             del self._leaders[active.claim]
             active.claim = None
 
     def worth_waiting(
-        self, node: Node, depth: int, tokens: bytes, limit: int, waiting: bool
+        self, node: TreeNode, depth: int, tokens: bytes, limit: int, waiting: bool
     ) -> bool:
         """Whether a row in prefill computes enough of `tokens`' pages [depth, limit).
 

@@ -4,17 +4,17 @@ engine does so at its pulse when it logs at debug level."""
 from __future__ import annotations
 
 from radixgrove.worker.cache.host_tier import HostTier
-from radixgrove.worker.cache.node import Node
+from radixgrove.worker.cache.node import TreeNode
 from radixgrove.worker.cache.tree import RadixTree
 from radixgrove.worker.scheduler.memory import KVMemory
-from radixgrove.worker.scheduler.request import ActiveRow, State
+from radixgrove.worker.scheduler.request import RequestState, RunningRequest
 
 
 class InvariantError(Exception):
     """The scheduler's books do not balance."""
 
 
-def check_memory(memory: KVMemory, active: list[ActiveRow], held: list[Node]) -> None:
+def check_memory(memory: KVMemory, active: list[RunningRequest], held: list[TreeNode]) -> None:
     """Pages are conserved in each tier, each with one owner; locks are exactly those of `active`
     rows and of nodes `held` for requests that wait for their load.
 
@@ -31,7 +31,7 @@ def check_memory(memory: KVMemory, active: list[ActiveRow], held: list[Node]) ->
             raise InvariantError(f"{row.request.request_id}: its table differs from the tree")
         if not row.computed <= row.launched <= row.capacity == len(row.pages) * memory.page_size:
             raise InvariantError(f"{row.request.request_id}: lengths out of order")
-        if row.request.state not in (State.PREFILL, State.DECODE):
+        if row.request.state not in (RequestState.PREFILL, RequestState.DECODE):
             raise InvariantError(f"{row.request.request_id}: a row in state {row.request.state}")
     of_tree = [page for node in memory.tree.nodes() for page in node.pages]
     memory.pool.check(of_requests, of_tree)
@@ -41,20 +41,20 @@ def check_memory(memory: KVMemory, active: list[ActiveRow], held: list[Node]) ->
     check_tree(memory.tree, ends + held, memory.host)
 
 
-def check_tree(tree: RadixTree, locked: list[Node], host: HostTier | None) -> None:
+def check_tree(tree: RadixTree, locked: list[TreeNode], host: HostTier | None) -> None:
     """Raises InvariantError when the tree's structure, locks or counters are inconsistent."""
-    locks: dict[int, int] = {}
+    ref_count: dict[int, int] = {}
     for end in locked:
-        node: Node | None = end
+        node: TreeNode | None = end
         while node is not None:
-            locks[id(node)] = locks.get(id(node), 0) + 1
+            ref_count[id(node)] = ref_count.get(id(node), 0) + 1
             node = node.parent
     evictable = total = 0
     for node in tree.nodes():
         total += len(node.pages)
-        if node.locks != locks.get(id(node), 0):
-            raise InvariantError(f"a node at page {node.start} counts {node.locks} locks")
-        if node.locks == 0:
+        if node.ref_count != ref_count.get(id(node), 0):
+            raise InvariantError(f"a node at page {node.start} counts {node.ref_count} locks")
+        if node.ref_count == 0:
             evictable += len(node.pages)
         if len(node.key) != node.size * tree.page_size * 4:
             raise InvariantError(f"a node at page {node.start}: tokens and pages differ in number")
@@ -67,7 +67,7 @@ def check_tree(tree: RadixTree, locked: list[Node], host: HostTier | None) -> No
             raise InvariantError(f"a node at page {node.start} miscounts its host's children")
         if node.parent is not None:
             _check_tiers(node, node.parent)
-        free = node.locks == 0
+        free = node.ref_count == 0
         if tree.is_queued(node) != (free and bool(node.pages) and not node.device_children):
             raise InvariantError(f"a node at page {node.start} is wrongly (un)queued for eviction")
         may_go = free and bool(node.host) and not node.host_children
@@ -77,7 +77,7 @@ def check_tree(tree: RadixTree, locked: list[Node], host: HostTier | None) -> No
         raise InvariantError("the tree's page counters are off")
 
 
-def _check_tiers(node: Node, parent: Node) -> None:
+def _check_tiers(node: TreeNode, parent: TreeNode) -> None:
     if not node.size or node.start != parent.end:
         raise InvariantError(f"a node at page {node.start} does not follow its parent")
     if len(node.pages) not in (0, node.size) or len(node.host) not in (0, node.size):

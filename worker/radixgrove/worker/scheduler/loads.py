@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixgrove.worker.cache.node import Node
+from radixgrove.worker.cache.node import TreeNode
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.counters import Counters
 from radixgrove.worker.scheduler.memory import KVMemory
-from radixgrove.worker.scheduler.request import Request, State
+from radixgrove.worker.scheduler.request import Request, RequestState
 
 _OVERHEAD_SECONDS = 0.001  # of a load, however short
 
@@ -21,7 +21,7 @@ _OVERHEAD_SECONDS = 0.001  # of a load, however short
 class Hold:
     """What a waiting request keeps from being evicted until its load has ended."""
 
-    node: Node  # locked
+    node: TreeNode  # locked
     load: int
 
 
@@ -42,13 +42,13 @@ class HostLoads:
 
     def settle(self) -> None:
         """Let go of what has arrived: the requests wait for a row again, and find it cached."""
-        ended = self._memory.clock.loads_ended
+        ended = self._memory.timeline.loads_ended
         for load in [load for load in self._under_way if load <= ended]:
             del self._under_way[load]
         for request, hold in self.holds():
             if hold.load <= ended:
                 self.release(request)
-                request.become(State.PREEMPTED if request.ran else State.WAITING)
+                request.become(RequestState.PREEMPTED if request.ran else RequestState.WAITING)
 
     def release(self, request: Request) -> None:
         """The request waits no longer, or not for this; a load under way goes on."""
@@ -80,13 +80,13 @@ class HostLoads:
         below = tree.match_host(node, tokens, limit)
         tree.lock(below)
         count = below.end - node.end
-        if not memory.obtain(count):
+        if not memory.ensure_free(count):
             tree.unlock(below)
             return False
         load = tree.load(node, below, memory.pool.allocate(count))
         self.began(load, count)
         self._holds[request] = Hold(below, load)
-        request.become(State.AWAITING_KV)
+        request.become(RequestState.AWAITING_KV)
         request.fetched = True
         return True
 

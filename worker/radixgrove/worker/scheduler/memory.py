@@ -6,21 +6,21 @@ from collections.abc import Callable
 
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.worker.cache.host_tier import HostTier
-from radixgrove.worker.cache.node import Node
+from radixgrove.worker.cache.node import TreeNode
 from radixgrove.worker.cache.pool import Owner, PagePool
-from radixgrove.worker.cache.timeline import Clock, Fence
+from radixgrove.worker.cache.timeline import Fence, Timeline
 from radixgrove.worker.cache.tree import RadixTree
 from radixgrove.worker.plan import PageCopies
 from radixgrove.worker.scheduler.config import SchedulerConfig
-from radixgrove.worker.scheduler.request import ActiveRow, Request
+from radixgrove.worker.scheduler.request import Request, RunningRequest
 
 
 class RowTable:
     """Rows of the device's request table. A released row is reusable behind its fence, and is named
     in the `freed_rows` of the first plan after that."""
 
-    def __init__(self, max_rows: int, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, max_rows: int, timeline: Timeline) -> None:
+        self._clock = timeline
         self._free = list(range(max_rows - 1, -1, -1))
         self._retired: dict[int, list[int]] = {}  # fence step -> rows
         self._unannounced: list[int] = []
@@ -58,31 +58,34 @@ class KVMemory:
     def __init__(
         self, config: SchedulerConfig, hasher: Callable[[str], BlockHasher] | None
     ) -> None:
-        self.clock = Clock()
-        self.pool = PagePool(config.num_pages, self.clock)
+        self.timeline = Timeline()
+        self.pool = PagePool(config.num_pages, self.timeline)
         self.host: HostTier | None = None
         if config.num_host_pages:
             self.host = HostTier(
-                config.num_host_pages, self.clock, config.host_write_policy, config.eviction_policy
+                config.num_host_pages,
+                self.timeline,
+                config.host_write_policy,
+                config.eviction_policy,
             )
         self.tree = RadixTree(
-            self.pool, self.clock, config.page_size, config.eviction_policy, hasher, self.host
+            self.pool, self.timeline, config.page_size, config.eviction_policy, hasher, self.host
         )
-        self.rows = RowTable(config.max_rows, self.clock)
+        self.rows = RowTable(config.max_rows, self.timeline)
         self.page_size = config.page_size
         self._caching = config.prefix_cache
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def obtain(self, count: int) -> bool:
+    def ensure_free(self, count: int) -> bool:
         """Evict until `count` pages are free; False when fences or locks keep too many back."""
         short = count - self.pool.free - self.pool.retired  # what is retired comes by itself
         if short > 0:
             self.tree.evict(short)
         return self.pool.free >= count
 
-    def find_prefix(self, request: Request, tokens: bytes, limit: int) -> Node | None:
+    def find_prefix(self, request: Request, tokens: bytes, limit: int) -> TreeNode | None:
         """The node of the longest cached prefix to use; None when the cache is bypassed."""
         if not (self._caching and request.writes_cache):
             return None
@@ -90,14 +93,14 @@ class KVMemory:
             return self.tree.root(request.scope)
         return self.tree.match(request.scope, tokens, limit)
 
-    def occupy(
+    def allocate_row(
         self,
         request: Request,
         tokens: bytes,
         length: int,
-        node: Node | None,
-        below: Node | None = None,
-    ) -> ActiveRow | None:
+        node: TreeNode | None,
+        below: TreeNode | None = None,
+    ) -> RunningRequest | None:
         """Give a request a row and pages for all its known tokens, the first of them from `node`.
 
         Args:
@@ -111,7 +114,7 @@ class KVMemory:
         if prefix is not None:
             self.tree.lock(prefix)
         fresh = self.pages_for(length) - (0 if node is None else node.end)
-        if not self.obtain(fresh):
+        if not self.ensure_free(fresh):
             if prefix is not None:
                 self.tree.unlock(prefix)
             return None
@@ -125,7 +128,7 @@ class KVMemory:
             self.tree.record_hit(prefix, request.submit.priority)
             pages = self.tree.path_pages(prefix) + pages[count:]
         computed = cached * self.page_size
-        return ActiveRow(
+        return RunningRequest(
             request=request,
             row=self.rows.take(),
             tokens=tokens,
@@ -139,7 +142,7 @@ class KVMemory:
             samples_left=request.limit - len(request.output),
         )
 
-    def publish(self, active: ActiveRow) -> None:
+    def publish(self, active: RunningRequest) -> None:
         """Let others match the full pages that a row in prefill has computed."""
         if active.node is not None:
             active.node = self.tree.extend(
@@ -150,13 +153,13 @@ class KVMemory:
                 active.request.submit.priority,
             )
 
-    def release(self, active: ActiveRow) -> None:
+    def release(self, active: RunningRequest) -> None:
         """The only way out of a row: cache what is computed and new, retire the rest."""
         active.live = False
         pages = active.pages
         if active.node is not None:
             full = active.computed // self.page_size
-            duplicates = self.tree.absorb(
+            duplicates = self.tree.insert(
                 active.node,
                 active.request.tokens(),
                 pages,
@@ -165,11 +168,11 @@ class KVMemory:
             )
             pages = pages[full:] + duplicates
             active.node = None
-        self.pool.release(pages, Owner.REQUEST, Fence(self.clock.launched))
+        self.pool.release(pages, Owner.REQUEST, Fence(self.timeline.launched))
         self.rows.release(active.row)
 
     def collect(self, step_id: int) -> None:
-        self.clock.collected = step_id
+        self.timeline.collected = step_id
         self.pool.reclaim()
         self.rows.collect(step_id)
 
@@ -179,12 +182,12 @@ class KVMemory:
 
     def copies_ended(self, save: int, load: int) -> None:
         """Saves and loads up to these have ended."""
-        clock = self.clock
-        if (save, load) == (clock.saves_ended, clock.loads_ended):
+        timeline = self.timeline
+        if (save, load) == (timeline.saves_ended, timeline.loads_ended):
             return
-        if load != clock.loads_ended:
+        if load != timeline.loads_ended:
             self.tree.version += 1  # what they brought can be matched now
-        clock.saves_ended, clock.loads_ended = save, load
+        timeline.saves_ended, timeline.loads_ended = save, load
         self.pool.reclaim()
         if self.host is not None:
             self.host.pool.reclaim()

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from radixgrove.protocol.settings import SchedulePolicy
-from radixgrove.worker.cache.node import Node
+from radixgrove.worker.cache.node import TreeNode
 from radixgrove.worker.cache.tree import RadixTree
-from radixgrove.worker.scheduler.request import Request, State
+from radixgrove.worker.scheduler.request import Request, RequestState
 
 # A level of priority is worth this many seconds of waiting; it also bounds how long requests
 # without a cached prefix are passed over by those with one.
@@ -84,7 +84,10 @@ class WaitingQueue:
         late = []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
-            if not request.ran and request.state in (State.WAITING, State.AWAITING_KV):
+            if not request.ran and request.state in (
+                RequestState.WAITING,
+                RequestState.AWAITING_KV,
+            ):
                 late.append(request)
         return late
 
@@ -99,7 +102,7 @@ class WaitingQueue:
             waiting = self._waiting
         return self._preempted + waiting
 
-    def look_up(self, request: Request) -> Node | None:
+    def look_up(self, request: Request) -> TreeNode | None:
         """See how much of the prompt is cached, and remember it as the request's hint.
 
         Returns:
@@ -137,11 +140,11 @@ class WaitingQueue:
 
     def _heaviest_subtree_first(self, now: float) -> list[Request]:
         """Depth first through the tree, into the child with most waiting requests below it."""
-        paths: dict[Request, list[Node]] = {}
-        weight: Counter[Node] = Counter()
+        paths: dict[Request, list[TreeNode]] = {}
+        weight: Counter[TreeNode] = Counter()
         for request in self._waiting:
             node = self.look_up(request) if request.reads_cache else None
-            path: list[Node] = []
+            path: list[TreeNode] = []
             while node is not None:
                 path.append(node)
                 node = node.parent

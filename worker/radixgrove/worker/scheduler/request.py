@@ -8,11 +8,11 @@ from enum import StrEnum
 import numpy as np
 
 from radixgrove.protocol.blocks import TOKEN_BYTES
-from radixgrove.worker.cache.node import Node, Scope
+from radixgrove.worker.cache.node import CacheScope, TreeNode
 from radixgrove.worker.messages import CacheMode, Submit, TokenLogprobs
 
 
-class State(StrEnum):
+class RequestState(StrEnum):
     WAITING = "waiting"
     AWAITING_KV = "awaiting-kv"  # its KV is on its way from elsewhere; it holds no row yet
     PREFILL = "prefill"
@@ -23,17 +23,31 @@ class State(StrEnum):
     REFUSED = "refused"
 
 
-_NEXT: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.AWAITING_KV, State.PREFILL, State.ABORTED, State.REFUSED}),
-    State.AWAITING_KV: frozenset({State.WAITING, State.PREEMPTED, State.ABORTED, State.REFUSED}),
-    State.PREFILL: frozenset(
-        {State.DECODE, State.PREEMPTED, State.FINISHED, State.ABORTED, State.REFUSED}
+_NEXT: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset(
+        {RequestState.AWAITING_KV, RequestState.PREFILL, RequestState.ABORTED, RequestState.REFUSED}
     ),
-    State.DECODE: frozenset({State.PREEMPTED, State.FINISHED, State.ABORTED, State.REFUSED}),
-    State.PREEMPTED: frozenset({State.AWAITING_KV, State.PREFILL, State.ABORTED, State.REFUSED}),
-    State.FINISHED: frozenset(),
-    State.ABORTED: frozenset(),
-    State.REFUSED: frozenset(),
+    RequestState.AWAITING_KV: frozenset(
+        {RequestState.WAITING, RequestState.PREEMPTED, RequestState.ABORTED, RequestState.REFUSED}
+    ),
+    RequestState.PREFILL: frozenset(
+        {
+            RequestState.DECODE,
+            RequestState.PREEMPTED,
+            RequestState.FINISHED,
+            RequestState.ABORTED,
+            RequestState.REFUSED,
+        }
+    ),
+    RequestState.DECODE: frozenset(
+        {RequestState.PREEMPTED, RequestState.FINISHED, RequestState.ABORTED, RequestState.REFUSED}
+    ),
+    RequestState.PREEMPTED: frozenset(
+        {RequestState.AWAITING_KV, RequestState.PREFILL, RequestState.ABORTED, RequestState.REFUSED}
+    ),
+    RequestState.FINISHED: frozenset(),
+    RequestState.ABORTED: frozenset(),
+    RequestState.REFUSED: frozenset(),
 }
 
 
@@ -50,7 +64,7 @@ class Request:
     prompt: bytes  # int32 LE
     prompt_len: int
     submit: Submit
-    scope: Scope
+    scope: CacheScope
     order: int  # of arrival
     arrived: float  # Unix seconds
     deadline: float  # Unix seconds: still waiting then, it is refused
@@ -58,19 +72,19 @@ class Request:
     stop_ids: frozenset[int]
     min_tokens: int
     wants_logprobs: bool
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     output: list[int] = field(default_factory=list)
-    active: ActiveRow | None = None
+    active: RunningRequest | None = None
     answered: bool = False  # its first message left
     cached_tokens: int | None = None  # of its first admission
     # Filled chunk by chunk; the first prompt token has no logprob.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    follows: bool = False  # waits for pages that another request is computing
+    awaits_prefix: bool = False  # waits for pages that another request is computing
     fetched: bool = False  # has waited for a load already since it was queued
     matched: int = 0  # pages that the cache held at the last look, a hint for ordering
     matched_version: int = -1  # the tree's version at that look
 
-    def become(self, state: State) -> None:
+    def become(self, state: RequestState) -> None:
         """Raises IllegalTransition."""
         if state not in _NEXT[self.state]:
             raise IllegalTransition(f"{self.request_id}: {self.state} -> {state}")
@@ -110,7 +124,7 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
-class ActiveRow:
+class RunningRequest:
     """One stay of a request in a row of the device's table, from admission to its release.
 
     Of `pages` the first `node.end` belong to the tree, locked at `node`, the others to the request.
@@ -121,7 +135,7 @@ class ActiveRow:
     row: int
     tokens: bytes  # known at admission: what prefill computes
     length: int  # tokens in `tokens`
-    node: Node | None
+    node: TreeNode | None
     pages: list[int]
     announced: int  # pages that the device knows of
     launched: int  # tokens whose KV is written once all launched steps have ended
@@ -129,7 +143,7 @@ class ActiveRow:
     capacity: int  # tokens that `pages` hold
     samples_left: int  # samples that may still be launched
     live: bool = True  # False once released: results that arrive later are discarded
-    claim: tuple[Node, bytes] | None = None  # under which `PrefixLeaders` lists it
+    claim: tuple[TreeNode, bytes] | None = None  # under which `InFlightPrefixes` lists it
 
     @property
     def in_prefill(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.worker.cache.events import in_chunks
-from radixgrove.worker.cache.node import Scope
+from radixgrove.worker.cache.node import CacheScope
 from radixgrove.worker.messages import (
     CacheEvent,
     EngineState,
@@ -30,14 +30,14 @@ from radixgrove.worker.messages import (
 )
 from radixgrove.worker.plan import PageCopies, StepPlan, StepResult
 from radixgrove.worker.scheduler.admission import Admission
-from radixgrove.worker.scheduler.batch import Batch, Step
+from radixgrove.worker.scheduler.batch import Batch, StepDraft
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.counters import Counters
 from radixgrove.worker.scheduler.estimate import QueuePace
 from radixgrove.worker.scheduler.invariants import check_memory
 from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.queue import WaitingQueue
-from radixgrove.worker.scheduler.request import ActiveRow, Request, State, count_tokens
+from radixgrove.worker.scheduler.request import Request, RequestState, RunningRequest, count_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class _Flight:
     """A launched step. Rows are compared by identity: a row released since is no longer `live`."""
 
     step_id: int
-    chunks: list[tuple[ActiveRow, int]]  # with the end of each chunk
-    sampled: list[ActiveRow]  # in the order of the result's tokens
+    chunks: list[tuple[RunningRequest, int]]  # with the end of each chunk
+    sampled: list[RunningRequest]  # in the order of the result's tokens
 
 
 class Scheduler:
@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def copies_in_flight(self) -> int:
-        return self.memory.clock.copies_in_flight
+        return self.memory.timeline.copies_in_flight
 
     @property
     def has_work(self) -> bool:
@@ -116,7 +116,7 @@ class Scheduler:
         return Stats(
             state=state,
             ticks=ticks,
-            steps=self.memory.clock.collected,
+            steps=self.memory.timeline.collected,
             step_deadline=step_deadline,
             running=len(self._batch.active),
             waiting=len(self._requests) - len(self._batch.active),
@@ -164,7 +164,7 @@ class Scheduler:
             prompt=submit.token_ids,
             prompt_len=prompt_len,
             submit=submit,
-            scope=Scope(self.config.namespace, submit.domain),
+            scope=CacheScope(self.config.namespace, submit.domain),
             order=self._order,
             arrived=now,
             deadline=deadline,
@@ -227,7 +227,7 @@ class Scheduler:
         """End a request in whatever state it is; one that has already ended is left alone."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._end(request, State.ABORTED)
+            self._end(request, RequestState.ABORTED)
             self.counters.aborted += 1
             self._put(
                 request.frontend, Tokens(request_id=request_id, token_ids=[], finish=Finish.ABORT)
@@ -241,7 +241,7 @@ class Scheduler:
         self._outbox.setdefault(frontend, []).append(output)
 
     def _refuse(self, request: Request, reason: RefusalReason, detail: str) -> None:
-        self._end(request, State.REFUSED)
+        self._end(request, RequestState.REFUSED)
         retry = self._pace.retry_after(len(self._queue))
         self._put(
             request.frontend,
@@ -253,10 +253,10 @@ class Scheduler:
             ),
         )
 
-    def _end(self, request: Request, state: State) -> None:
+    def _end(self, request: Request, state: RequestState) -> None:
         """The one way in which a request leaves, whatever held it."""
         if request.active is not None:
-            self._admission.vacate(request)
+            self._admission.free_row(request)
         else:
             self._admission.leave_queue(request)
         request.become(state)
@@ -274,7 +274,7 @@ class Scheduler:
                 request, RefusalReason.QUEUE_TIMEOUT, "The request waited too long in the queue."
             )
         self._admission.settle_loads()
-        step = Step(self.config.max_step_tokens)
+        step = StepDraft(self.config.max_step_tokens)
         if self._batch.active or self._queue:
             self._fill(step, now)
         else:
@@ -285,7 +285,7 @@ class Scheduler:
             return None
         return self._launch(step, saves, loads)
 
-    def _fill(self, step: Step, now: float) -> None:
+    def _fill(self, step: StepDraft, now: float) -> None:
         """Decodes first, then prefill that has begun, then new requests."""
         preemptions = self.counters.preemptions
         self._batch.add_decodes(step, self._admission.make_room)
@@ -296,12 +296,14 @@ class Scheduler:
             if admitted:
                 self._pace.admitted(admitted, now)
 
-    def _launch(self, step: Step, saves: list[PageCopies], loads: list[PageCopies]) -> StepPlan:
+    def _launch(
+        self, step: StepDraft, saves: list[PageCopies], loads: list[PageCopies]
+    ) -> StepPlan:
         """Account for a step as in flight."""
-        clock = self.memory.clock
-        clock.launched += 1
+        timeline = self.memory.timeline
+        timeline.launched += 1
         plan = StepPlan(
-            step_id=clock.launched,
+            step_id=timeline.launched,
             freed_rows=self.memory.rows.announce(),
             new_rows=step.new_rows,
             appended_pages=step.appended,
@@ -309,9 +311,9 @@ class Scheduler:
             decodes=[active.row for active in step.decodes],
             saves=saves,
             loads=loads,
-            collected=clock.collected,
-            saved=clock.saves_ended,
-            loaded=clock.loads_ended,
+            collected=timeline.collected,
+            saved=timeline.saves_ended,
+            loaded=timeline.loads_ended,
             awaited=step.awaited,
         )
         flight = _Flight(
@@ -378,7 +380,9 @@ class Scheduler:
                 outbox[request.frontend] = [message]
         self.counters.generated_tokens += generated
 
-    def _prefilled(self, active: ActiveRow, end: int, logprobs: list[TokenLogprobs] | None) -> None:
+    def _prefilled(
+        self, active: RunningRequest, end: int, logprobs: list[TokenLogprobs] | None
+    ) -> None:
         request = active.request
         if request.wants_prompt_logprobs:
             if not request.prompt_logprobs:
@@ -386,7 +390,7 @@ class Scheduler:
             request.prompt_logprobs += logprobs or []
         active.computed = end
         self.memory.publish(active)
-        self._admission.leaders.update(active)
+        self._admission.in_flight_prefixes.update(active)
         if end == active.length and not request.limit:
             message = Tokens(request_id=request.request_id, token_ids=[], finish=Finish.LENGTH)
             self._introduce(request, message)
@@ -401,6 +405,6 @@ class Scheduler:
             message.prompt_logprobs = request.prompt_logprobs
 
     def _finish(self, request: Request) -> None:
-        self._end(request, State.FINISHED)
+        self._end(request, RequestState.FINISHED)
         self._admission.estimator.observe(len(request.output), request.limit)
         self.counters.finished += 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import random, sample, top_k_top_p
-from radixgrove.worker.execution.sampling.state import Need, SamplingState
+from radixgrove.worker.execution.sampling.state import SamplingFeatures, SamplingState
 from radixgrove.worker.execution.table import RequestTable
 
 # Candidates the CPU's filters look at before they fall back on sorting the whole vocabulary.
@@ -39,11 +39,11 @@ def draw_by_kernels(
         [S] int64.
     """
     history = table.history
-    if not need & Need.RANDOM:
+    if not need & SamplingFeatures.RANDOM:
         return sample.argmax(logits, rows=rows, history=history, out=out)
     temperature = state.column("temperature")
     least = None
-    if need & Need.FILTER:
+    if need & SamplingFeatures.FILTER:
         filters = (state.column(name) for name in ("top_k", "top_p", "min_p"))
         least = top_k_top_p.sampling_thresholds(logits, temperature, *filters, rows=rows)
     return sample.sample(
@@ -72,11 +72,11 @@ def draw(
     Returns:
         [S] int64.
     """
-    if not need & Need.RANDOM:
+    if not need & SamplingFeatures.RANDOM:
         return logits.max(-1).indices  # `argmax` is several times slower in bfloat16
     floats, integers = state.floats(rows), state.integers(rows)
     temperature, seed = floats["temperature"], integers["seed"]
-    if not need & Need.FILTER:
+    if not need & SamplingFeatures.FILTER:
         return sample.sample_reference(logits, temperature, seed, positions)
     filters = (integers["top_k"].int(), floats["top_p"], floats["min_p"])
     return _draw_few(logits.float(), temperature, seed, positions, *filters)

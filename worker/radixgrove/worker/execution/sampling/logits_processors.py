@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import ops
-from radixgrove.worker.execution.sampling.state import Need, SamplingState
+from radixgrove.worker.execution.sampling.state import SamplingFeatures, SamplingState
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.execution.transfer import to_device
 
@@ -32,9 +32,9 @@ def edit_logits(
         longest: an upper bound of the rows' lengths.
     """
     for need, edit in (
-        (Need.PENALTY, _penalize),
-        (Need.BIAS, _bias),
-        (Need.MIN_TOKENS, _mask_stops),
+        (SamplingFeatures.PENALTY, _penalize),
+        (SamplingFeatures.BIAS, _bias),
+        (SamplingFeatures.MIN_TOKENS, _mask_stops),
     ):
         concerned = [i for i, row_need in enumerate(needs) if row_need & need]
         if not concerned:

@@ -13,11 +13,11 @@ from torch import Tensor
 from radixgrove.worker.execution.sampling.draw import draw, draw_by_kernels
 from radixgrove.worker.execution.sampling.logits_processors import edit_logits
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
-from radixgrove.worker.execution.sampling.state import EDITS, Need, SamplingState
+from radixgrove.worker.execution.sampling.state import EDITS, SamplingFeatures, SamplingState
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.execution.transfer import to_device
 
-_MIN_TOKENS, _LOGPROBS = int(Need.MIN_TOKENS), int(Need.LOGPROBS)
+_MIN_TOKENS, _LOGPROBS = int(SamplingFeatures.MIN_TOKENS), int(SamplingFeatures.LOGPROBS)
 
 
 @dataclass(slots=True)

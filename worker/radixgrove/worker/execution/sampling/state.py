@@ -13,7 +13,7 @@ from radixgrove.worker.execution.transfer import to_device
 from radixgrove.worker.plan import NewRow
 
 
-class Need(IntFlag):
+class SamplingFeatures(IntFlag):
     """Work beyond greedy choice; a batch does what any of its rows needs."""
 
     NOTHING = 0
@@ -25,7 +25,7 @@ class Need(IntFlag):
     LOGPROBS = 32
 
     @classmethod
-    def of(cls, sampling: SamplingParams) -> Need:
+    def of(cls, sampling: SamplingParams) -> SamplingFeatures:
         need = cls.NOTHING
         if not sampling.is_greedy:
             need |= cls.RANDOM
@@ -46,7 +46,9 @@ class Need(IntFlag):
         return need
 
 
-EDITS = int(Need.PENALTY | Need.BIAS | Need.MIN_TOKENS)  # change the logits before the draw
+EDITS = int(
+    SamplingFeatures.PENALTY | SamplingFeatures.BIAS | SamplingFeatures.MIN_TOKENS
+)  # change the logits before the draw
 
 
 class SparseRows:
@@ -95,11 +97,11 @@ class SamplingState:
             sampling = new.sampling
             self.params[new.row] = sampling
             self.prompt_lens[new.row] = new.prompt_len
-            need = Need.of(sampling)
+            need = SamplingFeatures.of(sampling)
             self.needs[new.row] = int(need)
-            if Need.BIAS in need:
+            if SamplingFeatures.BIAS in need:
                 self.bias.set(new.row, sampling.logit_bias)
-            if Need.MIN_TOKENS in need:
+            if SamplingFeatures.MIN_TOKENS in need:
                 self.stops.set(new.row, dict.fromkeys(sampling.stop_token_ids, float("-inf")))
             floats.append(
                 (

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from radixgrove.operator.cluster.redis import RedisAway, RedisSide, connect
+from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore, connect
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.model_table import (
     SHARED,
@@ -32,8 +32,8 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
         yield running
 
 
-def side(server: RedisServer) -> RedisSide:
-    return RedisSide(connect(f"redis://127.0.0.1:{server.port}/0", 2.0), PREFIX)
+def side(server: RedisServer) -> RedisStore:
+    return RedisStore(connect(f"redis://127.0.0.1:{server.port}/0", 2.0), PREFIX)
 
 
 def entry(service: str, *attempts: str, name: str = "m") -> ModelEntry:
@@ -181,7 +181,7 @@ def test_a_lease_is_held_until_it_expires(server: RedisServer) -> None:
 
 
 def test_redis_away_is_said(server: RedisServer, tmp_path: Path) -> None:
-    operator = RedisSide(connect("redis://127.0.0.1:1/0", 0.2), PREFIX)
+    operator = RedisStore(connect("redis://127.0.0.1:1/0", 0.2), PREFIX)
     with pytest.raises(RedisAway):
         operator.put(SHARED, 1.0, entry("ns.a", "a-0"))
     with pytest.raises(RedisAway):

@@ -34,7 +34,7 @@ _MEASURED_BYTES = 64 << 20
 _CLOSE_SECONDS = 5.0
 
 
-class HostTier(ABC):
+class PageCopier(ABC):
     """One rank's host pages, `[host pages, layers, 2, page_size, KV, D]`, and their copies."""
 
     def __init__(self, pool: Tensor, memory: HostMemory) -> None:
@@ -89,11 +89,11 @@ class HostTier(ABC):
         self._memory.close()
 
 
-def host_tier(pool: Tensor, memory: HostMemory) -> HostTier:
-    return CudaHostTier(pool, memory) if pool.is_cuda else CpuHostTier(pool, memory)
+def page_copier(pool: Tensor, memory: HostMemory) -> PageCopier:
+    return CudaPageCopier(pool, memory) if pool.is_cuda else CpuPageCopier(pool, memory)
 
 
-class CpuHostTier(HostTier):
+class CpuPageCopier(PageCopier):
     """On a CPU a copy has ended when it is launched."""
 
     def __init__(self, pool: Tensor, memory: HostMemory) -> None:
@@ -157,7 +157,7 @@ class _Events:
         return self._ended
 
 
-class CudaHostTier(HostTier):
+class CudaPageCopier(PageCopier):
     """Copies on streams of their own, ordered with the steps by events: the host never waits."""
 
     def __init__(

@@ -40,7 +40,7 @@ class RedisAway(Exception):
     """Redis did not answer, or answered nonsense."""
 
 
-class RedisSide:
+class RedisStore:
     """Thread-safe; every call has the client's timeout."""
 
     def __init__(self, client: redis.Redis, prefix: str) -> None:

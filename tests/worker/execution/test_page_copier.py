@@ -20,12 +20,12 @@ from torch import Tensor
 
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.openai.sampling import SamplingParams
-from radixgrove.protocol.settings import AttentionBackend
+from radixgrove.protocol.settings import AttentionChoice
 from radixgrove.worker.engine.executor import build_executor
-from radixgrove.worker.execution import host_tier, pinned
+from radixgrove.worker.execution import page_copier, pinned
 from radixgrove.worker.execution.graphs import DecodeGraphs
-from radixgrove.worker.execution.host_tier import CpuHostTier, CudaHostTier, HostTier, runs
 from radixgrove.worker.execution.memory import KvShape, MemoryShortage
+from radixgrove.worker.execution.page_copier import CpuPageCopier, CudaPageCopier, PageCopier, runs
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.execution.prefill_graphs import MixedGraphs
 from radixgrove.worker.execution.runner import Runner
@@ -34,7 +34,7 @@ from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.messages import TokenLogprobs
 from radixgrove.worker.models.config import load_config
 from radixgrove.worker.models.decoder import Decoder
-from radixgrove.worker.models.layers import Placement
+from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.ops import choose_ops
 from radixgrove.worker.models.weights import load_safetensors
 from radixgrove.worker.parallel.group import Shard, TensorParallel
@@ -71,14 +71,14 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8)
 
 
-def make_tier(pool: Tensor, shape: KvShape, host_pages: int) -> HostTier:
+def make_tier(pool: Tensor, shape: KvShape, host_pages: int) -> PageCopier:
     memory = HostMemory(host_pages * shape.page_bytes, shape.page_bytes, pool.device)
     memory.wait(lambda done: None)
-    return CudaHostTier(pool, memory, 0) if pool.is_cuda else CpuHostTier(pool, memory)
+    return CudaPageCopier(pool, memory, 0) if pool.is_cuda else CpuPageCopier(pool, memory)
 
 
-def await_copies(tier: HostTier | Executor, saved: int, loaded: int) -> None:
-    ended = tier.ended if isinstance(tier, HostTier) else tier.copies_ended
+def await_copies(tier: PageCopier | Executor, saved: int, loaded: int) -> None:
+    ended = tier.ended if isinstance(tier, PageCopier) else tier.copies_ended
     wait_until(lambda: ended() == (saved, loaded), what="the copies' end")
 
 
@@ -113,7 +113,7 @@ def test_a_copy_may_be_larger_than_what_is_moved_at_once(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Than the staging buffer, and than what CUDA knows as one block of memory."""
-    monkeypatch.setattr(host_tier, "_STAGING_BYTES", 3 * SHAPE.page_bytes)
+    monkeypatch.setattr(page_copier, "_STAGING_BYTES", 3 * SHAPE.page_bytes)
     monkeypatch.setattr(pinned, "_CHUNK", 4 * SHAPE.page_bytes)
     pool = random_pool(SHAPE, 11, device)
     before = pool.clone()
@@ -161,7 +161,7 @@ TAIL = [20, 21]
 def make_runner(directory: Path, device: torch.device) -> Runner:
     config = load_config(directory)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    place = Placement(TensorParallel(Shard()), dtype, device)
+    place = TensorPlacement(TensorParallel(Shard()), dtype, device)
     model = Decoder(config, place, choose_ops(device))
     load_safetensors(model.parts(), directory, lambda done: None)
     model.prepare()
@@ -176,7 +176,7 @@ def make_runner(directory: Path, device: torch.device) -> Runner:
     )
     shape = KvShape.of(config, PAGE, dtype, Shard())
     pool = random_pool(shape, info.num_pages, device)
-    backend = AttentionBackend.TRITON if device.type == "cuda" else AttentionBackend.TORCH
+    backend = AttentionChoice.TRITON if device.type == "cuda" else AttentionChoice.TORCH
     attention, _ = select_attention(backend, pool, config, Shard(), dtype, lambda phase: None)
     table = RequestTable(
         max_rows=info.max_rows,
@@ -266,7 +266,7 @@ def test_a_step_reads_loaded_pages_as_if_it_had_computed_them(
 ) -> None:
     tiny.save(kind, tmp_path)
     runner = make_runner(tmp_path, device)
-    by_layer = count_calls(monkeypatch, host_tier, "scatter_layer")
+    by_layer = count_calls(monkeypatch, page_copier, "scatter_layer")
     graphs: list[DecodeGraphs | MixedGraphs] = []
     if replayed:
         graphs.append(runner.capture([1, 4], lambda text, done: None))
@@ -292,7 +292,7 @@ def test_a_step_reads_loaded_pages_as_if_it_had_computed_them(
 
 
 def delay_loads(runner: Runner) -> None:
-    assert isinstance(runner._host, CudaHostTier)
+    assert isinstance(runner._host, CudaPageCopier)
     sleep(runner._host.load_stream)
 
 
@@ -312,10 +312,10 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> l
 
 
 @pytest.fixture
-def cuda_tier() -> Iterator[CudaHostTier]:
+def cuda_tier() -> Iterator[CudaPageCopier]:
     """Of nine pages on the device and twelve on the host, of other random bytes."""
     tier = make_tier(SHAPE.allocate(9, CUDA), SHAPE, 12)
-    assert isinstance(tier, CudaHostTier)
+    assert isinstance(tier, CudaPageCopier)
     tier.measure()
     for pages in (tier.pool, tier.host):
         pages.copy_(torch.randn(pages.shape))
@@ -324,7 +324,7 @@ def cuda_tier() -> Iterator[CudaHostTier]:
     tier.close()
 
 
-def run_step(tier: CudaHostTier, step_id: int) -> None:
+def run_step(tier: CudaPageCopier, step_id: int) -> None:
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()
     tier.stepped(step_id, done)
@@ -336,7 +336,7 @@ def sleep(stream: torch.cuda.Stream) -> None:
 
 
 @pytest.mark.gpu
-def test_copies_come_after_collected_steps(cuda_tier: CudaHostTier) -> None:
+def test_copies_come_after_collected_steps(cuda_tier: CudaPageCopier) -> None:
     pool, loaded = cuda_tier.pool, cuda_tier.host[6].clone()
     sleep(torch.cuda.current_stream())
     pool[:, :, 3] = 1.0
@@ -352,7 +352,7 @@ def test_copies_come_after_collected_steps(cuda_tier: CudaHostTier) -> None:
 
 
 @pytest.mark.gpu
-def test_steps_and_loads_come_after_saves_that_have_ended(cuda_tier: CudaHostTier) -> None:
+def test_steps_and_loads_come_after_saves_that_have_ended(cuda_tier: CudaPageCopier) -> None:
     pool, before = cuda_tier.pool, cuda_tier.pool.clone().cpu()
     sleep(cuda_tier.save_stream)
     cuda_tier.launch(StepPlan(step_id=1, saves=[PageCopies(1, [3, 4], [1, 2])]), False)
@@ -363,7 +363,7 @@ def test_steps_and_loads_come_after_saves_that_have_ended(cuda_tier: CudaHostTie
 
 
 @pytest.mark.gpu
-def test_steps_and_saves_come_after_loads_that_have_ended(cuda_tier: CudaHostTier) -> None:
+def test_steps_and_saves_come_after_loads_that_have_ended(cuda_tier: CudaPageCopier) -> None:
     before = cuda_tier.host.clone()
     sleep(cuda_tier.load_stream)
     cuda_tier.launch(StepPlan(step_id=1, loads=[PageCopies(1, [3, 4], [1, 2])]), False)
@@ -377,7 +377,7 @@ def test_steps_and_saves_come_after_loads_that_have_ended(cuda_tier: CudaHostTie
 @pytest.mark.gpu
 @pytest.mark.parametrize("awaited", [0, 1])
 def test_a_load_comes_after_the_save_that_wrote_its_pages(
-    awaited: int, cuda_tier: CudaHostTier
+    awaited: int, cuda_tier: CudaPageCopier
 ) -> None:
     before = cuda_tier.pool[:, :, 3].clone()
     sleep(cuda_tier.save_stream)
@@ -389,7 +389,7 @@ def test_a_load_comes_after_the_save_that_wrote_its_pages(
 
 
 @pytest.mark.gpu
-def test_a_later_step_may_wait_for_an_earlier_load(cuda_tier: CudaHostTier) -> None:
+def test_a_later_step_may_wait_for_an_earlier_load(cuda_tier: CudaPageCopier) -> None:
     sleep(cuda_tier.load_stream)
     cuda_tier.launch(StepPlan(step_id=1, loads=[PageCopies(1, [3], [1])]), True)
     assert cuda_tier.launch(StepPlan(step_id=2, awaited=1), True) is None
@@ -426,7 +426,7 @@ def test_every_rank_copies_its_heads(tp: int, tmp_path: Path) -> None:
 
 _LEAD = (
     "import sys; from pathlib import Path\n"
-    "from tests.worker.execution.test_host_tier import lead\n"
+    "from tests.worker.execution.test_page_copier import lead\n"
     "lead(Path(sys.argv[1]))"
 )
 
