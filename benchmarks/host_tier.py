@@ -137,7 +137,7 @@ def run_tests() -> int:
     sys.path.insert(0, str(results.ROOT))
     options = "-q --maxfail=5 -m gpu -c /dev/null --import-mode=importlib -W ignore"
     options += f" -p no:cacheprovider --rootdir={results.ROOT} --durations=5"
-    tests = results.ROOT / "tests" / "execution"
+    tests = results.ROOT / "tests" / "worker" / "execution"
     return pytest.main([*options.split(), f"--confcutdir={tests}", f"{tests}/test_page_copier.py"])
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import results
 
-sys.path[:0] = [str(results.ROOT), str(results.ROOT / "tests" / "operator")]
+sys.path.insert(0, str(results.ROOT))
 
 from tests.cluster.harness.control_plane import ControlPlane  # noqa: E402
 from tests.cluster.harness.kwok import PretendedNodes  # noqa: E402
