@@ -22,7 +22,7 @@ run: setup ## a local cluster: two replicas, three demonstration requests, then 
 	@exec $(BIN)/radixgrove up --replicas 2 --demonstrate
 
 smoke: setup ## the same, checked, and gone afterwards
-	@$(BIN)/python -m radixgrove.cli.smoke
+	@$(BIN)/python -m tools.smoke
 
 test: setup-dev ## all tests that need neither a GPU nor Kubernetes
 	$(BIN)/python -m pytest
@@ -30,7 +30,7 @@ test: setup-dev ## all tests that need neither a GPU nor Kubernetes
 lint: setup-dev ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(addsuffix /radixgrove,$(PACKAGES))
+	$(BIN)/mypy $(addsuffix /radixgrove,$(PACKAGES)) tools
 	$(BIN)/lint-imports
 
 format: setup-dev ## rewrite the code as ruff wants it

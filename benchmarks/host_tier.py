@@ -21,8 +21,8 @@ import pytest
 import results
 import torch
 
-from radixgrove.worker.execution.page_copier import CudaPageCopier
 from radixgrove.worker.execution.memory import GIB, KvShape
+from radixgrove.worker.execution.page_copier import CudaPageCopier
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.plan import PageCopies, StepPlan
 

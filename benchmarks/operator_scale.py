@@ -17,15 +17,15 @@ import results
 
 sys.path.insert(0, str(results.ROOT))
 
-from tests.cluster.harness.control_plane import ControlPlane  # noqa: E402
-from tests.cluster.harness.kwok import PretendedNodes  # noqa: E402
-from tests.operator.operator_process import (  # noqa: E402
+from tests.cluster.harness.control_plane import ControlPlane
+from tests.cluster.harness.kwok import PretendedNodes
+from tests.operator.operator_process import (
     OperatorProcess,
     RedisServer,
     install,
     namespace_with_models,
 )
-from tests.operator.scale import Scale, measure, summary  # noqa: E402
+from tests.operator.scale import Scale, measure, summary
 
 
 def run(nodes: int, services: int, rest: float) -> Scale:

@@ -21,11 +21,11 @@ from radixgrove.cli.configuration import (
     show,
 )
 from radixgrove.cli.options import setting_options
-from radixgrove.cli.reference import DOCUMENT, updated
 from radixgrove.cli.resolving import ConfigurationUsage, UpParts, resolve_part
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 from tests.checkout import ROOT
 from tests.cli.test_command import radixgrove
+from tools.reference import DOCUMENT, updated
 
 
 @pytest.fixture
@@ -221,4 +221,4 @@ def test_no_setting_is_ignored_by_its_part(part: str, folders: tuple[str, ...]) 
 
 def test_the_documentation_lists_every_setting_as_it_is() -> None:
     document = DOCUMENT.read_text()
-    assert updated(document) == document, "run python -m radixgrove.cli.reference"
+    assert updated(document) == document, "run python -m tools.reference"

@@ -20,7 +20,7 @@ _COMMANDS = {
     "drain": ("drain", "drain", "Let a replica finish and send it nothing new."),
     "doctor": ("doctor", "doctor", "Check this machine and the configuration."),
     "config": ("config", "config", "Show settings and where each came from."),
-    "bench": ("bench", "bench", "Measure a running endpoint or an engine."),
+    "bench": ("bench", "bench", "Measure a running endpoint."),
     "completion": ("completion", "completion", "Print the completion script of a shell."),
 }
 

@@ -1,4 +1,4 @@
-"""`radixgrove bench serve` and `radixgrove bench profile`."""
+"""`radixgrove bench serve`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEAD_START = 0.5  # seconds between the last sender's readiness and the common 
 _MAX_PROCESSES = 64
 
 
-@click.group(help="Measure a running endpoint or an engine.")
+@click.group(help="Measure a running endpoint.")
 def bench() -> None:
     pass
 
@@ -283,17 +283,3 @@ def _commit() -> str | None:
         check=False,
     )
     return result.stdout.strip() or None if result.returncode == 0 else None
-
-
-@bench.command(
-    "profile",
-    context_settings={"ignore_unknown_options": True, "help_option_names": []},
-    short_help="Profile an engine's phases.",
-    help="Profile an engine's phases; arguments go to benchmarks/profile_engine.py.",
-)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def profile(arguments: tuple[str, ...]) -> int:
-    script = Path(__file__).parents[4] / "benchmarks" / "profile_engine.py"
-    if not script.is_file():
-        raise click.ClickException("the profiler comes with a source checkout, not with the wheel")
-    return subprocess.run([sys.executable, str(script), *arguments], check=False).returncode

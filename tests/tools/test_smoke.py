@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from radixgrove.cli import smoke
 from radixgrove.cli.demonstration import Shown
-from radixgrove.cli.smoke import SmokeFailure, check_answers
+from tools import smoke
+from tools.smoke import SmokeFailure, check_answers
 
 GOOD = [
     Shown("France?", "Paris", "It is Paris.", "replica-0", 20, 0),

@@ -1,4 +1,4 @@
-"""`python -m radixgrove.cli.reference`: the tables of docs/configuration.md, from the settings."""
+"""`python -m tools.reference`: the tables of docs/configuration.md, from the settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixgrove.cli.configuration import PARTS, flag_of, is_secret, show
 from radixgrove.protocol.settings import Settings
 
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
-DOCUMENT = Path(__file__).parents[3] / "docs" / "configuration.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 
 def tables() -> str:
