@@ -31,9 +31,10 @@ import results
 import uvloop
 from http_load import Connection, percentile
 from simulated import MODEL
-from subjects import available_peers, free_port, process, redis_server, router, table, wait_for_http
+from subjects import available_peers, process, redis_server, router, table, wait_for_http
 from tokenizers import Tokenizer
 
+from radixgrove.cli.redis_server import free_port
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.openai.requests import ModelLimits, parse_chat
 from radixgrove.protocol.text.prompts import PromptEncoder

@@ -25,7 +25,9 @@ import results
 import uvloop
 from http_load import Pool, percentile
 from simulated import MODEL, block_text
-from subjects import available_peers, free_port, process, redis_server, router, table, wait_for_http
+from subjects import available_peers, process, redis_server, router, table, wait_for_http
+
+from radixgrove.cli.redis_server import free_port
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 
 import results
-from subjects import free_port, table
+from subjects import table
+
+from radixgrove.cli.redis_server import free_port
 
 READY = "Ctrl-C"  # on the last line of what `up` says when it is ready
 STOP_SECONDS = 60.0

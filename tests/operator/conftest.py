@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.conftest import RedisServer
+
 if TYPE_CHECKING:
     from tests.cluster.harness.control_plane import ControlPlane
-    from tests.operator.operator_process import OperatorProcess, RedisServer
+    from tests.operator.operator_process import OperatorProcess
 
 NODES = 4
 
@@ -30,8 +32,6 @@ def plane() -> Iterator[ControlPlane]:
 
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    from tests.operator.operator_process import RedisServer
-
     with RedisServer(tmp_path_factory.mktemp("redis")) as server:
         yield server
 

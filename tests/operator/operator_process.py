@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,13 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import redis
 import yaml
 
 from radixgrove.operator.api import crd, names
 from radixgrove.operator.kube import rbac
 from tests.cluster.harness.control_plane import ControlPlane, free_port
-from tests.cluster.harness.waiting import wait_until
 
 NAMESPACE = "radixgrove"
 ACCOUNT = "radixgrove-operator"
@@ -180,34 +177,3 @@ class OperatorProcess:
             code = self.process.wait(120)
             self.process = None
             assert code == 0, self.log.read_text()[-3000:]
-
-
-class RedisServer:
-    """A Redis of one's own on the loopback; a context manager."""
-
-    def __init__(self, directory: Path) -> None:
-        self.port = free_port("127.0.0.1")
-        self._directory = directory
-
-    def __enter__(self) -> RedisServer:
-        program = shutil.which("redis-server")
-        assert program is not None
-        self._process = subprocess.Popen(
-            [program, "--port", str(self.port), "--save", "", "--dir", str(self._directory)],
-            stdout=subprocess.DEVNULL,
-        )
-        self.client = redis.Redis(port=self.port)
-        wait_until(self._answers, "Redis answers")
-        return self
-
-    def _answers(self) -> bool:
-        assert self._process.poll() is None, "Redis has ended"
-        try:
-            return bool(self.client.ping())
-        except redis.ConnectionError:
-            return False
-
-    def __exit__(self, *_: object) -> None:
-        self.client.close()
-        self._process.terminate()
-        self._process.wait(60)

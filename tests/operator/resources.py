@@ -8,7 +8,7 @@ from radixgrove.operator.api import names
 from radixgrove.protocol.model_table import ModelEntry, ModelTable, table_key
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kubectl import condition
-from tests.operator.operator_process import RedisServer
+from tests.conftest import RedisServer
 
 RGSVC = f"{names.PLURAL}.{names.GROUP}"
 

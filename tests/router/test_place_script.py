@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from radixgrove.protocol import index
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import ROUTER_LEASE_SECONDS, LeaseState, LoadReport
-from tests.conftest import RedisServer, find_free_port, redis_binary
+from tests.conftest import RedisServer
 
 BLOCK = 16
 DECODE_TOKENS, CREDIT, MOST_CREDIT_MS = 16, 9, 250
@@ -61,10 +61,8 @@ class Candidate:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
-    running = RedisServer(redis_binary(), find_free_port(), tmp_path_factory.mktemp("redis"))
-    running.start()
-    yield redis.Redis.from_url(running.url)
-    running.kill()
+    with RedisServer(tmp_path_factory.mktemp("redis")) as running:
+        yield running.client
 
 
 def write(server: redis.Redis, keys: ServiceKeys, candidates: list[Candidate]) -> None:

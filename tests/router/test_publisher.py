@@ -275,9 +275,5 @@ async def test_index_equals_the_cache_after_any_history(
 
 @pytest.fixture(scope="module")
 def history_server(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from tests.conftest import find_free_port, redis_binary
-
-    server = RedisServer(redis_binary(), find_free_port(), tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server

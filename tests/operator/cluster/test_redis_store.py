@@ -21,7 +21,7 @@ from radixgrove.protocol.model_table import (
     table_key,
 )
 from radixgrove.protocol.registry import Lease, LeaseState, LoadReport, Registration
-from tests.operator.operator_process import RedisServer
+from tests.conftest import RedisServer
 
 PREFIX = "radixgrove"
 

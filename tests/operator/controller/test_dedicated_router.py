@@ -16,9 +16,8 @@ from radixgrove.operator.api.spec import Router
 from radixgrove.operator.cluster.redis_store import RedisStore, connect
 from radixgrove.operator.render.router import router_objects
 from radixgrove.protocol.model_table import SHARED, ModelEntry
-from tests.conftest import find_free_port
+from tests.conftest import RedisServer, find_free_port
 from tests.operator.operator_builders import CONFIG, SERVICE
-from tests.operator.operator_process import RedisServer
 from tests.router.harness import INTERNAL_KEY, SimulatedReplica, completion, eventually, prompt
 
 SECRET = "cluster-secret"

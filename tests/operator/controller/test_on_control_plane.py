@@ -15,7 +15,8 @@ from tests.cluster.harness.groups import lets_one_pod_go
 from tests.cluster.harness.kubectl import KubectlError, condition
 from tests.cluster.harness.kwok import LATE
 from tests.cluster.harness.waiting import wait_until
-from tests.operator.operator_process import OperatorProcess, RedisServer
+from tests.conftest import RedisServer
+from tests.operator.operator_process import OperatorProcess
 from tests.operator.resources import RGSVC, ready, reason, service, sets, table, told, wait_ready
 
 pytestmark = pytest.mark.cluster

@@ -17,11 +17,11 @@ from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kubectl import KubectlError
 from tests.cluster.harness.kwok import LATE
 from tests.cluster.harness.waiting import wait_until
+from tests.conftest import RedisServer
 from tests.operator.operator_process import (
     ACCOUNT,
     NAMESPACE,
     OperatorProcess,
-    RedisServer,
     install,
 )
 from tests.operator.resources import RGSVC, ready, reason, service, sets, table, told, wait_ready

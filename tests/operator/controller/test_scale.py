@@ -32,7 +32,8 @@ def large_plane() -> Iterator[ControlPlane]:
 def test_many_services_become_ready_cost_nothing_at_rest_and_little_when_they_go(
     large_plane: ControlPlane, tmp_path: Path
 ) -> None:
-    from tests.operator.operator_process import OperatorProcess, RedisServer
+    from tests.conftest import RedisServer
+    from tests.operator.operator_process import OperatorProcess
     from tests.operator.scale import measure, summary
 
     with RedisServer(tmp_path) as server:

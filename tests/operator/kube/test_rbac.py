@@ -16,11 +16,11 @@ from radixgrove.operator.kube import rbac
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kubectl import condition
 from tests.cluster.harness.waiting import wait_until
+from tests.conftest import RedisServer
 from tests.operator.operator_process import (
     NAMESPACE,
     REPLACEMENTS,
     OperatorProcess,
-    RedisServer,
     account,
     namespace_with_models,
     roles,
