@@ -1,8 +1,11 @@
-"""What the CPU does its own way: norms of few and many rows, and where its weights lie."""
+"""What the CPU does its own way: norms of few and many rows, what its processor can multiply, and
+where its weights lie."""
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,6 +40,33 @@ def test_rms_norm(shape: tuple[int, ...], size: float) -> None:
     exact = rms_norm_reference(rounded.double(), weight.bfloat16().double(), 1e-5).bfloat16()
     result = TorchOps().rms_norm(rounded, weight.bfloat16(), 1e-5)
     torch.testing.assert_close(result, exact, rtol=2**-7, atol=0)
+
+
+_PRODUCTS = """
+import torch
+from radixgrove.worker.models.ops import choose_ops
+
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    ops = choose_ops(torch.device("cpu"), dtype)
+    x, weight = torch.ones(3, 64, dtype=dtype), ops.prepare(torch.eye(64, dtype=dtype))
+    y = ops.linear(x, weight, None, norm=None, eps=0.0, silu=False, residual=None)
+    assert torch.equal(y, x)
+    print(type(ops).__name__)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+def test_a_processor_without_a_dtype_takes_the_plain_path_and_says_so() -> None:
+    plain = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    command = [sys.executable, "-c", _PRODUCTS]
+    done = subprocess.run(command, env=os.environ | plain, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["CpuOps", "TorchOps", "TorchOps"]
+    said = [line for line in done.stderr.splitlines() if "plain path" in line]
+    assert [line.split(":")[0] for line in said] == [
+        "this processor has no fast bfloat16",
+        "this processor has no fast float16",
+    ]
 
 
 def _huge_bytes(tensor: torch.Tensor) -> int:

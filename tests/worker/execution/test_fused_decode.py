@@ -61,7 +61,7 @@ def rope_decode_attention(*arguments: Any) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _references(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "choose_ops", lambda device: KernelOps())
+    monkeypatch.setattr(build, "choose_ops", lambda device, dtype: KernelOps())
     monkeypatch.setattr(decode, "rope_decode_attention", rope_decode_attention)
 
 

@@ -162,7 +162,7 @@ def make_runner(directory: Path, device: torch.device) -> Runner:
     config = load_config(directory)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     place = TensorPlacement(TensorParallel(Shard()), dtype, device)
-    model = Decoder(config, place, choose_ops(device))
+    model = Decoder(config, place, choose_ops(device, dtype))
     load_safetensors(model.parts(), directory, lambda done: None)
     model.prepare()
     info = ExecutorInfo(

@@ -14,7 +14,7 @@ from radixgrove.kernels.norm import rms_norm_reference
 from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
 from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.models.config import ModelError, load_config, parse_config
-from radixgrove.worker.models.ops import KernelOps, TorchOps
+from radixgrove.worker.models.ops import CpuOps, KernelOps, TorchOps
 from radixgrove.worker.plan import Executor
 from tests.worker.execution import reference, tiny
 from tests.worker.execution.driver import Driver, greedy
@@ -68,7 +68,12 @@ def test_additions_left_to_the_next_norm_change_nothing(
         torch.testing.assert_close(*logprobs, atol=1e-5, rtol=0)
 
 
-def test_bfloat16_is_as_close_to_float32_as_transformers_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["the processor's", "plain"])
+def test_bfloat16_is_as_close_to_float32_as_transformers_own(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "plain":
+        monkeypatch.setattr(CpuOps, "supports", lambda dtype: False)
     exact = tiny.save("qwen3", tmp_path)
     prompts = tiny.prompts()[-3:]
     results = Driver(build(tmp_path, dtype=DType.BFLOAT16)).generate(

@@ -31,7 +31,7 @@ def load_model(
     report: Report,
 ) -> Decoder:
     """The decoder with its weights, on the device; kernels compile meanwhile."""
-    model = Decoder(config, place, choose_ops(place.device))
+    model = Decoder(config, place, choose_ops(place.device, place.dtype))
     sizes = limits.max_running, limits.max_step_tokens
     attention = []
     if place.device.type == "cuda":

@@ -6,6 +6,7 @@ calls are made and what each allocates.
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import torch
@@ -15,17 +16,25 @@ from torch.nn import functional as F
 from radixgrove.kernels import ops as kernels
 from radixgrove.kernels.float8 import bits, to_page
 
+logger = logging.getLogger(__name__)
+
 Rotation = tuple[Tensor, Tensor]
 _MKLDNN = torch.ops.mkldnn
 # Up to here a call costs more than the work it does.
 _FEW_ELEMENTS = 8192
 
 
-def choose_ops(device: torch.device) -> Ops:
-    """The fastest arithmetic on this device."""
+def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest arithmetic on this device for a model of `dtype`."""
     if device.type == "cuda":
         return KernelOps()
-    return CpuOps() if CpuOps.is_available() else TorchOps()
+    if CpuOps.supports(dtype):
+        return CpuOps()
+    name = str(dtype).removeprefix("torch.")
+    logger.warning(
+        "this processor has no fast %s: using the plain path; --dtype float32 may be faster", name
+    )
+    return TorchOps()
 
 
 class Ops(Protocol):
@@ -214,8 +223,15 @@ class CpuOps(TorchOps):
     """
 
     @staticmethod
-    def is_available() -> bool:
-        return torch.backends.mkldnn.is_available()  # type: ignore[no-any-return,no-untyped-call]
+    def supports(dtype: torch.dtype) -> bool:
+        """Whether oneDNN multiplies in `dtype` on this processor."""
+        if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            return False
+        if dtype == torch.bfloat16:
+            return bool(_MKLDNN._is_mkldnn_bf16_supported())
+        if dtype == torch.float16:
+            return bool(_MKLDNN._is_mkldnn_fp16_supported())
+        return True
 
     def prepare(self, weight: Tensor) -> Tensor:
         return _MKLDNN._reorder_linear_weight(weight, None)  # type: ignore[no-any-return]
