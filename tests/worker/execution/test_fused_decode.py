@@ -18,7 +18,7 @@ from radixgrove.worker.attention import decode
 from radixgrove.worker.attention import torch as torch_backend
 from radixgrove.worker.attention.base import AttentionBatch
 from radixgrove.worker.attention.decode import DecodingBackend
-from radixgrove.worker.execution import build
+from radixgrove.worker.execution import loading
 from radixgrove.worker.models.ops import KernelOps
 from tests.worker.execution import tiny
 from tests.worker.execution.driver import Driver, cpu_runner, greedy
@@ -61,7 +61,7 @@ def rope_decode_attention(*arguments: Any) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _references(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "choose_ops", lambda device, dtype: KernelOps())
+    monkeypatch.setattr(loading, "choose_ops", lambda device, dtype: KernelOps())
     monkeypatch.setattr(decode, "rope_decode_attention", rope_decode_attention)
 
 
