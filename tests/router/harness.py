@@ -14,7 +14,9 @@ from typing import Any
 
 import aiohttp
 
+from radixgrove.router.__main__ import main as router_main
 from tests.checkout import ROOT
+from tests.forks import Fork
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # benchmarks share the simulated replica
 
@@ -87,7 +89,7 @@ class Router:
     port: int
     management_port: int
     settings: dict[str, Any]
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Fork | None = None
     session: aiohttp.ClientSession | None = None
     log: Path = field(init=False)
 
@@ -112,7 +114,7 @@ class Router:
             "reveal_replica": True,
         }
         file.write_text(json.dumps(common | self.settings))
-        self._spawn([sys.executable, "-m", "radixgrove.router", str(file)])
+        self.process = self._spawn([str(file)])
         if self.session is None:
             self.session = aiohttp.ClientSession(headers={"x-radixgrove-debug": "1"})
         path = "/readyz" if ready else "/livez"
@@ -121,9 +123,12 @@ class Router:
         managed = lambda: self.answers("/livez", management=True)  # noqa: E731
         await eventually(managed, deadline=60, what="the router's management port")
 
-    def _spawn(self, command: list[str]) -> None:
+    def _spawn(self, arguments: list[str]) -> subprocess.Popen[bytes] | Fork:
+        if self.settings.get("processes", 1) == 1:
+            return Fork(router_main, arguments, self.log)
+        command = [sys.executable, "-m", "radixgrove.router", *arguments]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     async def answers(self, path: str, status: int = 200, *, management: bool = False) -> bool:
         assert self.process is not None

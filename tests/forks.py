@@ -1,0 +1,72 @@
+"""Processes of the product that begin as forks of one process which has done their imports.
+
+Importing is most of what a router's start costs. A fork has a state of its own all the same, as a
+process started by a command has; those that test the command itself start it by one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# None of them starts a thread, opens a file or registers a metric of the product's worker.
+_CONTEXT.set_forkserver_preload(["radixgrove.router.server"])
+
+
+class Fork:
+    """What `subprocess.Popen` has, for `main(arguments)` of a module that is also a command.
+
+    Its output is appended to `log`, and `environment` is added to its variables.
+    """
+
+    def __init__(
+        self,
+        main: Callable[[list[str]], None],
+        arguments: list[str],
+        log: Path,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self._process = _CONTEXT.Process(
+            target=_run, args=(main, arguments, log, environment or {}), daemon=True
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run(
+    main: Callable[[list[str]], None], arguments: list[str], log: Path, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)
+    with log.open("ab") as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
+    main(arguments)
