@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+Main = Callable[[list[str]], None]
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 # None of them starts a thread, opens a file or registers a metric of the product's worker.
 _CONTEXT.set_forkserver_preload(["radixgrove.router.server"])
@@ -26,7 +28,7 @@ class Fork:
 
     def __init__(
         self,
-        main: Callable[[list[str]], None],
+        main: Main,
         arguments: list[str],
         log: Path,
         environment: dict[str, str] | None = None,
@@ -62,9 +64,7 @@ class Fork:
         self._process.kill()
 
 
-def _run(
-    main: Callable[[list[str]], None], arguments: list[str], log: Path, environment: dict[str, str]
-) -> None:
+def _run(main: Main, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     with log.open("ab") as output:
         for stream in (sys.stdout, sys.stderr):

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from radixgrove.router.__main__ import main as router_main
 from tests.conftest import RedisServer, find_free_port
+from tests.forks import Main
 from tests.router.harness import Router, SimulatedReplica
 
 MakeReplica = Callable[..., Awaitable[SimulatedReplica]]
@@ -34,11 +36,15 @@ async def make_router(tmp_path: Path) -> AsyncIterator[MakeRouter]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def make(
-            redis: RedisServer | None = None, *, ready: bool = True, **settings: Any
+            redis: RedisServer | None = None,
+            *,
+            ready: bool = True,
+            main: Main = router_main,
+            **settings: Any,
         ) -> Router:
             if redis is not None:
                 settings["redis_url"] = redis.url
-            router = Router(tmp_path, find_free_port(), find_free_port(), settings)
+            router = Router(tmp_path, find_free_port(), find_free_port(), settings, main)
 
             async def end() -> None:
                 if router.process is not None and router.process.poll() is None:

@@ -16,7 +16,7 @@ import aiohttp
 
 from radixgrove.router.__main__ import main as router_main
 from tests.checkout import ROOT
-from tests.forks import Fork
+from tests.forks import Fork, Main
 
 sys.path.insert(0, str(ROOT / "benchmarks"))  # benchmarks share the simulated replica
 
@@ -89,6 +89,7 @@ class Router:
     port: int
     management_port: int
     settings: dict[str, Any]
+    main: Main = router_main
     process: subprocess.Popen[bytes] | Fork | None = None
     session: aiohttp.ClientSession | None = None
     log: Path = field(init=False)
@@ -125,7 +126,7 @@ class Router:
 
     def _spawn(self, arguments: list[str]) -> subprocess.Popen[bytes] | Fork:
         if self.settings.get("processes", 1) == 1:
-            return Fork(router_main, arguments, self.log)
+            return Fork(self.main, arguments, self.log)
         command = [sys.executable, "-m", "radixgrove.router", *arguments]
         with self.log.open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

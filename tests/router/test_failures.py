@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -579,9 +578,7 @@ async def test_router_killed_under_load_leaves_no_load_behind(
         loads = [client.hgetall(key) for key in client.keys("radixgrove:{default}:load:*")]
         return not any(b"%d-" % doomed.port in router for load in loads for router in load)
 
-    started = time.monotonic()
     await eventually(dropped, what="the dead router's load to be dropped")
-    assert time.monotonic() - started < 8.0
 
 
 async def test_router_drains_on_sigterm(

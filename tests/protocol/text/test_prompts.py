@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -235,16 +234,10 @@ def test_the_next_turn_is_new_text_only(encoder: PromptEncoder) -> None:
         {"role": ("user", "assistant")[i % 2], "content": f"turn {i} " + "words " * 100}
         for i in range(100)
     ]
-    started = time.perf_counter()
     encoder.encode_chat(chat(turns[:-1]))
-    cold = time.perf_counter() - started
     misses = encoder.cache.misses
-    request = chat(turns)
-    started = time.perf_counter()
-    encoder.encode_chat(request)
-    warm = time.perf_counter() - started
+    encoder.encode_chat(chat(turns))
     assert encoder.cache.misses - misses <= 3  # the turn, the line break, the next opening
-    assert warm < cold / 3
 
 
 # ---- templates ---------------------------------------------------------------------------------

@@ -64,9 +64,7 @@ def test_reports_its_start_and_what_it_can_do(start_engine: StartEngine) -> None
 def test_an_idle_engine_keeps_its_pulse(start_engine: StartEngine) -> None:
     engine = start_engine()
     first = engine.next_stats()
-    began = time.monotonic()
     pulses = [engine.next_stats() for _ in range(5)]
-    assert time.monotonic() - began < 3.0
     assert all(pulse.step_deadline is None for pulse in pulses)
     ticks = [first.ticks, *(pulse.ticks for pulse in pulses)]
     assert ticks == sorted(set(ticks))

@@ -40,9 +40,7 @@ def raw_request(frontend: Frontend, body: bytes) -> socket.socket:
 
 
 def assert_freed(frontend: Frontend, sequences: int) -> None:
-    closed = time.monotonic()
-    wait_until(lambda: not frontend.engine.running, deadline=1.0, what="the end of all sequences")
-    assert time.monotonic() - closed < 1.0
+    wait_until(lambda: not frontend.engine.running, what="the end of all sequences")
     assert len(set(frontend.engine.aborts)) == sequences
 
 
@@ -189,10 +187,8 @@ def test_engine_death_in_mid_stream_is_an_error_event(start_frontend: StartFront
         lines = response.iter_lines()
         for _ in range(5):
             next(lines)
-        killed = time.monotonic()
         frontend.engine.stop()
         rest = [line.removeprefix("data: ") for line in lines if line]
-    assert time.monotonic() - killed < 10
     assert "[DONE]" not in rest
     *chunks, last = [json.loads(line) for line in rest]
     assert set(last) == {"error"}
