@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 import redis
 
-from radixgrove.operator.cluster.redis_store import RedisSide, connect
+from radixgrove.operator.cluster.redis_store import RedisStore, connect
 from radixgrove.protocol.model_table import SHARED, ModelEntry, demand_key, table_key
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import fleet
@@ -29,9 +29,9 @@ def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def operator(client: redis.Redis) -> RedisSide:
+def operator(client: redis.Redis) -> RedisStore:
     """The operator's own hand: the table is written as it writes it."""
-    return RedisSide(client, PREFIX)
+    return RedisStore(client, PREFIX)
 
 
 def entry(name: str, *attempts: str, desired: int = 1, wakes: bool = False) -> ModelEntry:
@@ -61,7 +61,7 @@ def refused_for_now(answer: Answer) -> bool:
 
 
 async def test_known_models_without_replicas_are_503_and_unknown_ones_404(
-    redis_server: RedisServer, operator: RedisSide, make_router: MakeRouter
+    redis_server: RedisServer, operator: RedisStore, make_router: MakeRouter
 ) -> None:
     operator.put(SHARED, 1.0, entry("starting", "starting-0"))
     operator.put(SHARED, 2.0, entry("off", desired=0))
@@ -96,13 +96,13 @@ async def test_router_that_has_not_read_the_table_is_not_ready_and_calls_no_mode
     assert refused_for_now(await ask(router, "starting"))
     redis_server.start()
     with connect(redis_server.url, 5.0) as connection:
-        RedisSide(connection, PREFIX).put(SHARED, 1.0, entry("starting", "starting-0"))
+        RedisStore(connection, PREFIX).put(SHARED, 1.0, entry("starting", "starting-0"))
     await eventually(lambda: router.answers(alone), what="the router is ready")
     assert (await ask(router, "nobody")).status == 404
 
 
 async def test_unknown_model_beside_a_single_sleeping_one_is_404_at_once(
-    redis_server: RedisServer, operator: RedisSide, make_router: MakeRouter
+    redis_server: RedisServer, operator: RedisStore, make_router: MakeRouter
 ) -> None:
     operator.put(SHARED, 1.0, entry("sleeper", desired=0, wakes=True))
     router = await make_router(redis_server, ready=False, model_table=SHARED, queue_timeout=30.0)
@@ -114,7 +114,7 @@ async def test_unknown_model_beside_a_single_sleeping_one_is_404_at_once(
 async def test_held_request_is_seen_by_the_operator_and_answered_once_a_replica_is_there(
     redis_server: RedisServer,
     client: redis.Redis,
-    operator: RedisSide,
+    operator: RedisStore,
     make_replica: MakeReplica,
     make_router: MakeRouter,
 ) -> None:
@@ -137,7 +137,7 @@ async def test_held_request_is_seen_by_the_operator_and_answered_once_a_replica_
 
 
 async def test_a_request_that_gave_up_soon_still_wakes_its_model(
-    redis_server: RedisServer, operator: RedisSide, make_router: MakeRouter
+    redis_server: RedisServer, operator: RedisStore, make_router: MakeRouter
 ) -> None:
     operator.put(SHARED, 1.0, entry("sleeper", desired=0, wakes=True))
     router = await make_router(redis_server, ready=False, model_table=SHARED, queue_timeout=0.0)
@@ -150,7 +150,7 @@ async def test_a_request_that_gave_up_soon_still_wakes_its_model(
 
 
 async def test_client_that_leaves_while_held_wakes_nothing_any_more(
-    redis_server: RedisServer, operator: RedisSide, make_router: MakeRouter
+    redis_server: RedisServer, operator: RedisStore, make_router: MakeRouter
 ) -> None:
     operator.put(SHARED, 1.0, entry("sleeper", desired=0, wakes=True))
     router = await make_router(redis_server, ready=False, model_table=SHARED, queue_timeout=600.0)
@@ -167,7 +167,7 @@ async def test_client_that_leaves_while_held_wakes_nothing_any_more(
 
 async def test_only_listed_attempts_serve(
     redis_server: RedisServer,
-    operator: RedisSide,
+    operator: RedisStore,
     make_replica: MakeReplica,
     make_router: MakeRouter,
 ) -> None:
@@ -194,7 +194,7 @@ async def test_only_listed_attempts_serve(
 
 async def test_elder_resource_keeps_a_name_that_two_claim(
     redis_server: RedisServer,
-    operator: RedisSide,
+    operator: RedisStore,
     make_replica: MakeReplica,
     make_router: MakeRouter,
 ) -> None:
@@ -214,7 +214,7 @@ async def test_elder_resource_keeps_a_name_that_two_claim(
 
 async def test_last_table_stays_in_force_when_it_is_lost_or_malformed(
     redis_server: RedisServer,
-    operator: RedisSide,
+    operator: RedisStore,
     client: redis.Redis,
     make_router: MakeRouter,
 ) -> None:
