@@ -27,6 +27,7 @@ from radixgrove.cli.redis_server import EmbeddedRedis, find_binary, free_ports, 
 from radixgrove.cli.resolving import UpParts
 from radixgrove.cli.supervise import ChildFailed, Supervised
 from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
+from radixgrove.service import machine
 from radixgrove.service.children import Sink
 
 _REDIS_START = 10.0
@@ -189,7 +190,7 @@ class Cluster:
         threads = settings.cpu_threads
         if threads is None:
             # Replicas share the cores; each taking all of them would slow every one down.
-            threads = max(1, len(os.sched_getaffinity(0)) // parts.up.settings.replicas)
+            threads = max(1, machine.cores() // parts.up.settings.replicas)
         own = {
             "replica_id": f"replica-{index}",
             "cpu_threads": threads,

@@ -187,7 +187,11 @@ class WorkerSettings(Settings):
         True, "Capture decode steps, and small ones that prefill, as CUDA graphs."
     )
     overlap: bool = _field(True, "Prepare the next step while the GPU runs this one.")
-    cpu_threads: int | None = _field(None, "Threads of a CPU engine; all cores by default.", ge=1)
+    cpu_threads: int | None = _field(
+        None,
+        "Threads of a CPU engine; by default one for each core that its CPU quota allows.",
+        ge=1,
+    )
     step_timeout: float = _field(
         10.0, "Seconds after which a step means a stuck rank; scaled up on a CPU.", gt=0
     )

@@ -13,7 +13,7 @@ import torch
 
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
-from radixgrove.service.machine import host_limit
+from radixgrove.service.machine import memory_limit
 from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.execution import build
 from radixgrove.worker.execution.choices import fit_length
@@ -98,10 +98,10 @@ def test_kv_tokens_wins_and_is_refused_when_it_does_not_fit() -> None:
 
 
 def test_cpu_pool_respects_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_limit() > 0
+    assert memory_limit() > 0
     tokens = cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1)
     assert tokens * SHAPE.bytes_per_token <= 2 * GIB
-    monkeypatch.setattr("radixgrove.worker.execution.memory.host_limit", lambda: 1 << 20)
+    monkeypatch.setattr("radixgrove.worker.execution.memory.memory_limit", lambda: 1 << 20)
     with pytest.raises(MemoryShortage, match="less than one page"):
         cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1)
 
@@ -127,7 +127,7 @@ def test_a_cpu_pool_leaves_room_for_the_host_tier(monkeypatch: pytest.MonkeyPatc
     # Above what the tests before it have taken of this process.
     used = psutil.Process().memory_info().rss
     monkeypatch.setattr(
-        "radixgrove.worker.execution.memory.host_limit", lambda: int((used + 2.5 * GIB) / 0.9)
+        "radixgrove.worker.execution.memory.memory_limit", lambda: int((used + 2.5 * GIB) / 0.9)
     )
     alone = cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1)
     beside = cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1, host_pages=512)

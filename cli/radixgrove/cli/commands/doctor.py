@@ -101,9 +101,18 @@ def _versions() -> Iterable[Finding]:
     yield Finding(Verdict.OK, "libraries", ", ".join(found))
     if missing:
         yield Finding(Verdict.WARN, "libraries", f"absent: {', '.join(missing)}")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    cores = len(os.sched_getaffinity(0))
-    yield Finding(Verdict.OK, "machine", f"{cores} cores, {memory:.0f} GB of memory")
+    yield from _machine()
+
+
+def _machine() -> Iterable[Finding]:
+    """What this process may use, which in a container is less than there is."""
+    from radixgrove.service.machine import cores, memory_limit
+
+    text = f"{cores()} cores, {memory_limit() / 1e9:.0f} GB of memory"
+    present = os.cpu_count() or 1
+    if cores() < present:
+        text += f" (of {present} cores: the rest is beyond this process's affinity or CPU quota)"
+    yield Finding(Verdict.OK, "machine", text)
 
 
 def _gpus(settings: WorkerSettings) -> Iterable[Finding]:
@@ -154,9 +163,9 @@ def _host_cache(settings: WorkerSettings) -> Iterable[Finding]:
         return
     import psutil
 
-    from radixgrove.service.machine import host_limit
+    from radixgrove.service.machine import memory_limit
 
-    limit, available = host_limit(), psutil.virtual_memory().available
+    limit, available = memory_limit(), psutil.virtual_memory().available
     text = (
         f"{wanted:g} GiB of host memory for cached pages: the limit is {limit / 2**30:.1f} GiB, "
         f"{available / 2**30:.1f} GiB of the machine are free"

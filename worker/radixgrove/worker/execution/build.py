@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.service import machine
 from radixgrove.worker.execution.assembly import LoadedModel, Report
 from radixgrove.worker.execution.choices import (
     Limits,
@@ -51,10 +52,10 @@ def build_rank(
     device = choose_device(settings.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif settings.cpu_threads is not None:
-        torch.set_num_threads(settings.cpu_threads)
-    elif settings.tp > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // settings.tp))
+    else:
+        # torch knows the processor's cores, not the quota of a container.
+        shared = min(torch.get_num_threads(), machine.cores()) // settings.tp
+        torch.set_num_threads(settings.cpu_threads or max(1, shared))
     group = TensorParallel(Shard())
     if settings.tp > 1:
         if runtime_dir is None:

@@ -10,7 +10,7 @@ import torch
 
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.settings import KVDType, WorkerSettings
-from radixgrove.service.machine import host_limit
+from radixgrove.service.machine import memory_limit
 from radixgrove.worker.models.config import ModelConfig, ModelError
 from radixgrove.worker.parallel.group import Shard
 
@@ -98,7 +98,7 @@ def host_tier_pages(settings: WorkerSettings, shape: KvShape, ranks: int) -> int
             f"{asked} is less than one page of {shape.page_bytes / (1 << 20):.2f} MiB{each}; "
             "raise it, or set 0"
         )
-    unused = host_limit() - psutil.Process().memory_info().rss
+    unused = memory_limit() - psutil.Process().memory_info().rss
     free = min(unused, psutil.virtual_memory().available)
     needed = ranks * pages * shape.page_bytes
     if needed > free * _HOST_TIER_SHARE:
@@ -119,7 +119,7 @@ def cpu_kv_tokens(
         host_pages: of the host tier, which will take its memory page by page.
     """
     used = psutil.Process().memory_info().rss
-    within = int(host_limit() * settings.memory_fraction) // ranks - used
+    within = int(memory_limit() * settings.memory_fraction) // ranks - used
     free = int(psutil.virtual_memory().available * settings.memory_fraction) // ranks
     budget = min(within, free) - host_pages * shape.page_bytes
     if settings.kv_tokens is not None:
