@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import signal
-import socket
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import msgspec
-import uvicorn
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -32,6 +28,8 @@ from radixgrove.protocol.blocks import HASH_BYTES, BlockHasher
 from radixgrove.protocol.openai.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
 from radixgrove.protocol.registry import Registration, root_fingerprint
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
+from radixgrove.service.listening import bound_socket
+from radixgrove.service.server import Server
 from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.messages import (
     Admitted,
@@ -167,19 +165,15 @@ class SimulatedReplica:
         self._turn = asyncio.Lock()
         self._busy_until = 0.0
         self._sequence = 0
-        self._socket = socket.create_server(("127.0.0.1", port), backlog=1024)
-        self.port: int = self._socket.getsockname()[1]
+        self._server = Server(self, bound_socket("127.0.0.1", port))
+        self.port = self._server.port
         self.url = f"http://127.0.0.1:{self.port}"
         self._tasks: list[asyncio.Task[Any]] = []
 
     # ---- life --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        config = uvicorn.Config(
-            self, http="httptools", loop="none", lifespan="off", log_config=None, access_log=False
-        )
-        self._server = _Server(config)
-        self._tasks.append(asyncio.create_task(self._server.serve(sockets=[self._socket])))
+        self._tasks.append(asyncio.create_task(self._server.run()))
         if self._redis_url is not None:
             self.publisher = Publisher(
                 self._redis_url, self._prefix, self.registration(), self._hasher, self._snapshot
@@ -208,9 +202,7 @@ class SimulatedReplica:
         """Leaves the service and cuts what is still connected."""
         if self.publisher is not None:
             await self.publisher.close()
-        self._server.should_exit = self._server.force_exit = True
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
+        self._server.abort()
         for task in self._tasks[1:]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -334,6 +326,7 @@ class SimulatedReplica:
         await send(start)
         for number in range(behaviour.tokens):
             if behaviour.break_after == number:
+                await asyncio.sleep(0)  # the head leaves by itself
                 _cut(send)
                 await asyncio.Event().wait()
             chunk = {
@@ -387,12 +380,6 @@ def _path(text: str) -> list[int]:
         parent = hash((parent, text[offset : offset + BLOCK_CHARS]))
         path.append(parent)
     return path
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def _body(receive: Any) -> bytes:

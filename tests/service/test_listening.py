@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from radixgrove.service.listening import bound_socket
+from radixgrove.protocol.settings import RouterSettings, WorkerSettings
+from radixgrove.service.listening import (
+    BindingError,
+    bound_socket,
+    listen,
+    listen_for_management,
+)
 
 
 def reaches(address: str, sock: socket.socket) -> bool:
@@ -62,3 +68,28 @@ def test_an_address_of_another_host_is_refused(address: str) -> None:
     with pytest.raises(OSError) as raised:  # noqa: PT011
         bound_socket(address, 0)
     assert raised.value.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def test_a_taken_port_is_named_with_the_way_out() -> None:
+    with listen("127.0.0.1", 0) as first:
+        first.listen()
+        port = first.getsockname()[1]
+        with pytest.raises(
+            BindingError, match=f"127.0.0.1 port {port}: Address already in use; .* --port"
+        ):
+            listen("127.0.0.1", port, shared=True)
+
+
+@pytest.mark.parametrize("kind", [WorkerSettings, RouterSettings])
+def test_management_leaves_the_machine_only_with_a_key(
+    kind: type[WorkerSettings | RouterSettings],
+) -> None:
+    open_to_all = kind(management_host="0.0.0.0", management_port=0)
+    with pytest.raises(BindingError, match=r"0\.0\.0\.0 is not loopback: set management_key"):
+        listen_for_management(open_to_all)
+    for settings in (
+        kind(management_host="127.0.0.1", management_port=0),
+        kind(management_host="0.0.0.0", management_port=0, management_key="m"),
+    ):
+        with listen_for_management(settings) as sock:
+            assert sock.getsockname()[0] == settings.management_host

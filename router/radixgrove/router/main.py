@@ -14,10 +14,10 @@ import uvloop
 from redis.asyncio.connection import parse_url
 
 from radixgrove.protocol.settings import RouterSettings
-from radixgrove.router.listening import StartError, listen
 from radixgrove.service import logs
 from radixgrove.service.auth import ApiKeys, KeyFileError
 from radixgrove.service.directories import private_directory
+from radixgrove.service.listening import BindingError, check_management, listen
 from radixgrove.service.processes import die_with
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ STEADY_SECONDS = 30.0  # a child that ran this long is restarted without a pause
 KILL_SECONDS = 5.0  # beyond `drain_timeout`
 
 
+class StartError(Exception):
+    """The router cannot start; the text says what to change."""
+
+
 def run(settings: RouterSettings) -> int:
     """Runs the router until SIGTERM or SIGINT; returns the exit code."""
     if settings.processes == 1:
@@ -38,7 +42,7 @@ def run(settings: RouterSettings) -> int:
         check(settings)
         with private_directory("radixgrove-router-") as directory:
             uvloop.run(_supervise(settings, directory))
-    except StartError as error:
+    except (StartError, BindingError) as error:
         logger.error("%s", error)
         return EXIT_FAILED
     return 0
@@ -47,9 +51,9 @@ def run(settings: RouterSettings) -> int:
 def run_process(settings: RouterSettings, index: int, shared: Path | None) -> int:
     """Runs one router process; `shared` is the directory of those that share the port."""
     # Here, not above: prometheus_client decides at import whether it is in multiprocess mode.
-    from radixgrove.router.server import RouterProcess, configure_logging
+    from radixgrove.router.server import RouterProcess
 
-    configure_logging(settings)
+    logs.configure(settings.log_level.value, json=settings.log_json)
 
     async def serve() -> None:
         await RouterProcess(settings, index, shared).run()
@@ -57,7 +61,7 @@ def run_process(settings: RouterSettings, index: int, shared: Path | None) -> in
     try:
         check(settings)
         uvloop.run(serve())
-    except StartError as error:
+    except (StartError, BindingError) as error:
         logger.error("%s", error)
         return EXIT_FAILED
     return 0
@@ -67,8 +71,9 @@ def check(settings: RouterSettings) -> None:
     """What can be known to be wrong before any process starts.
 
     Raises:
-        StartError: the text says what to change.
+        StartError, BindingError: the text says what to change.
     """
+    check_management(settings)
     try:
         ApiKeys.load(settings.api_keys_file)
     except KeyFileError as error:

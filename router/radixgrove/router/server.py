@@ -9,13 +9,11 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from radixgrove.protocol.settings import LogLevel, RouterSettings
 from radixgrove.router import metrics
@@ -23,45 +21,20 @@ from radixgrove.router.app import make_app, make_management_app
 from radixgrove.router.encoding import Encoders
 from radixgrove.router.fleet import Fleet
 from radixgrove.router.http_client import KEEPALIVE_SECONDS
-from radixgrove.router.listening import listen
 from radixgrove.router.placement import HEARTBEAT_SECONDS, Placer
 from radixgrove.router.proxy import Proxy
 from radixgrove.router.redis_link import RedisLink, RedisRefused, RedisUnavailable
 from radixgrove.router.status import RouterStatus, router_status
 from radixgrove.router.upstream import Upstream
-from radixgrove.service import logs
 from radixgrove.service.asgi import App
 from radixgrove.service.auth import ApiKeys
-from radixgrove.service.http import BoundedHttp
+from radixgrove.service.listening import listen, listen_for_management
+from radixgrove.service.server import Server
 
 logger = logging.getLogger(__name__)
 
 LOG_LEVEL_FILE = "log-level"
 LINGER_SECONDS = 1.0  # for clients with an open connection to ask once more, and be sent away
-
-
-class _Server(uvicorn.Server):
-    """uvicorn with the signals left to us: two servers share one process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _Http(BoundedHttp, HttpToolsProtocol):
-    """uvicorn's HTTP with bounds on requests under way."""
-
-
-async def _linger(server: _Server) -> None:
-    """Ends when no connection is open, or clients had `LINGER_SECONDS` to learn of the end.
-
-    uvicorn cuts idle connections when it stops: a request that is on its way there would be lost.
-    """
-    steps = 20
-    for _ in range(steps):
-        if not server.server_state.connections:
-            return
-        await asyncio.sleep(LINGER_SECONDS / steps)
 
 
 class RouterProcess:
@@ -85,7 +58,6 @@ class RouterProcess:
         )
         self._stop = asyncio.Event()
         self._log_level = settings.log_level
-        _Http.request_seconds = settings.request_timeout
 
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains within `drain_timeout`."""
@@ -105,13 +77,11 @@ class RouterProcess:
                 self.router_id, settings.policy.value, fleet, link, proxy.in_flight
             )
 
-        servers = [self._server(make_app(settings, self._keys, fleet, proxy))]
-        sockets = [listen(settings.host, settings.port, shared=self._shared is not None)]
+        listener = listen(settings.host, settings.port, shared=self._shared is not None)
+        servers = [self._server(make_app(settings, self._keys, fleet, proxy), listener)]
         if self._index == 0:
             app = make_management_app(settings, fleet, status, self._set_log_level)
-            servers.append(self._server(app))
-            host = settings.management_host if settings.management_key else "127.0.0.1"
-            sockets.append(listen(host, settings.management_port, shared=False))
+            servers.append(self._server(app, listen_for_management(settings)))
         tasks = [
             self._task(fleet.run(), "fleet"),
             self._task(fleet.probe(), "probe"),
@@ -122,20 +92,17 @@ class RouterProcess:
             tasks.append(self._task(link.run(), "redis"))
         else:
             metrics.REDIS_UP.set(0)
-        serving = [
-            asyncio.create_task(server.serve(sockets=[sock]))
-            for server, sock in zip(servers, sockets, strict=True)
-        ]
+        serving = [asyncio.create_task(server.run()) for server in servers]
         # What exists now lives as long as the process: the collector need not walk it again.
         gc.collect()
         gc.freeze()
-        logger.info("router %s on %s", self.router_id, _address(sockets[0]))
+        logger.info("router %s on %s", self.router_id, _address(listener))
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait([stopped, *serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
         proxy.draining = True
-        await _linger(servers[0])
+        await servers[0].linger(LINGER_SECONDS)
         for server in servers:
-            server.should_exit = True
+            server.stop()
         await asyncio.gather(*serving, return_exceptions=True)
         for task in (stopped, *tasks):
             task.cancel()
@@ -144,22 +111,13 @@ class RouterProcess:
         await session.close()
         upstream.close()
 
-    def _server(self, app: App) -> _Server:
-        return _Server(
-            uvicorn.Config(
-                app,
-                http=_Http,
-                ws="none",
-                loop="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=max(1, int(self._settings.drain_timeout)),
-                backlog=2048,
-            )
+    def _server(self, app: App, listener: socket.socket) -> Server:
+        settings = self._settings
+        return Server(
+            app,
+            listener,
+            request_timeout=settings.request_timeout,
+            drain_timeout=settings.drain_timeout,
         )
 
     def _task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -231,17 +189,3 @@ def _make_session(settings: RouterSettings) -> aiohttp.ClientSession:
 def _address(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class _NoUnfinished(logging.Filter):
-    """A broken stream is left unfinished on purpose: uvicorn need not say so."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "without completing response" not in record.getMessage()
-
-
-def configure_logging(settings: RouterSettings) -> None:
-    logs.configure(settings.log_level.value, json=settings.log_json)
-    uvicorns = logging.getLogger("uvicorn.error")
-    uvicorns.setLevel(logging.WARNING)
-    uvicorns.addFilter(_NoUnfinished())

@@ -1,19 +1,24 @@
-"""What router and worker add to uvicorn's httptools protocol.
+"""What every server of ours adds to uvicorn's httptools protocol.
 
 uvicorn bounds neither the size of a request's headers nor the time that headers and body may take,
-and answers malformed requests in plain text, without an id or a line in the access log. It writes
-the head of a response apart from its body, and tells of a lost connection only to whoever waits in
-`receive`. Router and worker put this before its class:
+and answers malformed requests in plain text, without an id or a line in the access log. It loses
+the body of a request that offers to speak another protocol (`Upgrade: h2c`, as every Java client
+does), writes the head of a response apart from its body, and reports a lost connection only to an
+application that waits in `receive`.
 
-    class Http(BoundedHttp, HttpToolsProtocol):
-        request_seconds = 60.0
+Which request and response a connection is at, only uvicorn's `cycle` and `pipeline` know: they are
+read here, never written.
 """
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from radixgrove.protocol.openai.errors import ApiError, invalid
 from radixgrove.service.asgi import (
@@ -33,29 +38,38 @@ from radixgrove.service.tracing import (
 )
 
 MAX_HEADER_BYTES = 64 << 10  # request line and headers
-
-if TYPE_CHECKING:
-
-    class _HttpTools(asyncio.Protocol):
-        """What we use of uvicorn's class, which this package must not import."""
-
-        loop: asyncio.AbstractEventLoop
-        transport: asyncio.Transport
-        scope: Any  # of the latest request
-        headers: list[tuple[bytes, bytes]]  # of the latest request, as far as they have come
-        cycle: Any  # the latest request and its response; None before the first
-        pipeline: Any  # requests that wait for the response before theirs
-
-        def on_message_begin(self) -> None: ...
-        def on_headers_complete(self) -> None: ...
-        def on_message_complete(self) -> None: ...
-
-else:
-    _HttpTools = asyncio.Protocol
+_OFFERS = frozenset({b"upgrade", b"http2-settings"})  # headers, and tokens of `Connection`
 
 
-class _JoinedWrites:
-    """A transport that holds a response's head until the first of its body comes, for one write.
+class _Parser(httptools.HttpRequestParser):
+    """Reads a request that offers another protocol as if it did not (RFC 9110, 7.8).
+
+    llhttp ends such a request after its headers. It is then read again without the offer, and what
+    came after the headers is its body.
+    """
+
+    def __init__(self, protocol: HttpProtocol) -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes | bytearray | memoryview[int] | array[int]) -> None:
+        """
+        Raises:
+            httptools.HttpParserError: this is no HTTP, or a CONNECT.
+        """
+        while True:
+            try:
+                super().feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if self.get_method() == b"CONNECT":
+                    raise httptools.HttpParserError("CONNECT") from None
+                super().feed_data(self._protocol.head_without_offer())
+                data = memoryview(data)[offer.args[0] :]
+
+
+class _JoinedWrites(asyncio.Transport):
+    """Holds a response's head until the first of its body comes, for one write.
 
     When the body does not follow at once, the head leaves in the event loop's next round.
     """
@@ -64,24 +78,41 @@ class _JoinedWrites:
         self._transport = transport
         self._loop = loop
         self._head: bytes | None = None
-        self._begun = False
+        self._expects_head = False
 
-    def write(self, data: bytes) -> None:
-        if not self._begun:
-            self._begun, self._head = True, data
-            self._loop.call_soon(self._flush)
-        elif self._head is not None:
+    def expect_head(self) -> None:
+        """The next write begins a response."""
+        self._expects_head = True
+
+    def write(self, data: Any) -> None:
+        if self._head is not None:
             head, self._head = self._head, None
             self._transport.writelines((head, data))
+        elif self._expects_head:
+            self._head = data
+            self._loop.call_soon(self._flush)
         else:
             self._transport.write(data)
+        self._expects_head = False
 
     def close(self) -> None:
         self._flush()
         self._transport.close()
 
+    def abort(self) -> None:
+        self._transport.abort()
+
     def is_closing(self) -> bool:
         return self._transport.is_closing()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
 
     def _flush(self) -> None:
         if self._head is not None:
@@ -89,7 +120,7 @@ class _JoinedWrites:
             self._transport.write(head)
 
 
-class BoundedHttp(_HttpTools):
+class HttpProtocol(HttpToolsProtocol):
     """One connection.
 
     A timer runs from the connection's start, or a request's first byte, until that request is
@@ -99,7 +130,7 @@ class BoundedHttp(_HttpTools):
     lost, or None to forget it.
     """
 
-    request_seconds: ClassVar[float] = 60.0
+    transport: _JoinedWrites
 
     _header_bytes: int | None = None  # since the request began; None outside of headers
     _begun = False  # a request is under way
@@ -107,8 +138,16 @@ class BoundedHttp(_HttpTools):
     _began_at = 0.0  # the event loop's time
     _on_disconnect: Callable[[], None] | None = None
 
+    def __init__(self, *args: Any, request_timeout: float, **more: Any) -> None:
+        """`request_timeout`: seconds in which a request must arrive whole."""
+        super().__init__(*args, **more)
+        self._request_timeout = request_timeout
+        self.parser = _Parser(self)
+        # As uvicorn's own: a client may go on after a request that closes the connection.
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_JoinedWrites(transport, self.loop))
         self._start_timer()
         self._began_at = self.loop.time()
 
@@ -149,14 +188,30 @@ class BoundedHttp(_HttpTools):
         self.scope["state"][ON_DISCONNECT] = self._watch_disconnect
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the parser comes again, without the offer
         self._header_bytes = None
+        self.transport.expect_head()
         super().on_headers_complete()
-        self.cycle.transport = _JoinedWrites(self.transport, self.loop)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._begun = False
         self._stop_timer()
         super().on_message_complete()
+
+    def head_without_offer(self) -> bytes:
+        """Request line and headers of the latest request, without its offer of a protocol."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(token for token in tokens if token.lower() not in _OFFERS)
+            if name not in _OFFERS:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn's answer to what is no HTTP."""
@@ -164,7 +219,7 @@ class BoundedHttp(_HttpTools):
 
     def _start_timer(self) -> None:
         if self._timer is None and not self.transport.is_closing():
-            self._timer = self.loop.call_later(self.request_seconds, self._expire)
+            self._timer = self.loop.call_later(self._request_timeout, self._expire)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -203,7 +258,7 @@ class BoundedHttp(_HttpTools):
         if self._has_begun_answer():
             self.transport.close()
             return
-        scope: Scope = self.scope if self._begun else {}
+        scope: Scope = cast(Scope, self.scope) if self._begun else {}
         scope.setdefault("headers", [])
         context = state(scope)
         identity = context.get(REQUEST_ID) or request_id(header(scope, REQUEST_ID_HEADER))

@@ -2,7 +2,57 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
+
+from radixgrove.protocol.settings import RouterSettings, WorkerSettings
+
+
+class BindingError(Exception):
+    """A port cannot be opened as configured; the text says what to change."""
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A bound socket for a server; see `bound_socket`.
+
+    Raises:
+        BindingError: the port is taken or the address not ours.
+    """
+    return _bind(host, port, "port", "--port", shared=shared)
+
+
+def listen_for_management(settings: WorkerSettings | RouterSettings) -> socket.socket:
+    """A bound socket for the management port.
+
+    Raises:
+        BindingError: see `check_management`; or the port is taken or the address not ours.
+    """
+    check_management(settings)
+    port = settings.management_port
+    return _bind(settings.management_host, port, "management port", "--management-port")
+
+
+def check_management(settings: WorkerSettings | RouterSettings) -> None:
+    """The management port has a key, or is this machine's alone.
+
+    Raises:
+        BindingError: it would be reachable from elsewhere without a key.
+    """
+    if settings.management_key is None and not is_loopback(settings.management_host):
+        raise BindingError(
+            f"management_host {settings.management_host} is not loopback: set management_key "
+            "(RADIXGROVE_MANAGEMENT_KEY), or listen on 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def bound_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -31,6 +81,16 @@ def bound_socket(host: str, port: int, *, shared: bool = False) -> socket.socket
         sock.close()
         raise
     return sock
+
+
+def _bind(host: str, port: int, what: str, flag: str, *, shared: bool = False) -> socket.socket:
+    try:
+        return bound_socket(host, port, shared=shared)
+    except OSError as error:
+        raise BindingError(
+            f"cannot listen on {host} {what} {port}: {error.strerror}; "
+            f"choose another with {flag} (0: any free one)"
+        ) from error
 
 
 def _has_ipv6() -> bool:

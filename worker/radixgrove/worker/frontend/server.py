@@ -1,23 +1,20 @@
-"""One frontend process: uvicorn on the shared port, signals, graceful drain."""
+"""One frontend process: its server on the shared port, signals, graceful drain."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import signal
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import uvloop
 
 from radixgrove.service import logs
 from radixgrove.service.auth import ApiKeys
-from radixgrove.service.http import BoundedHttp
-from radixgrove.service.listening import bound_socket
+from radixgrove.service.listening import listen
+from radixgrove.service.server import Server
 from radixgrove.worker.frontend.app import Frontend
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.generation import Signal
@@ -26,23 +23,9 @@ from radixgrove.worker.runtime import Runtime
 
 _log = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 75
-BACKLOG = 2048
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 2.0  # for error answers after the drain's deadline
 _ENGINE_WORDS_SECONDS = 0.5  # for aborts to be confirmed
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: a drain must keep answering new requests (503)."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _Http(BoundedHttp, HttpToolsProtocol):
-    """uvicorn's HTTP with bounds on requests under way."""
 
 
 def run(directory: Path, index: int) -> None:
@@ -50,9 +33,7 @@ def run(directory: Path, index: int) -> None:
     runtime = Runtime.load(directory)
     settings = runtime.settings
     logs.configure(settings.log_level, json=settings.log_json)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its notes on starting and stopping
     runtime.follow_log_level()
-    _Http.request_seconds = settings.request_timeout
     frontend = Frontend(
         settings,
         ServedModel.load(runtime.model_dir, settings),
@@ -62,24 +43,16 @@ def run(directory: Path, index: int) -> None:
     # What exists now lives as long as the process: the collector need not walk it again.
     gc.collect()
     gc.freeze()
-    config = uvicorn.Config(
+    server = Server(
         frontend.app,
-        loop="uvloop",
-        http=_Http,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=2,
+        listen(settings.host, settings.port, shared=True),
+        request_timeout=settings.request_timeout,
+        drain_timeout=_LAST_WORDS_SECONDS,  # `_drain` has waited for the requests
     )
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(_serve(frontend, _Server(config), _shared_socket(settings.host, settings.port)))
+    uvloop.run(_serve(frontend, server))
 
 
-async def _serve(frontend: Frontend, server: _Server, listener: socket.socket) -> None:
+async def _serve(frontend: Frontend, server: Server) -> None:
     loop = asyncio.get_running_loop()
     stop, hurry = asyncio.Event(), asyncio.Event()
 
@@ -92,13 +65,13 @@ async def _serve(frontend: Frontend, server: _Server, listener: socket.socket) -
         loop.add_signal_handler(number, on_signal)
     frontend.engine.start()
     housekeeping = asyncio.create_task(frontend.housekeeping(), name="housekeeping")
-    serving = asyncio.create_task(server.serve([listener]), name="server")
+    serving = asyncio.create_task(server.run(), name="server")
     stopping = asyncio.create_task(stop.wait(), name="signals")
     try:
         await asyncio.wait([housekeeping, serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not serving.done() and not housekeeping.done():
             await _drain(frontend, hurry)
-        server.should_exit = True
+        server.stop()
         await serving
         if housekeeping.done():
             housekeeping.result()
@@ -130,13 +103,3 @@ async def _until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         await asyncio.sleep(_POLL_SECONDS)
     return True
-
-
-def _shared_socket(host: str, port: int) -> socket.socket:
-    """A listener on the port that all frontends of the worker share (SO_REUSEPORT)."""
-    listener = bound_socket(host, port, shared=True)
-    # Streams are many small writes: Nagle's algorithm would hold tokens back.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listener.listen(BACKLOG)
-    listener.setblocking(False)
-    return listener

@@ -1,0 +1,89 @@
+"""HTTP as clients speak it, on a real server and a bare socket."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from radixgrove.service import asgi
+from radixgrove.service.asgi import Receive, Scope, Send
+from tests.service.serving import exchange, serving
+
+H2C = (
+    b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
+    b"http2-settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\n"
+)
+OFFERS = {
+    "h2c, as Java's client": H2C,
+    "TLS": b"Connection: upgrade\r\nUpgrade: TLS/1.2\r\n",
+    "websocket": b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+    b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n",
+    "several": b"connection: keep-alive, Upgrade\r\nupgrade: h2c, websocket\r\n",
+}
+BODY = b'{"prompt":"hi"}'
+LENGTH = b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+CHUNKS = b"4\r\n" + BODY[:4] + b"\r\nb\r\n" + BODY[4:] + b"\r\n0\r\n\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n" + CHUNKS
+LAST = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+async def mirror(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with what it understood of the request."""
+    body = await asgi.read_body(receive)
+    names = sorted(name.decode() for name, _ in scope["headers"])
+    seen = {"path": scope["path"], "body": body.decode(), "headers": names}
+    await asgi.respond(send, 200, json.dumps(seen).encode())
+
+
+@pytest.mark.parametrize("framing", [LENGTH, CHUNKED], ids=["length", "chunked"])
+@pytest.mark.parametrize("offer", OFFERS.values(), ids=list(OFFERS))
+async def test_an_offer_of_another_protocol_is_no_more_than_a_header(
+    offer: bytes, framing: bytes
+) -> None:
+    """RFC 9110, 7.8: the server may ignore it; the body is the request's all the same."""
+    request = b"POST /v1/completions?a=b HTTP/1.1\r\nhost: x\r\n" + offer + framing
+    async with serving(mirror) as server:
+        whole = await exchange(server, request + LAST)
+        assert whole.count(b"HTTP/1.1 200 OK") == 2
+        first = json.loads(whole.split(b"\r\n\r\n")[1].partition(b"HTTP/1.1")[0])
+        assert (first["path"], first["body"]) == ("/v1/completions", BODY.decode())
+        assert not {"upgrade", "http2-settings"} & set(first["headers"])
+        piecemeal = [request[i : i + 1] for i in range(len(request))]
+        assert (await exchange(server, *piecemeal, LAST)).count(b"HTTP/1.1 200 OK") == 2
+
+
+async def test_offers_may_follow_each_other() -> None:
+    request = b"POST /x HTTP/1.1\r\nhost: x\r\n" + H2C + LENGTH
+    async with serving(mirror) as server:
+        answers = await exchange(server, request * 3 + LAST)
+    assert answers.count(b"HTTP/1.1 200 OK") == 4
+    assert answers.count(b"hi") == 3
+
+
+async def test_connect_is_refused() -> None:
+    async with serving(mirror) as server:
+        answer = await exchange(server, b"CONNECT other:443 HTTP/1.1\r\nhost: other:443\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b'"error"' in answer
+
+
+async def test_requests_that_came_together_are_answered_in_order() -> None:
+    async def streaming(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for piece in (scope["path"].encode(), b""):
+            await send({"type": "http.response.body", "body": piece, "more_body": bool(piece)})
+
+    requests = b"".join(b"GET /no-%d HTTP/1.1\r\nhost: x\r\n\r\n" % i for i in range(5))
+    async with serving(streaming) as server:
+        answers = await exchange(server, requests + LAST)
+    positions = [answers.index(b"/no-%d" % i) for i in range(5)]
+    assert positions == sorted(positions)
+    assert answers.count(b"HTTP/1.1 200 OK") == 6
+
+
+async def test_a_head_without_a_body_leaves_at_once() -> None:
+    async with serving(mirror) as server:
+        answer = await exchange(server, b"HEAD /x HTTP/1.1\r\nhost: x\r\n\r\n", closing=False)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert answer.endswith(b"\r\n\r\n")

@@ -1,0 +1,87 @@
+"""A server's life: on its socket, without signals, to a drained end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+
+from radixgrove.service import asgi
+from radixgrove.service.asgi import Receive, Scope, Send
+from tests.service.serving import exchange, serving
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+async def test_signals_stay_the_processs_own() -> None:
+    async def ok(scope: Scope, receive: Receive, send: Send) -> None:
+        await asgi.respond(send, 200, b"{}")
+
+    before = signal.getsignal(signal.SIGTERM)
+    async with serving(ok) as server:
+        assert (await exchange(server, REQUEST)).startswith(b"HTTP/1.1 200")
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+async def test_a_stopping_server_lets_requests_under_way_end() -> None:
+    begun, finish = asyncio.Event(), asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.set()
+        await finish.wait()
+        await asgi.respond(send, 200, b"{}")
+
+    async with serving(slow, drain_timeout=20) as server:
+        answer = asyncio.create_task(exchange(server, REQUEST))
+        await begun.wait()
+        server.stop()
+        with contextlib.suppress(OSError):
+            while True:  # until it no longer accepts
+                _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+                writer.close()
+                await asyncio.sleep(0.02)
+        finish.set()
+        assert (await answer).startswith(b"HTTP/1.1 200")
+
+
+async def test_requests_that_outlive_the_drain_are_cut() -> None:
+    begun = asyncio.Event()
+
+    async def stuck(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with serving(stuck, drain_timeout=1) as server:
+        answer = asyncio.create_task(exchange(server, REQUEST))
+        await begun.wait()
+    assert b"200" not in await answer
+
+
+async def test_lingering_ends_with_the_last_connection() -> None:
+    async def ok(scope: Scope, receive: Receive, send: Send) -> None:
+        await asgi.respond(send, 200, b"{}")
+
+    async with serving(ok) as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        waiting = asyncio.create_task(server.linger(3600))
+        done, _ = await asyncio.wait([waiting], timeout=0.2)
+        assert not done
+        writer.close()
+        async with asyncio.timeout(20):
+            await waiting
+
+
+async def test_aborting_cuts_answers_short() -> None:
+    begun = asyncio.Event()
+
+    async def stuck(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with serving(stuck) as server:
+        answer = asyncio.create_task(exchange(server, REQUEST))
+        await begun.wait()
+        server.abort()
+        with contextlib.suppress(ConnectionResetError):
+            assert await answer == b""
