@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
@@ -22,12 +21,21 @@ from radixgrove.router.proxy import Proxy
 from radixgrove.router.replicas import Service
 from radixgrove.router.status import RouterStatus
 from radixgrove.service import asgi
+from radixgrove.service.api import reply
 from radixgrove.service.asgi import App, Message, Receive, Scope, Send
-from radixgrove.service.auth import PUBLIC_PATHS, ApiKeys, bearer_key, may_scrape, same_secret
+from radixgrove.service.auth import PUBLIC_PATHS, ApiKeys, may_scrape
+from radixgrove.service.management import ManagementApi
+
+logger = logging.getLogger(__name__)
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Awaitable[Response]])
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class DrainedReplica(msgspec.Struct):
+    replica: str
+    state: str = "draining"
 
 
 class _FastPath:
@@ -104,13 +112,10 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
 
     @get("/readyz")
     async def readyz(request: Request) -> Response:
-        if proxy.draining:
-            raise errors.overloaded("The server is shutting down.")
-        # A router holds requests until a replica comes: to whoever asks for the router alone (the
-        # probes of Kubernetes, scale from zero) it is ready once it knows what there is to serve.
         alone = request.query_params.get("without-replicas") == "true"
-        if not fleet.ready() and not (alone and fleet.informed):
-            raise errors.overloaded("No replica is ready.")
+        trouble = _trouble(fleet, proxy, alone=alone)
+        if trouble:
+            raise errors.overloaded(trouble)
         return Response("ok", media_type="text/plain")
 
     @get("/metrics")
@@ -150,45 +155,38 @@ def _json(content: Any) -> Response:
 def make_management_app(
     settings: RouterSettings,
     fleet: Fleet,
+    proxy: Proxy,
     status: Callable[[], RouterStatus],
     set_log_level: Callable[[LogLevel], Awaitable[None]],
 ) -> App:
     """Operations, on a port and with a key of their own."""
-    key = reveal(settings.management_key)
-    app = _fastapi()
+    api = ManagementApi(
+        "Radixgrove router: management",
+        key=reveal(settings.management_key),
+        trouble=lambda: _trouble(fleet, proxy, alone=False),
+        status=status,
+        status_type=RouterStatus,
+        set_log_level=set_log_level,
+    )
 
-    def authorize(request: Request) -> None:
-        given = bearer_key(request.headers.get("authorization"))
-        if key is not None and not same_secret(given, key):
-            raise errors.unauthorized(given=given is not None)
-
-    @app.get("/status")
-    async def status_(request: Request) -> Response:
-        authorize(request)
-        return _json(status())
-
-    @app.post("/replicas/{replica_id:path}/drain")
-    async def drain(request: Request, replica_id: str) -> Response:
-        authorize(request)
+    @api.act("/replicas/{replica_id:path}/drain", DrainedReplica)
+    async def drain(replica_id: str) -> Response:
+        """No new requests for a replica, from any router."""
         await fleet.drain(replica_id)
-        logging.getLogger(__name__).info("draining replica %s on request", replica_id)
-        return JSONResponse({"replica": replica_id, "state": "draining"})
+        logger.info("draining replica %s on request", replica_id)
+        return reply(DrainedReplica(replica_id))
 
-    @app.post("/log-level")
-    async def log_level(request: Request) -> Response:
-        authorize(request)
-        try:
-            level = LogLevel(
-                msgspec.json.decode(await request.body(), type=dict[str, str])["level"]
-            )
-        except (msgspec.DecodeError, KeyError, ValueError):
-            names = ", ".join(level.value for level in LogLevel)
-            raise errors.invalid(f"'level' must be one of {names}.", "level") from None
-        await set_log_level(level)
-        return JSONResponse({"level": level.value})
+    return api.guarded()
 
-    @app.get("/livez")
-    async def livez() -> Response:
-        return Response("ok", media_type="text/plain")
 
-    return asgi.build(app, max_body_bytes=1 << 16)
+def _trouble(fleet: Fleet, proxy: Proxy, *, alone: bool) -> str:
+    """Why the router takes no requests. `alone`: it need not have a replica to be ready.
+
+    A router holds requests until a replica comes: to those who ask for the router alone (the probes
+    of Kubernetes, scale from zero) it is ready once it knows what there is to serve.
+    """
+    if proxy.draining:
+        return "The server is shutting down."
+    if not fleet.ready() and not (alone and fleet.informed):
+        return "No replica is ready."
+    return ""

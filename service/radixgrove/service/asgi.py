@@ -37,7 +37,7 @@ TRACE = "trace"  # a tracing.TraceContext
 FIELDS = "log_fields"  # a dict; what a handler adds appears in the access log line
 ON_DISCONNECT = "on_disconnect"  # see service/http.py
 
-QUIET_PATHS = frozenset({"/livez", "/readyz", "/metrics"})
+QUIET_PATHS = frozenset({"/livez", "/health", "/readyz", "/metrics"})
 
 
 class ClientDisconnected(Exception):
@@ -196,13 +196,14 @@ class ErrorShape:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started = False
+        started = complete = False
         held: Message | None = None  # start of a 404 or 405 whose body is not known yet
         replaced = False
 
         async def shaped(message: Message) -> None:
-            nonlocal started, held, replaced
+            nonlocal started, complete, held, replaced
             started = True
+            complete = message["type"] == "http.response.body" and not message.get("more_body")
             if message["type"] == "http.response.start" and message["status"] in (404, 405):
                 held = message
                 return
@@ -226,6 +227,8 @@ class ErrorShape:
             await respond_error(send, error)
         except Exception:
             _log.exception("unexpected error", extra={"fields": {"path": scope["path"][:200]}})
+            if complete:  # the framework has answered, and raised nevertheless
+                return
             if started:
                 raise
             await respond_error(send, errors.internal())

@@ -17,7 +17,7 @@ from radixgrove.protocol.openai import errors
 from radixgrove.protocol.settings import Sharing
 
 LOCAL_PRINCIPAL = "local"
-PUBLIC_PATHS = frozenset({"/livez", "/readyz"})  # of router and worker: no key is asked for
+PUBLIC_PATHS = frozenset({"/livez", "/health", "/readyz"})  # no key is asked for
 PRINCIPAL_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")
 # Names that the cache uses as sharing domains of their own.
 RESERVED_PRINCIPALS = frozenset({PUBLIC_DOMAIN})

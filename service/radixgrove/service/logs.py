@@ -36,11 +36,19 @@ class TextFormatter(logging.Formatter):
         tail = "".join(f" {name}={value}" for name, value in fields.items() if value is not None)
         line = (
             f"{_timestamp(record.created)} {record.levelname:<7} {record.name}: "
-            f"{record.getMessage()}{tail}"
+            f"{_printable(record.getMessage())}{_printable(tail)}"
         )
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            trace = self.formatException(record.exc_info).split("\n")
+            line += "".join(f"\n  {_printable(part)}" for part in trace)
         return line
+
+
+def _printable(text: str) -> str:
+    """What a client sent may stand in a line, but neither begins a line nor steers a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _timestamp(seconds: float) -> str:

@@ -83,7 +83,8 @@ class AgentProcess:
             f"http://{found[1]}{path}",
             method=method,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={"Content-Type": "application/json"}
+            | ({"Authorization": f"Bearer {key}"} if key else {}),
         )
         try:
             with urllib.request.urlopen(request, timeout=10) as response:

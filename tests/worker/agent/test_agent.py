@@ -208,7 +208,7 @@ def test_management_needs_its_key(start_agent: StartAgent) -> None:
     agent = start_agent(management_key="open sesame")
     agent.wait_ready()
     assert agent.manage("GET", "/livez")[0] == 200
-    assert agent.manage("GET", "/readyz") == (200, {"status": "ready"})
+    assert agent.manage("GET", "/readyz") == (200, {"status": "ok"})
     for method, path in [("GET", "/status"), ("POST", "/drain"), ("GET", "/unknown")]:
         assert agent.manage(method, path)[0] == 401
         assert agent.manage(method, path, key="open sesam")[0] == 401

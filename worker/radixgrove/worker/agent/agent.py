@@ -33,7 +33,7 @@ from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.service import logs
 from radixgrove.service.children import Child, describe_exit
 from radixgrove.service.directories import private_directory
-from radixgrove.service.listening import bound_socket
+from radixgrove.service.listening import BindingError, bound_socket, check_management
 from radixgrove.worker.agent import demo_model, management, model_files
 from radixgrove.worker.agent.progress import StartReport, memory_arithmetic
 from radixgrove.worker.agent.publisher import Publisher
@@ -97,7 +97,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         check_ranks(settings, os.environ)
-        management.check_binding(settings)
+        check_management(settings)
         model_dir = resolve_model(settings.model)
         model_files.check(model_dir, weights=settings.load_format is LoadFormat.SAFETENSORS)
         with reserved_port(settings) as port, private_directory("radixgrove-worker-") as directory:
@@ -109,7 +109,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
         AgentError,
         demo_model.DemoModelError,
         model_files.DamagedModelError,
-        management.BindingError,
+        BindingError,
     ) as error:
         _log.error("%s", error)
         return getattr(error, "code", EXIT_FAILED)
