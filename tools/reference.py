@@ -1,19 +1,25 @@
-"""`python -m tools.reference`: the tables of docs/configuration.md, from the settings."""
+"""`python -m tools.reference`: tables of the docs, from the code.
+
+The settings in configuration.md, and what api.md says is refused.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
 from radixgrove.cli.configuration import PARTS, flag_of, is_secret, show
+from radixgrove.protocol.endpoints import ENDPOINTS
 from radixgrove.protocol.settings import Settings
 
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
-DOCUMENT = Path(__file__).parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
-def tables() -> str:
+def settings() -> str:
     """Markdown: what worker and router share, then what each part has on its own."""
     common = Settings.model_fields
     sections = [("Worker and router", common)]
@@ -33,13 +39,32 @@ def _table(title: str, fields: dict[str, FieldInfo]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def updated(document: str) -> str:
-    """The document with fresh tables between its markers."""
-    head, _, rest = document.partition(BEGIN)
+def refused() -> str:
+    """Markdown: fields that are refused, where, and with which values they are not."""
+    lines = ["| refused | by | unless it is |", "|---|---|---|"]
+    names = sorted({name for endpoint in ENDPOINTS for name in endpoint.neutral})
+    for name in names:
+        having = [endpoint for endpoint in ENDPOINTS if name in endpoint.neutral]
+        where = "both" if len(having) == len(ENDPOINTS) else having[0].name
+        values = ["null", *map(json.dumps, having[0].neutral[name])]
+        lines.append(f"| `{name}` | {where} | {', '.join(f'`{value}`' for value in values)} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES: dict[Path, Callable[[], str]] = {
+    DOCS / "configuration.md": settings,
+    DOCS / "api.md": refused,
+}
+
+
+def updated(page: Path) -> str:
+    """The page with fresh tables between its markers."""
+    head, _, rest = page.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{tables()}\n{END}{tail}"
+    return f"{head}{BEGIN}\n\n{PAGES[page]()}\n{END}{tail}"
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(updated(DOCUMENT.read_text()))
-    print(f"wrote {DOCUMENT.name}; flags look like {flag_of('max_running')}")
+    for page in PAGES:
+        page.write_text(updated(page))
+        print(f"wrote {page.name}; flags look like {flag_of('max_running')}")

@@ -30,7 +30,7 @@ def test_ids_of_the_synthetic_tokenizer_read_as_distinct_words(worker_process: M
     tokenizer = Tokenizer.from_str(json.dumps(content))
     assert tokenizer.get_vocab_size() == VOCABULARY
     vocabulary = Vocabulary(tokenizer)
-    texts = {vocabulary.token_text(number) for number in range(256, VOCABULARY)}
+    texts = {vocabulary.token_bytes(number).decode() for number in range(256, VOCABULARY)}
     assert len(texts) == VOCABULARY - 256
     assert {len(text) for text in texts} == {2, 3, 4, 5}
     assert tokenizer.decode(tokenizer.encode("Grüße, 世界!").ids) == "Grüße, 世界!"

@@ -25,7 +25,7 @@ from radixgrove.cli.resolving import ConfigurationUsage, UpParts, resolve_part
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 from tests.checkout import ROOT
 from tests.cli.test_command import radixgrove
-from tools.reference import DOCUMENT, updated
+from tools.reference import DOCS, updated
 
 
 @pytest.fixture
@@ -210,7 +210,8 @@ def test_show_is_what_a_file_would_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "folders"), [("worker", ("worker", "kernels")), ("router", ("router",))]
+    ("part", "folders"),
+    [("worker", ("worker", "kernels", "service")), ("router", ("router", "service"))],
 )
 def test_no_setting_is_ignored_by_its_part(part: str, folders: tuple[str, ...]) -> None:
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
@@ -220,5 +221,5 @@ def test_no_setting_is_ignored_by_its_part(part: str, folders: tuple[str, ...]) 
 
 
 def test_the_documentation_lists_every_setting_as_it_is() -> None:
-    document = DOCUMENT.read_text()
-    assert updated(document) == document, "run python -m tools.reference"
+    page = DOCS / "configuration.md"
+    assert updated(page) == page.read_text(), "run python -m tools.reference"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Annotated
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.routing import Route
 
+from radixgrove.protocol.endpoints import ENDPOINTS
 from radixgrove.protocol.openai import errors
-from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.openai.responses import ModelList, ModelObject
 from radixgrove.protocol.settings import LogLevel, RouterSettings, reveal
 from radixgrove.router.exposition import metrics_text
@@ -20,46 +20,19 @@ from radixgrove.router.fleet import Fleet
 from radixgrove.router.proxy import Proxy
 from radixgrove.router.replicas import Service
 from radixgrove.router.status import RouterStatus
-from radixgrove.service import asgi
-from radixgrove.service.api import reply
+from radixgrove.service import asgi, generation
+from radixgrove.service.api import Api, Health, reply
 from radixgrove.service.asgi import App, Message, Receive, Scope, Send
-from radixgrove.service.auth import PUBLIC_PATHS, ApiKeys, may_scrape
+from radixgrove.service.auth import ApiKeys
+from radixgrove.service.guard import Guard
 from radixgrove.service.management import ManagementApi
 
 logger = logging.getLogger(__name__)
-
-Endpoint = TypeVar("Endpoint", bound=Callable[..., Awaitable[Response]])
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class DrainedReplica(msgspec.Struct):
     replica: str
     state: str = "draining"
-
-
-class _FastPath:
-    """Completions go straight to the proxy: FastAPI's own handling would cost as much as the rest.
-
-    FastAPI keeps everything else, behind `guard`, and the two routes too, for their 405. The proxy
-    authenticates by itself: it needs the principal.
-    """
-
-    def __init__(self, app: FastAPI, proxy: Proxy, guard: Callable[[Scope], None]) -> None:
-        self._app = app
-        self._proxy = proxy
-        self._guard = guard
-        for path in (CHAT, COMPLETIONS):
-            app.router.routes.append(Route(path, self, methods=["POST"]))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path")
-        if path in (CHAT, COMPLETIONS) and scope["method"] == "POST":
-            await self._proxy.handle(scope, receive, send, chat=path == CHAT)
-        else:
-            if scope["type"] == "http":
-                self._guard(scope)
-            await self._app(scope, receive, send)
 
 
 class CloseOnDrain:
@@ -79,63 +52,46 @@ class CloseOnDrain:
         await self._app(scope, receive, closing if self._proxy.draining else send)
 
 
-def _fastapi() -> FastAPI:
-    app = FastAPI(openapi_url=None, redirect_slashes=False)
-
-    @app.exception_handler(ApiError)
-    async def shaped(request: Request, error: ApiError) -> Response:
-        return Response(error.body(), error.status, error.headers, "application/json")
-
-    return app
-
-
 def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy) -> App:
     """The public application."""
-    app = _fastapi()
+    api = Api("Radixgrove router", needs_key=settings.api_keys_file is not None)
+    for endpoint in ENDPOINTS:
+        generation.serve(api, endpoint, partial(proxy.handle, endpoint))
 
-    def get(path: str) -> Callable[[Endpoint], Endpoint]:
-        return app.api_route(path, methods=["GET", "HEAD"])
+    @api.probe("/livez", "/health")
+    def livez() -> str:
+        """Whether the process answers."""
+        return ""
 
-    @get("/v1/models")
-    async def models() -> Response:
-        services = sorted(fleet.services, key=lambda service: service.model)
-        data = [_model(service, name) for service in services for name in service.models]
-        return _json(ModelList(data))
-
-    @get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
-        return _json(_model(fleet.resolve(model), model))
-
-    @get("/livez")
-    async def livez() -> Response:
-        return Response("ok", media_type="text/plain")
-
-    @get("/readyz")
-    async def readyz(request: Request) -> Response:
-        alone = request.query_params.get("without-replicas") == "true"
+    @api.read("/readyz", Health)
+    async def readyz(
+        alone: Annotated[bool, Query(alias="without-replicas")] = False,
+    ) -> Response:
+        """Whether a replica is ready; `without-replicas`: whether the router itself is."""
         trouble = _trouble(fleet, proxy, alone=alone)
         if trouble:
             raise errors.overloaded(trouble)
-        return Response("ok", media_type="text/plain")
+        return reply(Health("ok"))
 
-    @get("/metrics")
+    @api.read("/metrics", CONTENT_TYPE_LATEST)
     async def metrics() -> Response:
+        """Metrics of all processes of this router."""
         return Response(metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
-    management = reveal(settings.management_key)
+    @api.read("/v1/models", ModelList)
+    async def models() -> Response:
+        """The models under all their names."""
+        services = sorted(fleet.services, key=lambda service: service.model)
+        data = [_model(service, name) for service in services for name in service.models]
+        return reply(ModelList(data))
 
-    def guard(scope: Scope) -> None:
-        """Deny by default: every path but the public ones needs an API key.
+    @api.read("/v1/models/{model:path}", ModelObject)
+    async def model(model: str) -> Response:
+        """One model under one of its names."""
+        return reply(_model(fleet.resolve(model), model))
 
-        Raises:
-            ApiError: 401.
-        """
-        path, given = scope["path"], asgi.header(scope, "authorization")
-        if path not in PUBLIC_PATHS and not may_scrape(path, given, management):
-            keys.authenticate(given)
-
-    built = asgi.build(_FastPath(app, proxy, guard), max_body_bytes=settings.max_body_bytes)
-    return CloseOnDrain(built, proxy)
+    guarded = Guard(api, keys, management_key=reveal(settings.management_key))
+    return CloseOnDrain(asgi.build(guarded, max_body_bytes=settings.max_body_bytes), proxy)
 
 
 def _model(service: Service, name: str) -> ModelObject:
@@ -146,10 +102,6 @@ def _model(service: Service, name: str) -> ModelObject:
         max_model_len=limits.max_model_len if limits is not None else None,
         root=None if name == service.model else service.model,
     )
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def make_management_app(

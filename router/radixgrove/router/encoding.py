@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -23,12 +24,12 @@ from radixgrove.protocol.blocks import (
     BlockHasher,
     members,
 )
+from radixgrove.protocol.endpoints import Endpoint
 from radixgrove.protocol.openai.bodies import MAX_SEQUENCES
 from radixgrove.protocol.openai.requests import (
     INTERNAL_KEY_HEADER,
+    Request,
     decode,
-    parse_chat,
-    parse_completion,
 )
 from radixgrove.protocol.registry import Registration
 from radixgrove.protocol.settings import RouterSettings, Sharing, reveal
@@ -113,7 +114,9 @@ class Encoders:
         self._fetching: dict[_Key, asyncio.Task[_ModelEncoder | None]] = {}
         self._retry_at: dict[_Key, float] = {}  # monotonic, after a failure
 
-    async def encode(self, service: Service, body: bytes, principal: str, *, chat: bool) -> Encoded:
+    async def encode(
+        self, endpoint: Endpoint[Any], service: Service, body: bytes, principal: str
+    ) -> Encoded:
         """Parses, validates, renders, tokenizes and hashes.
 
         Raises:
@@ -123,14 +126,14 @@ class Encoders:
         if registration is None or limits is None:
             return encode_foreign(body)
         started = time.perf_counter()
-        request = parse_chat(body, limits) if chat else parse_completion(body, limits)
+        request: Request = endpoint.parse(body, limits)
         generation = request.generation
         model = await self._get(service, registration)
         if model is None:  # no tokenizer to be had: the worker tokenizes, the index is not asked
             plain = encode_foreign(body)
             plain.ask.members = b""
             return plain
-        prompts = await model.encoder.encode(request)
+        prompts = await endpoint.encode(model.encoder, request)
         for prompt in prompts:
             generation.max_tokens_for(len(prompt), limits)
         longest = max(prompts, key=len)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from radixgrove.protocol.endpoints import Endpoint
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.openai.requests import (
@@ -37,7 +39,7 @@ from radixgrove.service.asgi import (
     require_content_type,
     state,
 )
-from radixgrove.service.auth import ApiKeys
+from radixgrove.service.guard import PRINCIPAL
 from radixgrove.service.tracing import REQUEST_ID_HEADER, TRACEPARENT_HEADER
 
 HOLD_STEP = 0.25  # leases and breakers end by time, which no event announces
@@ -69,9 +71,9 @@ _NOT_FORWARDED = frozenset(
 class _Exchange:
     """One client request while the router works on it."""
 
+    endpoint: Endpoint[Any]
     scope: Scope
     send: Send
-    chat: bool
     body: bytes
     principal: str
     service: Service
@@ -81,25 +83,19 @@ class _Exchange:
     gone: bool = False  # the client went away
     over: bool = False  # all was said: a disconnect means nothing any more
 
-    @property
-    def path(self) -> str:
-        return "/v1/chat/completions" if self.chat else "/v1/completions"
-
 
 class Proxy:
-    """Authenticates, encodes, places, forwards and relays."""
+    """Encodes, places, forwards and relays."""
 
     def __init__(
         self,
         settings: RouterSettings,
-        keys: ApiKeys,
         fleet: Fleet,
         encoders: Encoders,
         placer: Placer,
         upstream: Upstream,
     ) -> None:
         self._settings = settings
-        self._keys = keys
         self._fleet = fleet
         self._encoders = encoders
         self._placer = placer
@@ -108,14 +104,16 @@ class Proxy:
         self.in_flight = 0
         self.draining = False  # what still comes is answered, by connections that then close
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send, *, chat: bool) -> None:
-        """Answers `POST /v1/chat/completions` or `/v1/completions`.
+    async def handle(
+        self, endpoint: Endpoint[Any], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answers a POST to the endpoint, whose principal is known.
 
         Raises:
             ApiError: before anything was sent.
         """
         arrived = time.perf_counter()
-        principal = self._keys.authenticate(header(scope, "authorization"))
+        principal = state(scope)[PRINCIPAL]
         if self.in_flight >= self._settings.max_queued:
             raise errors.rate_limited(1.0)
         self.in_flight += 1
@@ -129,7 +127,7 @@ class Proxy:
             if service is None or not service.replicas:  # no waiting for an unknown one's
                 service = self._fleet.resolve(peek_model(body))
             model = service.model
-            exchange = _Exchange(scope, send, chat, body, principal, service, arrived)
+            exchange = _Exchange(endpoint, scope, send, body, principal, service, arrived)
             status = await self._until_disconnect(exchange)
         except ApiError as error:
             status = error.status
@@ -177,7 +175,7 @@ class Proxy:
             if not await self._hold(service, deadline):
                 raise errors.overloaded("No server can take this request now.", 2.0)
         exchange.encoded = await self._encoders.encode(
-            service, body, exchange.principal, chat=exchange.chat
+            exchange.endpoint, service, body, exchange.principal
         )
         if exchange.encoded.model not in service.models:
             raise errors.model_not_found(peek_model(body))
@@ -272,7 +270,7 @@ class Proxy:
         replica = decision.replica
         replica.breaker.take()
         fields, body = self._request(exchange, decision)
-        attempt = await self._upstream.send(replica.url, exchange.path, fields, body)
+        attempt = await self._upstream.send(replica.url, exchange.endpoint.path, fields, body)
         try:
             replica.breaker.succeeded()
             answer = attempt.answer

@@ -70,7 +70,7 @@ class RouterProcess:
         fleet = Fleet(settings, self.router_id, link, lambda: session)
         placer = Placer(settings, self.router_id, link)
         encoders = Encoders(settings, fleet, lambda: session)
-        proxy = Proxy(settings, self._keys, fleet, encoders, placer, upstream)
+        proxy = Proxy(settings, fleet, encoders, placer, upstream)
 
         def status() -> RouterStatus:
             return router_status(

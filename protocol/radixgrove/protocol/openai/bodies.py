@@ -95,7 +95,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     return_token_ids: bool | None = None
     prefix_cache: bool | None = None  # ours: false bypasses the prefix cache
@@ -119,6 +118,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     prompt_logprobs: Any = None
     regex: Any = None
     response_format: Any = None
+    spaces_between_special_tokens: Any = None
     structural_tag: Any = None
     structured_outputs: Any = None
     truncate_prompt_tokens: Any = None
@@ -179,6 +179,7 @@ NEUTRAL: Neutral = {
     "prompt_logprobs": (),
     "regex": (),
     "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
     "structural_tag": (),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),

@@ -109,23 +109,40 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to any endpoint, checked."""
+
     model: str
-    messages: list[ChatMessage]
     generation: Generation
+
+    @property
+    def prompt_count(self) -> int:
+        return 1
+
+    @property
+    def echoed(self) -> list[str] | list[list[int]]:
+        """Prompts, as they were given, that are shown before their choices; empty: none is."""
+        return []
+
+
+class ChatRequest(Request, frozen=True, kw_only=True):
+    messages: list[ChatMessage]
     template_kwargs: dict[str, Any]
     add_generation_prompt: bool
     continue_final_message: bool
 
 
-class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    model: str
+class CompletionRequest(Request, frozen=True, kw_only=True):
     prompts: list[str] | list[list[int]]
-    generation: Generation
     echo: bool
 
+    @property
+    def prompt_count(self) -> int:
+        return len(self.prompts)
 
-Request = ChatRequest | CompletionRequest
+    @property
+    def echoed(self) -> list[str] | list[list[int]]:
+        return self.prompts if self.echo else []
 
 
 class _ModelOnly(msgspec.Struct):
@@ -290,8 +307,6 @@ def _refuse_unsupported(wire: GenerationBody, table: Neutral) -> None:
             raise errors.unsupported(name)
     if wire.stream_options is not None and wire.stream_options.continuous_usage_stats:
         raise errors.unsupported("stream_options.continuous_usage_stats")
-    if wire.spaces_between_special_tokens is False:
-        raise errors.unsupported("spaces_between_special_tokens")
 
 
 def _generation(

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from radixgrove.protocol.blocks import TOKEN_BYTES, BlockHasher
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import ChatMessage
-from radixgrove.protocol.openai.requests import ChatRequest, CompletionRequest, Request
+from radixgrove.protocol.openai.requests import ChatRequest, CompletionRequest
 from radixgrove.protocol.text.templates import ChatTemplate, TemplateFailure, TemplateRefusal
 from radixgrove.protocol.text.tokenizer import SpecialTokens, TokenizerFiles
 
@@ -170,40 +170,48 @@ class PromptEncoder:
 
     # ---- entry points ------------------------------------------------------------------------
 
-    async def encode(self, request: Request) -> list[EncodedPrompt]:
-        """Prompts of a request, off the event loop when that takes long.
+    async def chat_prompts(self, request: ChatRequest) -> list[EncodedPrompt]:
+        """As `encode_chat`, off the event loop when that takes long."""
+        return await self._off_loop(_chat_length(request), lambda: self._plan_chat(request))
 
-        Raises:
-            ApiError: 400; see `encode_chat` and `encode_completion`.
-        """
-        if _length(request) > RENDER_INLINE_CHARS:
-            return await asyncio.to_thread(self._encode_all, request)
-        plans = self._plans(request)
+    async def completion_prompts(self, request: CompletionRequest) -> list[EncodedPrompt]:
+        """As `encode_completion`, off the event loop when that takes long."""
+        length = sum(len(prompt) for prompt in request.prompts)
+        return await self._off_loop(length, lambda: self._plan_completions(request))
+
+    async def _off_loop(
+        self, length: int, make_plans: Callable[[], list[_Plan]]
+    ) -> list[EncodedPrompt]:
+        """`length`: characters, or token ids, of a request's texts."""
+        if length > RENDER_INLINE_CHARS:
+            return await asyncio.to_thread(lambda: self._finish_all(make_plans()))
+        plans = make_plans()
         if sum(plan.new_chars for plan in plans) <= INLINE_CHARS:
-            return [self._finish(plan) for plan in plans]
-        return await asyncio.to_thread(lambda: [self._finish(plan) for plan in plans])
+            return self._finish_all(plans)
+        return await asyncio.to_thread(self._finish_all, plans)
 
-    def _plans(self, request: Request) -> list[_Plan]:
-        if isinstance(request, ChatRequest):
-            return [self._plan(self.render(request))]
+    def _plan_chat(self, request: ChatRequest) -> list[_Plan]:
+        return [self._plan(self.render(request))]
+
+    def _plan_completions(self, request: CompletionRequest) -> list[_Plan]:
         return [self._plan_completion(prompt) for prompt in request.prompts]
 
-    def _encode_all(self, request: Request) -> list[EncodedPrompt]:
-        return [self._finish(plan) for plan in self._plans(request)]
+    def _finish_all(self, plans: list[_Plan]) -> list[EncodedPrompt]:
+        return [self._finish(plan) for plan in plans]
 
     def encode_chat(self, request: ChatRequest) -> EncodedPrompt:
         """
         Raises:
             ApiError: 400, when the model has no chat template or it refuses the messages.
         """
-        return self._encode_all(request)[0]
+        return self._finish_all(self._plan_chat(request))[0]
 
     def encode_completion(self, request: CompletionRequest) -> list[EncodedPrompt]:
         """
         Raises:
             ApiError: 400, when a prompt is empty and the model has no begin-of-text token.
         """
-        return self._encode_all(request)
+        return self._finish_all(self._plan_completions(request))
 
     def hash_blocks(self, token_ids: bytes) -> bytes:
         """Chain hashes of a prompt's full blocks; empty without a hasher."""
@@ -437,16 +445,14 @@ class _SpecialTextGuard:
         return text
 
 
-def _length(request: Request) -> int:
-    """Characters (or token ids) of a request's texts."""
-    if isinstance(request, ChatRequest):
-        return sum([len(message.content or "") for message in request.messages]) + sum(
-            len(part.text or "")
-            for message in request.messages
-            if isinstance(message.content, list)
-            for part in message.content
-        )
-    return sum(len(prompt) for prompt in request.prompts)
+def _chat_length(request: ChatRequest) -> int:
+    """Characters of a conversation's texts."""
+    return sum([len(message.content or "") for message in request.messages]) + sum(
+        len(part.text or "")
+        for message in request.messages
+        if isinstance(message.content, list)
+        for part in message.content
+    )
 
 
 def _text_of(message: ChatMessage) -> str:

@@ -10,19 +10,13 @@ from secrets import compare_digest
 import msgspec
 from aiohttp import web
 
+from radixgrove.protocol.openai.formats import DONE, ChatFormat, Choice, StreamEncoder, new_head
 from radixgrove.protocol.openai.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
-from radixgrove.protocol.openai.responses import (
-    DONE,
-    ChatChoice,
-    ChatMessageOut,
-    Head,
-    StreamEncoder,
-    Usage,
-    whole,
-)
+from radixgrove.protocol.openai.responses import Head, Usage
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 
 _PIECE_SECONDS = 0.05
+_FORM = ChatFormat()
 
 
 class _ChatBody(msgspec.Struct):
@@ -66,11 +60,11 @@ class Answers:
             if body.stream:
                 return await self._stream(request, body.model, pieces)
             await asyncio.sleep(_PIECE_SECONDS * len(pieces))
-            message = ChatMessageOut(content="".join(pieces))
-            choice = ChatChoice(index=0, message=message, finish_reason="length")
+            unset = msgspec.UNSET
+            choice = Choice(0, "".join(pieces), "length", None, unset, unset)
             prompt = sum(len(ids) // 4 for ids in envelope.prompts)
             usage = Usage.of(prompt, len(pieces), 0)
-            content = whole(self._head(body.model, stream=False), [choice], usage)
+            content = _FORM.whole(self._head(body.model, stream=False), [choice], usage)
             return web.Response(body=content, content_type="application/json")
 
     async def _stream(
@@ -78,7 +72,7 @@ class Answers:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        encoder = StreamEncoder(self._head(model, stream=True), chat=True, include_usage=False)
+        encoder = StreamEncoder(self._head(model, stream=True), _FORM, include_usage=False)
         await response.write(encoder.opening(0))
         for piece in pieces:
             await response.write(encoder.text(0, piece))
@@ -88,8 +82,8 @@ class Answers:
         return response
 
     def _head(self, model: str, *, stream: bool) -> Head:
-        return Head.new(
-            chat=True, stream=stream, model=model, fingerprint="group-probe", service_tier=None
+        return new_head(
+            _FORM, stream=stream, model=model, fingerprint="group-probe", service_tier=None
         )
 
     def _check_key(self, request: web.Request) -> None:

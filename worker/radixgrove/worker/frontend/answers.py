@@ -1,4 +1,4 @@
-"""From a request's deltas to OpenAI's bodies: whole answers and streams, for both endpoints."""
+"""From a request's deltas to OpenAI's bodies: whole answers and streams, for every endpoint."""
 
 from __future__ import annotations
 
@@ -8,27 +8,20 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from radixgrove.protocol.openai.requests import ChatRequest, CompletionRequest, Request
-from radixgrove.protocol.openai.responses import (
+from radixgrove.protocol.openai.formats import (
     DONE,
     PING,
-    ChatChoice,
-    ChatLogprobs,
-    ChatMessageOut,
-    CompletionChoice,
-    CompletionLogprobs,
-    Head,
+    AnswerFormat,
+    Choice,
+    Logprobs,
     StreamEncoder,
-    Usage,
-    whole,
+    new_head,
 )
+from radixgrove.protocol.openai.requests import Request
+from radixgrove.protocol.openai.responses import Usage
 from radixgrove.protocol.text.prompts import EncodedPrompt
 from radixgrove.worker.frontend.generation import RequestInFlight
-from radixgrove.worker.frontend.logprobs import (
-    chat_logprobs,
-    completion_logprobs,
-    scored_prompt,
-)
+from radixgrove.worker.frontend.logprobs import scored_bytes, scored_prompt
 from radixgrove.worker.frontend.model import ServedModel
 from radixgrove.worker.frontend.sequence import Delta, ScoredToken, Sequence
 from radixgrove.worker.messages import TokenLogprobs, Tokens
@@ -47,27 +40,31 @@ class _Collected:
 class Answer:
     """Builds the response of one request."""
 
-    def __init__(self, request: Request, prompts: list[EncodedPrompt], model: ServedModel) -> None:
+    def __init__(
+        self,
+        form: AnswerFormat,
+        request: Request,
+        prompts: list[EncodedPrompt],
+        model: ServedModel,
+    ) -> None:
         self.request = request
         self.prompts = prompts
         self.model = model
-        self.chat = isinstance(request, ChatRequest)
         generation = request.generation
         self.generation = generation
-        self.echo = isinstance(request, CompletionRequest) and request.echo
+        self.echo = bool(request.echoed)
         # `max_tokens: 0` scores a prompt: what the engine samples beyond it is not shown.
         self.silent = generation.max_tokens == 0
         self._scores = generation.sampling.logprobs is not None
-        self.head = Head.new(
-            chat=self.chat,
+        self._form = form
+        self.head = new_head(
+            form,
             stream=generation.stream,
             model=request.model,
             fingerprint=model.fingerprint,
             service_tier=generation.service_tier,
         )
-        self._encoder = StreamEncoder(
-            self.head, chat=self.chat, include_usage=generation.include_usage
-        )
+        self._encoder = StreamEncoder(self.head, form, include_usage=generation.include_usage)
 
     # ---- whole answers -----------------------------------------------------------------------
 
@@ -99,30 +96,18 @@ class Answer:
         if self.silent:
             usage = Usage.of(usage.prompt_tokens, 0, usage.prompt_tokens_details.cached_tokens)
         ids = self.generation.return_token_ids
-        if not self.chat:
-            choices = [
-                CompletionChoice(
-                    index=index,
-                    text=self.echoed(index) + "".join(item.text),
-                    finish_reason="length" if self.silent else item.finish,
-                    logprobs=self._completion_scores(item.scored),
-                    token_ids=item.token_ids if ids else msgspec.UNSET,
-                    prompt_token_ids=self._prompt_ids(index) if ids else msgspec.UNSET,
-                )
-                for index, item in enumerate(collected)
-            ]
-            return whole(self.head, choices, usage)
-        chat_choices = [
-            ChatChoice(
+        choices = [
+            Choice(
                 index=index,
-                message=ChatMessageOut(content="".join(item.text)),
-                finish_reason=item.finish,
-                logprobs=self._chat_scores(item.scored),
+                text=self.echoed(index) + "".join(item.text),
+                finish_reason="length" if self.silent else item.finish,
+                logprobs=self._logprobs(item.scored),
                 token_ids=item.token_ids if ids else msgspec.UNSET,
+                prompt_token_ids=self._prompt_ids(index) if ids else msgspec.UNSET,
             )
             for index, item in enumerate(collected)
         ]
-        return whole(self.head, chat_choices, usage, self._prompt_ids(0) if ids else None)
+        return self._form.whole(self.head, choices, usage)
 
     # ---- streams -----------------------------------------------------------------------------
 
@@ -142,8 +127,9 @@ class Answer:
                 events += self._openings(flight.sequences)
             for sequence, message, delta in batch:
                 events += self._events(sequence, message, delta)
-            if events:
-                yield b"".join(events)
+            joined = b"".join(events)
+            if joined:
+                yield joined
         yield self._closing(flight.usage())
 
     def stream_without_engine(self) -> bytes:
@@ -157,42 +143,25 @@ class Answer:
 
     def _openings(self, sequences: list[Sequence]) -> list[bytes]:
         ids = self.generation.return_token_ids
-        if self.chat:
-            return [
-                self._encoder.opening(
-                    sequence.index, self._prompt_ids(0) if ids and not sequence.index else None
-                )
-                for sequence in sequences
-            ]
-        if not self.echo and not ids:
-            return []
-        # A choice with logprobs gets its prompt with the engine's first message, which scores it.
         return [
-            self._encoder.text(
+            self._encoder.opening(
                 sequence.index,
+                # With logprobs the prompt comes with the engine's first message, which scores it.
                 "" if self._scores else self.echoed(sequence.index),
-                token_ids=[] if ids else None,
-                prompt_token_ids=self._prompt_ids(sequence.index) if ids else None,
+                self._prompt_ids(sequence.index) if ids else None,
             )
             for sequence in sequences
-            if ids or not self._scores
         ]
 
     def _events(self, sequence: Sequence, message: Tokens, delta: Delta) -> list[bytes]:
         events = []
         index = sequence.index
         if self.echo and self._scores and message.prompt_logprobs is not None:
-            scores = self._completion_scores(self._prompt_scores(sequence, message))
+            scores = self._logprobs(self._prompt_scores(sequence, message))
             events.append(self._encoder.text(index, self.echoed(index), scores))
         ids = delta.token_ids if self.generation.return_token_ids else None
         if not self.silent and (delta.text or delta.scored or ids):
-            scored: ChatLogprobs | CompletionLogprobs | None = None
-            if self._scores:
-                scored = (
-                    chat_logprobs(delta.scored, self.model.vocabulary)
-                    if self.chat
-                    else completion_logprobs(delta.scored, self.model.vocabulary)
-                )
+            scored = self._logprobs(delta.scored)
             events.append(self._encoder.text(index, delta.text, scored, ids))
         if delta.finish is not None:
             events.append(self._encoder.finish(index, "length" if self.silent else delta.finish))
@@ -205,9 +174,9 @@ class Answer:
 
     def echoed(self, index: int) -> str:
         """The prompt's text before a choice, when it is to be echoed."""
-        if not self.echo or not isinstance(self.request, CompletionRequest):
+        if not self.echo:
             return ""
-        prompt = self.request.prompts[index // self.generation.n]
+        prompt = self.request.echoed[index // self.generation.n]
         if isinstance(prompt, str):
             return prompt
         text: str = self.model.encoder.tokenizer.decode(prompt, skip_special_tokens=False)
@@ -222,11 +191,10 @@ class Answer:
         entries: list[TokenLogprobs | None] = message.prompt_logprobs
         return scored_prompt(self._prompt_ids(sequence.index), entries, self.model.vocabulary)
 
-    def _completion_scores(self, scored: list[ScoredToken]) -> CompletionLogprobs | None:
-        return completion_logprobs(scored, self.model.vocabulary) if self._scores else None
-
-    def _chat_scores(self, scored: list[ScoredToken]) -> ChatLogprobs | None:
-        return chat_logprobs(scored, self.model.vocabulary) if self._scores else None
+    def _logprobs(self, scored: list[ScoredToken]) -> Logprobs | None:
+        if not self._scores:
+            return None
+        return self._form.logprobs(scored_bytes(scored, self.model.vocabulary))
 
 
 def token_list(token_ids: bytes) -> list[int]:

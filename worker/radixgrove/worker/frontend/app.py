@@ -1,4 +1,4 @@
-"""The frontend's ASGI application: routes, authentication, admission, and the two completions."""
+"""The frontend's ASGI application: routes, admission, and the endpoints that generate."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ import re
 import time
 from array import array
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 from uuid import uuid4
 
 import msgspec
-from starlette.routing import Route, Router
+from fastapi import Request as HttpRequest
+from fastapi import Response
 
 from radixgrove.protocol.blocks import TOKEN_BYTES
-from radixgrove.protocol.openai import errors, requests, responses
+from radixgrove.protocol.endpoints import ENDPOINTS, Endpoint
+from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.openai.requests import (
     ENVELOPE_TYPE,
-    INTERNAL_KEY_HEADER,
-    ChatRequest,
     Envelope,
     ModelLimits,
     Request,
 )
+from radixgrove.protocol.openai.responses import ModelList, ModelObject
 from radixgrove.protocol.settings import WorkerSettings, reveal
 from radixgrove.protocol.text.prompts import EncodedPrompt
-from radixgrove.service import asgi
+from radixgrove.service import asgi, generation
+from radixgrove.service.api import Api, Health, reply
 from radixgrove.service.asgi import ClientDisconnected, Receive, Scope, Send
-from radixgrove.service.auth import (
-    PUBLIC_PATHS,
-    ApiKeys,
-    may_scrape,
-    same_secret,
-    sharing_domain,
-)
+from radixgrove.service.auth import ApiKeys, sharing_domain
+from radixgrove.service.guard import INTERNAL, PRINCIPAL, Guard
 from radixgrove.worker.frontend.answers import Answer, token_list
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.generation import RequestInFlight, Signal
@@ -54,8 +53,6 @@ _EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_PRINCIPAL = "principal"
-_INTERNAL = "internal"
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 
 
@@ -70,8 +67,6 @@ class Frontend:
         self.engine = engine
         self.draining = False
         self._keys = keys
-        self._internal_key = reveal(settings.internal_key)
-        self._management_key = reveal(settings.management_key)
         self._flights: set[RequestInFlight] = set()
         self._in_flight = 0  # from the first byte of a completion request to its last
         # What the engine could hold at all: more requests need not be read.
@@ -79,24 +74,13 @@ class Frontend:
         self._exposition = Exposition()
         self._metrics = self._exposition.metrics
         engine.on_gone = lambda: self.signal_all(Signal.ENGINE_GONE)
-        router = Router(
-            [
-                Route("/livez", _Endpoint(self.livez), methods=["GET"]),
-                Route("/readyz", _Endpoint(self.readyz), methods=["GET"]),
-                Route("/metrics", _Endpoint(self.show_metrics), methods=["GET"]),
-                Route("/v1/models", _Endpoint(self.list_models), methods=["GET"]),
-                Route("/v1/models/{model_id:path}", _Endpoint(self.get_model), methods=["GET"]),
-                Route("/v1/chat/completions", _Endpoint(self.chat), methods=["POST"]),
-                Route("/v1/completions", _Endpoint(self.completions), methods=["POST"]),
-                Route(
-                    "/internal/tokenizer/{digest}/{file}",
-                    _Endpoint(self.tokenizer_file),
-                    methods=["GET"],
-                ),
-            ],
-            redirect_slashes=False,
+        guarded = Guard(
+            self._api(),
+            keys,
+            management_key=reveal(settings.management_key),
+            internal_key=reveal(settings.internal_key) or "",
         )
-        self.app = asgi.build(self._authenticated(router), max_body_bytes=settings.max_body_bytes)
+        self.app = asgi.build(guarded, max_body_bytes=settings.max_body_bytes)
 
     @property
     def in_flight(self) -> int:
@@ -120,24 +104,53 @@ class Frontend:
                     flight.signal(Signal.PING)
             self._metrics.flush()
 
-    # ---- authentication ----------------------------------------------------------------------
+    # ---- routes ------------------------------------------------------------------------------
 
-    def _authenticated(self, app: asgi.App) -> asgi.App:
-        """Deny by default: every path but the public ones needs an API key or the internal key."""
+    def _api(self) -> Api:
+        api = Api("Radixgrove worker", needs_key=self.settings.api_keys_file is not None)
+        for endpoint in ENDPOINTS:
+            generation.serve(api, endpoint, partial(self._observed, endpoint))
 
-        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            path = scope["path"] if scope["type"] == "http" else None
-            if path is not None and path not in PUBLIC_PATHS:
-                state = asgi.state(scope)
-                given = asgi.header(scope, INTERNAL_KEY_HEADER)
-                state[_INTERNAL] = same_secret(given, self._internal_key)
-                authorization = asgi.header(scope, "authorization")
-                scrapes = may_scrape(path, authorization, self._management_key)
-                if not state[_INTERNAL] and not scrapes:
-                    state[_PRINCIPAL] = self._keys.authenticate(authorization)
-            await app(scope, receive, send)
+        @api.probe("/livez", "/health")
+        def livez() -> str:
+            """Whether the process answers."""
+            return ""
 
-        return guarded
+        @api.read("/readyz", Health)
+        async def readyz() -> Response:
+            """Whether requests are taken: follows the engine's step counter."""
+            self._check_ready()
+            return reply(Health("ok"))
+
+        @api.read("/metrics", CONTENT_TYPE)
+        async def metrics() -> Response:
+            """Metrics of the whole worker."""
+            return Response(self._exposition.render(), media_type=CONTENT_TYPE)
+
+        @api.read("/v1/models", ModelList)
+        async def models() -> Response:
+            """The model under all its names."""
+            return reply(ModelList(self.model.objects(self._limits)))
+
+        @api.read("/v1/models/{model:path}", ModelObject)
+        async def model(model: str) -> Response:
+            """The model under one of its names."""
+            for entry in self.model.objects(self._limits):
+                if entry.id == model:
+                    return reply(entry)
+            raise errors.model_not_found(model)
+
+        @api.read("/internal/tokenizer/{digest}/{file}", "application/octet-stream")
+        async def tokenizer_file(request: HttpRequest, digest: str, file: str) -> Response:
+            """A tokenizer file, for routers only, and only of the very tokenizer they ask for."""
+            if not asgi.state(request.scope)[INTERNAL]:
+                raise errors.unauthorized(given=False)
+            content = self.model.files.contents.get(file)
+            if digest != self.model.files.digest or content is None:
+                raise errors.not_found(request.method, request.url.path)
+            return Response(content, media_type="application/octet-stream")
+
+        return api
 
     @property
     def _limits(self) -> ModelLimits:
@@ -146,15 +159,6 @@ class Frontend:
         if info is None:
             return limits
         return msgspec.structs.replace(limits, max_model_len=info.max_model_len)
-
-    # ---- small routes ------------------------------------------------------------------------
-
-    async def livez(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await asgi.respond(send, 200, b'{"status":"ok"}')
-
-    async def readyz(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._check_ready()
-        await asgi.respond(send, 200, b'{"status":"ok"}')
 
     def _check_ready(self) -> None:
         if self.draining:
@@ -166,40 +170,11 @@ class Frontend:
             text = "The model is still loading." if stats is None else "The engine is not ready."
             raise errors.overloaded(text, retry_after=5)
 
-    async def show_metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await asgi.respond(send, 200, self._exposition.render(), CONTENT_TYPE)
-
-    async def list_models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = msgspec.json.encode(responses.ModelList(self.model.objects(self._limits)))
-        await asgi.respond(send, 200, body)
-
-    async def get_model(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = scope["path_params"]["model_id"]
-        for entry in self.model.objects(self._limits):
-            if entry.id == name:
-                await asgi.respond(send, 200, msgspec.json.encode(entry))
-                return
-        raise errors.model_not_found(name)
-
-    async def tokenizer_file(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A tokenizer file, for routers only, and only of the very tokenizer they ask for."""
-        if not asgi.state(scope)[_INTERNAL]:
-            raise errors.unauthorized(given=False)
-        parameters = scope["path_params"]
-        content = self.model.files.contents.get(parameters["file"])
-        if parameters["digest"] != self.model.files.digest or content is None:
-            raise errors.not_found(scope["method"], scope["path"])
-        await asgi.respond(send, 200, content, "application/octet-stream")
-
     # ---- completions -------------------------------------------------------------------------
 
-    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._observed("chat", scope, receive, send)
-
-    async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._observed("completions", scope, receive, send)
-
-    async def _observed(self, endpoint: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _observed(
+        self, endpoint: Endpoint[Any], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Count the request by its outcome, whatever that is."""
         arrived = time.monotonic()
         outcome = "error"
@@ -219,11 +194,16 @@ class Frontend:
         finally:
             self._in_flight -= 1
             self._metrics.http_in_flight.dec()
-            self._metrics.requests.labels(endpoint, outcome).inc()
-            self._metrics.duration.labels(endpoint).observe(time.monotonic() - arrived)
+            self._metrics.requests.labels(endpoint.name, outcome).inc()
+            self._metrics.duration.labels(endpoint.name).observe(time.monotonic() - arrived)
 
     async def _complete(
-        self, endpoint: str, scope: Scope, receive: Receive, send: Send, arrived: float
+        self,
+        endpoint: Endpoint[Any],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        arrived: float,
     ) -> None:
         self._check_ready()
         if self._in_flight > self._max_in_flight:
@@ -237,9 +217,9 @@ class Frontend:
         else:
             principal = self._principal(scope)
         request = self._parse(endpoint, body)
-        prompts = await self._encode(request, envelope)
+        prompts = await self._encode(endpoint, request, envelope)
         await self._generate(
-            _Accepted(request, prompts, principal, arrived, self._unique_id(envelope)),
+            _Accepted(endpoint, request, prompts, principal, arrived, self._unique_id(envelope)),
             scope,
             receive,
             send,
@@ -247,13 +227,13 @@ class Frontend:
 
     def _principal(self, scope: Scope) -> str:
         """A plain request's principal; the internal key alone stands for nobody."""
-        principal: str | None = asgi.state(scope).get(_PRINCIPAL)
+        principal: str | None = asgi.state(scope).get(PRINCIPAL)
         if principal is not None:
             return principal
         return self._keys.authenticate(asgi.header(scope, "authorization"))
 
     def _open_envelope(self, scope: Scope, body: bytes) -> Envelope:
-        if not asgi.state(scope)[_INTERNAL]:
+        if not asgi.state(scope)[INTERNAL]:
             raise errors.unauthorized(given=True)
         try:
             return _envelope_decoder.decode(body)
@@ -268,28 +248,24 @@ class Frontend:
                 return given
         return uuid4().hex
 
-    def _parse(self, endpoint: str, body: bytes) -> Request:
-        limits = self._limits
-        request: Request
-        if endpoint == "chat":
-            request = requests.parse_chat(body, limits)
-        else:
-            request = requests.parse_completion(body, limits)
+    def _parse(self, endpoint: Endpoint[Any], body: bytes) -> Request:
+        request: Request = endpoint.parse(body, self._limits)
         if request.model not in self.model.names:
             raise errors.model_not_found(request.model)
         return request
 
-    async def _encode(self, request: Request, envelope: Envelope | None) -> list[EncodedPrompt]:
+    async def _encode(
+        self, endpoint: Endpoint[Any], request: Request, envelope: Envelope | None
+    ) -> list[EncodedPrompt]:
         """Token ids of the prompts: the router's where they were made by this very tokenizer."""
-        expected = 1 if isinstance(request, ChatRequest) else len(request.prompts)
         if (
             envelope is not None
             and envelope.tokenizer_digest == self.model.files.digest
-            and len(envelope.prompts) == expected
+            and len(envelope.prompts) == request.prompt_count
             and all(self._valid_ids(prompt) for prompt in envelope.prompts)
         ):
             return [EncodedPrompt(prompt, b"") for prompt in envelope.prompts]
-        return await self.model.encoder.encode(request)
+        return await endpoint.encode(self.model.encoder, request)
 
     def _valid_ids(self, token_ids: bytes) -> bool:
         if not token_ids or len(token_ids) % TOKEN_BYTES:
@@ -312,7 +288,7 @@ class Frontend:
             prompt_tokens=sum(len(prompt) for prompt in accepted.prompts),
             stream=generation.stream,
         )
-        answer = Answer(request, accepted.prompts, self.model)
+        answer = Answer(accepted.endpoint.form, request, accepted.prompts, self.model)
         if answer.silent and generation.sampling.logprobs is None:
             await _send_without_engine(answer, send)
             return
@@ -419,20 +395,11 @@ class Frontend:
         )
 
 
-class _Endpoint:
-    """An ASGI callable that Starlette routes to as it is, without a request object around it."""
-
-    def __init__(self, handler: asgi.App) -> None:
-        self._handler = handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._handler(scope, receive, send)
-
-
 @dataclass(frozen=True, slots=True)
 class _Accepted:
     """A request that has been read, checked and encoded."""
 
+    endpoint: Endpoint[Any]
     request: Request
     prompts: list[EncodedPrompt]
     principal: str

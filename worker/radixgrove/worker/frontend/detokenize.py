@@ -71,18 +71,6 @@ class Vocabulary:
         text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
         return text.encode()
 
-    def token_text(self, token_id: int) -> str:
-        """One token as text. Bytes that are no whole character read as OpenAI has them: `\\xf0`."""
-        return self.token_bytes(token_id).decode("utf-8", "backslashreplace")
-
-    def is_text(self, token_id: int) -> bool:
-        """Whether a token is whole characters."""
-        try:
-            self.token_bytes(token_id).decode("utf-8")
-        except UnicodeDecodeError:
-            return False
-        return True
-
 
 class _ByteDetokenizer:
     """For byte-level vocabularies: a table look-up and an incremental UTF-8 decoder."""
