@@ -247,6 +247,29 @@ def test_an_override_that_would_be_dropped_or_cannot_be_laid_over_is_named(
     wait_ready(plane, "llama", namespace)
 
 
+def test_a_refused_group_keeps_its_number_and_is_made_once_the_spec_is_right(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    plane.audit.read()
+    wrong = {"spec": {"tolerationz": []}}
+    plane.kubectl.apply(service("llama", namespace, podOverrides=wrong))
+    attempts: list[str] = []
+
+    def tried() -> bool:
+        seen = [r for r in plane.audit.read() if r.namespace == namespace and r.code == 400]
+        attempts.extend(r.name for r in seen if r.resource == "apps/statefulsets")
+        return len(attempts) >= 4
+
+    wait_until(tried, "four attempts are refused", interval=0.2)
+    assert set(attempts) == {"llama-0-a1"}
+    seen = plane.kubectl.json("get", RGSVC, "llama", "-n", namespace)
+    assert seen["status"]["lastAttempt"] == 1
+    body = {"spec": {"podOverrides": None}}
+    plane.kubectl.patch(RGSVC, "llama", "-n", namespace, body=body)
+    wait_ready(plane, "llama", namespace)
+    assert sets(plane, namespace) == ["llama-0-a1"]
+
+
 def test_evictions_take_one_group_at_a_time(
     plane: ControlPlane, operator: OperatorProcess, namespace: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,42 +17,12 @@ from radixgrove.operator.kube import renewals
 from radixgrove.operator.kube.client import KubeError
 from radixgrove.operator.kube.keys import Keys
 from radixgrove.operator.kube.ownership import Ownership
-from radixgrove.operator.planning.observed import Pod
 from radixgrove.protocol.model_table import ModelEntry
+from tests.operator.doubles import Probe, Table
 from tests.operator.memory_kube import STARTED, MemoryKube, node
 from tests.operator.operator_builders import CONFIG
 
 KEY = ("team-a", "llama")
-
-
-class Table:
-    """Stands for Redis: what routers are told, and who still holds a lease."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, ModelEntry] = {}
-        self.leases: set[tuple[str, str]] = set()
-
-    def put(self, table: str, created: float, entry: ModelEntry) -> None:
-        self.entries[entry.service] = entry
-
-    def drop(self, service: str) -> None:
-        self.entries.pop(service, None)
-
-    def holds_lease(self, service: str, replica_id: str) -> bool:
-        return (service, replica_id) in self.leases
-
-
-class Probe:
-    """Stands for requests to pods."""
-
-    def __init__(self) -> None:
-        self.hung: set[str] = set()
-
-    def phases(self, groups: Sequence[Any]) -> list[str]:
-        return []
-
-    def silent_nodes(self, pods: Sequence[Pod]) -> set[str]:
-        return {pod.node for pod in pods} & self.hung
 
 
 class Operator:

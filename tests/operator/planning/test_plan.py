@@ -38,6 +38,8 @@ class Cluster:
     known: set[str] = field(default_factory=lambda: {"r1"})
     others: list[gang.GangPlacement] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)  # nodes that hang, unknown to Kubernetes
+    refuses: bool = False  # the API server makes no groups
+    unused: set[int] = field(default_factory=set)  # numbers of attempts that it refused
     uids: int = 0
     last_attempt: int = 0
 
@@ -53,6 +55,7 @@ class Cluster:
                 created=1.0,
                 records=self.records,
                 last_attempt=self.last_attempt,
+                unused_attempts=self.unused,
                 observed=ObservedState(
                     groups, self.nodes, max((g.attempt for g in groups), default=0)
                 ),
@@ -71,9 +74,12 @@ class Cluster:
         writes: list[Callable[[], None]] = [partial(self._keep, plan)]
         writes += [partial(self._drain, group, because) for group, because in plan.drain]
         writes += [partial(self._delete, group) for group in plan.delete]
-        writes += [partial(self._create, new) for new in plan.create]
+        writes += [partial(self._create, plan, new) for new in plan.create]
+        writes += [partial(self._keep, plan)]
         for write in writes[:dies_after]:
             write()
+        if len(writes) > dies_after:
+            self.unused.clear()  # which only the operator that died knew
         return plan
 
     def _keep(self, plan: Plan) -> None:
@@ -86,8 +92,13 @@ class Cluster:
     def _delete(self, group: Group) -> None:
         self.groups.pop(group.name, None)
 
-    def _create(self, new: NewAttempt) -> None:
+    def _create(self, plan: Plan, new: NewAttempt) -> None:
         name = new.name(SERVICE.name)
+        self.unused.discard(new.attempt)
+        if self.refuses:
+            self.unused.add(new.attempt)
+            plan.not_made(new, "quota")
+            return
         assert name not in self.names_used, "an attempt's name is never used twice"
         self.names_used.add(name)
         nodes = self.spec.hardware.nodes
@@ -126,6 +137,7 @@ class Cluster:
     def settle(self) -> None:
         """Nothing goes wrong any more: everything must come to rest."""
         self.nodes = {f"n{i}": Node(f"n{i}") for i in range(8)}
+        self.refuses = False
         for _ in range(200):
             plan = self.reconcile()
             acted = plan.create or plan.drain or plan.delete or plan.requeue_at is not None
@@ -155,6 +167,16 @@ def test_a_new_service_gets_its_groups_and_then_rests() -> None:
     plan = made.reconcile()
     assert plan.serving == ["llama-0-a1-0", "llama-1-a2-0"]
     assert made.records == plan.records
+
+
+def test_a_refused_attempt_keeps_its_number_and_its_group_waits() -> None:
+    made = Cluster(spec(hardware={"nodes": 2, "gpusPerNode": 8}, replicas=2), refuses=True)
+    for _ in range(3):
+        plan = made.reconcile()
+        assert [(new.index, new.attempt) for new in plan.create] == [(0, 1), (1, 2)]
+        assert [(r.phase, r.detail) for r in plan.records] == [(GroupPhase.WAITING, "quota")] * 2
+    made.settle()
+    assert sorted(made.groups) == ["llama-0-a1", "llama-1-a2"]
 
 
 def test_one_lost_pod_recreates_its_group_once_and_touches_no_other() -> None:
@@ -324,6 +346,8 @@ EVENTS: dict[str, Callable[[Cluster], object]] = {
     "rollback": lambda c: setattr(c, "target", "r1"),
     "more": lambda c: setattr(c, "spec", c.spec.model_copy(update={"replicas": 3})),
     "fewer": lambda c: setattr(c, "spec", c.spec.model_copy(update={"replicas": 1})),
+    "groups are refused": lambda c: setattr(c, "refuses", True),
+    "groups are made again": lambda c: setattr(c, "refuses", False),
     "time": lambda c: setattr(c, "now", c.now + 45),
 }
 
@@ -336,6 +360,7 @@ def test_whatever_happens_it_converges_without_leftovers(nodes: int, events: lis
         EVENTS[event](made)
         plan = made.reconcile()
         attempts = {f"{group.name}-0" for group in made.groups.values() if not group.draining}
+        attempts |= {f"{new.name(SERVICE.name)}-0" for new in plan.create}  # refused ones included
         assert set(plan.serving) <= attempts, "routers never hear of an attempt that is leaving"
     made.settle()
     assert len(made.live) == len(made.groups) == made.spec.replicas

@@ -46,7 +46,7 @@ class App:
     def __init__(self, kube: Kube, config: OperatorConfig, stopping: threading.Event) -> None:
         self.config = config
         self.store = Store()
-        self.queue: WorkQueue[Key] = WorkQueue()
+        self.queue: WorkQueue[Key] = WorkQueue(namespace=lambda key: key[0])
         self._kube = kube
         self._stopping = stopping
         self._threads: list[threading.Thread] = []
@@ -78,7 +78,7 @@ class App:
         )  # fmt: skip
         reconciler = Reconciler(
             self._kube, self.store, keys, redis_side, WorkerProbe(values["management-key"]),
-            self.config, autoscaler.last, self.queue.add,
+            self.config, autoscaler.last, self.queue.hint,
         )  # fmt: skip
         for number in range(self.config.reconcilers):
             name = f"reconciler-{number}"
@@ -130,13 +130,17 @@ class App:
     # ---- events, from kopf's loop: nothing here blocks -------------------------------------------
 
     def service_event(self, kind: str | None, body: Object) -> None:
+        """A status that changed alone is mostly this operator's own write: it does not shorten the
+        back-off of a service whose reconciliation fails."""
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
         if kind == "DELETED":
             for other in self.store.service_gone(key):
                 self.queue.add(other)
+            self.queue.add(key)
+        elif self.store.service_seen(body):
+            self.queue.add(key)
         else:
-            self.store.service_seen(body)
-        self.queue.add(key)
+            self.queue.hint(key)
 
     def child_event(self, resource_kind: str, kind: str | None, body: Object) -> None:
         meta = body["metadata"]
@@ -174,35 +178,37 @@ class App:
     def _work(self, name: str, reconciler: Reconciler) -> None:
         while not self._stopping.is_set():
             key = self.queue.get(1.0)
-            if key is None:
-                continue
-            self._busy_since[name] = time.monotonic()
-            delay, failed = self._look(reconciler, key)
-            self._busy_since.pop(name, None)
-            again = self.queue.done(key, failed=failed)
-            if failed:
-                logger.info("%s/%s: again in %.1f s", *key, again)
-            elif delay is not None:
-                self.queue.add(key, delay)
+            if key is not None:
+                self._work_on(key, name, reconciler)
 
-    def _look(self, reconciler: Reconciler, key: Key) -> tuple[float | None, bool]:
-        """Seconds to the next look, and whether this one failed."""
+    def _work_on(self, key: Key, name: str, reconciler: Reconciler) -> None:
+        self._busy_since[name] = time.monotonic()
+        delay, failure = self._look(reconciler, key)
+        self._busy_since.pop(name, None)
+        again = self.queue.done(key, failed=bool(failure))
+        if failure:
+            logger.warning("%s/%s: %s; again in %.1f s", *key, failure, again)
+        elif delay is not None:
+            self.queue.add(key, delay)
+
+    def _look(self, reconciler: Reconciler, key: Key) -> tuple[float | None, str]:
+        """Seconds to the next look, and why this one failed; "" if it did not."""
         with metrics.RECONCILE_SECONDS.time():
             try:
-                return reconciler.reconcile(key), False
+                return reconciler.reconcile(key), ""
             except NotLeading as error:
                 # A late renewal may still come; once the lease is lost, the whole process ends.
-                logger.warning("%s/%s: %s", *key, error)
+                return None, str(error)
             except Incomplete as error:
                 metrics.RECONCILE_ERRORS.labels("incomplete").inc()
-                logger.warning("%s/%s: incomplete: %s", *key, error)
+                return None, str(error)
             except KubeError as error:
                 metrics.RECONCILE_ERRORS.labels(str(error.status or "no answer")).inc()
-                logger.warning("%s/%s: %s (%s)", *key, error, error.status or "no answer")
-            except Exception:
+                return None, f"{error} ({error.status or 'no answer'})"
+            except Exception as error:
                 metrics.RECONCILE_ERRORS.labels("bug").inc()
                 logger.exception("%s/%s: unexpected", *key)
-        return None, True
+                return None, f"unexpected: {error!r}"
 
     def _rewrite(self, redis_side: RedisStore) -> None:
         """Routers wait for the table: an empty one is written too, as soon as Redis answers."""

@@ -57,13 +57,11 @@ class ReconcileContext:
         try:
             yield
         except KubeError as error:
-            logger.warning("%s/%s: %s", *self.key, error)
             self._failed(f"{error} ({error.status})"[:500])
         except RedisAway as error:
             logger.warning("%s/%s: Redis does not answer: %s", *self.key, error)
             self._failed("Redis does not answer; routers keep what they know")
         except InvalidEngine as error:  # of a revision that an older operator has accepted
-            logger.warning("%s/%s: %s", *self.key, error)
             self._failed(f"a revision of an older operator: {error}")
 
     def _failed(self, words: str) -> None:

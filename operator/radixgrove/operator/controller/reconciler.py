@@ -100,6 +100,9 @@ class Reconciler:
         self._ownership = Ownership(kube, config)
         self._elsewhere: dict[Key, str] = {}  # the installation that looks after it
         self._serving: dict[Key, list[str]] = {}
+        # Numbers of attempts of which the API server has made nothing. Only this process knows of
+        # them, and the next one leaves them out.
+        self._unused: dict[Key, set[int]] = {}
         self._outdated = CrdSkew(kube)
 
     def serving(self, key: Key) -> Sequence[str]:
@@ -143,6 +146,7 @@ class Reconciler:
 
     def _forget(self, key: Key) -> None:
         self._serving.pop(key, None)
+        self._unused.pop(key, None)
         self._outdated.forget(key)
         metrics.forget(*key)
         try:
@@ -356,6 +360,7 @@ class Reconciler:
                 created=context.created,
                 records=context.before.groups,
                 last_attempt=context.before.last_attempt,
+                unused_attempts=self._unused.get(context.key, ()),
                 observed=context.observed,
                 target=context.target.hash if context.target else None,
                 previous=context.before.revision,
@@ -379,7 +384,9 @@ class Reconciler:
     def _act(self, context: ReconcileContext, plan: Plan) -> None:
         """The plan's steps in its order; a step that fails stops those that rely on it."""
         namespace = context.service.namespace
-        if plan.create or plan.drain or plan.delete:
+        # An attempt whose number is written already needs no write before it is made.
+        numbered = [new for new in plan.create if new.attempt > context.before.last_attempt]
+        if numbered or plan.drain or plan.delete:
             records = {
                 "groups": [_dump(record) for record in plan.records],
                 "lastAttempt": plan.last_attempt,
@@ -400,7 +407,7 @@ class Reconciler:
                 self._kube.delete("StatefulSet", namespace, group.name, group.uid)
         for new in plan.create:
             with context.trying():
-                self._create(context, new)
+                self._create(context, plan, new)
         self._keep_groups(context, plan)
         self._remove_revisions(context, plan)
 
@@ -422,13 +429,22 @@ class Reconciler:
         self._redis.put(table, context.created, entry)
         context.untold = False
 
-    def _create(self, context: ReconcileContext, new: NewAttempt) -> None:
+    def _create(self, context: ReconcileContext, plan: Plan, new: NewAttempt) -> None:
         service, config, revision = context.service, self._config, context.revisions[new.revision]
-        self._kube.apply_cached(render_group.revision_config_map(service, revision, config))
+        unused = self._unused.setdefault(context.key, set())
         stateful_set = render_group.stateful_set(
             service, revision, new.index, new.attempt, config, new.avoid
         )
-        made = self._kube.apply(stateful_set)
+        unused.add(new.attempt)
+        try:
+            self._kube.apply_cached(render_group.revision_config_map(service, revision, config))
+            unused.discard(new.attempt)
+            made = self._kube.apply(stateful_set)
+        except KubeError as error:
+            if error.refused:
+                unused.add(new.attempt)
+            plan.not_made(new, str(error))
+            raise
         self._companions(made)
 
     def _companions(self, stateful_set: Object) -> None:

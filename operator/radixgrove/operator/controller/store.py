@@ -64,20 +64,28 @@ class Store:
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _services: dict[Key, OtherService] = field(default_factory=dict)
-    # resourceVersion of every service, those included whose spec this version cannot read.
+    # Of every service, those included whose spec this version cannot read: resourceVersion, and
+    # what its users ask for.
     _versions: dict[Key, str] = field(default_factory=dict)
+    _asked: dict[Key, tuple[object, ...]] = field(default_factory=dict)
     _nodes: dict[str, Node] = field(default_factory=dict)
     _placements: dict[Key, list[gang.GangPlacement]] = field(default_factory=dict)
     _waiting: dict[Key, str] = field(default_factory=dict)  # by device
 
-    def service_seen(self, body: Object) -> None:
+    def service_seen(self, body: Object) -> bool:
+        """Whether more than its status may have changed: its spec, the restart annotation, or the
+        resource itself."""
         key, other_service = _key(body), other_service_of(body)
+        asked = _asked_of(body)
         with self._lock:
+            before = self._asked.get(key)
+            self._asked[key] = asked
             self._versions[key] = body["metadata"].get("resourceVersion", "")
             if other_service is None:
                 self._services.pop(key, None)
             else:
                 self._services[key] = other_service
+        return asked != before
 
     def service_gone(self, key: Key) -> list[Key]:
         """The services to look at for it: whom it kept from a name, a claim's care, or GPUs.
@@ -86,6 +94,7 @@ class Store:
         """
         with self._lock:
             self._versions.pop(key, None)
+            self._asked.pop(key, None)
             gone = self._services.pop(key, None)
             self._placements.pop(key, None)
             self._waiting.pop(key, None)
@@ -189,6 +198,14 @@ def name_conflict(own: OtherService, other_services: list[OtherService]) -> str:
                 "or remove the alias"
             )
     return ""
+
+
+def _asked_of(body: Object) -> tuple[object, ...]:
+    """What differs when a user asks for something else; the generation counts changes of the spec
+    and not those of the status."""
+    meta = body["metadata"]
+    restart = (meta.get("annotations") or {}).get(names.RESTART)
+    return (meta["uid"], meta.get("generation"), restart, meta.get("deletionTimestamp"))
 
 
 def _key(body: Object) -> Key:

@@ -68,6 +68,12 @@ class KubeError(Exception):
         self.status = status
         self.message = message
 
+    @property
+    def refused(self) -> bool:
+        """The request had no effect. Without an answer, or after an error inside the server, it may
+        have had one; after a conflict the object is there."""
+        return 400 <= self.status < 500 and self.status not in (408, 409)
+
 
 class NotLeading(Exception):
     """This process may write nothing: its lease is over, or nearly so and not yet renewed."""

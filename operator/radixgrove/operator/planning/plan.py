@@ -27,6 +27,7 @@ class PlanInput:
     created: float  # of the resource
     records: Sequence[GroupStatus]
     last_attempt: int
+    unused_attempts: Collection[int]  # up to the last one, of which nothing was made
     observed: ObservedState
     target: str | None  # revision to run; None while it cannot be made
     previous: str  # the last target
@@ -60,7 +61,8 @@ class Plan:
     """Executed in this order: keep the records, tell routers who serves, drain, delete, create.
 
     Attempts are counted for the service as a whole, and the count is written before the attempt is
-    made, so that no name is used twice whenever the operator dies.
+    made, so that no name is used twice whenever the operator dies. A number of which nothing was
+    made is used again.
     """
 
     serving: list[str] = field(default_factory=list)  # replica ids that routers may use
@@ -83,6 +85,14 @@ class Plan:
             if record.phase is not GroupPhase.DRAINING
             and not (record.phase is GroupPhase.WAITING and record.yields)
         }
+
+    def not_made(self, new: NewAttempt, because: str) -> None:
+        """The attempt's StatefulSet could not be created."""
+        waiting = {"phase": GroupPhase.WAITING, "detail": because[:MAX_DETAIL]}
+        self.records = [
+            record.model_copy(update=waiting) if record.index == new.index else record
+            for record in self.records
+        ]
 
     def requeue_by(self, when: float) -> None:
         self.requeue_at = when if self.requeue_at is None else min(self.requeue_at, when)
@@ -304,7 +314,8 @@ def _start(given: PlanInput, plan: Plan, record: GroupStatus) -> GroupStatus:
         plan.waits_for = "/".join(ahead.key[:2])
         plan.requeue_by(given.now + 5.0)
         return record.model_copy(update={"detail": f"waits until {plan.waits_for} is placed"})
-    plan.last_attempt = attempt = plan.last_attempt + 1
+    attempt = _attempt_number(given, plan, record)
+    plan.last_attempt = max(plan.last_attempt, attempt)
     avoid = tuple(record.avoid)
     plan.create.append(NewAttempt(record.index, attempt, record.revision, avoid))
     return record.model_copy(
@@ -317,6 +328,14 @@ def _start(given: PlanInput, plan: Plan, record: GroupStatus) -> GroupStatus:
             "phase": GroupPhase.PENDING,
         }
     )
+
+
+def _attempt_number(given: PlanInput, plan: Plan, record: GroupStatus) -> int:
+    """The group's own number again if nothing was made of it, or another such, or the next."""
+    unused = set(given.unused_attempts) - {new.attempt for new in plan.create}
+    if record.attempt in unused:
+        return record.attempt
+    return min(unused, default=plan.last_attempt + 1)
 
 
 def _with_phase(record: GroupStatus, group: Group | None) -> GroupStatus:
