@@ -214,7 +214,11 @@ class WorkerSettings(Settings):
     )
     page_size: int = _field(16, "Tokens of a KV page.", ge=1, le=1024)
     kv_tokens: int | None = _field(
-        None, "Size of the KV pool in tokens; default: what memory allows.", ge=16, everyday=True
+        None,
+        "Size of the KV pool in tokens; default: what memory allows.",
+        ge=16,
+        le=1 << 34,
+        everyday=True,
     )
     memory_fraction: float = _field(
         0.9, "Share of the device's memory for weights and KV.", gt=0, le=1, everyday=True

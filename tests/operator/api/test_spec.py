@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from radixgrove.operator.api import crd
 from radixgrove.operator.api.spec import duration, quantity, seconds
@@ -114,6 +115,32 @@ def test_engine_settings_pass_the_workers_own_schema() -> None:
     assert settings.host_cache_gib == 80
     assert settings.host_write_policy is HostWritePolicy.WRITE_BACK
     assert settings.served_model_name == ["llama"]
+
+
+def everyday_fields() -> list[tuple[str, Any]]:
+    """Fields of `engine` but for `settings`, and a value that the schema admits."""
+    fields = SCHEMA["properties"]["spec"]["properties"]["engine"]["properties"]
+    return [
+        (name, field["enum"][-1] if "enum" in field else field["maximum"])
+        for name, field in fields.items()
+        if name != "settings"
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), everyday_fields())
+def test_what_the_resource_admits_the_worker_takes_and_nothing_beyond(
+    name: str, value: Any
+) -> None:
+    rendered = worker_settings(revision(engine={name: value}), "team-a.llama", CONFIG)
+    plain = worker_settings(revision(), "team-a.llama", CONFIG)
+    (changed,) = set(rendered) - set(plain)
+    assert rendered[changed] == (value / 100 if name == "memoryPercent" else value)
+    beyond = value + 1 if isinstance(value, int | float) else "no-such-choice"
+    with pytest.raises(ValidationError, match=name):
+        spec(engine={name: beyond})
+    wrong = revision(engine={"settings": {changed: beyond}})
+    with pytest.raises(InvalidEngine, match=changed):
+        worker_settings(wrong, "team-a.llama", CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,12 @@ prices validation rules by the largest value that a schema admits.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, create_model
 from pydantic.alias_generators import to_camel
 
-from radixgrove.protocol.settings import DType as DType
-from radixgrove.protocol.settings import (
-    EvictionPolicy,
-    HostWritePolicy,
-    KVDType,
-    RoutingPolicy,
-    SchedulePolicy,
-    Sharing,
-)
+from radixgrove.protocol.settings import RoutingPolicy, WorkerSettings
 
 MAX_NAME = 40
 MAX_NODES = 64
@@ -195,46 +187,66 @@ class Parallelism(SpecModel):
     ep: int = Field(1, description="Expert-parallel ranks.", ge=1, le=1024)
 
 
-class Engine(SpecModel):
+# Settings of the worker that are fields of `engine`, and the names of those that differ.
+_EVERYDAY = (
+    "page_size", "max_model_len", "max_running", "dtype", "kv_dtype", "kv_tokens",
+    "memory_fraction", "schedule_policy", "eviction_policy", "sharing", "host_cache_gib",
+    "host_write_policy",
+)  # fmt: skip
+_RENAMED = {"max_model_len": "context_length", "memory_fraction": "memory_percent"}
+
+
+class EngineBlock(SpecModel):
     """The worker's settings; what is absent is the worker's own default."""
 
-    page_size: int | None = Field(None, description="Tokens of a KV page.", ge=1, le=1024)
-    context_length: int | None = Field(
-        None, description="Longest prompt + output, in tokens.", ge=16, le=1 << 24
-    )
-    max_running: int | None = Field(None, description="Requests in a batch.", ge=1, le=4096)
-    dtype: DType | None = Field(None, description="Weights, and KV but for kvDtype.")
-    kv_dtype: KVDType | None = Field(
-        None,
-        description="KV; auto: as the weights. fp8_e4m3 takes one byte a value: room for twice the "
-        "tokens of bfloat16, for a little accuracy. GPUs of compute capability 8.9 or later, CPUs.",
-    )
-    kv_tokens: int | None = Field(
-        None, description="Size of the KV pool in tokens.", ge=16, le=1 << 34
-    )
-    memory_percent: int | None = Field(
-        None, description="Percent of the device's memory for weights and KV.", ge=1, le=100
-    )
-    schedule_policy: SchedulePolicy | None = Field(None, description="Order of the queue.")
-    eviction_policy: EvictionPolicy | None = Field(
-        None, description="Which cached page goes first."
-    )
-    sharing: Sharing | None = Field(None, description="Who may use whose cached prefixes.")
-    host_cache_gib: float | None = Field(
-        None,
-        description="GiB of host memory for cached pages that leave the GPUs, over all ranks of a "
-        "group; each of its pods requests an equal share of it. 0 or absent: none.",
-        ge=0,
-        le=1 << 16,
-    )
-    host_write_policy: HostWritePolicy | None = Field(
-        None, description="When cached pages are copied to the host."
-    )
-    settings: dict[str, Any] = Field(
-        {},
-        description="Any other setting of the worker, in the snake_case of its YAML file. Checked "
-        "against the worker's own schema; a mistake shows as the reason InvalidEngine.",
-        max_length=64,
+    def worker_settings(self) -> dict[str, Any]:
+        """What is set, by the names of the worker's YAML file."""
+        given = self.model_dump(exclude_none=True)
+        others: dict[str, Any] = given["settings"]
+        settings: dict[str, Any] = {}
+        for name in _EVERYDAY:
+            field = _RENAMED.get(name, name)
+            if field in given:
+                settings[name] = given[field]
+        if "memory_fraction" in settings:
+            settings["memory_fraction"] /= 100
+        return settings | others
+
+
+def _engine_field(name: str) -> tuple[Any, Any]:
+    """Type and field of one setting: the worker's type, bounds and text, but absent by default."""
+    setting = WorkerSettings.model_fields[name]
+    kind: Any = setting.annotation
+    for bound in setting.metadata:
+        kind = Annotated[kind, bound]
+    text = setting.description or ""
+    match name:
+        case "memory_fraction":  # whole numbers, because clients round fractions differently
+            kind = Annotated[int, Field(ge=1, le=100)]
+            text = f"In percent. {text}"
+        case "host_cache_gib":
+            text = f"{text} Each pod of a group requests an equal share of it."
+    return kind | None, Field(None, description=text)
+
+
+if TYPE_CHECKING:
+    Engine = EngineBlock
+else:
+    Engine = create_model(
+        "Engine",
+        __base__=EngineBlock,
+        __doc__=EngineBlock.__doc__,
+        **{_RENAMED.get(name, name): _engine_field(name) for name in _EVERYDAY},
+        settings=(
+            dict[str, Any],
+            Field(
+                {},
+                description="Any other setting of the worker, in the snake_case of its YAML file. "
+                "Checked against the worker's own schema; a mistake shows as the reason "
+                "InvalidEngine.",
+                max_length=64,
+            ),
+        ),
     )
 
 

@@ -183,7 +183,7 @@ def _pod_spec(
     # First, for it refuses settings that nothing below could read.
     config_map = revision_config_map(service, revision, config)["metadata"]["name"]
     hardware = revision.hardware
-    drain = float(revision.engine.settings.get("drain_timeout", DRAIN_TIMEOUT))
+    drain = float(revision.engine.worker_settings().get("drain_timeout", DRAIN_TIMEOUT))
     spec: Object = {
         "serviceAccountName": service.name,
         "automountServiceAccountToken": False,

@@ -150,11 +150,11 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
 
     Raises InvalidEngine when the worker's own schema refuses a setting.
     """
-    for name in revision.engine.settings:
+    asked = revision.engine.worker_settings()
+    for name in asked:
         if name in _BY_OPERATOR:
             raise InvalidEngine(f"engine.settings.{name} is set by the operator")
-    settings: dict[str, Any] = {"drain_timeout": DRAIN_TIMEOUT, "log_json": True}
-    settings |= _everyday(revision.engine) | revision.engine.settings
+    settings: dict[str, Any] = {"drain_timeout": DRAIN_TIMEOUT, "log_json": True} | asked
     settings |= {
         "host": config.listen_host,
         "port": names.API_PORT,
@@ -173,25 +173,6 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
     except ValidationError as error:
         raise InvalidEngine(f"engine: {first_mistake(error)}") from error
     return checked.model_dump(mode="json", include=set(settings))
-
-
-def _everyday(engine: Engine) -> dict[str, Any]:
-    """The fields of `engine` that are set, by the worker's names."""
-    named: dict[str, Any] = {
-        "page_size": engine.page_size,
-        "max_model_len": engine.context_length,
-        "max_running": engine.max_running,
-        "dtype": engine.dtype,
-        "kv_dtype": engine.kv_dtype,
-        "kv_tokens": engine.kv_tokens,
-        "memory_fraction": engine.memory_percent and engine.memory_percent / 100,
-        "schedule_policy": engine.schedule_policy,
-        "eviction_policy": engine.eviction_policy,
-        "sharing": engine.sharing,
-        "host_cache_gib": engine.host_cache_gib,
-        "host_write_policy": engine.host_write_policy,
-    }
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def config_map_data(revision: Revision, service: str, config: OperatorConfig) -> dict[str, str]:
@@ -219,6 +200,5 @@ def shared_memory(hardware: Hardware) -> str:
 
 def host_cache(revision: Revision) -> float:
     """Bytes of host memory that each pod's ranks keep for cached pages."""
-    engine = revision.engine
-    size = engine.settings.get("host_cache_gib", engine.host_cache_gib or 0)
+    size = revision.engine.worker_settings().get("host_cache_gib", 0)
     return float(size) * 2**30 / revision.hardware.nodes
