@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -28,11 +28,13 @@ from radixgrove.operator.planning.diagnosis import Problem, pod_problem, problem
 from radixgrove.operator.planning.model_cache import CacheStep
 from radixgrove.operator.planning.observed import Group, Pod, group_of, pod_of
 from radixgrove.operator.planning.plan import Plan
+from radixgrove.operator.planning.service_view import ServiceView
 from radixgrove.operator.render.revision import InvalidEngine, InvalidOverrides
-from tests.operator.operator_builders import spec
+from tests.operator.operator_builders import SERVICE, spec
 
 NOW = 1_000_000.0
 EMPTY = InferenceServiceStatus()
+VIEW_FIELDS = {field.name for field in fields(ServiceView)}
 CACHED = CacheStep(ModelStatus(name="llama"), ready=True, reason="Cached")
 
 
@@ -48,32 +50,45 @@ def facts(
     groups: Sequence[Group] = (),
     blocked: bool = False,
     waits_for: str = "",
-    **fields: Any,
+    **more: Any,
 ) -> StatusInput:
-    plan = Plan(records=list(records), blocked=blocked, waits_for=waits_for, last_attempt=7)
-    made = StatusInput(
-        name="llama",
-        operator="radixgrove/radixgrove-operator",
-        generation=5,
+    """Fields are those of the view, or else of the input."""
+    of_view = {name: more.pop(name) for name in VIEW_FIELDS & more.keys()}
+    view = ServiceView(
+        service=SERVICE,
         spec=resource or spec(replicas=len(records)),
-        url="http://router/v1",
+        created=NOW,
+        generation=5,
+        before=EMPTY,
+        now=NOW,
         target="r1",
-        plan=plan,
-        groups=groups,
         model=CACHED,
-        autoscaling=None,
     )
-    return replace(made, **fields)
+    return StatusInput(
+        view=replace(view, **of_view),
+        plan=Plan(records=list(records), blocked=blocked, waits_for=waits_for, last_attempt=7),
+        groups=groups,
+        operator="radixgrove/radixgrove-operator",
+        url="http://router/v1",
+        autoscaling=None,
+        **more,
+    )
+
+
+def computed(
+    given: StatusInput, before: InferenceServiceStatus = EMPTY, now: float = NOW
+) -> InferenceServiceStatus:
+    return compute(replace(given, view=replace(given.view, before=before, now=now)))
 
 
 def conditions(given: StatusInput, before: InferenceServiceStatus = EMPTY) -> dict[str, str]:
     """`True/Serving` by type."""
-    found = compute(given, before, NOW).conditions
+    found = computed(given, before, NOW).conditions
     return {c.type: f"{c.status}/{c.reason}" for c in found}
 
 
 def message(given: StatusInput, kind: str = "Ready") -> str:
-    return next(c.message for c in compute(given, EMPTY, NOW).conditions if c.type == kind)
+    return next(c.message for c in computed(given, EMPTY, NOW).conditions if c.type == kind)
 
 
 def group_with(**fields: Any) -> Group:
@@ -92,7 +107,7 @@ def slow_start(ran: float) -> Group:
 
 
 def test_counts_tell_present_ready_and_updated_groups_apart() -> None:
-    status = compute(
+    status = computed(
         facts(
             record(0),
             record(1, revision="r0"),
@@ -115,7 +130,7 @@ def test_counts_tell_present_ready_and_updated_groups_apart() -> None:
 
 def test_an_autoscaler_counts_pods_of_rank_0_alone() -> None:
     wanted = names.labels("llama", names.WORKER) | {names.POD_INDEX: "0"}
-    selector = compute(facts(record(0)), EMPTY, NOW).selector
+    selector = computed(facts(record(0)), EMPTY, NOW).selector
     assert dict(part.split("=") for part in selector.split(",")) == wanted
 
 
@@ -339,10 +354,10 @@ def test_groups_of_a_suspended_service_leave_first() -> None:
 
 
 def test_nothing_becomes_ready_that_routers_could_not_be_told_of() -> None:
-    untold = facts(record(0), untold=True, failures=["Redis does not answer"])
+    untold = facts(record(0), routers_behind=True, failures=["Redis does not answer"])
     assert conditions(untold)["Ready"] == "False/RequestRefused"
     assert message(untold) == "Redis does not answer"
-    before = compute(facts(record(0)), EMPTY, NOW)
+    before = computed(facts(record(0)), EMPTY, NOW)
     served = conditions(untold, before)
     assert served["Ready"] == "True/Serving", "by what routers know"
     assert served["Degraded"] == "True/RequestRefused"
@@ -352,13 +367,13 @@ def test_nothing_becomes_ready_that_routers_could_not_be_told_of() -> None:
 
 
 def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
-    first = compute(facts(STARTING), EMPTY, NOW)
-    later = compute(facts(STARTING, phases=["group 0: warming up"]), first, NOW + 60)
+    first = computed(facts(STARTING), EMPTY, NOW)
+    later = computed(facts(STARTING, phases=["group 0: warming up"]), first, NOW + 60)
     assert seconds_of(later)["Ready"] == times.from_text(times_text(first)["Ready"])
-    ready = compute(facts(record(0)), later, NOW + 90)
+    ready = computed(facts(record(0)), later, NOW + 90)
     assert seconds_of(ready)["Ready"] == NOW + 90
     assert seconds_of(ready)["Degraded"] == NOW
-    assert compute(facts(record(0)), ready, NOW + 600) == ready, "at rest nothing is written"
+    assert computed(facts(record(0)), ready, NOW + 600) == ready, "at rest nothing is written"
 
 
 def times_text(status: InferenceServiceStatus) -> dict[str, str]:
@@ -370,9 +385,9 @@ def seconds_of(status: InferenceServiceStatus) -> dict[str, float | None]:
 
 
 def test_every_transition_is_an_event_once() -> None:
-    starting = compute(facts(STARTING), EMPTY, NOW)
-    broken = compute(facts(record(0, GroupPhase.FAILED, failures=99)), starting, NOW + 1)
-    ready = compute(facts(record(0)), broken, NOW + 2)
+    starting = computed(facts(STARTING), EMPTY, NOW)
+    broken = computed(facts(record(0, GroupPhase.FAILED, failures=99)), starting, NOW + 1)
+    ready = computed(facts(record(0)), broken, NOW + 2)
     assert {reason for _, reason, _ in transitions(EMPTY, starting)} >= {"Starting", "Cached"}
     told = {(kind, reason) for kind, reason, _ in transitions(starting, broken)}
     assert ("Warning", "RestartBudgetExhausted") in told
@@ -395,7 +410,7 @@ def test_every_transition_is_an_event_once() -> None:
     ],
 )
 def test_only_what_needs_somebody_is_a_warning(given: StatusInput, kind: str) -> None:
-    told = transitions(EMPTY, compute(given, EMPTY, NOW))
+    told = transitions(EMPTY, computed(given, EMPTY, NOW))
     assert ("Warning" in {found for found, _, _ in told}) == (kind == "Warning")
 
 
@@ -536,18 +551,18 @@ def loading(seconds: float, allowed: float = 1800.0, **fields: Any) -> Group:
     ],
 )
 def test_groups_start_without_trouble_only_for_so_long(given: StatusInput, count: int) -> None:
-    assert starting(given, NOW) == count
+    assert starting(given) == count
 
 
 def test_a_service_has_served_from_its_first_readiness_until_it_is_stopped() -> None:
-    first = compute(facts(STARTING), EMPTY, NOW)
-    ready = compute(facts(record(0)), first, NOW)
-    down = compute(facts(record(0, GroupPhase.STARTING, failures=1)), ready, NOW)
-    stopped = compute(facts(resource=spec(suspend=True)), down, NOW)
-    resumed = compute(facts(STARTING), stopped, NOW)
+    first = computed(facts(STARTING), EMPTY, NOW)
+    ready = computed(facts(record(0)), first, NOW)
+    down = computed(facts(record(0, GroupPhase.STARTING, failures=1)), ready, NOW)
+    stopped = computed(facts(resource=spec(suspend=True)), down, NOW)
+    resumed = computed(facts(STARTING), stopped, NOW)
     assert [s.served for s in (first, ready, down, stopped, resumed)] == [
         False, True, True, False, False,
     ]  # fmt: skip
     asleep = facts(resource=spec(replicas=0, autoscaling={"min": 0, "max": 2}))
-    woken = compute(facts(STARTING), compute(asleep, ready, NOW), NOW)
+    woken = computed(facts(STARTING), computed(asleep, ready, NOW), NOW)
     assert not woken.served

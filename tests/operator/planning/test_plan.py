@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixgrove.operator.api.spec import InferenceServiceSpec
-from radixgrove.operator.api.status import GroupPhase, GroupStatus
+from radixgrove.operator.api.status import GroupPhase, GroupStatus, InferenceServiceStatus
 from radixgrove.operator.planning import gang
 from radixgrove.operator.planning.observed import Group, Node, ObservedState, Pod
 from radixgrove.operator.planning.plan import NewAttempt, Plan, PlanInput, as_placements, make_plan
-from tests.operator.operator_builders import CONFIG, SERVICE, spec
+from radixgrove.operator.planning.service_view import ServiceView
+from tests.operator.operator_builders import CONFIG, SERVICE, revision, spec
 
 
 @dataclass
@@ -47,28 +48,28 @@ class Cluster:
         """One reconciliation; the operator may die after some of its writes."""
         self.known.add(self.target)
         groups = tuple(self.groups.values())
-        own = as_placements(SERVICE, 1.0, "cuda", groups, self.records)
+        view = ServiceView(
+            service=SERVICE,
+            spec=self.spec,
+            created=1.0,
+            generation=1,
+            before=InferenceServiceStatus(
+                groups=self.records, last_attempt=self.last_attempt, revision=self.target
+            ),
+            now=self.now,
+            observed=ObservedState(groups, self.nodes, max((g.attempt for g in groups), default=0)),
+            revisions={known: revision() for known in self.known},
+            target=self.target,
+        )
         plan = make_plan(
             PlanInput(
-                service=SERVICE,
-                spec=self.spec,
-                created=1.0,
-                records=self.records,
-                last_attempt=self.last_attempt,
+                view=view,
                 unused_attempts=self.unused,
-                observed=ObservedState(
-                    groups, self.nodes, max((g.attempt for g in groups), default=0)
-                ),
-                target=self.target,
-                previous=self.target,
-                known_revisions=self.known,
-                device="cuda",
-                placements=[*own, *self.others],
+                placements=[*as_placements(view, groups, self.records), *self.others],
                 others_wait=False,
                 holds_lease=lambda _: False,
                 silent_nodes=lambda pods: {pod.node for pod in pods} & self.silent,
                 config=CONFIG,
-                now=self.now,
             )
         )
         writes: list[Callable[[], None]] = [partial(self._keep, plan)]

@@ -1,4 +1,4 @@
-"""What one look at one service gathers, decides, and was refused."""
+"""What one reconciliation of one service gathers, decides, and was refused."""
 
 from __future__ import annotations
 
@@ -8,44 +8,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from radixgrove.operator.api.spec import InferenceServiceSpec
-from radixgrove.operator.api.status import InferenceServiceStatus
 from radixgrove.operator.cluster.redis_store import RedisAway
 from radixgrove.operator.controller.store import Key
 from radixgrove.operator.kube.client import KubeError
-from radixgrove.operator.planning import model_cache
-from radixgrove.operator.planning.diagnosis import Problem
-from radixgrove.operator.planning.observed import ObservedState
-from radixgrove.operator.render.common import Service
-from radixgrove.operator.render.revision import InvalidEngine, InvalidSettings, Revision
+from radixgrove.operator.planning.service_view import ServiceView
+from radixgrove.operator.render.revision import InvalidEngine
 
 logger = logging.getLogger(__name__)
 
 Object = dict[str, Any]
 
 
-@dataclass
-class ReconcileContext:
-    """What one reconciliation gathers and decides."""
+@dataclass(kw_only=True)
+class ReconcileContext(ServiceView):
+    """The service's view, and the API objects behind it."""
 
-    body: Object
-    spec: InferenceServiceSpec
-    service: Service
-    created: float
-    before: InferenceServiceStatus
-    now: float
-    failures: list[str] = field(default_factory=list)
-    sets: list[Object] = field(default_factory=list)
-    config_maps: list[Object] = field(default_factory=list)
-    observed: ObservedState = field(default_factory=ObservedState)
-    revisions: dict[str, Revision] = field(default_factory=dict)
-    model: model_cache.CacheStep | None = None
-    target: Revision | None = None
-    invalid: InvalidSettings | None = None
-    name_taken: str = ""
+    body: Object  # the resource
+    sets: list[Object] = field(default_factory=list)  # StatefulSets of its groups
+    config_maps: list[Object] = field(default_factory=list)  # of its revisions, oldest first
     keys: str = ""  # hash of those that the namespace's pods read; "": they could not be given
-    router: Problem | None = None  # why the service's own router does not answer
-    untold: bool = False  # routers know an older state than this look's
 
     @property
     def key(self) -> Key:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixgrove.operator.api import names, times
-from radixgrove.operator.api.spec import InferenceServiceSpec, duration
+from radixgrove.operator.api.spec import duration
 from radixgrove.operator.api.status import (
     AutoscalingStatus,
     Condition,
@@ -16,10 +16,9 @@ from radixgrove.operator.api.status import (
     InferenceServiceStatus,
 )
 from radixgrove.operator.planning.diagnosis import Problem, problem
-from radixgrove.operator.planning.model_cache import CacheStep
 from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.planning.plan import Plan
-from radixgrove.operator.render.revision import InvalidSettings
+from radixgrove.operator.planning.service_view import ServiceView
 
 # Reasons that ask nothing of anybody; all others are worth a warning.
 _CALM = {
@@ -44,41 +43,31 @@ class ConditionDraft:
 class StatusInput:
     """Everything a status is computed from."""
 
-    name: str
-    operator: str
-    generation: int
-    spec: InferenceServiceSpec
-    url: str
-    target: str | None
+    view: ServiceView
     plan: Plan
-    groups: Sequence[Group]
-    model: CacheStep
+    groups: Sequence[Group]  # without those that the plan deletes
+    operator: str  # the installation that looks after the service
+    url: str
     autoscaling: AutoscalingStatus | None
-    name_taken: str = ""  # the model name or alias, and whose it is
-    router: Problem | None = None  # why the service's own router does not answer
-    untold: bool = False  # routers could not be told of the present groups
     outdated: str = ""  # what an older CRD drops of this status
-    invalid: InvalidSettings | None = None  # which settings are refused, and why
-    failures: Sequence[str] = ()  # requests that the API server refused, Redis away
     phases: Sequence[str] = ()  # what starting workers say they do
 
 
-def compute(
-    facts: StatusInput, before: InferenceServiceStatus, now: float
-) -> InferenceServiceStatus:
-    """The new status; equal to `before` when nothing a person would notice has changed."""
+def compute(facts: StatusInput) -> InferenceServiceStatus:
+    """The new status; equal to the one before when nothing a person would notice has changed."""
+    before, now = facts.view.before, facts.view.now
     records = facts.plan.records
     ready = [r for r in records if r.phase is GroupPhase.READY]
     present = [r for r in records if r.phase is not GroupPhase.WAITING]
-    desired = 0 if facts.spec.suspend else facts.spec.replicas
+    desired = facts.view.desired
     served = any(c.type == "Ready" and c.status == "True" for c in before.conditions)
     # Routers that cannot be told serve on what they know: nothing becomes ready meanwhile.
-    reached = len(ready) if served or not facts.untold else 0
+    reached = len(ready) if served or not facts.view.routers_behind else 0
     verdicts = [_ready(facts, reached, desired), _progressing(facts, len(ready), desired)]
     verdicts += [_model_cached(facts), _degraded(facts)]
-    selector = names.labels(facts.name, names.WORKER) | {names.POD_INDEX: "0"}
+    selector = names.labels(facts.view.service.name, names.WORKER) | {names.POD_INDEX: "0"}
     return InferenceServiceStatus(
-        observed_generation=facts.generation,
+        observed_generation=facts.view.generation,
         operator=facts.operator,
         url=facts.url,
         summary=f"{len(ready)}/{desired}",
@@ -86,25 +75,27 @@ def compute(
         replicas=len(present),
         desired_replicas=desired,
         ready_replicas=len(ready),
-        updated_replicas=sum(1 for r in ready if r.revision == facts.target),
+        updated_replicas=sum(1 for r in ready if r.revision == facts.view.target),
         served=desired > 0 and (before.served or before.ready_replicas > 0 or bool(ready)),
-        revision=facts.target or before.revision,
-        parallelism=facts.spec.layout,
-        model=facts.model.status,
+        revision=facts.view.target or before.revision,
+        parallelism=facts.view.spec.layout,
+        model=facts.view.model.status,
         groups=records,
         last_attempt=facts.plan.last_attempt,
         autoscaling=facts.autoscaling,
-        conditions=[_condition(verdict, facts.generation, before, now) for verdict in verdicts],
+        conditions=[
+            _condition(verdict, facts.view.generation, before, now) for verdict in verdicts
+        ],
     )
 
 
-def starting(facts: StatusInput, now: float) -> int:
+def starting(facts: StatusInput) -> int:
     """Groups on their way to their first readiness, without trouble, in the time they have."""
-    desired = 0 if facts.spec.suspend else facts.spec.replicas
+    desired = facts.view.desired
     records = {record.index: record for record in facts.plan.records}
-    if not facts.model.ready:
+    if not facts.view.model.ready:
         ready = sum(1 for r in records.values() if r.phase is GroupPhase.READY)
-        return max(desired - ready, 0) if facts.model.reason in _FETCHING else 0
+        return max(desired - ready, 0) if facts.view.model.reason in _FETCHING else 0
     groups = {group.index: group for group in facts.groups if not group.draining}
     return sum(
         1
@@ -112,7 +103,7 @@ def starting(facts: StatusInput, now: float) -> int:
         if record.phase in (GroupPhase.PENDING, GroupPhase.STARTING)
         and record.failures == 0
         and not record.was_ready
-        and _in_time(groups.get(record.index), now)
+        and _in_time(groups.get(record.index), facts.view.now)
     )
 
 
@@ -183,38 +174,38 @@ def refused(
 
 def _blocking(facts: StatusInput) -> ConditionDraft | None:
     """What keeps a service from running at all."""
-    if facts.invalid:
-        return ConditionDraft("Ready", False, facts.invalid.reason, str(facts.invalid))
-    if facts.name_taken:
-        return ConditionDraft("Ready", False, "ModelNameTaken", facts.name_taken)
-    if facts.spec.suspend:
+    if facts.view.invalid:
+        return ConditionDraft("Ready", False, facts.view.invalid.reason, str(facts.view.invalid))
+    if facts.view.name_taken:
+        return ConditionDraft("Ready", False, "ModelNameTaken", facts.view.name_taken)
+    if facts.view.spec.suspend:
         return ConditionDraft("Ready", False, "Suspended", "spec.suspend is true")
     return None
 
 
 def _ready(facts: StatusInput, ready: int, desired: int) -> ConditionDraft:
     blocking = _blocking(facts)
-    if blocking is not None and (facts.name_taken or facts.spec.suspend or not ready):
+    if blocking is not None and (facts.view.name_taken or facts.view.spec.suspend or not ready):
         return blocking
-    if ready and facts.router:
-        return ConditionDraft("Ready", False, facts.router.reason, facts.router.message)
+    if ready and facts.view.router:
+        return ConditionDraft("Ready", False, facts.view.router.reason, facts.view.router.message)
     if ready:
         return ConditionDraft("Ready", True, "Serving", f"{ready} of {desired} groups are ready")
     if desired == 0:
-        asleep = facts.spec.autoscaling is not None
+        asleep = facts.view.spec.autoscaling is not None
         reason = "Asleep" if asleep else "ScaledToZero"
         text = "the next request wakes it" if asleep else "replicas is 0"
         return ConditionDraft("Ready", asleep, reason, text)
-    if not facts.model.ready:
-        return ConditionDraft("Ready", False, facts.model.reason, facts.model.message)
+    if not facts.view.model.ready:
+        return ConditionDraft("Ready", False, facts.view.model.reason, facts.view.model.message)
     reason, message = _hindrance(facts)
     return ConditionDraft("Ready", False, reason, message)
 
 
 def _hindrance(facts: StatusInput) -> tuple[str, str]:
     """The first thing that keeps groups from being ready."""
-    if facts.failures:
-        return "RequestRefused", "; ".join(facts.failures)
+    if facts.view.failures:
+        return "RequestRefused", "; ".join(facts.view.failures)
     for record in facts.plan.records:
         if record.phase is GroupPhase.FAILED:
             return _failed(facts, record)
@@ -229,15 +220,14 @@ def _hindrance(facts: StatusInput) -> tuple[str, str]:
     if waiting and waiting[0].yields:
         return "InsufficientGPUs", waiting[0].detail
     if waiting and waiting[0].retry_at:
-        count = (
-            f"failure {waiting[0].failures} in a row, {facts.spec.recovery.max_restarts} allowed"
-        )
+        allowed = facts.view.spec.recovery.max_restarts
+        count = f"failure {waiting[0].failures} in a row, {allowed} allowed"
         return "BackOff", f"next attempt at {waiting[0].retry_at} ({count}): {waiting[0].detail}"
     return "Starting", _starting(facts)
 
 
 def _failed(facts: StatusInput, record: GroupStatus) -> tuple[str, str]:
-    recovery = facts.spec.recovery
+    recovery = facts.view.spec.recovery
     afresh = f"set the annotation {names.RESTART} to a new value to start afresh"
     words = f"group {record.index}: {record.detail}"
     if record.failures > recovery.max_restarts:
@@ -248,9 +238,9 @@ def _failed(facts: StatusInput, record: GroupStatus) -> tuple[str, str]:
 
 def _asked(facts: StatusInput, group: Group, trouble: Problem) -> str:
     """What was asked for, where it is more than there is."""
-    if trouble.reason != "InsufficientGPUs" or group.revision != facts.target:
+    if trouble.reason != "InsufficientGPUs" or group.revision != facts.view.target:
         return ""
-    hardware = facts.spec.hardware
+    hardware = facts.view.spec.hardware
     return f" (asked for: {hardware.gpus_per_node} GPUs on each of {hardware.nodes} nodes)"
 
 
@@ -270,16 +260,16 @@ def _starting(facts: StatusInput) -> str:
 
 
 def _progressing(facts: StatusInput, ready: int, desired: int) -> ConditionDraft:
-    blocking = _blocking(facts)
-    if blocking is not None and not (facts.spec.suspend and facts.groups):
+    blocking, model, router = _blocking(facts), facts.view.model, facts.view.router
+    if blocking is not None and not (facts.view.spec.suspend and facts.groups):
         return ConditionDraft("Progressing", False, blocking.reason, blocking.message)
     if facts.plan.blocked:
         _, message = _hindrance(facts)
         text = f"the new revision does not start, the old one stays: {message}"
         return ConditionDraft("Progressing", False, "RolloutBlocked", text)
-    if desired and not facts.model.ready:
-        return ConditionDraft("Progressing", True, facts.model.reason, facts.model.message)
-    old = [r for r in facts.plan.records if r.revision != facts.target]
+    if desired and not model.ready:
+        return ConditionDraft("Progressing", True, model.reason, model.message)
+    old = [r for r in facts.plan.records if r.revision != facts.view.target]
     if old and desired:
         reason, message = _hindrance(facts)
         text = f"{len(old)} groups are of an old revision"
@@ -290,24 +280,25 @@ def _progressing(facts: StatusInput, ready: int, desired: int) -> ConditionDraft
         reason, message = _hindrance(facts)
         given_up = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
         return ConditionDraft("Progressing", not given_up, reason, message)
-    if facts.router and desired:
-        return ConditionDraft("Progressing", True, facts.router.reason, facts.router.message)
+    if router and desired:
+        return ConditionDraft("Progressing", True, router.reason, router.message)
     if len(facts.plan.records) > desired:
         return ConditionDraft("Progressing", True, "Draining", "groups are leaving")
     return ConditionDraft("Progressing", False, "Settled", "")
 
 
 def _model_cached(facts: StatusInput) -> ConditionDraft:
-    return ConditionDraft("ModelCached", facts.model.ready, facts.model.reason, facts.model.message)
+    model = facts.view.model
+    return ConditionDraft("ModelCached", model.ready, model.reason, model.message)
 
 
 def _degraded(facts: StatusInput) -> ConditionDraft:
-    if facts.failures:
-        return ConditionDraft("Degraded", True, "RequestRefused", "; ".join(facts.failures))
+    if facts.view.failures:
+        return ConditionDraft("Degraded", True, "RequestRefused", "; ".join(facts.view.failures))
     if facts.outdated:
         return ConditionDraft("Degraded", True, "OutdatedCRD", facts.outdated)
-    if facts.invalid and facts.groups:
-        return ConditionDraft("Degraded", True, facts.invalid.reason, str(facts.invalid))
+    if facts.view.invalid and facts.groups:
+        return ConditionDraft("Degraded", True, facts.view.invalid.reason, str(facts.view.invalid))
     failed = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
     lost = any(
         (r.failures or r.restarts) and r.phase is not GroupPhase.READY for r in facts.plan.records

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.api.status import MAX_DETAIL, GroupPhase, GroupStatus
 from radixgrove.operator.planning import gang, recovery, rollout
 from radixgrove.operator.planning.diagnosis import Problem, problem
-from radixgrove.operator.planning.observed import Group, ObservedState, Pod
-from radixgrove.operator.render.common import Service
+from radixgrove.operator.planning.observed import Group, Pod
+from radixgrove.operator.planning.service_view import ServiceView
 
 REMOVED = "removed"  # the drained group does not come back
 RECOVERY = "recovery"  # its next attempt takes over
@@ -22,27 +21,13 @@ RECOVERY = "recovery"  # its next attempt takes over
 class PlanInput:
     """All that a plan depends on."""
 
-    service: Service
-    spec: InferenceServiceSpec
-    created: float  # of the resource
-    records: Sequence[GroupStatus]
-    last_attempt: int
+    view: ServiceView
     unused_attempts: Collection[int]  # up to the last one, of which nothing was made
-    observed: ObservedState
-    target: str | None  # revision to run; None while it cannot be made
-    previous: str  # the last target
-    known_revisions: Collection[str]  # frozen ones that groups can be made from
-    device: str
     placements: Sequence[gang.GangPlacement]  # of all groups in sight, this service's included
     others_wait: bool  # for a partly placed group
     holds_lease: Callable[[Group], bool]
     silent_nodes: Callable[[Sequence[Pod]], Collection[str]]  # of pods that do not answer
     config: OperatorConfig
-    now: float
-
-    @property
-    def desired(self) -> int:
-        return 0 if self.spec.suspend else self.spec.replicas
 
 
 @dataclass(frozen=True)
@@ -86,6 +71,10 @@ class Plan:
             and not (record.phase is GroupPhase.WAITING and record.yields)
         }
 
+    def leaving(self) -> set[str]:
+        """Names of the groups that it drains or deletes."""
+        return {group.name for group in self.delete} | {group.name for group, _ in self.drain}
+
     def not_made(self, new: NewAttempt, because: str) -> None:
         """The attempt's StatefulSet could not be created."""
         waiting = {"phase": GroupPhase.WAITING, "detail": because[:MAX_DETAIL]}
@@ -99,7 +88,9 @@ class Plan:
 
 
 def make_plan(given: PlanInput) -> Plan:
-    plan = Plan(last_attempt=max(given.last_attempt, given.observed.highest_attempt))
+    plan = Plan(
+        last_attempt=max(given.view.before.last_attempt, given.view.observed.highest_attempt)
+    )
     live = _live_groups(given, plan)
     records = _known_records(given, live)
     for index in sorted(live):
@@ -110,7 +101,7 @@ def make_plan(given: PlanInput) -> Plan:
             records[index] = _start(given, plan, records[index])
     plan.serving = sorted(
         [names.replica_id(live[i].name) for i in live if _may_serve(records[i], live[i])]
-        + [names.replica_id(new.name(given.service.name)) for new in plan.create]
+        + [names.replica_id(new.name(given.view.service.name)) for new in plan.create]
     )
     plan.records = [
         _with_phase(records[i], live.get(i)) for i in sorted(records)
@@ -130,7 +121,7 @@ def _live_groups(given: PlanInput, plan: Plan) -> dict[int, Group]:
     An operator that died between two writes may have left two attempts of one group.
     """
     live: dict[int, Group] = {}
-    for group in sorted(given.observed.groups, key=lambda g: g.attempt):
+    for group in sorted(given.view.observed.groups, key=lambda g: g.attempt):
         if group.draining:
             _finish_draining(given, plan, group)
             continue
@@ -144,7 +135,7 @@ def _finish_draining(given: PlanInput, plan: Plan, group: Group) -> None:
     if group.deleting:
         return
     end = (group.draining_since or 0.0) + given.config.drain_notice
-    if given.now >= end:
+    if given.view.now >= end:
         plan.delete.append(group)
     else:
         plan.requeue_by(end)
@@ -153,12 +144,12 @@ def _finish_draining(given: PlanInput, plan: Plan, group: Group) -> None:
 def _known_records(given: PlanInput, live: Mapping[int, Group]) -> dict[int, GroupStatus]:
     removed = {
         group.index
-        for group in given.observed.groups
+        for group in given.view.observed.groups
         if group.draining and group.draining_because == REMOVED and group.index not in live
     }
     records = {
         record.index: record
-        for record in given.records
+        for record in given.view.before.groups
         if record.phase is not GroupPhase.DRAINING and record.index not in removed
     }
     for index, group in live.items():
@@ -174,8 +165,10 @@ def _look_after(
     group = live[record.index]
     if record.phase is GroupPhase.FAILED and record.attempt == group.attempt:
         return record
-    settings, now = given.spec.recovery, given.now
-    found = recovery.assess(group, record, given.observed.nodes, settings, given.holds_lease, now)
+    settings, now = given.view.spec.recovery, given.view.now
+    found = recovery.assess(
+        group, record, given.view.observed.nodes, settings, given.holds_lease, now
+    )
     if found.recheck_at is not None:
         plan.requeue_by(found.recheck_at)
     if found.fault is None:
@@ -203,7 +196,7 @@ def _suspects(given: PlanInput, group: Group, fault: recovery.Fault) -> list[str
     A machine that hangs counts as healthy for most of a minute, while its peers notice within
     seconds: so the pods are asked, too.
     """
-    nodes = given.observed.nodes
+    nodes = given.view.observed.nodes
     heard = [
         pod
         for pod in group.pods
@@ -221,8 +214,8 @@ def _give_way(
         return record
     own = gang.GangPlacement(
         key=_gang_key(given, record.index),
-        order=(given.created, *_gang_key(given, record.index)),
-        device=given.device,
+        order=(given.view.created, *_gang_key(given, record.index)),
+        device=given.view.spec.hardware.device.value,
         nodes=group.nodes,
         placed=group.placed,
         partly_since=times.from_text(record.partly_since),
@@ -231,11 +224,11 @@ def _give_way(
         own,
         given.placements,
         given.others_wait,
-        given.now,
+        given.view.now,
         given.config.gang_timeout,
     )
     if not winner:
-        plan.requeue_by(given.now + 5.0)
+        plan.requeue_by(given.view.now + 5.0)
         return record
     plan.delete.append(group)
     del live[record.index]
@@ -249,21 +242,21 @@ def _give_way(
             "phase": GroupPhase.WAITING,
             "detail": message,
             "yields": record.yields + 1,
-            "retry_at": times.to_text(given.now + gang.retry_after(record.yields)),
+            "retry_at": times.to_text(given.view.now + gang.retry_after(record.yields)),
             "partly_since": None,
         }
     )
 
 
 def _gang_key(given: PlanInput, index: int) -> tuple[str, str, int]:
-    return (given.service.namespace, given.service.name, index)
+    return (given.view.service.namespace, given.view.service.name, index)
 
 
 def _roll(
     given: PlanInput, plan: Plan, records: dict[int, GroupStatus], live: dict[int, Group]
 ) -> None:
-    target = given.previous if given.target is None else given.target
-    spec = given.spec.rollout
+    target = given.view.before.revision if given.view.target is None else given.view.target
+    spec = given.view.spec.rollout
     slots = [
         rollout.Slot(
             index=index,
@@ -275,18 +268,18 @@ def _roll(
     ]
     slots += [
         rollout.Slot(index, "", draining=True)
-        for index in {g.index for g in given.observed.groups if g.draining} - set(records)
+        for index in {g.index for g in given.view.observed.groups if g.draining} - set(records)
     ]
-    moves = rollout.plan(slots, given.desired, target, spec.max_unavailable, spec.max_surge)
+    moves = rollout.plan(slots, given.view.desired, target, spec.max_unavailable, spec.max_surge)
     plan.blocked = moves.blocked
     for index in moves.drain:
         del records[index]
         if index in live:
             plan.drain.append((live.pop(index), REMOVED))
-            plan.requeue_by(given.now + given.config.drain_notice)
+            plan.requeue_by(given.view.now + given.config.drain_notice)
         else:
-            plan.requeue_by(given.now)  # its place is free at the next look
-    for index in moves.create if given.target is not None else ():
+            plan.requeue_by(given.view.now)  # its place is free at the next look
+    for index in moves.create if given.view.target is not None else ():
         records[index] = GroupStatus(index=index, revision=target)
 
 
@@ -302,17 +295,17 @@ def _failing(record: GroupStatus, group: Group | None) -> bool:
 def _start(given: PlanInput, plan: Plan, record: GroupStatus) -> GroupStatus:
     """A group without pods: its next attempt, unless something says not yet."""
     record = record.model_copy(update={"phase": GroupPhase.WAITING})
-    if record.revision not in given.known_revisions:
+    if record.revision not in given.view.revisions:
         return record.model_copy(update={"detail": "its revision cannot be made yet"})
     retry_at = times.from_text(record.retry_at)
-    if retry_at is not None and given.now < retry_at:
+    if retry_at is not None and given.view.now < retry_at:
         plan.requeue_by(retry_at)
         return record
     key = _gang_key(given, record.index)
-    ahead = gang.blocker(key, given.device, given.placements)
+    ahead = gang.blocker(key, given.view.spec.hardware.device.value, given.placements)
     if ahead is not None:
         plan.waits_for = "/".join(ahead.key[:2])
-        plan.requeue_by(given.now + 5.0)
+        plan.requeue_by(given.view.now + 5.0)
         return record.model_copy(update={"detail": f"waits until {plan.waits_for} is placed"})
     attempt = _attempt_number(given, plan, record)
     plan.last_attempt = max(plan.last_attempt, attempt)
@@ -361,29 +354,26 @@ def _leaving_records(given: PlanInput, records: Mapping[int, GroupStatus]) -> li
             revision=group.revision,
             phase=GroupPhase.DRAINING,
         )
-        for group in given.observed.groups
+        for group in given.view.observed.groups
         if group.draining and group.index not in records
     ]
 
 
 def as_placements(
-    service: Service,
-    created: float,
-    device: str,
-    groups: Sequence[Group],
-    records: Sequence[GroupStatus],
+    view: ServiceView, groups: Sequence[Group], records: Sequence[GroupStatus]
 ) -> list[gang.GangPlacement]:
     """A service's groups as the whole placement sees them.
 
-    One that failed and is kept for diagnosis waits for nothing, so nobody waits for it.
+    One that failed and is kept for diagnosis waits for nothing, so no group waits for it.
     """
     kept = {(r.index, r.attempt) for r in records if r.phase is GroupPhase.FAILED}
     since = {record.index: times.from_text(record.partly_since) for record in records}
+    namespace, name = view.service.namespace, view.service.name
     return [
         gang.GangPlacement(
-            key=(service.namespace, service.name, group.index),
-            order=(created, service.namespace, service.name, group.index),
-            device=device,
+            key=(namespace, name, group.index),
+            order=(view.created, namespace, name, group.index),
+            device=view.spec.hardware.device.value,
             nodes=group.nodes,
             placed=group.placed,
             partly_since=since.get(group.index),

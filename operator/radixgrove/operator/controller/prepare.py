@@ -1,0 +1,141 @@
+"""Keeps what a service has besides its groups: keys, guards, router and model; and its revision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from radixgrove.operator.api import names
+from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.controller import dedicated_router
+from radixgrove.operator.controller.context import Object, ReconcileContext
+from radixgrove.operator.controller.store import (
+    OtherService,
+    Store,
+    name_conflict,
+    other_service_of,
+)
+from radixgrove.operator.kube.client import Kube
+from radixgrove.operator.kube.keys import Keys
+from radixgrove.operator.planning import model_cache
+from radixgrove.operator.planning.observed import JobState, job_of
+from radixgrove.operator.render import group as render_group
+from radixgrove.operator.render import models, policies
+from radixgrove.operator.render.revision import InvalidEngine, revision_of
+
+
+class Preparer:
+    """Thread-safe for different services."""
+
+    def __init__(self, kube: Kube, store: Store, keys: Keys, config: OperatorConfig) -> None:
+        self._kube = kube
+        self._store = store
+        self._keys = keys
+        self._config = config
+
+    def prepare(self, context: ReconcileContext) -> None:
+        """Fills `name_taken`, `keys`, `router`, `model`, `invalid` and `target`."""
+        own = other_service_of(context.body)
+        assert own is not None
+        other_services = self._store.services()
+        context.name_taken = name_conflict(own, other_services)
+        same_namespace = [n for n in other_services if n.service.namespace == own.service.namespace]
+        with context.trying():
+            context.keys = self._give_keys(context, same_namespace, own)
+        for child in self._guards(context):
+            with context.trying():
+                self._kube.apply_cached(child)
+        if context.spec.router.dedicated:
+            dedicated_router.keep(self._kube, context, self._config)
+        else:
+            dedicated_router.remove(self._kube, context, self._config)
+        self._remove_policies(context)
+        self._model(context, own, same_namespace)
+        # Groups made before their namespace has the new keys would start with the old ones, and
+        # keep them.
+        if context.keys and not context.name_taken:
+            self._target(context)
+
+    def _give_keys(
+        self, context: ReconcileContext, other_services: list[OtherService], own: OtherService
+    ) -> str:
+        """The hash of the keys that the namespace's pods read.
+
+        Read at every look: Secrets are not watched, and pods without their keys do not start.
+        """
+        namespace = context.service.namespace
+        users = [n.service for n in other_services if n.key != own.key] + [context.service]
+        if namespace != self._config.namespace:
+            users.sort(key=lambda user: user.uid)
+            self._kube.apply(self._keys.copy(namespace, users))
+        return self._keys.digest()
+
+    def _guards(self, context: ReconcileContext) -> Iterator[Object]:
+        service, config = context.service, self._config
+        yield policies.service_account(service)
+        if config.network_policies.enabled:
+            yield policies.worker_network_policy(service, context.spec.router.dedicated, config)
+
+    def _remove_policies(self, context: ReconcileContext) -> None:
+        """NetworkPolicies from before they were switched off in the chart."""
+        if self._config.network_policies.enabled:
+            return
+        labels = {names.MANAGED_BY: names.MANAGER, names.SERVICE: context.service.name}
+        with context.trying():
+            for policy in self._kube.list("NetworkPolicy", context.service.namespace, labels):
+                meta = policy["metadata"]
+                self._kube.delete("NetworkPolicy", meta["namespace"], meta["name"], meta["uid"])
+
+    def _model(
+        self, context: ReconcileContext, own: OtherService, other_services: list[OtherService]
+    ) -> None:
+        namespace, known = context.service.namespace, context.before.model
+        jobs: dict[str, JobState] = {}
+        for name in model_cache.wanted_jobs(context.service, context.spec, known):
+            job = self._kube.get("Job", namespace, name)
+            if job is not None:
+                pods = self._kube.list("Pod", namespace, {"job-name": name})
+                jobs[name] = job_of(job, pods)
+        found = {
+            name: self._kube.get("PersistentVolumeClaim", namespace, name)
+            for name in model_cache.wanted_claims(context.spec, known)
+        }
+        claims = {name: claim for name, claim in found.items() if claim is not None}
+        users = sorted({n.key: n for n in [*other_services, own]}.values(), key=lambda n: n.age)
+        cache = model_cache.Cache(
+            jobs, claims, [models.User(n.service, n.spec.model.cache, n.claim) for n in users]
+        )
+        step = model_cache.decide(
+            context.service, context.spec, known, cache, self._config, context.now
+        )
+        for child in step.apply:
+            with context.trying():
+                self._kube.apply_cached(child)
+        for done in step.delete_jobs:
+            with context.trying():
+                self._kube.delete("Job", namespace, done.name, done.uid)
+        context.model = step
+
+    def _target(self, context: ReconcileContext) -> None:
+        """The revision that groups are to run, checked by rendering it."""
+        step = context.model
+        if step.at is None:
+            return
+        restart = context.body["metadata"].get("annotations", {}).get(names.RESTART, "")
+        target = revision_of(
+            context.spec,
+            context.service.name,
+            step.at,
+            restart,
+            self._config,
+            context.keys,
+            step.size,
+        )
+        target = context.revisions.get(target.hash, target)  # as it was frozen
+        try:
+            render_group.stateful_set(context.service, target, 0, 0, self._config)
+        except InvalidEngine as error:
+            context.invalid = error
+            return
+        if step.ready:
+            context.target = target.hash
+            context.revisions[target.hash] = target

@@ -1,0 +1,74 @@
+"""Says how a service stands: status, Events, metrics, and what its neighbours need to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from radixgrove.operator.api import metrics
+from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.status import AutoscalingStatus, InferenceServiceStatus
+from radixgrove.operator.cluster.worker_probe import WorkerProbe
+from radixgrove.operator.controller.context import ReconcileContext
+from radixgrove.operator.controller.status_writer import StatusWriter, as_json
+from radixgrove.operator.controller.store import Key, Store
+from radixgrove.operator.planning import conditions
+from radixgrove.operator.planning.plan import Plan, as_placements
+from radixgrove.operator.render import router as render_router
+
+
+class Reporter:
+    """Thread-safe for different services."""
+
+    def __init__(
+        self,
+        store: Store,
+        probe: WorkerProbe,
+        status: StatusWriter,
+        config: OperatorConfig,
+        autoscaling: Callable[[Key], AutoscalingStatus | None],
+        enqueue: Callable[[Key], None],
+    ) -> None:
+        self._store = store
+        self._probe = probe
+        self._status = status
+        self._config = config
+        self._autoscaling = autoscaling
+        self._enqueue = enqueue
+
+    def report(self, context: ReconcileContext, plan: Plan) -> None:
+        """Raises KubeError when the status cannot be written."""
+        leaving = {group.uid for group in plan.delete}
+        groups = [group for group in context.observed.groups if group.uid not in leaving]
+        device = context.spec.hardware.device.value
+        placements = as_placements(context, groups, plan.records)
+        for other in self._store.placed(context.key, placements, device if plan.waits_for else ""):
+            self._enqueue(other)
+        own_router = render_router.router_url(context.service, self._config)
+        facts = conditions.StatusInput(
+            view=context,
+            plan=plan,
+            groups=groups,
+            operator=self._config.installation,
+            url=own_router if context.spec.router.dedicated else self._config.router.url,
+            autoscaling=self._autoscaling(context.key),
+            outdated=self._status.outdated(context.key),
+            phases=self._probe.phases(groups),
+        )
+        after = conditions.compute(facts)
+        live = context.body.get("status") or {}
+        body = self._status.lasting(context.key, live, conditions.difference(live, as_json(after)))
+        if body:
+            self._status.write(context.key, body)
+        for kind, reason, message in [*plan.events, *conditions.transitions(context.before, after)]:
+            with context.trying():
+                self._status.event(context.body, kind, reason, message)
+        _measure(context.key, plan, after, conditions.starting(facts))
+
+
+def _measure(key: Key, plan: Plan, after: InferenceServiceStatus, starting: int) -> None:
+    counts = (after.ready_replicas, after.desired_replicas, starting)
+    for state, count in zip(metrics.GROUP_STATES, counts, strict=True):
+        metrics.GROUPS.labels(*key, state).set(count)
+    metrics.FIRST_START.labels(*key).set(starting > 0 and not after.served)
+    recovered = sum(1 for _, reason, _ in plan.events if reason == "GroupRecovery")
+    metrics.GROUP_RECOVERIES.labels(*key).inc(recovered)

@@ -1,0 +1,40 @@
+"""What one reconciliation knows of its service: what was asked for, what is there, what is wrong.
+
+Filled step by step by the controller; plan and conditions are computed from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from radixgrove.operator.api.spec import InferenceServiceSpec
+from radixgrove.operator.api.status import InferenceServiceStatus, ModelStatus
+from radixgrove.operator.planning.diagnosis import Problem
+from radixgrove.operator.planning.model_cache import CacheStep
+from radixgrove.operator.planning.observed import ObservedState
+from radixgrove.operator.render.common import Service
+from radixgrove.operator.render.revision import InvalidSettings, Revision
+
+
+@dataclass
+class ServiceView:
+    service: Service
+    spec: InferenceServiceSpec
+    created: float  # of the resource, seconds since the epoch
+    generation: int  # of its spec
+    before: InferenceServiceStatus
+    now: float
+    observed: ObservedState = field(default_factory=ObservedState)
+    revisions: dict[str, Revision] = field(default_factory=dict)  # that groups can be made from
+    target: str | None = None  # the revision to run, one of those; None while it cannot be made
+    model: CacheStep = field(default_factory=lambda: CacheStep(ModelStatus()))
+    name_taken: str = ""  # the model name or alias, and the older service that has it
+    invalid: InvalidSettings | None = None  # which settings are refused, and why
+    router: Problem | None = None  # why the service's own router does not answer
+    routers_behind: bool = False  # routers know an older state than this one
+    failures: list[str] = field(default_factory=list)  # requests refused, Redis away
+
+    @property
+    def desired(self) -> int:
+        """Groups that are wanted."""
+        return 0 if self.spec.suspend else self.spec.replicas
