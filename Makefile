@@ -5,9 +5,13 @@ BIN := $(VENV)/bin
 PACKAGES := protocol service kernels worker router operator cli
 COMPILE := uv pip compile --universal --generate-hashes --no-header --quiet
 CLUSTER_PYTHON := $(BIN)/python
+# A process of tests for each core, files whole as far as that keeps all busy.
+SPREAD ?= --numprocesses logical --maxprocesses 8 --dist worksteal
+SINCE ?= main
+SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run smoke test lint format bench lock clean
+.PHONY: help setup setup-dev run smoke test check mutants lint format bench lock clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -25,7 +29,16 @@ smoke: setup ## the same, checked, and gone afterwards
 	@$(BIN)/python -m tools.smoke
 
 test: setup-dev ## all tests that need neither a GPU nor Kubernetes
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD)
+
+check: lint ## lint, and the tests that touch what differs from SINCE (main)
+	@tests=$$($(BIN)/python -m tools.touched --since $(SINCE)); \
+	if [ -z "$$tests" ]; then echo "no test touches what differs from $(SINCE)"; \
+	else $(BIN)/python -m pytest $(SPREAD) $$tests; fi
+
+mutants: setup-dev ## put thirty small faults into the code, and see which the tests catch
+	$(BIN)/python -m tools.mutants draw mutants.json --seed $(SEED)
+	$(BIN)/python -m tools.mutants run mutants.json
 
 lint: setup-dev ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""What the tests catch: `python -m tests.tools.mutants draw FILE`, then `… run FILE`.
+"""What the tests catch: `python -m tools.mutants draw FILE`, then `… run FILE`.
 
 `draw` writes small faults (a comparison turned round, a call left out, …) of five parts of the
 product to FILE; the seed decides which. `run` puts each into a copy of the checkout, runs the tests
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import random
@@ -20,10 +21,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
-from tests.checkout import ROOT
-from tests.tools.touched import tests_of
+from tools.touched import ROOT, select_tests
 
 AREAS = {
     "scheduler": ["worker/radixgrove/worker/scheduler/*.py"],
@@ -94,12 +95,10 @@ def mutants_of(area: str, file: str, source: str) -> Iterator[Mutant]:
                 start, stop = _span(source, what)
                 before = source[start:stop]
                 occurrence = body.count(before, 0, start - begin)
-                line = source.count("\n", 0, start) + 1
-                mutant = Mutant(area, file, function, line, before, after, occurrence)
-                faulty = mutant.apply(source)
-                # Overlapping occurrences are counted otherwise than they are split.
-                if faulty == source[:start] + after + source[stop:]:
-                    yield mutant
+                head = before.join(body.split(before)[: occurrence + 1])
+                if len(head) == start - begin:  # not so where occurrences overlap
+                    line = source.count("\n", 0, start) + 1
+                    yield Mutant(area, file, function, line, before, after, occurrence)
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
@@ -161,16 +160,22 @@ def _faults(source: str, node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 def _span(source: str, node: ast.AST) -> tuple[int, int]:
     """Where the node stands, in characters."""
-    lines = source.splitlines(keepends=True)
+    lines, starts = _lines(source)
 
     def offset(line: int, column: int) -> int:
-        before = lines[line - 1].encode()[:column].decode()
-        return sum(map(len, lines[: line - 1])) + len(before)
+        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
     return (
         offset(node.lineno, node.col_offset),  # type: ignore[attr-defined]
         offset(node.end_lineno, node.end_col_offset),  # type: ignore[attr-defined]
     )
+
+
+@cache
+def _lines(source: str) -> tuple[list[str], list[int]]:
+    """The lines of a file, and where each begins."""
+    lines = source.splitlines(keepends=True)
+    return lines, [0, *itertools.accumulate(map(len, lines))]
 
 
 def draw(seed: int, count: int) -> list[Mutant]:
@@ -200,8 +205,9 @@ class Copy:
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.root / name)
         environment = {key: value for key, value in os.environ.items() if key != "VENV"}
-        setup = [self.root / ".ci/setup", "dev"]
-        subprocess.run(setup, env=environment, check=True, stdout=sys.stderr)
+        subprocess.run(
+            [str(self.root / ".ci/setup"), "dev"], env=environment, check=True, stdout=sys.stderr
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -216,7 +222,7 @@ class Copy:
             return "no such text any more"
         file.write_text(faulty)
         try:
-            code = self._run_tests(tests_of([mutant.file]), processes)
+            code = self._run_tests(select_tests([mutant.file]), processes)
         finally:
             file.write_text(source)
         return {_EXIT_PASSED: "NOT CAUGHT", _EXIT_FAILED: "caught", _EXIT_BROKEN: "caught"}.get(

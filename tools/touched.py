@@ -1,7 +1,7 @@
-"""The tests that a change touches, for `make check`: `python -m tests.tools.touched [--since REF]`.
+"""The tests that a change touches, for `make check`: `python -m tools.touched [--since REF]`.
 
-A source file's tests are those of the folder that mirrors its package, and whatever imports it
-directly. What only shows between processes is left to `make test`.
+A source file's tests are those of the folder that mirrors its package, and others that import it
+directly. What shows only between processes is left to `make test`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from tests.checkout import ROOT
-
-# What is no module of the product: the beginning of its path, and its tests.
+ROOT = Path(__file__).parents[1]
+# What is no module: the beginning of its path, and its tests.
 _OTHERS = {
     "docs/": ["tests/docs"],
     "examples/": ["tests/docs"],
@@ -26,14 +25,20 @@ _OTHERS = {
 }
 
 
-def changed_files(since: str) -> list[str]:
+def changed_files(since: str, root: Path = ROOT) -> list[str]:
     """Paths that differ from the common ancestor with `since`, uncommitted and new ones too."""
-    base = _git("merge-base", since, "HEAD")[0]
-    new = _git("ls-files", "--others", "--exclude-standard")
-    return sorted({*_git("diff", "--name-only", base), *new})
+
+    def git(*arguments: str) -> list[str]:
+        command = ["git", "-C", str(root), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    (base,) = git("merge-base", since, "HEAD")
+    new = git("ls-files", "--others", "--exclude-standard")
+    return sorted({*git("diff", "--name-only", base), *new})
 
 
-def tests_of(changed: Iterable[str]) -> list[str]:
+def select_tests(changed: Iterable[str]) -> list[str]:
     """Test files and folders to run, those that import what changed first; none twice."""
     direct: list[str] = []
     folders: list[str] = []
@@ -43,10 +48,11 @@ def tests_of(changed: Iterable[str]) -> list[str]:
             direct += (test for test, used in _imports().items() if module in used)
             folders += _mirror(module)
         elif path.startswith("tests/"):
-            is_test = PurePosixPath(path).match("test_*.py")
-            (direct if is_test else folders).append(
-                path if is_test else str(PurePosixPath(path).parent)
-            )
+            own = PurePosixPath(path)
+            if own.match("test_*.py"):
+                direct.append(path)
+            else:
+                folders.append(str(own.parent))
         else:
             folders += next(
                 (tests for start, tests in _OTHERS.items() if path.startswith(start)), []
@@ -56,16 +62,18 @@ def tests_of(changed: Iterable[str]) -> list[str]:
 
 
 def module_of(path: str) -> str | None:
-    """The dotted name of a file of the product; None for any other file."""
+    """The dotted name of a file of the product or of the tools; None for any other file."""
     parts = PurePosixPath(path).with_suffix("").parts
-    if len(parts) < 3 or parts[1] != "radixgrove" or not path.endswith(".py"):
+    if not path.endswith(".py"):
         return None
-    return ".".join(parts[1:]).removesuffix(".__init__")
+    if parts[1:2] == ("radixgrove",):
+        return ".".join(parts[1:]).removesuffix(".__init__")
+    return ".".join(parts) if parts[0] == "tools" else None
 
 
 def _mirror(module: str) -> Iterator[str]:
     """The deepest folder of tests that has the name of the module or of a package around it."""
-    parts = module.split(".")[1:]
+    parts = module.removeprefix("radixgrove.").split(".")
     for end in range(len(parts), 0, -1):
         folder = "/".join(["tests", *parts[:end]])
         if (ROOT / folder).is_dir():
@@ -78,16 +86,12 @@ def _imports() -> dict[str, set[str]]:
     """Modules that each test file imports, itself or by a helper beside it."""
     files = [path for path in (ROOT / "tests").rglob("*.py") if "cluster/" not in str(path)]
     own = {_relative(path): set(_imported(path)) for path in files}
-    helpers = {module_name(path): used for path, used in own.items()}
+    helpers = {path.removesuffix(".py").replace("/", "."): used for path, used in own.items()}
     return {
         path: used.union(*(helpers[name] for name in used if name in helpers))
         for path, used in own.items()
         if PurePosixPath(path).match("test_*.py")
     }
-
-
-def module_name(path: str) -> str:
-    return path.removesuffix(".py").replace("/", ".")
 
 
 def _imported(path: Path) -> Iterator[str]:
@@ -107,15 +111,10 @@ def _relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def _git(*arguments: str) -> list[str]:
-    command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--since", default="main", help="a branch or commit")
-    print("\n".join(tests_of(changed_files(parser.parse_args().since))))
+    print("\n".join(select_tests(changed_files(parser.parse_args().since))))
 
 
 if __name__ == "__main__":
