@@ -255,7 +255,15 @@ async def test_every_route_but_health_needs_a_key(make_router: MakeRouter, tmp_p
     keys.write_text("alice: key-a\n")
     router = await make_router(ready=False, api_keys_file=str(keys), management_key="m")
     routes = ["/v1/models", f"/v1/models/{MODEL}", "/metrics", "/v1/chat/completions"]
-    routes += ["/v1/completions", "/v1/responses", "/nothing", "/docs", "/status", "/livez/x"]
+    routes += [
+        "/v1/completions",
+        "/v1/responses",
+        "/nothing",
+        "/docs",
+        "/openapi.json",
+        "/status",
+        "/livez/x",
+    ]
     for path in routes:
         for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
             for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "key-a"}):

@@ -67,6 +67,10 @@ class Server:
         """The port that the socket is bound to."""
         return int(self._listener.getsockname()[1])
 
+    def listen(self) -> None:
+        """Lets clients connect from now on, and wait for `run`."""
+        self._listener.listen(BACKLOG)
+
     async def run(self) -> None:
         """Serves until `stop`, then lets requests under way end within `drain_timeout`."""
         await self._server.serve(sockets=[self._listener])
@@ -94,7 +98,7 @@ class Server:
     @contextlib.asynccontextmanager
     async def running(self, name: str) -> AsyncIterator[None]:
         """Serves while the block runs, as a task of that name."""
-        self._listener.listen(BACKLOG)  # at once: clients may come before the task begins
+        self.listen()
         task = asyncio.create_task(self.run(), name=name)
         try:
             yield

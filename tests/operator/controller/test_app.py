@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import urllib.error
@@ -266,5 +267,6 @@ def test_probes_and_metrics_are_answered_whether_it_leads_or_not() -> None:
             assert f"\nradixgrove_operator_{name} " in text
         assert "# TYPE radixgrove_operator_reconcile_errors_total counter" in text
         trouble[0] = "the watch is silent"
-        assert ask("/livez") == (503, '{"status": "the watch is silent"}')
+        status, text = ask("/livez")
+        assert (status, json.loads(text)) == (503, {"status": "the watch is silent"})
         assert ask("/")[0] == 404

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openapi_spec_validator import validate
 
 from radixgrove.worker.messages import RefusalReason, Refused
 from tests.conftest import wait_until
@@ -42,7 +43,7 @@ NOT_OBJECTS = [
 ]
 UNKNOWN_PATHS = [
     *("/", "/v1", "/v1/responses", "/v1/embeddings", "/v1/chat/completions/", "/invocations"),
-    *("/openapi.json", "/docs", "/v1/nothing", "/internal/tokenizer/0/tokenizer.json/.."),
+    *("/docs", "/v1/nothing", "/internal/tokenizer/0/tokenizer.json/.."),
 ]
 
 
@@ -422,3 +423,17 @@ def test_requests_must_arrive_whole_in_time(start_frontend: StartFrontend) -> No
     frontend.engine.step_seconds = 0.1
     frontend.answer("an answer that takes longer than a request may")
     assert frontend.chat("x").status_code == 200
+
+
+def test_the_document_lists_what_is_served_and_nothing_else(frontend: Frontend) -> None:
+    document = httpx.get(f"{frontend.url}/openapi.json").json()
+    validate(document)
+    assert set(document["paths"]) == {
+        *("/livez", "/health", "/readyz", "/metrics", "/v1/models", "/v1/models/{model}"),
+        *("/v1/chat/completions", "/v1/completions", "/internal/tokenizer/{digest}/{file}"),
+    }
+    for path, methods in document["paths"].items():
+        assert httpx.post(f"{frontend.url}{path}").status_code == (405 if "get" in methods else 415)
+        if "get" in methods and "{" not in path:
+            for method in ("GET", "HEAD"):
+                assert httpx.request(method, f"{frontend.url}{path}").status_code == 200

@@ -59,7 +59,7 @@ async def running(model_dir: Path) -> AsyncIterator[tuple[Frontend, FakeEngine]]
         engine.start()
         housekeeping = asyncio.create_task(frontend.housekeeping())
         try:
-            await until(lambda: client.pulse.stats is not None, "the engine's pulse")
+            await until(lambda: client.liveness.stats is not None, "the engine's pulse")
             yield frontend, engine
         finally:
             housekeeping.cancel()

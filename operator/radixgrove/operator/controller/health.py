@@ -6,71 +6,51 @@ upgrade.
 
 from __future__ import annotations
 
-import json
-import socket
+import asyncio
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from fastapi import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from radixgrove.operator.api.metrics import REGISTRY
+from radixgrove.service import asgi
+from radixgrove.service.api import Api
 from radixgrove.service.listening import bound_socket
+from radixgrove.service.server import Server
 
-
-class _Server(ThreadingHTTPServer):
-    """Serves on a bound socket, which it closes in the end."""
-
-    daemon_threads = True
-
-    def __init__(self, bound: socket.socket, handler: type[BaseHTTPRequestHandler]) -> None:
-        super().__init__(bound.getsockname()[:2], handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = bound
-        self.server_activate()
+_MAX_BODY_BYTES = 4096
+_JOIN_SECONDS = 5.0
 
 
 class HealthServer:
-    """A context manager. `trouble()` says what is wrong, or nothing."""
+    """A context manager; it serves in a thread of its own, so that a stuck event loop shows.
+
+    `trouble()` says what is wrong, or nothing.
+    """
 
     def __init__(self, port: int, trouble: Callable[[], str]) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10
+        api = Api("Radixgrove operator: health", needs_key=False)
+        api.probe("/livez", "/health", "/readyz")(trouble)
 
-            def do_GET(self) -> None:
-                if self.path == "/metrics":
-                    self._answer(200, generate_latest(REGISTRY), CONTENT_TYPE_LATEST)
-                elif self.path in ("/livez", "/readyz"):
-                    found = trouble()
-                    body = json.dumps({"status": found or "ok"}).encode()
-                    self._answer(503 if found else 200, body, "application/json")
-                else:
-                    self._answer(404, b'{"status": "not found"}', "application/json")
+        @api.read("/metrics", CONTENT_TYPE_LATEST)
+        async def metrics() -> Response:
+            """Metrics of this operator."""
+            return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
-            def _answer(self, status: int, body: bytes, content_type: str) -> None:
-                self.send_response(status)
-                self.send_header("Content-Type", content_type)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+        app = asgi.build(api, max_body_bytes=_MAX_BODY_BYTES)
+        self._server = Server(app, bound_socket("::", port))
+        self.port = self._server.port
+        self._thread = threading.Thread(target=self._serve, name="health", daemon=True)
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Probes are no news."""
-
-        self._server = _Server(bound_socket("::", port), Handler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="health", daemon=True
-        )
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_address[1])
+    def _serve(self) -> None:
+        asyncio.run(self._server.run())
 
     def __enter__(self) -> HealthServer:
+        self._server.listen()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5.0)
+        self._server.stop()
+        self._thread.join(_JOIN_SECONDS)
