@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own redis": {"redis": {"url": "rediss://:{password}@redis.example.com:6380/1"}},
     "everything": {
         "image": {"registry": "registry.example.com/ai", "pullSecrets": ["pull"]},
-        "operator": {"replicas": 2},
+        "operator": {"replicas": 2, "gangTimeout": 600},
         "router": {
             "auth": {"keysSecret": "keys"},
             "settings": {"retries": 3},
@@ -194,6 +194,7 @@ def test_values_reach_the_operator() -> None:
     assert config.pods.runtime_class == "nvidia"
     assert config.pods.ca_bundle == "ca"
     assert config.model_cache.storage_class == "fast"
+    assert config.gang_timeout == 600
     assert config.network_policies.scrape_from == [
         {"namespaceSelector": {"matchLabels": {"m": "y"}}}
     ]
@@ -427,6 +428,7 @@ def test_a_service_that_starts_in_time_is_not_down() -> None:
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
         ({"image": {"worker": {"digest": "latest"}}}, "digest"),
         ({"operator": {"namespaces": "team-a"}}, "namespaces"),
+        ({"operator": {"gangTimeout": 0}}, "gangTimeout"),
         ({"redis": {"url": "http://x"}}, "url"),
         ({"modelCache": {"accessMode": "ReadOnly"}}, "accessMode"),
         ({"router": {"settings": {"retrys": 3}}}, "retrys"),

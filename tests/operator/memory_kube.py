@@ -142,6 +142,13 @@ def _ready_pod(stateful_set: Object, name: str, rank: int, node: str) -> Object:
     }
 
 
-def node(name: str, *, ready: str = "True", since: str = STARTED) -> Object:
+def node(
+    name: str, *, ready: str = "True", since: str = STARTED, labels: dict[str, str] | None = None
+) -> Object:
+    """One of eight GPUs."""
     condition = {"type": "Ready", "status": ready, "lastTransitionTime": since}
-    return {"kind": "Node", "metadata": {"name": name}, "status": {"conditions": [condition]}}
+    return {
+        "kind": "Node",
+        "metadata": {"name": name, "labels": labels or {}},
+        "status": {"conditions": [condition], "allocatable": {"nvidia.com/gpu": "8"}},
+    }

@@ -135,6 +135,7 @@ class OperatorProcess:
             },
             "election": {"duration": 10.0, "renew_every": 1.0},
             "drain_notice": 1.0,
+            "gang_timeout": 10.0,
             "autoscale_every": 0.5,
             "health_port": self.health_port,
         }

@@ -155,6 +155,7 @@ gpu_resource: {{ .Values.operator.gpuResource }}
 rdma_resource: {{ .Values.operator.rdmaResource }}
 cluster_domain: {{ .Values.operator.clusterDomain }}
 reconcilers: {{ .Values.operator.reconcilers }}
+gang_timeout: {{ .Values.operator.gangTimeout }}
 {{- end -}}
 
 {{- /* RBAC rules of one scope, from the operator's own table. */ -}}

@@ -189,6 +189,24 @@ def test_two_services_that_need_the_same_nodes_do_not_block_each_other(
     plane.kubectl.wait_for(RGSVC, loser, "-n", namespace, that=ready, what="starts")
 
 
+def test_a_group_too_large_for_the_cluster_gives_way_and_still_shows_its_pods(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    plane.kubectl.apply(service("huge", namespace, hardware={"nodes": 5, "gpusPerNode": 8}))
+
+    def pods() -> list[bool]:
+        """Whether each has a node."""
+        found = plane.kubectl.items("pods", "-n", namespace, f"-l={names.SERVICE}=huge")
+        return sorted("nodeName" in pod["spec"] for pod in found)
+
+    wait_until(lambda: pods() == [False, True, True, True, True], "it takes what there is")
+    plane.kubectl.apply(service("small", namespace, hardware={"gpusPerNode": 8}))
+    wait_ready(plane, "small", namespace)
+    wait_until(lambda: pods() == [False, False, True, True, True], "its pods wait for two nodes")
+    seen = plane.kubectl.json("get", RGSVC, "huge", "-n", namespace)
+    assert reason(seen) == "InsufficientGPUs"
+
+
 def test_the_older_of_two_services_keeps_a_model_name(
     plane: ControlPlane, operator: OperatorProcess, namespace: str
 ) -> None:

@@ -49,7 +49,7 @@ def test_whoever_uses_its_claim_is_looked_at_in_its_namespace_alone() -> None:
 
 def test_whoever_waits_for_gpus_is_looked_at() -> None:
     store = store_of(service("gone"), service("waiting"), service("serving"))
-    store.placed(("here", "waiting"), [], "cuda")
+    store.placed(("here", "waiting"), [], waits=True)
     assert store.service_gone(("here", "gone")) == [("here", "waiting")]
 
 

@@ -17,10 +17,17 @@ from hypothesis import strategies as st
 from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.api.status import GroupPhase, GroupStatus, InferenceServiceStatus
 from radixgrove.operator.planning import gang
-from radixgrove.operator.planning.observed import Group, Node, ObservedState, Pod
+from radixgrove.operator.planning.demand import Node, NodeDemand
+from radixgrove.operator.planning.observed import Group, ObservedState, Pod
 from radixgrove.operator.planning.plan import NewAttempt, Plan, PlanInput, as_placements, make_plan
 from radixgrove.operator.planning.service_view import ServiceView
 from tests.operator.operator_builders import CONFIG, SERVICE, revision, spec
+
+GPU_NODES = NodeDemand(devices={"nvidia.com/gpu": 8})
+
+
+def gpu_node(name: str) -> Node:
+    return Node(name, devices=GPU_NODES.devices)
 
 
 @dataclass
@@ -33,7 +40,7 @@ class Cluster:
     groups: dict[str, Group] = field(default_factory=dict)
     records: list[GroupStatus] = field(default_factory=list)
     nodes: dict[str, Node] = field(
-        default_factory=lambda: {f"n{i}": Node(f"n{i}") for i in range(8)}
+        default_factory=lambda: {f"n{i}": gpu_node(f"n{i}") for i in range(8)}
     )
     names_used: set[str] = field(default_factory=set)
     known: set[str] = field(default_factory=lambda: {"r1"})
@@ -66,7 +73,7 @@ class Cluster:
                 view=view,
                 unused_attempts=self.unused,
                 placements=[*as_placements(view, groups, self.records), *self.others],
-                others_wait=False,
+                demand=lambda _: GPU_NODES,
                 holds_lease=lambda _: False,
                 silent_nodes=lambda pods: {pod.node for pod in pods} & self.silent,
                 config=CONFIG,
@@ -104,8 +111,9 @@ class Cluster:
         self.names_used.add(name)
         nodes = self.spec.hardware.nodes
         self.groups[name] = Group(
-            name, self.uid(), new.index, new.attempt, new.revision, nodes, self.now
-        )
+            name, self.uid(), new.index, new.attempt, new.revision, nodes, self.now,
+            demand=GPU_NODES,
+        )  # fmt: skip
 
     def wipe_status(self) -> None:
         self.records, self.last_attempt = [], 0
@@ -137,7 +145,7 @@ class Cluster:
 
     def settle(self) -> None:
         """Nothing goes wrong any more: everything must come to rest."""
-        self.nodes = {f"n{i}": Node(f"n{i}") for i in range(8)}
+        self.nodes = {f"n{i}": gpu_node(f"n{i}") for i in range(8)}
         self.refuses = False
         for _ in range(200):
             plan = self.reconcile()
@@ -154,6 +162,12 @@ class Cluster:
     @property
     def live(self) -> list[Group]:
         return [group for group in self.groups.values() if not group.draining]
+
+
+# Half of an older group of another service, which is just being placed.
+OTHER = gang.GangPlacement(
+    ("b", "other", 0), (0.5, "b", "other", 0), GPU_NODES, 2, 1, held=["n7"], starved_since=1e6
+)
 
 
 def cluster(nodes: int = 2, replicas: int = 2, **fields: object) -> Cluster:
@@ -298,7 +312,7 @@ def test_an_old_group_that_breaks_under_a_bad_update_comes_back_as_it_was() -> N
 
 def test_nothing_is_placed_while_another_group_is_half_placed() -> None:
     made = Cluster(spec(hardware={"nodes": 2, "gpusPerNode": 8}))
-    made.others = [gang.GangPlacement(("b", "other", 0), (0.5, "b", "other", 0), "cuda", 2, 1)]
+    made.others = [OTHER]
     plan = made.reconcile()
     assert (plan.create, plan.waits_for) == ([], "b/other")
     made.others = []
@@ -311,13 +325,40 @@ def test_the_younger_of_two_half_placed_groups_gives_up_and_later_returns() -> N
     made.reconcile()
     made.make_pods()
     made.pods(lambda pod: replace(pod, node="n0"), only=0)
-    made.others = [gang.GangPlacement(("b", "other", 0), (0.5, "b", "other", 0), "cuda", 2, 1)]
+    made.others = [OTHER]
     plan = made.reconcile()
     assert [group.name for group in plan.delete] == ["llama-0-a1"]
     assert made.groups == {}
     made.others = []
     made.settle()
     assert sorted(made.groups) == ["llama-0-a2"]
+
+
+def test_a_group_that_does_not_fit_keeps_its_pods_until_another_needs_the_nodes_it_holds() -> None:
+    made = Cluster(spec(hardware={"nodes": 2, "gpusPerNode": 8}))
+    made.reconcile()
+    made.make_pods()
+    words = "0/8 nodes are available: 8 Insufficient nvidia.com/gpu."
+    made.pods(lambda pod: replace(pod, node="n0"), only=0)
+    made.pods(lambda pod: replace(pod, unschedulable=words, unplaced_since=made.now), only=1)
+    made.reconcile()
+    made.now += CONFIG.gang_timeout + 1
+    plan = made.reconcile()
+    assert (plan.delete, plan.records[0].phase) == ([], GroupPhase.PENDING)
+    newcomer = ("b", "late", 0)
+    waits = gang.GangPlacement(
+        newcomer, (made.now, *newcomer), GPU_NODES, nodes=1, placed=0, starved_since=made.now
+    )
+    made.others = [waits]
+    plan = made.reconcile()
+    assert [group.name for group in plan.delete] == ["llama-0-a1"]
+    ((_, reason, message),) = plan.events
+    assert reason == "GroupYielded"
+    assert "gave up 1 of 2 placed pods for b/late" in message
+    made.now += 20
+    assert made.reconcile().waits_for == "b/late", "which has not been placed yet"
+    made.others = []
+    assert [new.attempt for new in made.reconcile().create] == [2]
 
 
 def test_a_suspended_service_has_no_groups_and_keeps_none_in_mind() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from radixgrove.operator.api import times
 from radixgrove.operator.api.spec import Recovery
 from radixgrove.operator.api.status import GroupPhase, GroupStatus
-from radixgrove.operator.planning.observed import Group, Node, Pod
+from radixgrove.operator.planning.demand import Node
+from radixgrove.operator.planning.observed import Group, Pod
 from radixgrove.operator.planning.recovery import (
     MAX_BACKOFF,
     Fault,

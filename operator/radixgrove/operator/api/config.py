@@ -89,7 +89,7 @@ class OperatorConfig(ConfigModel):
     resync: float = Field(900.0, gt=0)  # seconds between looks at a service at rest
     autoscale_every: float = Field(5.0, gt=0)
     drain_notice: float = Field(3.0, ge=0)  # routers forget a group before its pods end
-    gang_timeout: float = Field(60.0, gt=0)  # a partly placed group that others wait for
+    gang_timeout: float = Field(60.0, gt=0)  # seconds that a partly placed group holds up others
     pod_ips: list[str] = []  # of the operator's own pod: the families of the cluster, primary first
     health_port: int = Field(8080, ge=0, le=65535)
     log_json: bool = True

@@ -9,9 +9,9 @@ from radixgrove.operator.api import names
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.store import Store
 from radixgrove.operator.kube.client import Kube, controllers
+from radixgrove.operator.planning.demand import Node
 from radixgrove.operator.planning.observed import (
     Group,
-    Node,
     ObservedState,
     group_of,
     highest_attempt,

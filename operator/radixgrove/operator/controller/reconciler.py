@@ -30,9 +30,11 @@ from radixgrove.operator.kube.client import Kube
 from radixgrove.operator.kube.keys import Keys
 from radixgrove.operator.kube.ownership import Ownership
 from radixgrove.operator.planning import conditions
+from radixgrove.operator.planning.demand import NodeDemand, demand_of
 from radixgrove.operator.planning.plan import Plan, PlanInput, as_placements, make_plan
+from radixgrove.operator.render import group as render_group
 from radixgrove.operator.render.common import Service
-from radixgrove.operator.render.revision import first_mistake
+from radixgrove.operator.render.revision import InvalidEngine, first_mistake
 
 logger = logging.getLogger(__name__)
 
@@ -168,18 +170,26 @@ class Reconciler:
 
     def _decide(self, context: ReconcileContext) -> Plan:
         own = as_placements(context, context.observed.groups, context.before.groups)
-        device = context.spec.hardware.device.value
         return make_plan(
             PlanInput(
                 view=context,
                 unused_attempts=self._actor.unused_attempts(context.key),
                 placements=[*own, *self._store.placements(besides=context.key)],
-                others_wait=self._store.somebody_waits(device, besides=context.key),
+                demand=lambda revision: self._demand(context, revision),
                 holds_lease=lambda group: self._actor.holds_lease(context, group),
                 silent_nodes=self._probe.silent_nodes,
                 config=self._config,
             )
         )
+
+    def _demand(self, context: ReconcileContext, revision: str) -> NodeDemand:
+        try:
+            rendered = render_group.stateful_set(
+                context.service, context.revisions[revision], 0, 0, self._config
+            )
+        except InvalidEngine:  # which is said when the group is made
+            return NodeDemand()
+        return demand_of(rendered["spec"]["template"]["spec"])
 
     def _next_look(self, context: ReconcileContext, plan: Plan) -> float:
         """Seconds; pods, Jobs and the resource itself bring it about earlier when they change."""

@@ -39,9 +39,8 @@ class Reporter:
         """Raises KubeError when the status cannot be written."""
         leaving = {group.uid for group in plan.delete}
         groups = [group for group in context.observed.groups if group.uid not in leaving]
-        device = context.spec.hardware.device.value
         placements = as_placements(context, groups, plan.records)
-        for other in self._store.placed(context.key, placements, device if plan.waits_for else ""):
+        for other in self._store.placed(context.key, placements, bool(plan.waits_for)):
             self._enqueue(other)
         own_router = render_router.router_url(context.service, self._config)
         facts = conditions.StatusInput(

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from radixgrove.operator.api import names, times
 from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.planning import gang
-from radixgrove.operator.planning.observed import Node, node_of
+from radixgrove.operator.planning.demand import Node
+from radixgrove.operator.planning.observed import node_of
 from radixgrove.operator.render.common import Service
 
 Object = dict[str, Any]
@@ -70,7 +71,7 @@ class Store:
     _asked: dict[Key, tuple[object, ...]] = field(default_factory=dict)
     _nodes: dict[str, Node] = field(default_factory=dict)
     _placements: dict[Key, list[gang.GangPlacement]] = field(default_factory=dict)
-    _waiting: dict[Key, str] = field(default_factory=dict)  # by device
+    _waiting: set[Key] = field(default_factory=set)  # for a partly placed group
 
     def service_seen(self, body: Object) -> bool:
         """Whether more than its status may have changed: its spec, the restart annotation, or the
@@ -97,7 +98,7 @@ class Store:
             self._asked.pop(key, None)
             gone = self._services.pop(key, None)
             self._placements.pop(key, None)
-            self._waiting.pop(key, None)
+            self._waiting.discard(key)
             if gone is None:
                 return []
             return [
@@ -137,31 +138,27 @@ class Store:
         with self._lock:
             return dict(self._nodes)
 
-    def placed(
-        self, key: Key, placements: list[gang.GangPlacement], waiting_device: str
-    ) -> list[Key]:
-        """A service's groups as just read; `waiting_device` when a half-placed group holds it up.
+    def placed(self, key: Key, placements: list[gang.GangPlacement], waits: bool) -> list[Key]:
+        """A service's groups as just read; `waits`: for the sake of a partly placed group.
 
-        Returns the services to look at because nobody is half placed any more.
+        Returns the services to look at because none of its groups is partly placed any more.
         """
         with self._lock:
             was_partly = any(p.partly for p in self._placements.get(key, []))
             self._placements[key] = placements
-            if waiting_device:
-                self._waiting[key] = waiting_device
+            if waits:
+                self._waiting.add(key)
             else:
-                self._waiting.pop(key, None)
+                self._waiting.discard(key)
             if was_partly and not any(p.partly for p in placements):
                 return [other for other in self._waiting if other != key]
             return []
 
     def placements(self, besides: Key) -> list[gang.GangPlacement]:
+        """Groups that are not placed whole, of all services but one."""
         with self._lock:
-            return [p for key, found in self._placements.items() if key != besides for p in found]
-
-    def somebody_waits(self, device: str, besides: Key) -> bool:
-        with self._lock:
-            return any(d == device for key, d in self._waiting.items() if key != besides)
+            others = [found for key, found in self._placements.items() if key != besides]
+        return [p for found in others for p in found if p.placed < p.nodes]
 
 
 def other_service_of(body: Object) -> OtherService | None:

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from radixgrove.operator.api import names, times
+from radixgrove.operator.kube.objects import (
+    Container,
+    ContainerStatus,
+    JobObject,
+    Meta,
+    NodeObject,
+    PodObject,
+    Probe,
+    StatefulSetObject,
+    Terminated,
+)
+from radixgrove.operator.planning.demand import Node, NodeDemand, demand_of, device_counts
 
 Object = dict[str, Any]
 
@@ -23,6 +35,7 @@ class Pod:
     restarts: int = 0
     deleted_at: float | None = None  # when its grace ends, once it is being deleted
     unschedulable: str = ""  # the scheduler's words
+    unplaced_since: float | None = None  # its scheduler finds no node since then
     waiting: tuple[str, str] = ("", "")  # reason and message of a container that does not start
     started_at: float | None = None  # its worker container, as long as its start lasts
     exited: str = ""  # last words of the container's previous run
@@ -46,6 +59,7 @@ class Group:
     deleting: bool = False
     refused: str = ""  # why the API server admits none of its pods
     startup: float = 0.0  # seconds a container may take until it is ready
+    demand: NodeDemand = field(default_factory=NodeDemand)
     pods: tuple[Pod, ...] = ()
 
     @property
@@ -69,13 +83,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Node:
-    name: str
-    reachable: bool = True
-    since: float = 0.0  # of the last change between reachable and not
-
-
-@dataclass(frozen=True)
 class JobState:
     name: str
     uid: str
@@ -95,15 +102,18 @@ class ObservedState:
     highest_attempt: int = 0  # in the labels of anything that exists
 
 
-def group_of(stateful_set: Object, pods: Iterable[Object], refused: str = "") -> Group | None:
+def group_of(body: Object, pods: Iterable[Object], refused: str = "") -> Group | None:
     """None for a StatefulSet whose labels are not ours (any more)."""
-    meta = stateful_set["metadata"]
+    stateful_set = cast(StatefulSetObject, body)
+    meta, spec = stateful_set["metadata"], stateful_set["spec"]
+    template = spec.get("template", {}).get("spec", {})
     labels = meta.get("labels", {})
     try:
         index, attempt = int(labels[names.GROUP_INDEX]), int(labels[names.ATTEMPT])
     except (KeyError, ValueError):
         return None
-    own = [pod_of(pod) for pod in pods if _controller_uid(pod) == meta["uid"]]
+    own = [pod_of(pod) for pod in pods if _controller_uid(pod["metadata"]) == meta["uid"]]
+    nodes = spec.get("replicas", 1)
     annotations = meta.get("annotations", {})
     return Group(
         name=meta["name"],
@@ -111,45 +121,48 @@ def group_of(stateful_set: Object, pods: Iterable[Object], refused: str = "") ->
         index=index,
         attempt=attempt,
         revision=labels.get(names.REVISION, ""),
-        nodes=int(stateful_set["spec"].get("replicas", 1)),
+        nodes=nodes,
         created=times.from_text(meta.get("creationTimestamp")) or 0.0,
         draining_since=times.from_text(annotations.get(names.DRAINING)),
         draining_because=annotations.get(names.DRAIN_REASON, ""),
         deleting="deletionTimestamp" in meta,
-        refused="" if len(own) == stateful_set["spec"].get("replicas", 1) else refused,
-        startup=_startup(stateful_set),
+        refused="" if len(own) == nodes else refused,
+        startup=_startup(template.get("containers", [])),
+        demand=demand_of(template),
         pods=tuple(sorted(own, key=lambda pod: pod.rank)),
     )
 
 
-def _startup(stateful_set: Object) -> float:
+def _startup(containers: Iterable[Container]) -> float:
     """As the kubelet counts it."""
-    pod = stateful_set["spec"].get("template", {}).get("spec", {})
-    worker: Object = next((c for c in pod.get("containers", []) if c["name"] == "worker"), {})
-    probe = worker.get("startupProbe", {})
+    probes = [c.get("startupProbe", Probe()) for c in containers if c["name"] == "worker"]
+    probe = next(iter(probes), Probe())
     return float(probe.get("periodSeconds", 0) * probe.get("failureThreshold", 0))
 
 
-def pod_of(pod: Object) -> Pod:
+def pod_of(body: Object) -> Pod:
+    pod = cast(PodObject, body)
     meta, status = pod["metadata"], pod.get("status", {})
     conditions = {c["type"]: c for c in status.get("conditions", [])}
     containers = status.get("containerStatuses", [])
-    worker: Object = next((c for c in containers if c["name"] == "worker"), {})
+    worker = next((c for c in containers if c["name"] == "worker"), ContainerStatus(name="worker"))
     state, last = worker.get("state", {}), worker.get("lastState", {})
-    scheduled = conditions.get("PodScheduled", {})
-    ended = last.get("terminated") or state.get("terminated") or {}
-    restarts = int(worker.get("restartCount", 0))
+    scheduled, ready = conditions.get("PodScheduled"), conditions.get("Ready")
+    ended = last.get("terminated") or state.get("terminated") or Terminated()
+    restarts = worker.get("restartCount", 0)
+    unplaced = scheduled if scheduled and scheduled["status"] == "False" else None
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
         rank=_rank(meta),
         node=pod.get("spec", {}).get("nodeName", ""),
         phase=status.get("phase", "Pending"),
-        ready=conditions.get("Ready", {}).get("status") == "True",
+        ready=ready is not None and ready["status"] == "True",
         running="running" in state or restarts > 0,
         restarts=restarts,
         deleted_at=times.from_text(meta.get("deletionTimestamp")),
-        unschedulable=scheduled.get("message", "") if scheduled.get("status") == "False" else "",
+        unschedulable=unplaced.get("message", "") if unplaced else "",
+        unplaced_since=times.from_text(unplaced.get("lastTransitionTime")) if unplaced else None,
         waiting=_waiting([*status.get("initContainerStatuses", []), *containers]),
         started_at=_start_of(worker),
         exited=ended.get("message", "") or ended.get("reason", ""),
@@ -158,46 +171,53 @@ def pod_of(pod: Object) -> Pod:
     )
 
 
-def _waiting(containers: list[Object]) -> tuple[str, str]:
+def _waiting(containers: Iterable[ContainerStatus]) -> tuple[str, str]:
     for container in containers:
         waiting = container.get("state", {}).get("waiting")
-        if waiting and waiting.get("reason") not in ("ContainerCreating", "PodInitializing", None):
-            return waiting["reason"], waiting.get("message", "")
+        reason = waiting.get("reason") if waiting else None
+        if waiting and reason not in ("ContainerCreating", "PodInitializing", None):
+            return reason, waiting.get("message", "")
     return "", ""
 
 
-def _start_of(worker: Object) -> float | None:
+def _start_of(worker: ContainerStatus) -> float | None:
     """None also once the startup probe has passed."""
     if worker.get("started"):
         return None
     return times.from_text(worker.get("state", {}).get("running", {}).get("startedAt"))
 
 
-def _length(run: Object) -> float:
+def _length(run: Terminated) -> float:
     begin, end = times.from_text(run.get("startedAt")), times.from_text(run.get("finishedAt"))
     return end - begin if begin is not None and end is not None else 0.0
 
 
-def _rank(meta: Object) -> int:
+def _rank(meta: Meta) -> int:
     label = meta.get("labels", {}).get(names.POD_INDEX, "")
     text = label or meta["name"].rpartition("-")[2]
     return int(text) if text.isdigit() else 0
 
 
-def _controller_uid(thing: Object) -> str:
-    for owner in thing["metadata"].get("ownerReferences", []):
+def _controller_uid(meta: Meta) -> str:
+    for owner in meta.get("ownerReferences", []):
         if owner.get("controller"):
-            return str(owner["uid"])
+            return owner["uid"]
     return ""
 
 
-def node_of(node: Object) -> Node:
+def node_of(body: Object) -> Node:
     """A node is reachable unless its lifecycle controller says `Unknown`."""
-    for condition in node.get("status", {}).get("conditions", []):
-        if condition["type"] == "Ready":
-            since = times.from_text(condition.get("lastTransitionTime")) or 0.0
-            return Node(node["metadata"]["name"], condition["status"] != "Unknown", since)
-    return Node(node["metadata"]["name"])
+    node = cast(NodeObject, body)
+    meta, status = node["metadata"], node.get("status", {})
+    ready = next((c for c in status.get("conditions", []) if c["type"] == "Ready"), None)
+    return Node(
+        name=meta["name"],
+        reachable=ready is None or ready["status"] != "Unknown",
+        since=times.from_text(ready.get("lastTransitionTime")) or 0.0 if ready else 0.0,
+        labels=meta.get("labels", {}),
+        taints=node.get("spec", {}).get("taints", []),
+        devices=device_counts(status.get("allocatable", {})),
+    )
 
 
 def is_available(deployment: Object) -> bool:
@@ -205,25 +225,27 @@ def is_available(deployment: Object) -> bool:
     return int(deployment.get("status", {}).get("availableReplicas", 0)) > 0
 
 
-def job_of(job: Object, pods: Iterable[Object]) -> JobState:
+def job_of(body: Object, pods: Iterable[Object]) -> JobState:
+    job = cast(JobObject, body)
+    meta = job["metadata"]
     conditions = {
         c["type"]: c for c in job.get("status", {}).get("conditions", []) if c["status"] == "True"
     }
-    done = conditions.get("Complete") or conditions.get("Failed") or {}
+    done = conditions.get("Complete") or conditions.get("Failed")
     message = ""
     newest: Pod | None = None
     for pod in sorted(pods, key=lambda p: str(p["metadata"].get("creationTimestamp", ""))):
-        if _controller_uid(pod) != job["metadata"]["uid"]:
+        if _controller_uid(pod["metadata"]) != meta["uid"]:
             continue
         newest = pod_of(pod)
-        for container in pod.get("status", {}).get("containerStatuses", []):
+        for container in cast(PodObject, pod).get("status", {}).get("containerStatuses", []):
             message = container.get("state", {}).get("terminated", {}).get("message", message)
     return JobState(
-        name=job["metadata"]["name"],
-        uid=job["metadata"]["uid"],
+        name=meta["name"],
+        uid=meta["uid"],
         succeeded="Complete" in conditions,
         failed="Failed" in conditions,
-        finished_at=times.from_text(done.get("lastTransitionTime")),
+        finished_at=times.from_text(done.get("lastTransitionTime")) if done else None,
         message=message,
         pod=newest,
     )

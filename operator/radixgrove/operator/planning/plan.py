@@ -9,10 +9,12 @@ from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.status import MAX_DETAIL, GroupPhase, GroupStatus
 from radixgrove.operator.planning import gang, recovery, rollout
+from radixgrove.operator.planning.demand import NodeDemand
 from radixgrove.operator.planning.diagnosis import Problem, problem
 from radixgrove.operator.planning.observed import Group, Pod
 from radixgrove.operator.planning.service_view import ServiceView
 
+_LOOK_AGAIN = 5.0  # seconds between looks at groups that are not placed whole
 REMOVED = "removed"  # the drained group does not come back
 RECOVERY = "recovery"  # its next attempt takes over
 
@@ -24,10 +26,15 @@ class PlanInput:
     view: ServiceView
     unused_attempts: Collection[int]  # up to the last one, of which nothing was made
     placements: Sequence[gang.GangPlacement]  # of all groups in sight, this service's included
-    others_wait: bool  # for a partly placed group
+    demand: Callable[[str], NodeDemand]  # of groups of a revision
     holds_lease: Callable[[Group], bool]
     silent_nodes: Callable[[Sequence[Pod]], Collection[str]]  # of pods that do not answer
     config: OperatorConfig
+
+    @property
+    def contention(self) -> gang.Contention:
+        nodes = list(self.view.observed.nodes.values())
+        return gang.Contention(self.placements, nodes, self.view.now, self.config.gang_timeout)
 
 
 @dataclass(frozen=True)
@@ -212,44 +219,31 @@ def _give_way(
     group = live[record.index]
     if not group.partly_placed:
         return record
-    own = gang.GangPlacement(
-        key=_gang_key(given, record.index),
-        order=(given.view.created, *_gang_key(given, record.index)),
-        device=given.view.spec.hardware.device.value,
-        nodes=group.nodes,
-        placed=group.placed,
-        partly_since=times.from_text(record.partly_since),
-    )
-    winner = gang.yields_to(
-        own,
-        given.placements,
-        given.others_wait,
-        given.view.now,
-        given.config.gang_timeout,
-    )
-    if not winner:
-        plan.requeue_by(given.view.now + 5.0)
+    plan.requeue_by(given.view.now + _LOOK_AGAIN)
+    winner = given.contention.yields_to(_placement(given.view, group, record))
+    if winner is None:
         return record
     plan.delete.append(group)
     del live[record.index]
-    whom = (
-        "/".join(winner.key[:2]) if isinstance(winner, gang.GangPlacement) else "others that wait"
+    again = given.view.now + gang.retry_after(record.yields)
+    message = (
+        f"gave up {group.placed} of {group.nodes} placed pods for {winner.service}; its pods come "
+        f"back at {times.to_seconds_text(again)}"
     )
-    message = f"gave up {group.placed} of {group.nodes} placed pods for {whom}"
     plan.events.append(("Normal", "GroupYielded", f"group {record.index} {message}"))
     return record.model_copy(
         update={
             "phase": GroupPhase.WAITING,
             "detail": message,
             "yields": record.yields + 1,
-            "retry_at": times.to_text(given.view.now + gang.retry_after(record.yields)),
+            "retry_at": times.to_text(again),
             "partly_since": None,
         }
     )
 
 
-def _gang_key(given: PlanInput, index: int) -> tuple[str, str, int]:
-    return (given.view.service.namespace, given.view.service.name, index)
+def _gang_key(view: ServiceView, index: int) -> gang.GangKey:
+    return (view.service.namespace, view.service.name, index)
 
 
 def _roll(
@@ -301,11 +295,11 @@ def _start(given: PlanInput, plan: Plan, record: GroupStatus) -> GroupStatus:
     if retry_at is not None and given.view.now < retry_at:
         plan.requeue_by(retry_at)
         return record
-    key = _gang_key(given, record.index)
-    ahead = gang.blocker(key, given.view.spec.hardware.device.value, given.placements)
+    key = _gang_key(given.view, record.index)
+    ahead = given.contention.blocker(key, given.demand(record.revision), record.yields)
     if ahead is not None:
-        plan.waits_for = "/".join(ahead.key[:2])
-        plan.requeue_by(given.view.now + 5.0)
+        plan.waits_for = ahead.service
+        plan.requeue_by(given.view.now + _LOOK_AGAIN)
         return record.model_copy(update={"detail": f"waits until {plan.waits_for} is placed"})
     attempt = _attempt_number(given, plan, record)
     plan.last_attempt = max(plan.last_attempt, attempt)
@@ -366,18 +360,27 @@ def as_placements(
 
     One that failed and is kept for diagnosis waits for nothing, so no group waits for it.
     """
-    kept = {(r.index, r.attempt) for r in records if r.phase is GroupPhase.FAILED}
-    since = {record.index: times.from_text(record.partly_since) for record in records}
-    namespace, name = view.service.namespace, view.service.name
-    return [
-        gang.GangPlacement(
-            key=(namespace, name, group.index),
-            order=(view.created, namespace, name, group.index),
-            device=view.spec.hardware.device.value,
-            nodes=group.nodes,
-            placed=group.placed,
-            partly_since=since.get(group.index),
-        )
-        for group in groups
-        if not group.draining and (group.index, group.attempt) not in kept
-    ]
+    known = {record.index: record for record in records}
+    placements = []
+    for group in groups:
+        record = known.get(group.index) or GroupStatus(index=group.index)
+        kept = record.phase is GroupPhase.FAILED and record.attempt == group.attempt
+        if not (group.draining or kept):
+            placements.append(_placement(view, group, record))
+    return placements
+
+
+def _placement(view: ServiceView, group: Group, record: GroupStatus) -> gang.GangPlacement:
+    key = _gang_key(view, group.index)
+    starved = [pod.unplaced_since or view.now for pod in group.pods if pod.unschedulable]
+    return gang.GangPlacement(
+        key=key,
+        order=(view.created, *key),
+        demand=group.demand,
+        nodes=group.nodes,
+        placed=group.placed,
+        held=frozenset(pod.node for pod in group.pods if pod.node),
+        partly_since=times.from_text(record.partly_since),
+        starved_since=min(starved, default=None),
+        yields=record.yields,
+    )

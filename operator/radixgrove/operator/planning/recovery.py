@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from radixgrove.operator.api import times
 from radixgrove.operator.api.spec import Recovery, RecoveryPolicy, seconds
 from radixgrove.operator.api.status import MAX_DETAIL, GroupPhase, GroupStatus, PodRecord
-from radixgrove.operator.planning.observed import Group, Node, Pod
+from radixgrove.operator.planning.demand import Node
+from radixgrove.operator.planning.observed import Group, Pod
 
 MAX_BACKOFF = 300.0
 

@@ -1,0 +1,153 @@
+"""Shapes of the API objects that decisions are taken from, as far as those look at them.
+
+Field names are Kubernetes' own. What is absent from an object is at the API's default.
+"""
+
+from __future__ import annotations
+
+from typing import Required, TypedDict
+
+
+class OwnerReference(TypedDict, total=False):
+    uid: Required[str]
+    controller: bool
+
+
+class Meta(TypedDict, total=False):
+    name: Required[str]
+    namespace: str
+    uid: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+    creationTimestamp: str
+    deletionTimestamp: str
+    ownerReferences: list[OwnerReference]
+
+
+class Condition(TypedDict, total=False):
+    type: Required[str]
+    status: Required[str]  # True, False or Unknown
+    reason: str
+    message: str
+    lastTransitionTime: str
+
+
+class Waiting(TypedDict, total=False):
+    reason: str
+    message: str
+
+
+class Running(TypedDict, total=False):
+    startedAt: str
+
+
+class Terminated(TypedDict, total=False):
+    reason: str
+    message: str
+    startedAt: str
+    finishedAt: str
+
+
+class ContainerState(TypedDict, total=False):
+    """One of the three."""
+
+    waiting: Waiting
+    running: Running
+    terminated: Terminated
+
+
+class ContainerStatus(TypedDict, total=False):
+    name: Required[str]
+    state: ContainerState
+    lastState: ContainerState
+    restartCount: int
+    started: bool  # its startup probe has passed
+
+
+class Probe(TypedDict, total=False):
+    periodSeconds: int
+    failureThreshold: int
+
+
+class Resources(TypedDict, total=False):
+    requests: dict[str, str]
+    limits: dict[str, str]
+
+
+class Container(TypedDict, total=False):
+    name: Required[str]
+    startupProbe: Probe
+    resources: Resources
+
+
+class Toleration(TypedDict, total=False):
+    key: str  # absent: of every taint
+    operator: str  # Exists or Equal
+    value: str
+    effect: str  # absent: of every effect
+
+
+class Taint(TypedDict, total=False):
+    key: Required[str]
+    value: str
+    effect: Required[str]
+
+
+class PodSpec(TypedDict, total=False):
+    nodeName: str
+    nodeSelector: dict[str, str]
+    tolerations: list[Toleration]
+    schedulerName: str
+    containers: list[Container]
+
+
+class PodStatus(TypedDict, total=False):
+    phase: str
+    podIP: str
+    conditions: list[Condition]
+    containerStatuses: list[ContainerStatus]
+    initContainerStatuses: list[ContainerStatus]
+
+
+class PodObject(TypedDict, total=False):
+    metadata: Required[Meta]
+    spec: PodSpec
+    status: PodStatus
+
+
+class PodTemplate(TypedDict, total=False):
+    spec: PodSpec
+
+
+class StatefulSetSpec(TypedDict, total=False):
+    replicas: int
+    template: PodTemplate
+
+
+class StatefulSetObject(TypedDict, total=False):
+    metadata: Required[Meta]
+    spec: Required[StatefulSetSpec]
+
+
+class NodeSpec(TypedDict, total=False):
+    taints: list[Taint]
+
+
+class NodeStatus(TypedDict, total=False):
+    conditions: list[Condition]
+    allocatable: dict[str, str]
+
+
+class NodeObject(TypedDict, total=False):
+    metadata: Required[Meta]
+    spec: NodeSpec
+    status: NodeStatus
+
+
+class JobStatus(TypedDict, total=False):
+    conditions: list[Condition]
+
+
+class JobObject(TypedDict, total=False):
+    metadata: Required[Meta]
+    status: JobStatus
