@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -19,15 +21,46 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     loaded = sys.modules.get("triton")
     if loaded is not None and not loaded.knobs.runtime.interpret:
-        execution = "radixgrove.worker.execution"
         stale = (
             "triton",
             "radixgrove.kernels",
-            f"{execution}.attention.triton",
-            f"{execution}.sampling.draw",
+            "radixgrove.worker.attention.triton",
+            "radixgrove.worker.execution.sampling.draw",
         )
         for name in [n for n in sys.modules if n.startswith(stale)]:
             del sys.modules[name]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked `covering(n)` the interpreter runs as many cases as bring any n values of
+    different parameters together once: a case takes it up to seconds. Compiled kernels run all."""
+    if ON_GPU:
+        return
+    cases: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left_out = {case for group in cases.values() for case in group}
+    left_out.difference_update(*map(covering, cases.values()))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def covering(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Each time the first of the cases that bring most that is new together."""
+    mark = cases[0].get_closest_marker("covering")
+    assert mark is not None
+    brings = {}
+    for case in cases:
+        values = [(name, repr(value)) for name, value in sorted(case.callspec.params.items())]
+        brings[case] = set(combinations(values, *mark.args))
+    missing = set[object]().union(*brings.values())
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(brings[case] & missing))
+        chosen.append(best)
+        missing -= brings[best]
+    return chosen
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,6 +29,7 @@ def exact(q: Tensor, kv: PagedKv, indptr: Tensor, scale: float) -> Tensor:
     )
 
 
+@pytest.mark.covering(2)
 @PAGED_DTYPES
 @GEOMETRIES
 @pytest.mark.parametrize("lengths", [[1], [1, 16, 17, 300, 129]], ids=["one", "mixed"])
@@ -163,6 +164,7 @@ def test_decode_of_nothing_and_of_too_much(device: torch.device) -> None:
         decode.decode_attention(torch.zeros(2, 2, 16, device=device), *arguments)
 
 
+@pytest.mark.covering(2)
 @PAGED_DTYPES
 @GEOMETRIES
 @pytest.mark.parametrize(
@@ -387,6 +389,7 @@ STEPS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backend_name", BACKENDS)
 @pytest.mark.parametrize("group", [1, 3, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -405,6 +408,7 @@ def test_backends_agree(
     check_backend(backend_name, group, dtype, dtype, chunks, prefixes, decodes, device)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backend_name", FLOAT8_BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @STEPS

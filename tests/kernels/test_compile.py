@@ -33,6 +33,12 @@ KERNELS = {
 SHARED_MEMORY_BYTES = 232_448  # a block's limit on compute capability 9.0
 
 
+@pytest.fixture
+def cache(request: pytest.FixtureRequest) -> Path:
+    """What an earlier run has compiled; Triton knows it by source, options and its own version."""
+    return Path(request.config.cache.mkdir("triton-sm90"))
+
+
 def compiled(cache: Path, *arguments: str) -> list[tuple[str, int, int, int]]:
     """Name, registers, bytes of stack and of shared memory of what `compile_sm90.py` compiles."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
@@ -51,17 +57,17 @@ def compiled(cache: Path, *arguments: str) -> list[tuple[str, int, int, int]]:
     return [(name, *map(int, numbers)) for name, *numbers in lines]  # type: ignore[misc]
 
 
-def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    kernels = compiled(tmp_path)
+def test_kernels_compile_for_hopper(cache: Path) -> None:
+    kernels = compiled(cache)
     assert {name for name, *_ in kernels} == KERNELS
     for name, _registers, _stack, shared in kernels:
         assert shared <= SHARED_MEMORY_BYTES, f"{name} needs {shared} bytes of shared memory"
 
 
 @pytest.mark.slow
-def test_products_for_hopper_keep_their_sums_in_registers(tmp_path: Path) -> None:
+def test_products_for_hopper_keep_their_sums_in_registers(cache: Path) -> None:
     """At the shapes of Qwen3-0.6B and Llama-3.1-8B, in every form that the tuner asks about."""
-    kernels = compiled(tmp_path, "products")
+    kernels = compiled(cache, "products")
     assert {name for name, *_ in kernels} == {"_gemv_kernel", "_skinny_kernel", "_rms_norm_kernel"}
     assert len(kernels) > 40
     for name, registers, stack, shared in kernels:
@@ -70,9 +76,9 @@ def test_products_for_hopper_keep_their_sums_in_registers(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_decode_from_a_projection_keeps_to_its_registers(tmp_path: Path) -> None:
+def test_decode_from_a_projection_keeps_to_its_registers(cache: Path) -> None:
     """At the shapes of Qwen3-0.6B and Llama-3.1-8B: as many blocks fit as without RoPE and norm."""
-    kernels = compiled(tmp_path, "decode")
+    kernels = compiled(cache, "decode")
     assert {name for name, *_ in kernels} == {"_decode_kernel", "_shared_decode_kernel"}
     for name, registers, stack, shared in kernels:
         assert stack == 0, f"{name} spills {stack} bytes at {registers} registers"

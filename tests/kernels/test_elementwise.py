@@ -49,6 +49,7 @@ def test_silu_and_mul(tokens: int, inner: int, dtype: torch.dtype, device: torch
     assert_close(activation.silu_and_mul(gate_up), exact)
 
 
+@pytest.mark.covering(2)
 @DTYPES
 @sizes([0, 1, 3, 70], [4099])
 @pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "qk-norm"])

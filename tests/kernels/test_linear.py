@@ -48,6 +48,7 @@ class Case:
         )
 
 
+@pytest.mark.covering(3)
 @DTYPES
 @ENDINGS
 @pytest.mark.parametrize("norm", [False, True], ids=["raw", "norm"])
@@ -64,6 +65,7 @@ def test_gemv(
         assert out is options["residual"], "the residual is updated in place"
 
 
+@pytest.mark.covering(3)
 @DTYPES
 @ENDINGS
 @sizes([1, 3, 33], [64, 128])

@@ -122,6 +122,7 @@ def test_equals_rope_store_then_attention(
     Case(LENGTHS, heads, kv_heads, head_dim, norm=norm, device=device).check()
 
 
+@pytest.mark.covering(2)
 @PAGED_DTYPES
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 def test_each_type(

@@ -172,6 +172,7 @@ FILTERS = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
