@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PACKAGES := protocol service kernels worker router operator cli
 COMPILE := uv pip compile --universal --generate-hashes --no-header --quiet
 CLUSTER_PYTHON := $(BIN)/python
+# Tests and clusters start hundreds of processes: what they import is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 # A process of tests for each core, files whole as far as that keeps all busy.
 SPREAD ?= --numprocesses logical --maxprocesses 8 --dist worksteal
 SINCE ?= main

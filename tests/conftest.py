@@ -24,6 +24,10 @@ from radixgrove.worker.agent import demo_model
 if TYPE_CHECKING:
     from redis import Redis
 
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    # Else each of them, and each process that it starts, would compute with a thread a core.
+    threads = len(os.sched_getaffinity(0)) // int(workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 if not Path("/proc/driver/nvidia").exists():
     # Triton chooses its interpreter while it is imported, by whichever test comes first.
     os.environ["TRITON_INTERPRET"] = "1"
