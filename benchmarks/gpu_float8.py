@@ -38,8 +38,8 @@ from gpu_correctness import (
 )
 from torch import Tensor
 
+from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.settings import DType, KVDType
-from radixgrove.worker.models.config import load_config
 
 # Of the mean distance of log-probabilities, in those of transformers' own bfloat16.
 DISTANCE_BOUND = 16.0

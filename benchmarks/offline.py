@@ -26,6 +26,8 @@ import torch
 import workloads
 from workloads import WORKLOADS, ModelShape, Workload
 
+from radixgrove.protocol.model.config import ModelConfig
+from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import (
     AttentionChoice,
@@ -39,7 +41,6 @@ from radixgrove.protocol.settings import (
 from radixgrove.service.directories import private_directory
 from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, Tokens
-from radixgrove.worker.models.config import ModelConfig, load_config
 from radixgrove.worker.plan import Executor
 from radixgrove.worker.runtime import Runtime
 from radixgrove.worker.scheduler.config import SchedulerConfig

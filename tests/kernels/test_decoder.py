@@ -11,9 +11,9 @@ from torch import Tensor
 from radixgrove.kernels import ops
 from radixgrove.kernels.linear import SkinnyConfig, SkinnyWorkspace
 from radixgrove.kernels.matmul import CUBLAS, Choice, multiply
+from radixgrove.protocol.model.config import ModelConfig, RopeConfig
 from radixgrove.worker.attention.base import AttentionBatch
 from radixgrove.worker.attention.torch import TorchAttention
-from radixgrove.worker.models.config import ModelConfig, RopeConfig
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.ops import KernelOps, Ops, TorchOps
@@ -38,7 +38,7 @@ CONFIG = ModelConfig(
     output_bias=False,
     mlp_bias=False,
     qk_norm=True,
-    dtype=torch.float32,
+    dtype="float32",
 )
 TOKENS = 5
 WIDE = SkinnyConfig(block_n=32, block_k=32, stages=2)

@@ -99,12 +99,23 @@ class AgentProcess:
         self.process.wait()
 
 
+TINY_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+}
+
+
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     """A directory that passes for a model as long as nobody loads it."""
     directory = tmp_path / "tiny-model"
     directory.mkdir()
-    (directory / "config.json").write_text("{}")
+    (directory / "config.json").write_text(json.dumps(TINY_CONFIG))
     (directory / "tokenizer.json").write_text(Tokenizer(WordLevel({"a": 0}, "a")).to_str())
     return directory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,8 @@ import msgspec
 import psutil
 import pytest
 import redis
+import torch
+from safetensors.torch import save_file
 
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import Registration
@@ -188,11 +191,14 @@ def test_a_group_of_this_workers_own_ranks_is_served(
             "model-00002.safetensors",
             (64).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[9]',
         ),
+        ("model.safetensors.index.json", b"{}"),
     ],
 )
 def test_a_damaged_file_is_named_before_anything_starts(
     start_agent: StartAgent, model_dir: Path, name: str, content: bytes
 ) -> None:
+    if name == "model-00002.safetensors":
+        write_index(model_dir, name)
     (model_dir / name).write_bytes(content)
     agent = start_agent()
     assert agent.end() == 1
@@ -202,6 +208,44 @@ def test_a_damaged_file_is_named_before_anything_starts(
     assert name in line
     assert str(model_dir) in line
     assert "download or copy the model again" in line
+
+
+def write_index(model_dir: Path, name: str) -> None:
+    index = {"weight_map": {"model.norm.weight": name}}
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_damaged_files_that_nothing_reads_do_not_matter(
+    start_agent: StartAgent, model_dir: Path
+) -> None:
+    write_index(model_dir, "model-00001.safetensors")
+    save_file({"model.norm.weight": torch.ones(16)}, model_dir / "model-00001.safetensors")
+    for name in ("model-00002.safetensors", "consolidated.safetensors", "processor_config.json"):
+        (model_dir / name).write_bytes(b"no safetensors")
+    start_agent().wait_ready()
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(
+    start_agent: StartAgent, model_dir: Path
+) -> None:
+    config = json.loads((model_dir / "config.json").read_bytes()) | {"embedding_multiplier": 12.0}
+    (model_dir / "config.json").write_text(json.dumps(config))
+    agent = start_agent()
+    assert agent.end() == 1
+    (line,) = agent.output.splitlines()
+    assert "embedding_multiplier 12.0 is not supported" in line
+    assert "download" not in line
+
+
+def test_a_tokenizer_that_knows_more_than_the_model_is_warned_of(
+    start_agent: StartAgent, model_dir: Path
+) -> None:
+    config = json.loads((model_dir / "config.json").read_bytes())
+    (model_dir / "config.json").write_text(json.dumps(config | {"vocab_size": 1}))
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>"}))
+    agent = start_agent()
+    agent.wait_ready()
+    assert "the tokenizer has 2 token ids and the model rows for 1" in agent.output
 
 
 def test_management_needs_its_key(start_agent: StartAgent) -> None:

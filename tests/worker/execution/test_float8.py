@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer
 
 from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.settings import Device, DType, KVDType, WorkerSettings
 from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.execution.choices import choose_kv_dtype
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.messages import EngineInfo, PhaseReport
-from radixgrove.worker.models.config import ModelError
 from tests.worker.execution import tiny
 from tests.worker.execution.driver import Driver, cpu_runner, greedy
 

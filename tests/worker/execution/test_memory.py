@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
 from radixgrove.service.machine import memory_limit
 from radixgrove.worker.engine.executor import build_executor
@@ -28,7 +29,6 @@ from radixgrove.worker.execution.memory import (
     host_tier_pages,
 )
 from radixgrove.worker.messages import EngineState, PhaseReport
-from radixgrove.worker.models.config import ModelError
 from tests.worker.execution import tiny
 
 # Llama-3.1-8B in bfloat16: 128 KiB a token.

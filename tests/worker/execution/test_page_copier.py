@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import AttentionChoice
 from radixgrove.worker.engine.executor import build_executor
@@ -32,7 +33,6 @@ from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.select_attention import select_attention
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.messages import TokenLogprobs
-from radixgrove.worker.models.config import load_config
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.ops import choose_ops

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixgrove.kernels.norm import rms_norm_reference
+from radixgrove.protocol.model.config import ModelError, parse_config
+from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
 from radixgrove.worker.engine.executor import build_executor
-from radixgrove.worker.models.config import ModelError, load_config, parse_config
 from radixgrove.worker.models.ops import CpuOps, KernelOps, TorchOps
 from radixgrove.worker.plan import Executor
 from tests.worker.execution import reference, tiny
@@ -102,7 +103,7 @@ def test_old_spelling_of_rope_settings() -> None:
         }
     )
     assert (old.rope.theta, old.rope.kind) == (500000.0, "linear")
-    assert old.dtype == torch.bfloat16
+    assert old.dtype == "bfloat16"
 
 
 def test_sliding_window_bounds_the_length() -> None:
@@ -168,24 +169,90 @@ def test_no_weights(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-def test_weights_in_several_files(tmp_path: Path) -> None:
-    model = tiny.save("llama", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
+def split(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Two files and an index in place of one; all tensors, and the index's map."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
     names = sorted(tensors)
     weight_map = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
     for i in range(2):
         part = {name: tensors[name] for name in names[i::2]}
-        save_file(part, tmp_path / f"part-{i}.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
+        save_file(part, directory / f"part-{i}.safetensors")
+    index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
+    return tensors, weight_map
+
+
+def assert_same_texts(directory: Path, model: Any) -> None:
     prompts = tiny.prompts()[:4]
-    results = Driver(build(tmp_path)).generate(prompts, greedy(8))
+    results = Driver(build(directory)).generate(prompts, greedy(8))
     assert [result.tokens for result in results] == reference.greedy(model, prompts, 8)
 
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "../model.safetensors")}))
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    model = tiny.save("llama", tmp_path)
+    tensors, _ = split(tmp_path)
+    assert_same_texts(tmp_path, model)
+
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../model.safetensors")}))
     with pytest.raises(ModelError, match="outside its directory"):
         build(tmp_path)
+
+
+def test_of_two_copies_of_a_tensor_the_index_names_the_one_that_counts(tmp_path: Path) -> None:
+    model = tiny.save("llama", tmp_path)
+    _, weight_map = split(tmp_path)
+    for number in range(2):
+        path = tmp_path / f"part-{number}.safetensors"
+        own = load_file(path)
+        stale = {name: torch.zeros(3) for name, file in weight_map.items() if file != path.name}
+        save_file(own | stale, path)
+    assert_same_texts(tmp_path, model)
+
+
+def test_a_single_file_goes_before_an_index(tmp_path: Path) -> None:
+    model = tiny.save("llama", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("damaged, and not needed")
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("as well")
+    assert_same_texts(tmp_path, model)
+
+
+def test_a_tied_table_saved_as_head_alone(tmp_path: Path) -> None:
+    model = tiny.save("llama3-rope", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same_texts(tmp_path, model)
+
+
+def test_a_tied_table_saved_under_both_names(tmp_path: Path) -> None:
+    model = tiny.save("llama3-rope", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same_texts(tmp_path, model)
+
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="set tie_word_embeddings to false"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"mscale": 1.0, "mscale_all_dim": 1.0},
+        {"mscale": 0.707, "mscale_all_dim": 1.0},
+        {"attention_factor": 0.8, "truncate": False},
+    ],
+)
+def test_texts_with_a_yarn_of_deepseeks_kind(rope: dict[str, Any], tmp_path: Path) -> None:
+    tiny.save("qwen2-yarn", tmp_path)
+    _edit_config(
+        tmp_path, rope_parameters=dict(tiny.KINDS["qwen2-yarn"][1]["rope_parameters"], **rope)
+    )
+    assert_same_texts(tmp_path, reference.load(tmp_path, torch.float32))
 
 
 def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
 from radixgrove.worker.engine.executor import build_executor
-from radixgrove.worker.models.config import ModelError
 from radixgrove.worker.parallel.group import Shard
 from radixgrove.worker.parallel.rendezvous import RankMissing, join
 from radixgrove.worker.runtime import Runtime

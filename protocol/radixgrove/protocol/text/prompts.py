@@ -234,7 +234,7 @@ class PromptEncoder:
             for index, message in enumerate(request.messages)
         ]
         if request.continue_final_message:
-            messages[-1]["content"] += _END
+            _mark_end(messages[-1])
         try:
             with self._template_lock:
                 text = template.render(messages, request.add_generation_prompt, kwargs)
@@ -247,7 +247,9 @@ class PromptEncoder:
                 "This model's chat template cannot render these messages.", "messages"
             ) from None
         if request.continue_final_message:
-            text, found, _ = text.rpartition(_END)
+            text, found, rest = text.rpartition(_END)
+            if not rest.startswith(" "):  # the template trims what it is given
+                text = text.rstrip()
             if not found:
                 raise errors.invalid(
                     "This model's chat template cannot continue the final message.",
@@ -263,12 +265,16 @@ class PromptEncoder:
         role = message.role
         if role == "developer" and not template.knows_developer:
             role = "system"
-        result: dict[str, Any] = {"role": role, "content": guard(_text_of(message))}
+        result: dict[str, Any] = {
+            "role": role,
+            "content": _content(message, guard, template.takes_parts),
+        }
         if message.name is not None:
             result["name"] = guard(message.name)
         reasoning = message.reasoning_content or message.reasoning
         if reasoning is not None:
-            result["reasoning_content"] = result["reasoning"] = guard(reasoning)
+            for name in ("reasoning_content", "reasoning", "thinking"):
+                result[name] = guard(reasoning)
         if message.role == "tool" or message.tool_calls:
             if not template.knows_tool_calls:
                 field = "tool_calls" if message.tool_calls else "role"
@@ -455,10 +461,22 @@ def _chat_length(request: ChatRequest) -> int:
     )
 
 
-def _text_of(message: ChatMessage) -> str:
-    if isinstance(message.content, list):
-        return "\n".join(part.text or part.refusal or "" for part in message.content)
-    return message.content or message.refusal or ""
+def _content(message: ChatMessage, guard: Callable[[str], str], takes_parts: bool) -> Any:
+    """A message's content as its template takes it: one text, or a list of text parts."""
+    if not isinstance(message.content, list):
+        return guard(message.content or message.refusal or "")
+    texts = [part.text or part.refusal or "" for part in message.content]
+    if takes_parts:
+        return [{"type": "text", "text": guard(text)} for text in texts]
+    return guard("\n".join(texts))
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    """Put `_END` behind a message's text; the blank after it shows whether the template trims."""
+    if isinstance(message["content"], str):
+        message["content"] += _END + " "
+    elif message["content"]:
+        message["content"][-1]["text"] += _END + " "
 
 
 def _guard_values(value: Any, guard: Callable[[str], str]) -> Any:

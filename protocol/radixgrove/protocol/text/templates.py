@@ -29,6 +29,8 @@ RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
     | {"bos_token", "eos_token", "pad_token", "unk_token", "raise_exception", "strftime_now"}
 )
+_PROBE = "radixgrove probe"
+_PRINTED_PARTS = ("'text'", '"text"', "&#39;text&#39;", "&#34;text&#34;")
 # Switches that clients send to every model; turned off they ask for nothing where unknown.
 THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 
@@ -105,6 +107,16 @@ class ChatTemplate:
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self.knows_tool_calls = "tool_calls" in source
         self.knows_developer = "developer" in source
+        self.takes_parts = self._takes_parts()
+
+    def _takes_parts(self) -> bool:
+        """Whether it renders a content given as a list of parts, rather than print the list."""
+        parts = [{"type": "text", "text": _PROBE}]
+        try:
+            text = self.render([{"role": "user", "content": parts}], True, {})
+        except (TemplateRefusal, TemplateFailure):
+            return False
+        return _PROBE in text and not any(printed in text for printed in _PRINTED_PARTS)
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keep what the template reads.
@@ -145,7 +157,11 @@ class ChatTemplate:
         size = 0
         try:
             for piece in self._template.generate(
-                messages=messages, add_generation_prompt=add_generation_prompt, **kwargs
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **kwargs,
             ):
                 pieces.append(piece)
                 size += len(piece)

@@ -16,7 +16,14 @@ TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS_MAP)
+ADDED_TOKENS = "added_tokens.json"  # of old directories: text → id
+TOKENIZER_FILES = (
+    TOKENIZER_JSON,
+    TOKENIZER_CONFIG,
+    CHAT_TEMPLATE,
+    SPECIAL_TOKENS_MAP,
+    ADDED_TOKENS,
+)
 MAX_FILE_BYTES = 64 << 20
 
 
@@ -72,10 +79,10 @@ class TokenizerFiles:
             raise TokenizerError(f"{name} is not a JSON object") from error
 
     def tokenizer(self) -> Tokenizer:
-        """A new tokenizer that neither truncates nor pads.
+        """A new tokenizer with the tokens of all files, that neither truncates nor pads.
 
         Raises:
-            TokenizerError: `tokenizer.json` is malformed.
+            TokenizerError: a file is malformed.
         """
         try:
             tokenizer = Tokenizer.from_buffer(self.contents[TOKENIZER_JSON])
@@ -83,19 +90,75 @@ class TokenizerFiles:
             raise TokenizerError(f"{TOKENIZER_JSON} is malformed") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        self._add_tokens(tokenizer)
         return tokenizer
 
+    def _add_tokens(self, tokenizer: Tokenizer) -> None:
+        """Tokens that other files list; where both do, what these say of a token counts."""
+        named = [*self.special_texts().values(), *self._unnamed_specials()]
+        listed = self.json(TOKENIZER_CONFIG).get("added_tokens_decoder")
+        if listed is not None:
+            tokens = {number: _added_token(token) for number, token in _by_id(listed).items()}
+        else:
+            tokens = {
+                number: AddedToken(text, normalized=text not in named, special=text in named)
+                for text, number in self.json(ADDED_TOKENS).items()
+                if isinstance(number, int)
+            }
+            tokens |= tokenizer.get_added_tokens_decoder()
+        tokenizer.add_tokens([token for _, token in sorted(tokens.items())])
+        known = {token.content: token for token in tokens.values()}
+        tokenizer.add_special_tokens(
+            [known.get(text) or AddedToken(text, normalized=False) for text in dict.fromkeys(named)]
+        )
+
     def special_texts(self) -> dict[str, str]:
-        """Texts of `bos_token`, `eos_token` … as chat templates name them."""
+        """Texts of `bos_token`, `eos_token` … as chat templates name them.
+
+        Raises:
+            TokenizerError: a file is malformed.
+        """
+        config = self.json(TOKENIZER_CONFIG)
+        sources = [config]
+        if config.get("added_tokens_decoder") is None:  # what replaced the older file
+            sources.append(self.json(SPECIAL_TOKENS_MAP))
         texts: dict[str, str] = {}
-        for source in (self.json(SPECIAL_TOKENS_MAP), self.json(TOKENIZER_CONFIG)):
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-                value = source.get(name)
-                if isinstance(value, dict):
-                    value = value.get("content")
-                if isinstance(value, str):
-                    texts[name] = value
+        for source in sources:
+            extra = source.get("extra_special_tokens")
+            named = {name: value for name, value in source.items() if name.endswith("_token")}
+            for name, value in (named | extra if isinstance(extra, dict) else named).items():
+                if text := _text_of(value):
+                    texts[name] = text
         return texts
+
+    def _unnamed_specials(self) -> list[str]:
+        found: list[str] = []
+        for source in (self.json(TOKENIZER_CONFIG), self.json(SPECIAL_TOKENS_MAP)):
+            for key in ("extra_special_tokens", "additional_special_tokens"):
+                values = source.get(key)
+                if isinstance(values, list) and values:
+                    found += [text for text in map(_text_of, values) if text]
+                    break
+        return found
+
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, the added ones too.
+
+        Raises:
+            TokenizerError: a file is malformed.
+        """
+        return self.tokenizer().get_vocab(with_added_tokens=True)
+
+    @property
+    def size(self) -> int:
+        """Ids from here on are no token's."""
+        return max(self.vocabulary.values(), default=-1) + 1
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of the tokenizer's own `eos_token`, if it has one."""
+        return self.vocabulary.get(self.special_texts().get("eos_token", ""))
 
     def chat_template(self) -> str | None:
         """Source of the model's (default) chat template."""
@@ -107,6 +170,28 @@ class TokenizerFiles:
             named = {item.get("name"): item.get("template") for item in configured}
             configured = named.get("default")
         return configured if isinstance(configured, str) else None
+
+
+def _text_of(token: Any) -> str | None:
+    """A token's text; files have it plain or as an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _by_id(listed: Any) -> dict[int, Any]:
+    try:
+        return {int(number): token for number, token in listed.items()}
+    except (AttributeError, ValueError) as error:
+        raise TokenizerError(f"{TOKENIZER_CONFIG}: added_tokens_decoder is malformed") from error
+
+
+def _added_token(token: Any) -> AddedToken:
+    text = _text_of(token)
+    if text is None:
+        raise TokenizerError(f"{TOKENIZER_CONFIG}: a token of added_tokens_decoder has no text")
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    given = {flag: bool(token[flag]) for flag in flags if flag in token}
+    return AddedToken(text, **given)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.registry import Registration, root_fingerprint
 from radixgrove.protocol.settings import LoadFormat, LogLevel, WorkerSettings
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
@@ -108,7 +109,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
     except (
         AgentError,
         demo_model.DemoModelError,
-        model_files.DamagedModelError,
+        ModelError,
         BindingError,
     ) as error:
         _log.error("%s", error)

@@ -6,62 +6,61 @@ of loading. Weights are not read: only the headers of their files, against the f
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from safetensors import SafetensorError, safe_open
 
+from radixgrove.protocol.model.config import ModelError
+from radixgrove.protocol.model.directory import DamagedFileError, ModelDirectory, weight_files
 from radixgrove.protocol.text.templates import ChatTemplate
-from radixgrove.protocol.text.tokenizer import TokenizerError, TokenizerFiles
 
-WEIGHTS_INDEX = "model.safetensors.index.json"
-_JSON_FILES = ("config.json", "generation_config.json", WEIGHTS_INDEX)
-_MAX_JSON_BYTES = 64 << 20
-
-
-class DamagedModelError(Exception):
-    """A file of the model cannot be used; the text names it and what to do."""
+_log = logging.getLogger(__name__)
 
 
 def check(model_dir: Path, *, weights: bool) -> None:
     """Looks at configuration, tokenizer and, with `weights`, at the weights' headers.
 
+    Warns of a tokenizer that knows more tokens than the model.
+
     Raises:
-        DamagedModelError: the first file that is damaged.
+        ModelError: the first file that is damaged, or why the model cannot be served.
     """
-    for name in _JSON_FILES:
-        if (model_dir / name).is_file():
-            _check_json(model_dir, name)
     try:
-        files = TokenizerFiles.load(model_dir)
-        files.tokenizer()
-        template = files.chat_template()
+        model = ModelDirectory.load(model_dir)
+        tokens = model.tokenizer.size
+        template = model.tokenizer.chat_template()
         if template is not None:
-            ChatTemplate(template, files.special_texts())
-    except (TokenizerError, ValueError) as error:
+            ChatTemplate(template, model.tokenizer.special_texts())
+        if weights:
+            _check_weights(model_dir)
+    except ValueError as error:
+        if isinstance(error, ModelError) and not isinstance(error, DamagedFileError):
+            raise ModelError(f"model directory '{model_dir}': {error}") from error
         raise _damaged(model_dir, str(error)) from error
-    if weights:
-        for path in sorted(model_dir.glob("*.safetensors")):
-            try:
+    if tokens > model.config.vocab_size:
+        _log.warning(
+            "the tokenizer has %d token ids and the model rows for %d: prompts with one of the "
+            "others are refused",
+            tokens,
+            model.config.vocab_size,
+        )
+
+
+def _check_weights(model_dir: Path) -> None:
+    """Headers of the files that will be loaded; what else lies in the directory does not matter."""
+    for name in weight_files(model_dir):
+        path = model_dir / name
+        try:
+            if path.is_file():
                 with safe_open(path, framework="numpy"):
                     pass
-            except (OSError, SafetensorError) as error:
-                raise _damaged(model_dir, f"{path.name} is incomplete or damaged") from error
+        except (OSError, SafetensorError) as error:
+            raise DamagedFileError(f"{name} is incomplete or damaged") from error
 
 
-def _check_json(model_dir: Path, name: str) -> None:
-    path = model_dir / name
-    if path.stat().st_size > _MAX_JSON_BYTES:
-        raise _damaged(model_dir, f"{name} is larger than {_MAX_JSON_BYTES} bytes")
-    try:
-        msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _damaged(model_dir, f"{name} is not a JSON object") from error
-
-
-def _damaged(model_dir: Path, problem: str) -> DamagedModelError:
-    return DamagedModelError(
+def _damaged(model_dir: Path, problem: str) -> ModelError:
+    return DamagedFileError(
         f"model directory '{model_dir}': {problem}; download or copy the model again "
         "(the demo model: remove that directory)"
     )

@@ -435,8 +435,8 @@ def main(arguments: list[str]) -> int:
         from radixgrove.worker.engine.follower import run_follower
 
         return run_follower(directory, rank)
+    from radixgrove.protocol.model.config import ModelError
     from radixgrove.worker.engine.executor import build_executor
-    from radixgrove.worker.models.config import ModelError
 
     return run(directory, build_executor, (ModelError,))
 

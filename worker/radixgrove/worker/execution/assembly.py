@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.protocol.settings import AttentionChoice, WorkerSettings
 from radixgrove.worker.execution.choices import Limits
 from radixgrove.worker.execution.graphs import ladder
@@ -16,7 +17,6 @@ from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.select_attention import select_attention
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.messages import EngineState, PhaseReport
-from radixgrove.worker.models.config import ModelConfig
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.plan import ExecutorInfo
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from radixgrove.protocol.model.config import ModelConfig, check_divides
+from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service import machine
 from radixgrove.worker.execution.assembly import LoadedModel, Report
@@ -33,7 +35,6 @@ from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.trial import measure_cuda
 from radixgrove.worker.execution.warmup import measure_prefill, rehearse_decodes
 from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
-from radixgrove.worker.models.config import ModelConfig, check_divides, load_config
 from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.parallel.group import Shard, TensorParallel
 from radixgrove.worker.parallel.rendezvous import join, limit_collectives

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.settings import Device, DType, KVDType, WorkerSettings
-from radixgrove.worker.models.config import ModelConfig, ModelError
 
 # From here on (Ada, Hopper) the kernels have instructions that convert float8.
 _FLOAT8_CAPABILITY = (8, 9)
@@ -52,10 +52,11 @@ def choose_device(setting: Device, rank: int) -> torch.device:
 
 
 def choose_dtype(setting: DType, config: ModelConfig, device: torch.device) -> torch.dtype:
-    if setting != DType.AUTO:
-        dtype: torch.dtype = getattr(torch, setting.value)
-        return dtype
-    return torch.float32 if device.type == "cpu" else config.dtype
+    name = setting.value
+    if setting == DType.AUTO:
+        name = "float32" if device.type == "cpu" else config.dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def choose_kv_dtype(setting: KVDType, dtype: torch.dtype, device: torch.device) -> torch.dtype:

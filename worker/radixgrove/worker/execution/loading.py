@@ -9,12 +9,12 @@ import torch
 
 from radixgrove.kernels import ops as kernels
 from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.protocol.settings import AttentionChoice, LoadFormat, WorkerSettings
 from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
 from radixgrove.worker.execution.assembly import Report
 from radixgrove.worker.execution.choices import Limits, choose_length
 from radixgrove.worker.messages import EngineState, PhaseReport
-from radixgrove.worker.models.config import ModelConfig
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.ops import choose_ops
@@ -46,6 +46,7 @@ def load_model(
                 model.parts(),
                 model_dir,
                 lambda done: report(PhaseReport(EngineState.LOADING, "loading weights", done)),
+                tied=config.tied_embeddings,
             )
     model.prepare()
     return model

@@ -9,9 +9,9 @@ import psutil
 import torch
 
 from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.settings import KVDType, WorkerSettings
 from radixgrove.service.machine import memory_limit
-from radixgrove.worker.models.config import ModelConfig, ModelError
 from radixgrove.worker.parallel.group import Shard
 
 GIB = 1 << 30

@@ -8,10 +8,10 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.settings import AttentionChoice
 from radixgrove.worker.attention.base import AttentionBackend
 from radixgrove.worker.messages import EngineState, PhaseReport
-from radixgrove.worker.models.config import ModelConfig, ModelError
 from radixgrove.worker.parallel.group import Shard
 
 _CLASSES = {

@@ -6,10 +6,8 @@ import time
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
+from radixgrove.protocol.model.directory import ModelDirectory
 from radixgrove.protocol.openai.requests import ModelLimits
 from radixgrove.protocol.openai.responses import ModelObject
 from radixgrove.protocol.settings import WorkerSettings
@@ -36,14 +34,12 @@ class ServedModel:
         """Read configuration and tokenizer; no weights.
 
         Raises:
-            ValueError: a file is missing or malformed.
+            ValueError: a file is missing or malformed, or the model cannot be served.
         """
-        config = _json(model_dir / "config.json")
-        generation = _json(model_dir / "generation_config.json")
-        files = TokenizerFiles.load(model_dir)
+        directory = ModelDirectory.load(model_dir)
+        config, files = directory.config, directory.tokenizer
         encoder = PromptEncoder(files)
-        longest = int(config.get("max_position_embeddings") or (1 << 24))
-        vocab_size = int(config.get("vocab_size") or encoder.tokenizer.get_vocab_size())
+        longest = config.max_position_embeddings
         names = tuple(settings.served_model_name) or (model_dir.name,)
         types = f"{settings.dtype}\0{settings.kv_dtype}"
         identity = f"{names[0]}\0{settings.weight_version}\0{types}\0{files.digest}"
@@ -51,9 +47,9 @@ class ServedModel:
             names=names,
             limits=ModelLimits(
                 max_model_len=min(longest, settings.max_model_len or longest),
-                vocab_size=vocab_size,
+                vocab_size=config.vocab_size,
             ),
-            eos_ids=_eos_ids(config, generation, vocab_size),
+            eos_ids=directory.eos_ids,
             fingerprint="fp_" + sha256(identity.encode()).hexdigest()[:12],
             created=int(time.time()),
             files=files,
@@ -72,18 +68,3 @@ class ServedModel:
             )
             for name in self.names
         ]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-
-
-def _eos_ids(
-    config: dict[str, Any], generation: dict[str, Any], vocab_size: int
-) -> tuple[int, ...]:
-    """End-of-text ids; `generation_config.json` knows those of a chat model's turns."""
-    found = generation.get("eos_token_id", config.get("eos_token_id"))
-    ids = found if isinstance(found, list) else [found]
-    return tuple(number for number in ids if isinstance(number, int) and 0 <= number < vocab_size)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels.autotune import Projection
+from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
-from radixgrove.worker.models.config import ModelConfig
 from radixgrove.worker.models.hugepages import use_huge_pages
 from radixgrove.worker.models.layers import (
+    EMBEDDING,
+    HEAD,
     Linear,
     ResidualStream,
     StepContext,
@@ -141,12 +143,10 @@ class Decoder:
         self.dtype = place.dtype
         self.device = place.device
         self._ops = ops
-        self._embedding = VocabTable(
-            place, "model.embed_tokens.weight", config.vocab_size, config.hidden_size
-        )
+        self._embedding = VocabTable(place, EMBEDDING, config.vocab_size, config.hidden_size)
         self._head = self._embedding
         if not config.tied_embeddings:
-            self._head = VocabTable(place, "lm_head.weight", config.vocab_size, config.hidden_size)
+            self._head = VocabTable(place, HEAD, config.vocab_size, config.hidden_size)
         self._layers = [DecoderLayer(config, i, place) for i in range(config.num_layers)]
         self._norm = place.empty(config.hidden_size)
         self.weights_bytes = 0  # of this rank's parameters; known after `prepare`

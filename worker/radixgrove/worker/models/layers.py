@@ -27,6 +27,9 @@ class StepContext:
     await_layer: Callable[[int], None] | None = None  # called before a layer reads its pages
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # in checkpoints
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPart:
     """A checkpoint's tensor, or this rank's slice of it, and where it goes."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixgrove.worker.models.config import ModelError, RopeConfig
+from radixgrove.protocol.model.config import RopeConfig
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> Tensor:
@@ -26,21 +26,9 @@ def rotary_table(rope: RopeConfig, head_dim: int, length: int, device: torch.dev
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians a position, [head_dim / 2] float64, and the factor on cosines and sines.
-
-    Raises:
-        ModelError: unknown scaling, or one of its parameters is missing.
-    """
-    scale = _SCALINGS.get(rope.kind)
-    if scale is None:
-        known = ", ".join(sorted(_SCALINGS))
-        raise ModelError(f"rope type {rope.kind!r} is not supported; supported are {known}")
+    """Radians a position, [head_dim / 2] float64, and the factor on cosines and sines."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    base = 1.0 / rope.theta**exponents
-    try:
-        return scale(base, rope)
-    except KeyError as error:
-        raise ModelError(f"rope type {rope.kind!r} needs {error.args[0]!r}") from error
+    return _SCALINGS[rope.kind](1.0 / rope.theta**exponents, rope)
 
 
 def _default(base: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
@@ -65,7 +53,7 @@ def _llama3(base: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
 def _yarn(base: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
     """YaRN (Peng et al., 2023): interpolate by parts, and sharpen attention by a magnitude."""
     parameters = rope.parameters
-    original = _yarn_original_length(parameters)
+    original = float(parameters["original_max_position_embeddings"])
     factor = float(parameters["factor"])
     size = base.numel()
 
@@ -73,30 +61,33 @@ def _yarn(base: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
         """Index of the pair that turns `rotations` times within the original context."""
         return size * math.log(original / (rotations * 2 * math.pi)) / math.log(rope.theta)
 
-    low = dimension(float(parameters.get("beta_fast") or 32))
-    high = dimension(float(parameters.get("beta_slow") or 1))
+    low = dimension(float(parameters.get("beta_fast", 32)))
+    high = dimension(float(parameters.get("beta_slow", 1)))
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * size - 1)
-    ramp = (torch.arange(size, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    ramp = (torch.arange(size, dtype=torch.float64) - low) / ((high - low) or 1e-3)
     stretched = ramp.clamp(0, 1)
     frequencies = stretched * base / factor + (1 - stretched) * base
     return frequencies, _yarn_magnitude(parameters, factor)
 
 
-def _yarn_original_length(parameters: Mapping[str, Any]) -> float:
-    length = parameters.get("original_max_position_embeddings")
-    return float(length if length is not None else parameters["max_position_embeddings"])
-
-
 def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
-    if parameters.get("attention_factor") is not None:
+    """The factor given, or the paper's; DeepSeek's `mscale`s make it a ratio of two of them."""
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if "attention_factor" in parameters:
         return float(parameters["attention_factor"])
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if "mscale" in parameters and "mscale_all_dim" in parameters:
+        return magnitude(parameters["mscale"]) / magnitude(parameters["mscale_all_dim"])
+    return magnitude(1.0)
 
 
 _SCALINGS: dict[str, Callable[[Tensor, RopeConfig], tuple[Tensor, float]]] = {
     "default": _default,
+    "dynamic": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from radixgrove.worker.models.config import ModelError
-from radixgrove.worker.models.layers import WeightPart
+from radixgrove.protocol.model.config import ModelError
+from radixgrove.protocol.model.directory import weight_files
+from radixgrove.worker.models.layers import EMBEDDING, HEAD, WeightPart
 
-MAX_INDEX_BYTES = 64 << 20
+_ROWS_AT_ONCE = 4096  # of a vocabulary, when two copies are compared
 _DUMMY_SCALE = 0.02  # the usual initialisation: activations stay in range at any depth
 
 
 def load_safetensors(
-    parts: Iterable[WeightPart], model_dir: Path, progress: Callable[[float], None]
+    parts: Iterable[WeightPart],
+    model_dir: Path,
+    progress: Callable[[float], None],
+    *,
+    tied: bool = False,
 ) -> None:
     """Copy each part from its file's memory map into its parameter; a rank reads only its slices.
 
     Args:
         progress: called with the fraction done, now and then.
+        tied: embedding and head are one table, saved under either name or both.
 
     Raises:
         ModelError: no checkpoint, a tensor is missing or has an unexpected shape.
@@ -32,6 +38,8 @@ def load_safetensors(
     wanted = list(parts)
     with ExitStack() as stack:
         locate = _Checkpoint(model_dir, stack)
+        if tied:
+            wanted = [_as_saved(part, locate) for part in wanted]
         missing = [part.name for part in wanted if part.name not in locate]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -57,40 +65,43 @@ def fill_random(parts: Iterable[WeightPart], seed: int) -> None:
             target.fill_(0.0 if part.name.endswith(".bias") else 1.0)
 
 
+def _as_saved(part: WeightPart, checkpoint: _Checkpoint) -> WeightPart:
+    """A part of a tied model under the name that its checkpoint has for it."""
+    if part.name != EMBEDDING or HEAD not in checkpoint:
+        return part
+    if EMBEDDING not in checkpoint:
+        return replace(part, name=HEAD)
+    embedding, head = checkpoint[EMBEDDING], checkpoint[HEAD]
+    first, stop = part.start, part.start + part.target.shape[0]
+    for start in range(first, stop, _ROWS_AT_ONCE):
+        rows = slice(start, min(start + _ROWS_AT_ONCE, stop))
+        if not torch.equal(embedding[rows], head[rows]):
+            raise ModelError(
+                "config.json ties embedding and head, and the checkpoint's two tables differ; "
+                "set tie_word_embeddings to false"
+            )
+    return part
+
+
 class _Checkpoint:
     """Tensors of a directory by name, each as the safetensors slice of its open file."""
 
     def __init__(self, model_dir: Path, stack: ExitStack) -> None:
         self._files: dict[str, Any] = {}
-        for path in _files(model_dir):
+        for name, tensors in weight_files(model_dir).items():
+            path = model_dir / name
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"cannot read {path}: {error}") from error
-            self._files.update(dict.fromkeys(file.keys(), file))
+            found = file.keys() if tensors is None else tensors.intersection(file.keys())
+            self._files.update(dict.fromkeys(found, file))
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def __getitem__(self, name: str) -> Any:
         return self._files[name].get_slice(name)
-
-
-def _files(model_dir: Path) -> Iterator[Path]:
-    index = model_dir / "model.safetensors.index.json"
-    if not index.exists():
-        yield model_dir / "model.safetensors"
-        return
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        raise ModelError(f"{index} is larger than {MAX_INDEX_BYTES} bytes")
-    try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} has no usable weight_map") from error
-    for name in sorted(names):
-        if Path(name).name != name:
-            raise ModelError(f"{index} names a file outside its directory: {name!r}")
-        yield model_dir / name
 
 
 def _copy(source: Any, part: WeightPart) -> None:

@@ -1,0 +1,288 @@
+"""A decoder's shape, read from a Hugging Face `config.json` as transformers reads it.
+
+A key that is null counts as absent, and an absent one has the default of its architecture. What
+changes the arithmetic in a way that is not known here is refused, since ignoring it would silently
+give other tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class ModelError(ValueError):
+    """A model directory that cannot be served; the message is for the person who named it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: base and, for scaled variants, their parameters, none of them null."""
+
+    theta: float
+    kind: str = "default"
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Everything the decoder's code depends on; sizes are of the whole model, not of one rank."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    max_position_embeddings: int  # tokens that the model can attend to, YaRN's factor included
+    rope: RopeConfig
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool  # of the attention's output projection
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: str  # the checkpoint's own, a name of `DTYPES`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """What an architecture name implies and its config does not say."""
+
+    model_type: str
+    longest: int  # `max_position_embeddings` by default
+    kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: an equal part of the hidden size
+    qkv_bias: bool | None = False  # None: the config's `attention_bias` decides, for all four
+    mlp_bias: bool = False  # whether `mlp_bias` counts
+    qk_norm: bool = False
+    window: bool = False  # every layer's attention is within `sliding_window`
+    window_by_layer: bool = False  # layers' is, if `use_sliding_window`
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(model_type="llama", longest=2048, qkv_bias=None, mlp_bias=True),
+    "MistralForCausalLM": _Family(model_type="mistral", longest=131072, kv_heads=8, window=True),
+    "Qwen2ForCausalLM": _Family(
+        model_type="qwen2", longest=32768, kv_heads=32, qkv_bias=True, window_by_layer=True
+    ),
+    "Qwen3ForCausalLM": _Family(
+        model_type="qwen3",
+        longest=32768,
+        kv_heads=32,
+        head_dim=128,
+        qkv_bias=None,
+        qk_norm=True,
+        window_by_layer=True,
+    ),
+}
+_DEFAULT_WINDOW = 4096
+_DEFAULT_FULL_LAYERS = 28  # `max_window_layers`
+DTYPES = ("float32", "bfloat16", "float16")
+_DTYPE_ALIASES = {"float": "float32", "half": "float16"}
+_QUANTIZED = ("quantization_config", "quantization", "compression_config")
+# Keys of variants that share an architecture's name, or of other architectures. The model would be
+# another one without them.
+_CHANGES_ARITHMETIC = re.compile(
+    r"rope_|rotary_|alibi|softcap|_multiplier|logits?_scal|scale_emb|scale_depth|dim_model_base"
+    r"|query_pre_attn|qk_norm|qk_layernorm|clip_qkv|expert|^moe_|chunk_size|no_rope|temperature_tuning"
+)
+_READ_ROPE_KEYS = frozenset(
+    {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+)
+_ROPE_PARAMETERS = frozenset(
+    {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+    | {"mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor"}
+)
+_ROPE_ABSENT_AT_ZERO = frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+_ROPE_REMARKS = frozenset({"finetuned"})  # what people note there, without effect
+_SCALED_FROM_ORIGINAL = ("yarn", "llama3")
+# Kinds of rope and what each needs. "dynamic" stretches beyond the model's length alone, which is
+# never reached here.
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "dynamic": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """The decoder that a `config.json` describes.
+
+    Both spellings of transformers are read: `rope_theta` + `rope_scaling` + `torch_dtype` (4.x) and
+    `rope_parameters` + `dtype` (5.x).
+
+    Raises:
+        ModelError: unsupported architecture, activation or rope, or a missing or senseless size.
+    """
+    architecture, family = _family(raw)
+    given = {key: value for key, value in raw.items() if value is not None}
+    if (activation := given.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise ModelError(f"activation {activation!r} is not supported, only silu")
+    if any(key in given for key in _QUANTIZED):
+        raise ModelError("quantized checkpoints are not supported; use the unquantized weights")
+    _refuse_unknown_arithmetic(given)
+    attention_bias = bool(given.get("attention_bias", False))
+    hidden_size = _size(given, "hidden_size")
+    num_heads = _size(given, "num_attention_heads")
+    default_kv_heads = num_heads
+    if "num_key_value_heads" not in raw:  # of all keys only this one differs from null
+        default_kv_heads = family.kv_heads or num_heads
+    num_kv_heads = _size(given, "num_key_value_heads", default_kv_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(f"{num_heads} attention heads cannot share {num_kv_heads} KV heads evenly")
+    head_dim = _size(given, "head_dim", family.head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise ModelError(f"head_dim {head_dim} is odd: rotary embeddings need pairs")
+    num_layers = _size(given, "num_hidden_layers")
+    longest = _size(given, "max_position_embeddings", family.longest)
+    rope = _rope(given, longest)
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        intermediate_size=_size(given, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=_size(given, "vocab_size"),
+        norm_eps=_number(given, "rms_norm_eps", 1e-6),
+        max_position_embeddings=min(
+            _scaled_length(rope, longest), _window(raw, family, num_layers) or 1 << 31
+        ),
+        rope=rope,
+        tied_embeddings=bool(given.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        output_bias=attention_bias if family.qkv_bias is None else False,
+        mlp_bias=family.mlp_bias and bool(given.get("mlp_bias", False)),
+        qk_norm=family.qk_norm,
+        dtype=_dtype(given),
+    )
+
+
+def _family(raw: Mapping[str, Any]) -> tuple[str, _Family]:
+    names = raw.get("architectures") or []
+    for name in names if isinstance(names, list) else []:
+        if name in _FAMILIES:
+            return name, _FAMILIES[name]
+    if not names:
+        for name, family in _FAMILIES.items():
+            if family.model_type == raw.get("model_type"):
+                return name, family
+    found = ", ".join(map(str, names)) or "none named"
+    supported = ", ".join(sorted(_FAMILIES))
+    raise ModelError(f"architecture not supported: {found}; supported are {supported}")
+
+
+def _refuse_unknown_arithmetic(given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        if key in _READ_ROPE_KEYS or not _CHANGES_ARITHMETIC.search(key):
+            continue
+        if value and not (value == 1 and not isinstance(value, bool)):
+            raise ModelError(f"config.json: {key} {value!r} is not supported")
+
+
+def _size(given: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = given.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+        raise ModelError(f"config.json: {key} must be a positive integer, got {value!r}")
+    return value
+
+
+def _number(given: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = given.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+        raise ModelError(f"config.json: {key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _window(raw: Mapping[str, Any], family: _Family, num_layers: int) -> int | None:
+    """Attention here is over the whole context, so a sliding window bounds the length instead."""
+    if family.window_by_layer:
+        if not raw.get("use_sliding_window"):
+            return None
+        kinds = raw.get("layer_types")
+        if kinds is None:
+            full = raw.get("max_window_layers")
+            windowed = (_DEFAULT_FULL_LAYERS if full is None else full) < num_layers
+        else:
+            windowed = any(kind != "full_attention" for kind in kinds)
+        if not windowed:
+            return None
+    elif not family.window:
+        return None
+    window = raw.get("sliding_window", _DEFAULT_WINDOW)  # null: there is none
+    return window if isinstance(window, int) and window > 0 else None
+
+
+def _dtype(given: Mapping[str, Any]) -> str:
+    found = str(given.get("dtype") or given.get("torch_dtype") or "float32")
+    name = found.removeprefix("torch.")
+    name = _DTYPE_ALIASES.get(name, name)
+    if name not in DTYPES:
+        raise ModelError(f"dtype {found!r} is not supported, only {', '.join(DTYPES)}")
+    return name
+
+
+def _rope(given: Mapping[str, Any], longest: int) -> RopeConfig:
+    found = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        raise ModelError("config.json: rope_scaling is not an object")
+    parameters = {key: value for key, value in found.items() if value is not None}
+    theta = _number({**given, **parameters}, "rope_theta", 10000.0)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    partial = parameters.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ModelError("partial rotary embeddings are not supported")
+    for key in ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_REMARKS):
+        parameters.pop(key, None)
+    if kind not in _ROPE_NEEDS:
+        known = ", ".join(_ROPE_NEEDS)
+        raise ModelError(f"rope type {kind!r} is not supported; supported are {known}")
+    if unknown := sorted(map(str, parameters.keys() - _ROPE_PARAMETERS)):
+        raise ModelError(f"rope parameters are not supported: {', '.join(unknown)}")
+    if kind in _SCALED_FROM_ORIGINAL:
+        original = given.get("original_max_position_embeddings")  # beside the rope's: it wins
+        if original is not None:
+            parameters["original_max_position_embeddings"] = original
+        parameters.setdefault("original_max_position_embeddings", longest)
+    if kind == "yarn" and "factor" not in parameters:
+        parameters["factor"] = longest / _number(parameters, "original_max_position_embeddings")
+    for name in _ROPE_ABSENT_AT_ZERO:
+        if not parameters.get(name, True):
+            del parameters[name]
+    for name in _ROPE_NEEDS[kind]:
+        if name not in parameters:
+            raise ModelError(f"rope type {kind!r} needs {name!r}")
+    for name in parameters.keys() - {"truncate"}:
+        _number(parameters, name)
+    return RopeConfig(theta=theta, kind=kind, parameters=parameters)
+
+
+def _scaled_length(rope: RopeConfig, longest: int) -> int:
+    """YaRN's length is what it stretches to, whatever `max_position_embeddings` says."""
+    if rope.kind != "yarn":
+        return longest
+    original = _number(rope.parameters, "original_max_position_embeddings")
+    return int(_number(rope.parameters, "factor") * original)
+
+
+def check_divides(config: ModelConfig, tp: int) -> None:
+    """Refuse a `tp` that cannot split the model.
+
+    Raises:
+        ModelError: names the values that do.
+    """
+    sizes = (config.num_heads, config.num_kv_heads, config.intermediate_size)
+    possible = [n for n in range(1, sizes[1] + 1) if all(size % n == 0 for size in sizes)]
+    if tp not in possible:
+        raise ModelError(
+            f"tp {tp} does not divide the model's {sizes[0]} query heads, {sizes[1]} KV heads and "
+            f"MLP width {sizes[2]}; possible: {', '.join(map(str, possible))}"
+        )

@@ -1,0 +1,118 @@
+"""A model's directory as people publish it, without its weights.
+
+What several files say has one answer here: worker, frontends and the check before a start all ask
+this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from radixgrove.protocol.model.config import ModelConfig, ModelError, parse_config
+from radixgrove.protocol.text.tokenizer import TokenizerError, TokenizerFiles
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_INDEX_BYTES = 64 << 20
+
+
+class DamagedFileError(ModelError):
+    """A file is missing or malformed; another copy of the model may help."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """The small files of a model."""
+
+    config: ModelConfig
+    tokenizer: TokenizerFiles
+    eos_ids: tuple[int, ...]  # any of these ends an answer
+
+    @classmethod
+    def load(cls, path: Path) -> ModelDirectory:
+        """
+        Raises:
+            ModelError: the model cannot be served; a `DamagedFileError` where a file is at fault.
+        """
+        raw = read_json(path / CONFIG, MAX_CONFIG_BYTES)
+        config = parse_config(raw)
+        generation: dict[str, Any] = {}
+        if (path / GENERATION_CONFIG).exists():
+            generation = read_json(path / GENERATION_CONFIG, MAX_CONFIG_BYTES)
+        try:
+            files = TokenizerFiles.load(path)
+            eos_ids = _eos_ids(generation, raw, config.vocab_size)
+            if not eos_ids:
+                eos_ids = _valid_ids(files.eos_id, config.vocab_size)
+        except TokenizerError as error:
+            raise DamagedFileError(str(error)) from error
+        return cls(config, files, eos_ids)
+
+
+def load_config(path: Path) -> ModelConfig:
+    """Read `config.json` of the directory `path`.
+
+    Raises:
+        ModelError: the file is missing or broken, or describes a model that is not supported.
+    """
+    return parse_config(read_json(path / CONFIG, MAX_CONFIG_BYTES))
+
+
+def read_json(path: Path, most_bytes: int) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        DamagedFileError: it cannot be read, is larger than `most_bytes`, or is not a JSON object.
+    """
+    try:
+        if path.stat().st_size > most_bytes:
+            raise DamagedFileError(f"{path} is larger than {most_bytes} bytes")
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise DamagedFileError(f"cannot read {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedFileError(f"{path} is not a JSON object: {error}") from error
+
+
+def weight_files(path: Path) -> dict[str, frozenset[str] | None]:
+    """The checkpoint's files by name, each with the tensors to take from it; None: all it has.
+
+    A single file goes before an index, and of several copies of a tensor the index's counts.
+
+    Raises:
+        DamagedFileError: the index is unusable.
+    """
+    index = path / WEIGHTS_INDEX
+    if (path / WEIGHTS).exists() or not index.exists():
+        return {WEIGHTS: None}
+    weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DamagedFileError(f"{index} has no usable weight_map")
+    tensors: dict[str, set[str]] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise DamagedFileError(f"{index} names a file outside its directory: {name!r}")
+        tensors.setdefault(name, set()).add(tensor)
+    return {name: frozenset(found) for name, found in sorted(tensors.items())}
+
+
+def _eos_ids(
+    generation: dict[str, Any], config: dict[str, Any], vocab_size: int
+) -> tuple[int, ...]:
+    """As `generation_config.json` has them, which knows a chat's turns, else as `config.json`."""
+    ids = _valid_ids(generation.get("eos_token_id"), vocab_size)
+    return ids or _valid_ids(config.get("eos_token_id"), vocab_size)
+
+
+def _valid_ids(found: Any, vocab_size: int) -> tuple[int, ...]:
+    """Of an id, a list of ids, or nothing: those that the model has a row for."""
+    ids = found if isinstance(found, list) else [found]
+    known = [number for number in ids if type(number) is int and 0 <= number < vocab_size]
+    return tuple(dict.fromkeys(known))

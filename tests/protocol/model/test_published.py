@@ -1,0 +1,254 @@
+"""Configurations of published models read as transformers reads them; `published.json` has facts of
+their files. What cannot be served is refused, in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, GenerationConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from radixgrove.protocol.model.config import ModelConfig, ModelError, parse_config
+from radixgrove.protocol.model.directory import ModelDirectory
+from radixgrove.worker.models.rope import inverse_frequencies
+from tests.protocol.model.small_tokenizer import write_tokenizer
+
+PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_bytes())
+SERVED = [entry for entry in PUBLISHED if "refused" not in entry]
+REFUSED = [entry for entry in PUBLISHED if "refused" in entry]
+
+
+def names(entries: list[dict[str, Any]]) -> list[str]:
+    return [entry["model"] for entry in entries]
+
+
+def write(directory: Path, entry: dict[str, Any]) -> None:
+    (directory / "config.json").write_text(json.dumps(entry["config"]))
+    if "generation" in entry:
+        (directory / "generation_config.json").write_text(json.dumps(entry["generation"]))
+
+
+def reference_frequencies(config: Any) -> tuple[torch.Tensor, float]:
+    """As transformers' rotary embedding of the model initialises them."""
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return frequencies.double(), magnitude
+
+
+def reference_length(config: Any) -> int:
+    """What a card means: YaRN's factor counts, and a window that all of attention is within."""
+    rope = config.rope_parameters
+    length = config.max_position_embeddings
+    if rope["rope_type"] == "yarn":
+        length = int(rope["factor"] * rope["original_max_position_embeddings"])
+    window = getattr(config, "sliding_window", None)
+    windowed = config.model_type == "mistral" or "sliding_attention" in (
+        getattr(config, "layer_types", None) or ()
+    )
+    return min(length, window) if windowed and window else length
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(SERVED) >= 60
+    assert {entry["config"]["architectures"][0] for entry in SERVED} == {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    }
+
+
+@pytest.mark.parametrize("entry", SERVED, ids=names(SERVED))
+def test_published_configuration(entry: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, entry)
+    write_tokenizer(tmp_path)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    directory = ModelDirectory.load(tmp_path)
+    ours = directory.config
+
+    assert sizes(ours) == {
+        "hidden": theirs.hidden_size,
+        "inner": theirs.intermediate_size,
+        "layers": theirs.num_hidden_layers,
+        "heads": theirs.num_attention_heads,
+        "kv_heads": theirs.num_key_value_heads,
+        "head_dim": getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads),
+        "vocabulary": theirs.vocab_size,
+        "eps": theirs.rms_norm_eps,
+        "tied": theirs.tie_word_embeddings,
+        "dtype": str(theirs.dtype).removeprefix("torch."),
+    }
+    assert ours.max_position_embeddings == reference_length(theirs)
+    theirs.head_dim = ours.head_dim
+    frequencies, magnitude = inverse_frequencies(ours.rope, ours.head_dim)
+    expected, expected_magnitude = reference_frequencies(theirs)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-5, atol=0)
+    assert magnitude == pytest.approx(expected_magnitude)
+
+    if "generation" in entry:
+        eos = GenerationConfig.from_pretrained(tmp_path).eos_token_id
+    else:
+        eos = GenerationConfig.from_model_config(theirs).eos_token_id
+    assert set(directory.eos_ids) == set(eos if isinstance(eos, list) else [eos])
+
+
+def sizes(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "hidden": config.hidden_size,
+        "inner": config.intermediate_size,
+        "layers": config.num_layers,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "eps": config.norm_eps,
+        "tied": config.tied_embeddings,
+        "dtype": config.dtype,
+    }
+
+
+@pytest.mark.parametrize("entry", REFUSED, ids=names(REFUSED))
+def test_published_configuration_that_is_not_served(entry: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=entry["refused"]):
+        parse_config(entry["config"])
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0},
+        {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.0, "beta_fast": 16},
+        {"rope_type": "yarn", "factor": 8.0, "truncate": False, "beta_slow": 2},
+        {"rope_type": "yarn", "factor": None},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"type": "default"},
+    ],
+    ids=str,
+)
+def test_rope_parameters(rope: dict[str, Any], spelling: str, tmp_path: Path) -> None:
+    rope = dict(rope)
+    if rope.get("rope_type") in ("yarn", "llama3"):
+        rope["original_max_position_embeddings"] = 4096
+    config = dict(SERVED[0]["config"], max_position_embeddings=16384, rope_theta=30000.0)
+    write(tmp_path, {"config": config | {spelling: rope}})
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    ours = parse_config(config | {spelling: rope})
+    frequencies, magnitude = inverse_frequencies(ours.rope, ours.head_dim)
+    expected, expected_magnitude = reference_frequencies(theirs)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-5, atol=0)
+    assert magnitude == pytest.approx(expected_magnitude)
+
+
+def test_a_length_beside_the_ropes_parameters_wins() -> None:
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    config = SERVED[0]["config"] | {
+        "rope_scaling": rope,
+        "original_max_position_embeddings": 2048,
+    }
+    assert parse_config(config).max_position_embeddings == 8192
+
+
+def test_null_is_absent() -> None:
+    for entry in SERVED:
+        bare = entry["config"]
+        keys = "quantization_config", "partial_rotary_factor", "rms_norm_eps", "hidden_act", "dtype"
+        keys += "rope_scaling", "rope_parameters", "use_sliding_window", "max_window_layers"
+        keys += "attention_bias", "mlp_bias", "tie_word_embeddings", "num_experts"
+        absent = {key for key in keys if key not in bare}
+        assert parse_config(bare | dict.fromkeys(absent)) == parse_config(bare)
+
+
+@pytest.mark.parametrize(
+    ("change", "length"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 100}, 1000),
+        (
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+            },
+            1000,
+        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 100}, 100),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 1000),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100}, 1000),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+            },
+            100,
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+                "max_window_layers": 32,
+            },
+            1000,
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"] * 32,
+            },
+            1000,
+        ),
+    ],
+)
+def test_a_window_counts_where_it_does_in_transformers(change: dict[str, Any], length: int) -> None:
+    config = SERVED[0]["config"] | {"max_position_embeddings": 1000} | change
+    assert parse_config(config).max_position_embeddings == length
+
+
+@pytest.mark.parametrize("name", ["torch.float32", "float32", "float", "torch.float", None])
+def test_spellings_of_a_dtype(name: str | None) -> None:
+    config = dict(SERVED[0]["config"], torch_dtype=name)
+    assert parse_config(config).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"rope_interleaved": True}, "rope_interleaved True"),
+        ({"rope_local_base_freq": 10000.0}, "rope_local_base_freq"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier"),
+        ({"logits_scaling": 16.0}, "logits_scaling"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"rope_scaling": {"type": "spiral"}}, "'spiral' is not supported; supported are default"),
+        ({"rope_scaling": {"type": "linear"}}, "needs 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor must be a positive number"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
+        ({"compression_config": {"bits": 8}}, "quantized"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number"),
+    ],
+)
+def test_what_would_change_the_arithmetic_is_refused(
+    change: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        parse_config(SERVED[0]["config"] | change)
+
+
+def test_the_model_type_names_an_architecture_where_nothing_else_does() -> None:
+    config = {key: value for key, value in SERVED[0]["config"].items() if key != "architectures"}
+    assert parse_config(config) == parse_config(SERVED[0]["config"])

@@ -1,0 +1,147 @@
+"""Published chat templates render as they do in transformers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from radixgrove.protocol.openai.errors import ApiError
+from radixgrove.protocol.openai.requests import ModelLimits, parse_chat
+from radixgrove.protocol.text.prompts import PromptEncoder
+from radixgrove.protocol.text.templates import ChatTemplate
+from tests.protocol.text.tokenizers_of_tests import llama_like
+
+TEMPLATES: dict[str, str] = json.loads(Path(__file__).with_name("chat_templates.json").read_bytes())
+SMOLVLM = "HuggingFaceTB/SmolVLM-Instruct"
+TAKE_PARTS = {"Qwen/Qwen2-VL-7B-Instruct", SMOLVLM}
+LIMITS = ModelLimits(max_model_len=1 << 20, vocab_size=1 << 20)
+ENDS = {"bos_token": "<s>", "eos_token": "</s>"}
+TURNS = [
+    {"role": "user", "content": "  What is 2 < 3?\n"},
+    {"role": "assistant", "content": "True.", "reasoning_content": "Compare them."},
+    {"role": "user", "content": "And 'é' & \"<b>\"?"},
+]
+CONVERSATIONS = {
+    "one turn": TURNS[:1],
+    "three turns": TURNS,
+    "with a system message": [{"role": "system", "content": "Be brief. "}, *TURNS],
+    "ending with an answer": TURNS[:2],
+}
+CHECKS = pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
+
+
+def encoder(source: str) -> PromptEncoder:
+    return PromptEncoder(llama_like(source))
+
+
+def ours(source: str, messages: list[dict[str, Any]], **fields: Any) -> str:
+    body = {"model": "m", "messages": messages, **fields}
+    request = parse_chat(json.dumps(body).encode(), LIMITS)
+    return encoder(source).render(request)
+
+
+def theirs(source: str, messages: list[dict[str, Any]], **fields: Any) -> str:
+    rendered, _ = render_jinja_template(
+        [copy.deepcopy(messages)],
+        chat_template=source,
+        **{"add_generation_prompt": True, **fields},
+        **ENDS,
+    )
+    return rendered[0]
+
+
+def as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages, each content two parts."""
+    return [
+        message
+        | {"content": [{"type": "text", "text": text} for text in (message["content"], "More.")]}
+        for message in messages
+    ]
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(TEMPLATES) >= 10
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@CHECKS
+def test_published_template(source: str, conversation: list[dict[str, Any]]) -> None:
+    if source == TEMPLATES[SMOLVLM]:  # it takes parts alone
+        conversation = as_parts(conversation)
+    refusal = None
+    try:
+        expected = theirs(source, conversation)
+    except jinja2.TemplateError as error:
+        refusal = str(error)
+    if refusal is None:
+        assert ours(source, conversation) == expected
+    else:
+        with pytest.raises(ApiError, match=re.escape(refusal)):
+            ours(source, conversation)
+
+
+@pytest.mark.parametrize("model", sorted(TAKE_PARTS))
+def test_a_template_that_takes_parts_gets_them(model: str) -> None:
+    conversation = as_parts(TURNS)
+    source = TEMPLATES[model]
+    assert ours(source, conversation) == theirs(source, conversation)
+    ending = conversation[:2]
+    continued = {"continue_final_message": True, "add_generation_prompt": False}
+    assert ours(source, ending, **continued) == theirs(source, ending, **continued)
+
+
+@CHECKS
+def test_templates_that_take_parts_are_told_from_those_that_do_not(source: str) -> None:
+    takes = {TEMPLATES[model] for model in TAKE_PARTS}
+    assert ChatTemplate(source, ENDS).takes_parts == (source in takes)
+
+
+@pytest.mark.parametrize("model", sorted(TEMPLATES.keys() - TAKE_PARTS))
+def test_other_templates_get_one_text(model: str) -> None:
+    lines = [message | {"content": message["content"] + "\nMore."} for message in TURNS]
+    source = TEMPLATES[model]
+    assert ours(source, as_parts(TURNS)) == theirs(source, lines)
+
+
+@pytest.mark.parametrize("end", ["True", "True "])
+@CHECKS
+def test_a_final_message_to_continue(source: str, end: str) -> None:
+    if source == TEMPLATES[SMOLVLM]:
+        pytest.skip("it takes parts alone")
+    conversation = [*TURNS[:1], {"role": "assistant", "content": end}]
+    continued = {"continue_final_message": True, "add_generation_prompt": False}
+    assert ours(source, conversation, **continued) == theirs(source, conversation, **continued)
+
+
+def test_what_is_not_given_is_none() -> None:
+    source = (
+        "{% if tools is none and documents is none %}neither{% endif %}"
+        "{% if tools is defined and documents is defined %}, both defined{% endif %}"
+    )
+    assert ours(source, TURNS) == theirs(source, TURNS) == "neither, both defined"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
+def test_reasoning_has_each_of_its_names(name: str) -> None:
+    source = "{% for m in messages %}{{ m." + name + " or '' }}{% endfor %}"
+    assert ours(source, TURNS) == theirs(source, TURNS) == "Compare them."
+
+
+def test_ids_of_a_published_template(tmp_path: Any) -> None:
+    """The whole way: template, special tokens, ids."""
+    files = llama_like(TEMPLATES["mistralai/Mistral-7B-Instruct-v0.2"])
+    (tmp_path / "tokenizer.json").write_bytes(files.contents["tokenizer.json"])
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), **ENDS)
+    reference.chat_template = TEMPLATES["mistralai/Mistral-7B-Instruct-v0.2"]
+    expected = reference.apply_chat_template(TURNS, tokenize=True, return_dict=False)
+    body = json.dumps({"model": "m", "messages": TURNS, "add_generation_prompt": False})
+    encoded = PromptEncoder(files).encode_chat(parse_chat(body.encode(), LIMITS))
+    assert list(memoryview(encoded.token_ids).cast("i")) == expected
