@@ -31,7 +31,7 @@ class Bench:
             RequestTable(
                 max_rows=ROWS, max_model_len=32, page_size=16, scratch_page=0, device=device
             ),
-            SamplingState(ROWS, device),
+            SamplingState(ROWS, device, tokens=1 << 20),
         )
         new = [
             NewRow(

@@ -40,6 +40,7 @@ def _penalize_kernel(
     frequency_ptr,
     vocab,
     logits_stride,
+    counts_stride,
     BLOCK: tl.constexpr,
     PROMPT: tl.constexpr,
 ):
@@ -51,7 +52,7 @@ def _penalize_kernel(
     frequency = tl.load(frequency_ptr + item)
     if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
         row = tl.load(rows_ptr + item).to(tl.int64)
-        seen = tl.load(counts_ptr + row * vocab + column, mask=mask, other=0)
+        seen = tl.load(counts_ptr + row * counts_stride + column, mask=mask, other=0)
         logit = tl.load(logits_ptr + item * logits_stride + column, mask=mask, other=0.0)
         generated = (seen & (PROMPT - 1)).to(tl.float32)
         repeated = tl.where(logit > 0, logit / repetition, logit * repetition)
@@ -74,7 +75,8 @@ def penalize(
     Args:
         logits: [B, V] float32; rows may be strided, a row contiguous.
         rows: [B] int32, rows of `counts`.
-        counts: [max_rows, V] int32: times generated, plus `PROMPT_BIT` if the prompt has it.
+        counts: [max_rows, V] int32: times generated, plus `PROMPT_BIT` if the prompt has it; rows
+            may be strided.
         repetition, presence, frequency: [B] float32; 1, 0 and 0 are off and cost nothing.
     """
     batch, vocab = logits.shape
@@ -89,6 +91,7 @@ def penalize(
             frequency,
             vocab,
             logits.stride(0),
+            counts.stride(0),
             BLOCK=block,
             PROMPT=PROMPT_BIT,
             num_warps=8,

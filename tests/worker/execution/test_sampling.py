@@ -33,7 +33,7 @@ class Bench:
         self.table = RequestTable(
             max_rows=rows, max_model_len=length, page_size=16, scratch_page=0, device=CPU
         )
-        self.state = SamplingState(rows, CPU)
+        self.state = SamplingState(rows, CPU, tokens=1 << 20)
         self.sampler = Sampler(self.state, self.table)
 
     def enter(

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from radixgrove.protocol.model.config import ModelConfig, ModelError, parse_config
-from radixgrove.protocol.text.tokenizer import TokenizerError, TokenizerFiles
+from radixgrove.protocol.text.tokenizer import TOKENIZER_JSON, TokenizerError, TokenizerFiles
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -63,6 +63,20 @@ def load_config(path: Path) -> ModelConfig:
         ModelError: the file is missing or broken, or describes a model that is not supported.
     """
     return parse_config(read_json(path / CONFIG, MAX_CONFIG_BYTES))
+
+
+def known_tokens(path: Path) -> int | None:
+    """How many ids the tokenizer of the directory `path` decodes; None without a tokenizer.
+
+    Raises:
+        DamagedFileError: its files are malformed.
+    """
+    if not (path / TOKENIZER_JSON).exists():
+        return None
+    try:
+        return TokenizerFiles.load(path).size
+    except TokenizerError as error:
+        raise DamagedFileError(str(error)) from error
 
 
 def read_json(path: Path, most_bytes: int) -> dict[str, Any]:

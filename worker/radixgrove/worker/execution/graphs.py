@@ -123,6 +123,7 @@ class DecodeGraphs:
         self._logits = torch.empty(
             (largest, model.config.vocab_size), dtype=model.logits_dtype, device=self._device
         )
+        self._known_logits = self._logits[:, : model.known_tokens]
         attention.prepare_capture(largest, table.pages.shape[1])
         self._recorder = recorder
         self._forward: dict[int, Replay] = {}
@@ -175,7 +176,7 @@ class DecodeGraphs:
         self._model.logits(hidden, out=self._logits[:size])
 
     def _draw(self, size: int, need: int) -> None:
-        logits, rows = self._logits[:size], self._rows[:size]
+        logits, rows = self._known_logits[:size], self._rows[:size]
         self._sampler.draw_and_append(logits, rows, need, out=self._tokens[:size])
 
     def _batch(self, rows: list[int], size: int) -> AttentionBatch:
@@ -217,7 +218,7 @@ class DecodeGraphs:
         self._forward[size]()
         need = self._sampler.need(rows)
         if need & _EAGER:
-            return self._sampler.sample(self._logits[:count], self._rows[:count], rows)
+            return self._sampler.sample(self._known_logits[:count], self._rows[:count], rows)
         fetched()
         self._sample[size, need]()
         return Sampled(self._tokens[:count], [], None)

@@ -10,6 +10,7 @@ import torch
 from radixgrove.kernels import ops as kernels
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelConfig
+from radixgrove.protocol.model.directory import known_tokens
 from radixgrove.protocol.settings import AttentionChoice, LoadFormat, WorkerSettings
 from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
 from radixgrove.worker.execution.assembly import Report
@@ -31,7 +32,8 @@ def load_model(
     report: Report,
 ) -> Decoder:
     """The decoder with its weights, on the device; kernels compile meanwhile."""
-    model = Decoder(config, place, choose_ops(place.device, place.dtype))
+    ops = choose_ops(place.device, place.dtype)
+    model = Decoder(config, place, ops, known_tokens(model_dir))
     sizes = limits.max_running, limits.max_step_tokens
     attention = []
     if place.device.type == "cuda":

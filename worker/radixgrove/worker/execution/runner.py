@@ -97,7 +97,7 @@ class Runner:
         self._step_timeout = step_timeout
         self._host = host
         self._device = model.device
-        self._state = SamplingState(info.max_rows, model.device)
+        self._state = SamplingState(info.max_rows, model.device, model.known_tokens)
         self._sampler = Sampler(self._state, table)
         self._recorder = Recorder(model.device)
         self._graphs: DecodeGraphs | None = None

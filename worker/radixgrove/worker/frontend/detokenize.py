@@ -38,7 +38,8 @@ class Detokenizer(Protocol):
 class Vocabulary:
     """What all detokenizers of a model share: for byte-level vocabularies the bytes of each id."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, size: int = 0) -> None:
+        """`size`: ids below it are the model's, whether the tokenizer knows them or not."""
         self.tokenizer = tokenizer
         self.special_ids = frozenset(
             number
@@ -46,7 +47,7 @@ class Vocabulary:
             if token.special
         )
         decoder = msgspec.json.decode(tokenizer.to_str()).get("decoder") or {}
-        self._bytes = _byte_table(tokenizer) if decoder.get("type") == "ByteLevel" else None
+        self._bytes = _byte_table(tokenizer, size) if decoder.get("type") == "ByteLevel" else None
         self._marks_blanks = _BLANK in str(decoder)  # SentencePiece's mark of a blank
 
     def detokenizer(self, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()) -> Detokenizer:
@@ -140,11 +141,14 @@ class _WindowDetokenizer:
         return new
 
 
-def _byte_table(tokenizer: Tokenizer) -> list[bytes]:
-    """Bytes of every id of a byte-level vocabulary (GPT-2's mapping of bytes to characters)."""
+def _byte_table(tokenizer: Tokenizer, size: int) -> list[bytes]:
+    """Bytes of every id of a byte-level vocabulary (GPT-2's mapping of bytes to characters).
+
+    Those of ids that are no token's are empty; at least `size` ids.
+    """
     byte_of = _byte_of_character()
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    table = [b""] * max(max(vocabulary.values(), default=-1) + 1, size)
     for text, number in vocabulary.items():
         mapped = [byte_of.get(character) for character in text]
         known = [byte for byte in mapped if byte is not None]

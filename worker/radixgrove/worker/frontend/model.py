@@ -54,7 +54,7 @@ class ServedModel:
             created=int(time.time()),
             files=files,
             encoder=encoder,
-            vocabulary=Vocabulary(encoder.tokenizer),
+            vocabulary=Vocabulary(encoder.tokenizer, config.vocab_size),
         )
 
     def objects(self, limits: ModelLimits) -> list[ModelObject]:

@@ -137,8 +137,20 @@ class DecoderLayer:
 class Decoder:
     """Token ids to hidden states to logits; parameters are allocated here, filled by `weights`."""
 
-    def __init__(self, config: ModelConfig, place: TensorPlacement, ops: Ops) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        place: TensorPlacement,
+        ops: Ops,
+        known_tokens: int | None = None,
+    ) -> None:
+        """
+        Args:
+            known_tokens: ids from here on are padding of the vocabulary, without logits; None:
+                there is none.
+        """
         self.config = config
+        self.known_tokens = min(known_tokens or config.vocab_size, config.vocab_size)
         self.group = place.group
         self.dtype = place.dtype
         self.device = place.device
@@ -232,11 +244,11 @@ class Decoder:
         return self._ops.logits_dtype(self.dtype)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Final norm and head: [N, hidden] -> [N, vocab_size], whole on every rank.
+        """Final norm and head: [N, hidden] -> [N, known_tokens], whole on every rank.
 
         Args:
-            out: where to leave them, `logits_dtype`.
+            out: [N, vocab_size], where to leave them, `logits_dtype`.
         """
-        return self._head.logits(
-            hidden, self._norm, self.config.norm_eps, self._ops, self.group, out
-        )
+        eps = self.config.norm_eps
+        logits = self._head.logits(hidden, self._norm, eps, self._ops, self.group, out)
+        return logits[:, : self.known_tokens]

@@ -58,13 +58,18 @@ def _penalize(
     lens = table.lens.index_select(0, rows)[:, None]
     tokens = table.tokens[:, :longest].index_select(0, rows).long()
     positions = torch.arange(longest, device=rows.device)
-    counts = torch.zeros_like(logits, dtype=torch.int32)
+    # One column more, for tokens of a prompt that have no logit.
+    size = len(logits), logits.shape[1] + 1
+    counts = torch.zeros(size, dtype=torch.int32, device=logits.device)
+    tokens.clamp_(max=logits.shape[1])
     # Positions beyond a prompt mark its first token: whoever writes to one place writes the same.
     counts.scatter_(1, torch.where(positions < prompt_lens, tokens, tokens[:, :1]), ops.PROMPT_BIT)
     generated = (positions >= prompt_lens) & (positions < lens)
     counts.scatter_add_(1, tokens, generated.int())
     own = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-    ops.penalize(logits, own, counts, floats["repetition"], floats["presence"], floats["frequency"])
+    ops.penalize(
+        logits, own, counts[:, :-1], floats["repetition"], floats["presence"], floats["frequency"]
+    )
 
 
 def _bias(

@@ -38,7 +38,12 @@ def _pinned(x: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, width: int) -> LogprobTensors:
-    """Of `tokens` [N] int64 under `logits` [N, V]; `width` alternatives, possibly 0."""
+    """Of `tokens` [N] int64 under `logits` [N, V]; `width` alternatives, possibly 0.
+
+    A token without a logit has the log-probability -inf.
+    """
     logprobs = logits.float().log_softmax(-1)
     top, ids = logprobs.topk(width)
-    return LogprobTensors(logprobs.gather(1, tokens[:, None]).squeeze(1), ids, top)
+    known = tokens.clamp(0, logits.shape[1] - 1)
+    chosen = logprobs.gather(1, known[:, None]).squeeze(1)
+    return LogprobTensors(chosen.masked_fill_(known != tokens, float("-inf")), ids, top)

@@ -54,12 +54,15 @@ EDITS = int(
 class SparseRows:
     """A short list of (token, value) per row, padded to a common width that grows by doubling."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device, tokens: int) -> None:
+        """`tokens`: ids from here on have no logit, and entries for them no effect."""
+        self._tokens = tokens
         self.ids = torch.zeros((rows, 0), dtype=torch.int64, device=device)
         self.values = torch.zeros((rows, 0), dtype=torch.float32, device=device)
 
     def set(self, row: int, entries: dict[int, float]) -> None:
         """Padding adds 0 to token 0, which changes nothing."""
+        entries = {token: value for token, value in entries.items() if token < self._tokens}
         width = self.ids.shape[1]
         if len(entries) > width:
             grown = 1 << (len(entries) - 1).bit_length()
@@ -80,13 +83,14 @@ class SamplingState:
     FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
     INTEGERS = ("seed", "top_k", "prompt_len", "min_tokens")
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, device: torch.device, tokens: int) -> None:
+        """`tokens`: how many ids have a logit."""
         rows = max_rows + 1
         self._device = device
         self._floats = torch.zeros((rows, len(self.FLOATS)), dtype=torch.float32, device=device)
         self._integers = torch.zeros((rows, len(self.INTEGERS)), dtype=torch.int64, device=device)
-        self.bias = SparseRows(rows, device)
-        self.stops = SparseRows(rows, device)
+        self.bias = SparseRows(rows, device, tokens)
+        self.stops = SparseRows(rows, device, tokens)
         self.params: list[SamplingParams | None] = [None] * rows
         self.needs = [0] * rows  # of `Need`, as plain integers: they are combined at every step
         self.prompt_lens = [0] * rows
