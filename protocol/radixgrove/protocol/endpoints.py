@@ -44,7 +44,7 @@ class Endpoint(Generic[R]):
     required: tuple[str, ...]  # fields of the body that a request must have
     neutral: Neutral  # fields that are refused, but for these values
     parse: Callable[[bytes, ModelLimits], R]
-    encode: Callable[[PromptEncoder, R], Awaitable[list[EncodedPrompt]]]
+    encode: Callable[[PromptEncoder, R, ModelLimits], Awaitable[list[EncodedPrompt]]]
     form: AnswerFormat
 
 

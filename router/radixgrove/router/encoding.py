@@ -33,7 +33,8 @@ from radixgrove.protocol.openai.requests import (
 )
 from radixgrove.protocol.registry import Registration
 from radixgrove.protocol.settings import RouterSettings, Sharing, reveal
-from radixgrove.protocol.text.prompts import PromptEncoder
+from radixgrove.protocol.text.budget import EncodingBudget
+from radixgrove.protocol.text.prompts import PrefixCache, PromptEncoder
 from radixgrove.protocol.text.tokenizer import (
     MAX_FILE_BYTES,
     TOKENIZER_FILES,
@@ -113,6 +114,9 @@ class Encoders:
         self._known: OrderedDict[_Key, _ModelEncoder] = OrderedDict()
         self._fetching: dict[_Key, asyncio.Task[_ModelEncoder | None]] = {}
         self._retry_at: dict[_Key, float] = {}  # monotonic, after a failure
+        # One bound each, however many services there are.
+        self._cache = PrefixCache()
+        self._budget = EncodingBudget()
 
     async def encode(
         self, endpoint: Endpoint[Any], service: Service, body: bytes, principal: str
@@ -133,7 +137,7 @@ class Encoders:
             plain = encode_foreign(body)
             plain.ask.members = b""
             return plain
-        prompts = await endpoint.encode(model.encoder, request)
+        prompts = await endpoint.encode(model.encoder, request, limits)
         for prompt in prompts:
             generation.max_tokens_for(len(prompt), limits)
         longest = max(prompts, key=len)
@@ -201,7 +205,9 @@ class Encoders:
             try:
                 files = await self._fetch(replica, digest)
                 hasher = self._fleet.hasher(registration)
-                encoder = await asyncio.to_thread(PromptEncoder, files, hasher)
+                encoder = await asyncio.to_thread(
+                    PromptEncoder, files, hasher, self._cache, self._budget
+                )
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 logger.warning("no tokenizer from replica %s: %s", replica.id, type(error).__name__)
                 continue

@@ -20,7 +20,7 @@ from radixgrove.protocol.openai.requests import (
     parse_chat,
     parse_completion,
 )
-from radixgrove.protocol.text.prompts import EncodedPrompt, PromptEncoder
+from radixgrove.protocol.text.prompts import EncodedPrompt, PrefixCache, PromptEncoder
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from tests.protocol.text.tokenizers_of_tests import llama_like, normalizing
 
@@ -108,7 +108,7 @@ def test_cached_ids_and_hashes_are_the_plain_ones(
 ) -> None:
     fresh = PromptEncoder.__new__(PromptEncoder)
     fresh.__dict__.update(encoder.__dict__)
-    fresh.cache = type(encoder.cache)(0, hasher)  # remembers nothing
+    fresh.cache = PrefixCache(0)  # remembers nothing
     for end in range(1, len(messages) + 1):
         request = chat(messages[:end])
         warm = encoder.encode_chat(request)
@@ -220,7 +220,7 @@ def test_empty_prompt_without_bos_is_refused(encoder: PromptEncoder) -> None:
 
 
 def test_the_cache_stays_within_its_bound(demo_model_dir: Path) -> None:
-    encoder = PromptEncoder(TokenizerFiles.load(demo_model_dir), cache_bytes=50_000)
+    encoder = PromptEncoder(TokenizerFiles.load(demo_model_dir), cache=PrefixCache(50_000))
     for number in range(200):
         request = chat([{"role": "user", "content": f"text {number} " * 20}])
         first = encoder.encode_chat(request)

@@ -11,8 +11,6 @@ start, with their block hashes: the next turn of a long conversation costs only 
 
 from __future__ import annotations
 
-import asyncio
-import re
 import threading
 from array import array
 from collections import OrderedDict
@@ -25,15 +23,21 @@ from tokenizers import Tokenizer
 from radixgrove.protocol.blocks import TOKEN_BYTES, BlockHasher
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import ChatMessage
-from radixgrove.protocol.openai.requests import ChatRequest, CompletionRequest
+from radixgrove.protocol.openai.requests import ChatRequest, CompletionRequest, ModelLimits
+from radixgrove.protocol.text.budget import EncodingBudget
 from radixgrove.protocol.text.templates import ChatTemplate, TemplateFailure, TemplateRefusal
-from radixgrove.protocol.text.tokenizer import SpecialTokens, TokenizerFiles
+from radixgrove.protocol.text.token_finder import TokenFinder
+from radixgrove.protocol.text.tokenizer import (
+    SpecialTokens,
+    TokenizerFiles,
+    most_characters,
+)
 
 DEFAULT_CACHE_BYTES = 256 << 20
 # Text that is new to the cache up to this long is encoded in place: a thread costs more.
 INLINE_CHARS = 4096
 # Beyond that even rendering, cutting and looking up take milliseconds.
-RENDER_INLINE_CHARS = 512 << 10
+RENDER_INLINE_CHARS = 128 << 10
 # Pieces up to this long (a role's header, the end of a message) come again behind every new text:
 # their ids are kept apart from what came before them.
 SHORT_CHARS = 64
@@ -41,7 +45,6 @@ MAX_SHORT_PIECES = 4096
 # Unicode noncharacters, which no text may contain in interchange; a user's own are dropped.
 _BREAK = "\ufdd0"  # inside what would otherwise read as a special token
 _END = "\ufdd1"  # after the message to continue
-_DROP_SENTINELS = {ord(_BREAK): None, ord(_END): None}
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):
@@ -72,8 +75,7 @@ class PrefixCache:
     outside the lock, and two threads that encode the same piece get equal results.
     """
 
-    def __init__(self, max_bytes: int, hasher: BlockHasher | None) -> None:
-        self._hasher = hasher
+    def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._pieces: OrderedDict[tuple[int, str], _Piece] = OrderedDict()
@@ -87,11 +89,17 @@ class PrefixCache:
         """Estimated bytes held."""
         return self._bytes
 
-    def lookup(self, texts: list[str]) -> list[_Piece]:
+    def new_root(self) -> int:
+        """Names the path of no pieces, of one encoder."""
+        with self._lock:
+            self._serial += 1
+            return self._serial
+
+    def lookup(self, root: int, texts: list[str]) -> list[_Piece]:
         """The longest known path, as pieces."""
         found: list[_Piece] = []
         keys: list[tuple[int, str]] = []
-        path = 0
+        path = root
         with self._lock:
             for text in texts:
                 key = (path, text)
@@ -107,19 +115,26 @@ class PrefixCache:
             self.misses += len(texts) - len(found)
         return found
 
-    def extend(self, path: list[_Piece], text: str, token_ids: bytes) -> _Piece:
+    def extend(
+        self,
+        root: int,
+        path: list[_Piece],
+        text: str,
+        token_ids: bytes,
+        hasher: BlockHasher | None,
+    ) -> _Piece:
         """Add the piece that follows `path`; evicts what no longer fits."""
         last = path[-1] if path else None
         parent, tail = (last.parent, last.tail) if last else (None, b"")
         hashes = b""
-        if self._hasher is not None:
+        if hasher is not None:
             tail += token_ids
-            hashes = self._hasher.chain(tail, parent)
+            hashes = hasher.chain(tail, parent)
             if hashes:
-                block = self._hasher.block_size * TOKEN_BYTES
-                parent = hashes[-len(self._hasher.root) :]
+                block = hasher.block_size * TOKEN_BYTES
+                parent = hashes[-len(hasher.root) :]
                 tail = tail[len(tail) - len(tail) % block :]
-        key = (last.serial if last else 0, text)
+        key = (last.serial if last else root, text)
         cost = 4 * len(text) + len(token_ids) + len(hashes) + 512
         with self._lock:
             self._serial += 1
@@ -134,6 +149,10 @@ class PrefixCache:
         return piece
 
 
+def _go_on() -> None:
+    """Work on the loop itself cannot be abandoned."""
+
+
 class PromptEncoder:
     """Renders and tokenizes for one model; one per process, used from any thread."""
 
@@ -141,9 +160,13 @@ class PromptEncoder:
         self,
         files: TokenizerFiles,
         hasher: BlockHasher | None = None,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        cache: PrefixCache | None = None,
+        budget: EncodingBudget | None = None,
     ) -> None:
         """
+        Args:
+            cache, budget: those of the process, if it has encoders of several models.
+
         Raises:
             TokenizerError: the files do not make a tokenizer.
             ValueError: the chat template is not valid Jinja.
@@ -160,7 +183,12 @@ class PromptEncoder:
         self._template_lock = threading.Lock()
         self._guard = _SpecialTextGuard(self.special)
         self._hasher = hasher
-        self.cache = PrefixCache(cache_bytes, hasher)
+        self.cache = cache if cache is not None else PrefixCache()
+        self._root = self.cache.new_root()
+        self._budget = budget if budget is not None else EncodingBudget()
+        self._most_characters = most_characters(self.tokenizer)  # of one token
+        vocabulary: dict[str, int] = self.tokenizer.get_vocab(with_added_tokens=True)
+        self._size = max(vocabulary.values(), default=-1) + 1
         self._short: dict[str, bytes] = {}
         # What the tokenizer itself puts before a text prompt: BOS, for most models.
         self._prefix = _added_before(self.tokenizer)
@@ -170,34 +198,87 @@ class PromptEncoder:
 
     # ---- entry points ------------------------------------------------------------------------
 
-    async def chat_prompts(self, request: ChatRequest) -> list[EncodedPrompt]:
-        """As `encode_chat`, off the event loop when that takes long."""
-        return await self._off_loop(_chat_length(request), lambda: self._plan_chat(request))
+    async def chat_prompts(self, request: ChatRequest, limits: ModelLimits) -> list[EncodedPrompt]:
+        """As `encode_chat`, off the event loop when that takes long.
 
-    async def completion_prompts(self, request: CompletionRequest) -> list[EncodedPrompt]:
-        """As `encode_completion`, off the event loop when that takes long."""
+        Raises:
+            ApiError: 400; also for a prompt that is longer than the model, or has a token that the
+                model lacks.
+        """
+        return await self._off_loop(
+            _chat_length(request), lambda: self._plan_chat(request, limits), limits, "messages"
+        )
+
+    async def completion_prompts(
+        self, request: CompletionRequest, limits: ModelLimits
+    ) -> list[EncodedPrompt]:
+        """As `encode_completion`; see `chat_prompts`."""
         length = sum(len(prompt) for prompt in request.prompts)
-        return await self._off_loop(length, lambda: self._plan_completions(request))
+        return await self._off_loop(
+            length, lambda: self._plan_completions(request, limits), limits, "prompt"
+        )
 
     async def _off_loop(
-        self, length: int, make_plans: Callable[[], list[_Plan]]
+        self,
+        length: int,
+        make_plans: Callable[[], list[_Plan]],
+        limits: ModelLimits,
+        param: str,
     ) -> list[EncodedPrompt]:
         """`length`: characters, or token ids, of a request's texts."""
         if length > RENDER_INLINE_CHARS:
-            return await asyncio.to_thread(lambda: self._finish_all(make_plans()))
-        plans = make_plans()
-        if sum(plan.new_chars for plan in plans) <= INLINE_CHARS:
-            return self._finish_all(plans)
-        return await asyncio.to_thread(self._finish_all, plans)
+            prompts = await self._budget.run(
+                length, lambda check: self._finish_all(make_plans(), check)
+            )
+        else:
+            plans = make_plans()
+            new = sum(plan.new_chars for plan in plans)
+            if new <= INLINE_CHARS:
+                prompts = self._finish_all(plans)
+            else:
+                prompts = await self._budget.run(new, lambda check: self._finish_all(plans, check))
+        if self._size > limits.vocab_size:
+            self._refuse_unknown(prompts, limits, param)
+        return prompts
 
-    def _plan_chat(self, request: ChatRequest) -> list[_Plan]:
-        return [self._plan(self.render(request))]
+    def _plan_chat(self, request: ChatRequest, limits: ModelLimits | None = None) -> list[_Plan]:
+        text = self.render(request)
+        self._refuse_long(text, limits, "messages")
+        return [self._plan(text)]
 
-    def _plan_completions(self, request: CompletionRequest) -> list[_Plan]:
+    def _plan_completions(
+        self, request: CompletionRequest, limits: ModelLimits | None = None
+    ) -> list[_Plan]:
+        for prompt in request.prompts:
+            self._refuse_long(prompt, limits, "prompt")
         return [self._plan_completion(prompt) for prompt in request.prompts]
 
-    def _finish_all(self, plans: list[_Plan]) -> list[EncodedPrompt]:
-        return [self._finish(plan) for plan in plans]
+    def _refuse_long(self, prompt: str | list[int], limits: ModelLimits | None, param: str) -> None:
+        """By its characters, long before it is tokenized."""
+        if limits is None or self._most_characters is None or not isinstance(prompt, str):
+            return
+        least = -(-len(prompt) // self._most_characters)
+        if least > limits.max_model_len:
+            raise errors.context_length_exceeded(limits.max_model_len, least, 1, param)
+
+    def _refuse_unknown(
+        self, prompts: list[EncodedPrompt], limits: ModelLimits, param: str
+    ) -> None:
+        for index, prompt in enumerate(prompts):
+            largest = max(memoryview(prompt.token_ids).cast("i"), default=0)
+            if largest >= limits.vocab_size:
+                place = param if len(prompts) == 1 else f"{param}[{index}]"
+                token = self.tokenizer.id_to_token(largest)
+                raise errors.invalid(
+                    f"'{place}' has the token {token!r}, which this model's tokenizer knows and "
+                    "the model does not.",
+                    place,
+                )
+
+    def _finish_all(
+        self, plans: list[_Plan], check: Callable[[], None] = _go_on
+    ) -> list[EncodedPrompt]:
+        return [self._finish(plan, check) for plan in plans]
 
     def encode_chat(self, request: ChatRequest) -> EncodedPrompt:
         """
@@ -308,23 +389,25 @@ class PromptEncoder:
 
     def _plan(self, text: str, prefix: bytes = b"") -> _Plan:
         texts = self._cut(text)
-        return _Plan(prefix, texts, self.cache.lookup(texts))
+        return _Plan(prefix, texts, self.cache.lookup(self._root, texts))
 
     def _plan_completion(self, prompt: str | list[int]) -> _Plan:
         if not isinstance(prompt, str):
             return _Plan(array("i", prompt).tobytes(), [], [])
-        if not prompt.isascii():
-            prompt = prompt.translate(_DROP_SENTINELS)
+        prompt = _without_sentinels(prompt)
         if not prompt and not self._prefix:
             raise errors.invalid("'prompt' must not be empty.", "prompt")
         if prompt.startswith(self._prefix_texts):  # one BOS, whoever wrote it
             return self._plan(prompt)
         return self._plan(prompt, array("i", self._prefix).tobytes())
 
-    def _finish(self, plan: _Plan) -> EncodedPrompt:
+    def _finish(self, plan: _Plan, check: Callable[[], None]) -> EncodedPrompt:
         pieces = list(plan.known)
         for text in plan.texts[len(pieces) :]:
-            pieces.append(self.cache.extend(pieces, text, self._encode_piece(text)))
+            check()
+            token_ids = self._encode_piece(text)
+            piece = self.cache.extend(self._root, pieces, text, token_ids, self._hasher)
+            pieces.append(piece)
         body = b"".join([piece.token_ids for piece in pieces])
         if plan.prefix:
             token_ids = plan.prefix + body
@@ -336,7 +419,7 @@ class PromptEncoder:
         pieces: list[str] = []
         start = 0
         cuts = self.special.cuts
-        for match in self.special.pattern.finditer(text) if self.special.pattern else ():
+        for match in self.special.finder.find(text):
             position = match.start()
             if position > start and match[0] in cuts:
                 pieces.append(text[start:position])
@@ -370,17 +453,14 @@ class PromptEncoder:
         return ids
 
     def _special_texts(self, text: str) -> list[str]:
-        if self.special.pattern is None:
-            return []
-        found: list[str] = self.special.pattern.findall(text)
+        found = (match[0] for match in self.special.finder.find(text))
         return [token for token in found if token in self.special.ids]
 
     def _encode_literally(self, text: str) -> list[int]:
         """A piece in which a user typed special tokens: those stay text, the template's do not."""
         ids: list[int] = []
         start = 0
-
-        for match in self.special.pattern.finditer(text) if self.special.pattern else ():
+        for match in self.special.finder.find(text):
             if match[0] in self.special.ids:
                 ids += self._literal_ids(text[start : match.start()])
                 ids.append(self.special.ids[match[0]])
@@ -422,9 +502,7 @@ class _SpecialTextGuard:
 
     def __init__(self, special: SpecialTokens) -> None:
         texts = sorted((text for text in special.ids if len(text) > 1), key=len, reverse=True)
-        self._pattern = None
-        if texts:
-            self._pattern = re.compile("|".join(map(re.escape, texts)))
+        self._finder = TokenFinder(texts)
         self._heads = frozenset(text[:size] for text in texts for size in range(1, len(text)))
         self._tails = frozenset(text[size:] for text in texts for size in range(1, len(text)))
         self._longest = len(texts[0]) if texts else 0
@@ -432,13 +510,21 @@ class _SpecialTextGuard:
         self._firsts = frozenset(text[0] for text in texts)
         self._lasts = frozenset(text[-1] for text in texts)
 
+    def _break(self, text: str) -> str:
+        """The text with each of its tokens cut in two."""
+        parts = []
+        done = 0
+        for match in self._finder.find(text):
+            parts.append(text[done : match.start() + 1])
+            done = match.start() + 1
+        return _BREAK.join([*parts, text[done:]])
+
     def __call__(self, text: str) -> str:
-        if not text.isascii():
-            text = text.translate(_DROP_SENTINELS)
-        if self._pattern is None or not text:
+        text = _without_sentinels(text)
+        if not self._longest or not text:
             return text
-        while self._pattern.search(text):
-            text = self._pattern.sub(lambda match: match[0][0] + _BREAK + match[0][1:], text)
+        while len(broken := self._break(text)) > len(text):
+            text = broken
         sizes = range(1, min(self._longest, len(text) + 1))
         if not self._firsts.isdisjoint(text[-self._longest :]) and any(
             text[-size:] in self._heads for size in sizes
@@ -459,6 +545,10 @@ def _chat_length(request: ChatRequest) -> int:
         if isinstance(message.content, list)
         for part in message.content
     )
+
+
+def _without_sentinels(text: str) -> str:
+    return text if text.isascii() else text.replace(_BREAK, "").replace(_END, "")
 
 
 def _content(message: ChatMessage, guard: Callable[[str], str], takes_parts: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -11,6 +10,9 @@ from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+from radixgrove.protocol.text.token_finder import TokenFinder
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -205,7 +207,7 @@ class SpecialTokens:
 
     ids: dict[str, int]  # the special ones: text → id
     cuts: frozenset[str]
-    pattern: re.Pattern[str] | None  # every added token, longest first; None: there are none
+    finder: TokenFinder  # of every added token
     normalized: bool  # some are looked for in normalized text, where we cannot see them
 
     @classmethod
@@ -214,11 +216,10 @@ class SpecialTokens:
         tokens = {
             token.content: (number, token) for number, token in added.items() if token.content
         }
-        texts = sorted(tokens, key=len, reverse=True)
         return cls(
             ids={text: number for text, (number, token) in tokens.items() if token.special},
             cuts=frozenset(text for text, (_, token) in tokens.items() if _is_cut(token)),
-            pattern=re.compile("|".join(map(re.escape, texts))) if texts else None,
+            finder=TokenFinder(tokens),
             normalized=any(token.special and token.normalized for _, token in tokens.values()),
         )
 
@@ -226,3 +227,57 @@ class SpecialTokens:
 def _is_cut(token: AddedToken) -> bool:
     """A token that touches no text before it: `lstrip` eats blanks there, `single_word` looks."""
     return bool(token.special and not (token.normalized or token.lstrip or token.single_word))
+
+
+# An NFC or NFKC character stands for up to four of the text: its canonical decomposition's.
+_COMPOSED = 4
+_GROWING_NORMALIZERS = frozenset({"Prepend", "ByteLevel", "NFD", "NFKD", "Lowercase"})
+_WHOLE_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
+
+
+def most_characters(tokenizer: Tokenizer) -> int | None:
+    """Characters of a text that one token may stand for; None where that has no bound.
+
+    It has none where something shrinks a text before it becomes tokens: blanks are dropped, or a
+    run of unknown characters becomes one token.
+    """
+    spec = msgspec.json.decode(tokenizer.to_str())
+    steps = [_steps(spec.get(kind), f"{kind}s") for kind in ("normalizer", "pre_tokenizer")]
+    composed = 1
+    for step in steps[0]:
+        if step["type"] in ("NFC", "NFKC"):
+            composed = _COMPOSED
+        elif not (step["type"] in _GROWING_NORMALIZERS or _is_growing_replacement(step)):
+            return None
+    if not all(_keeps_all(step) for step in steps[1]):
+        return None
+    kinds = {step["type"] for step in (*steps[0], *steps[1])}
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    if spec["model"].get("byte_fallback"):
+        complete = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    else:
+        complete = "ByteLevel" in kinds and vocabulary.keys() >= set(ByteLevel.alphabet())
+    eats_blanks = any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
+    if not complete or eats_blanks:
+        return None
+    return composed * max(map(len, vocabulary))
+
+
+def _steps(part: dict[str, Any] | None, plural: str) -> list[dict[str, Any]]:
+    """What a part of a tokenizer does, in order; sequences are unfolded."""
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [step for inner in part[plural] for step in _steps(inner, plural)]
+
+
+def _is_growing_replacement(step: dict[str, Any]) -> bool:
+    pattern = step.get("pattern", {}).get("String")
+    return step["type"] == "Replace" and bool(pattern) and len(step["content"]) >= len(pattern)
+
+
+def _keeps_all(step: dict[str, Any]) -> bool:
+    if step["type"] in ("Split", "Punctuation"):
+        return bool(step["behavior"] != "Removed")
+    return step["type"] in _WHOLE_PRE_TOKENIZERS

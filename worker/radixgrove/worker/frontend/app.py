@@ -265,7 +265,7 @@ class Frontend:
             and all(self._valid_ids(prompt) for prompt in envelope.prompts)
         ):
             return [EncodedPrompt(prompt, b"") for prompt in envelope.prompts]
-        return await endpoint.encode(self.model.encoder, request)
+        return await endpoint.encode(self.model.encoder, request, self._limits)
 
     def _valid_ids(self, token_ids: bytes) -> bool:
         if not token_ids or len(token_ids) % TOKEN_BYTES:
