@@ -6,6 +6,9 @@ it, so that any wrong page, length or order changes the text. It also holds the 
 contract of `radixgrove.worker.plan`: rows and pages in use by a step are not reused before it has
 been collected.
 
+Each sampled row yields as many tokens as `count` says of its bound. KV of what is proposed is junk
+until the tokens are there, and everywhere beyond a row's length for good.
+
 Copies between device and host take as long as the test wants: `end_save` and `end_load` end the
 oldest. Until then what they write is unreadable, and what they touch must be left alone by all
 others; a step that awaits a load sees what it brings.
@@ -15,15 +18,24 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.messages import TokenLogprobs
-from radixgrove.worker.plan import ExecutorInfo, NewRow, PageCopies, StepPlan, StepResult
+from radixgrove.worker.plan import (
+    ExecutorInfo,
+    NewRow,
+    PageCopies,
+    ShrunkRow,
+    StepPlan,
+    StepResult,
+)
 
 _EMPTY = -1
+_JUNK = -2
 
 
 def next_token(tokens: list[int], seed: int, vocab_size: int) -> int:
@@ -48,12 +60,15 @@ class _Row:
     pages: list[int]
     sampling: SamplingParams
     computed: int = 0
+    most: int = 0  # the upper bound of its length that the plans give
 
 
 @dataclass
 class _Step:
+    plan: StepPlan
     result: StepResult
     rows: set[int] = field(default_factory=set)
+    slack: dict[int, int] = field(default_factory=dict)  # of each sampled row: bound less count
     read: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
 
@@ -65,8 +80,11 @@ class _Copy:
 
 
 class FakeExecutor:
-    def __init__(self, info: ExecutorInfo) -> None:
+    """`count` says how many tokens a row gets, of its bound; None: as many."""
+
+    def __init__(self, info: ExecutorInfo, count: Callable[[int], int] | None = None) -> None:
         self.info = info
+        self._count = count
         self.launched_steps = 0
         self.closed = False
         shape = (info.num_pages, info.page_size)
@@ -76,16 +94,24 @@ class FakeExecutor:
         self._host = np.full(host, _EMPTY, dtype=np.int64)
         self._rows: dict[int, _Row] = {}
         self._flights: deque[_Step] = deque()
+        self._forwarded: _Step | None = None  # not sampled yet
         self._saves: deque[_Copy] = deque()
         self._loads: deque[_Copy] = deque()
         self._ended = [0, 0]  # saves, loads
 
     def launch(self, plan: StepPlan) -> None:
+        self.forward(plan)
+        self.sample()
+
+    def forward(self, plan: StepPlan) -> None:
+        assert self._forwarded is None, "the step before was not sampled"
         assert len(self._flights) < self.info.depth, "more steps in flight than agreed"
         copies = plan.saves or plan.loads
         assert plan.num_tokens > 0 or copies, "an empty step"
         assert (plan.saved, plan.loaded) <= self.copies_ended(), "it relies on what has not ended"
         self.launched_steps += 1
+        for shrunk in plan.shrunk_rows:
+            self._shrink(shrunk)
         for row in plan.freed_rows:
             assert all(row not in step.rows for step in self._flights), f"row {row} is in use"
             del self._rows[row]
@@ -107,7 +133,10 @@ class FakeExecutor:
             self._kv_positions[page] = _EMPTY
             self._rows[row].pages.append(page)
 
-        step = _Step(StepResult(step_id=plan.step_id, tokens=[]))
+        step = _Step(plan, StepResult(step_id=plan.step_id, tokens=[]))
+        sampled = plan.sampled_rows()
+        bounds = dict(zip(sampled, plan.bounds or [1] * len(sampled), strict=True))
+        assert all(1 <= bound <= self.info.max_row_tokens for bound in bounds.values())
         for chunk in plan.prefills:
             state = self._rows[chunk.row]
             assert chunk.start == state.computed, "a chunk leaves a gap"
@@ -116,7 +145,7 @@ class FakeExecutor:
             assert end <= len(state.tokens)
             if chunk.sample:
                 assert end == len(state.tokens), "a sample before the last known token"
-            self._compute(step, chunk.row, end)
+            self._compute(step, chunk.row, end, bounds.get(chunk.row, 1) - 1)
             if state.sampling.prompt_logprobs is not None:
                 positions = range(chunk.start + 1, min(end + 1, state.prompt_len))
                 step.result.prompt_logprobs[chunk.row] = [
@@ -125,14 +154,38 @@ class FakeExecutor:
         assert len(set(plan.decodes)) == len(plan.decodes)
         for row in plan.decodes:
             state = self._rows[row]
-            assert state.computed == len(state.tokens) - 1, "a decode computes one token"
-            self._compute(step, row, len(state.tokens))
-        for row in plan.sampled_rows():
-            self._sample(step, row)
+            last = len(state.tokens) - 1
+            assert state.computed >= last, "a decode leaves a gap"
+            state.computed = last
+            self._compute(step, row, last + 1, bounds[row] - 1)
+        for row, bound in bounds.items():
+            if self.info.micro_batches > 1:
+                assert all(row not in flight.slack for flight in self._flights), "two decodes"
+            self._rows[row].most += bound
+            step.slack[row] = bound
+        self._forwarded = step
+
+    def sample(self) -> None:
+        step = self._forwarded
+        assert step is not None, "nothing was forwarded"
+        self._forwarded = None
         self._flights.append(step)
+        if self._count is not None or step.plan.bounds:
+            step.result.counts = []
+        for row, bound in step.slack.items():
+            count = bound if self._count is None else self._count(bound)
+            self._sample(step, row, count)
+            step.slack[row] = bound - count
+            if step.result.counts is not None:
+                step.result.counts.append(count)
+            assert self._rows[row].most == self._longest(row), "another upper bound was planned"
 
     def collect(self) -> StepResult:
         return self._flights.popleft().result
+
+    def samples(self, row: int) -> bool:
+        """Whether a step in flight may yield tokens for the row."""
+        return any(row in step.slack for step in self._flights)
 
     def close(self) -> None:
         self.closed = True
@@ -217,30 +270,59 @@ class FakeExecutor:
         assert computed < len(tokens), "nothing left to compute"
         for step in self._flights:
             assert step.written.isdisjoint(new.pages), "a prefix is shared before it is computed"
-        self._rows[new.row] = _Row(tokens, new.prompt_len, list(new.pages), new.sampling, computed)
+        state = _Row(tokens, new.prompt_len, list(new.pages), new.sampling, computed, len(tokens))
+        self._rows[new.row] = state
 
-    def _compute(self, step: _Step, row: int, end: int) -> None:
-        """Write KV of [computed, end), then read all of [0, end) back and compare."""
+    def _longest(self, row: int) -> int:
+        """Of a row's length: what one can know before the steps in flight are collected."""
+        slack = sum(step.slack.get(row, 0) for step in self._flights)
+        return len(self._rows[row].tokens) + slack
+
+    def _shrink(self, shrunk: ShrunkRow) -> None:
+        state = self._rows[shrunk.row]
+        state.most = shrunk.length
+        assert state.most == self._longest(shrunk.row), "the row may be longer"
+        assert (state.most - 1) <= shrunk.pages * self.info.page_size, "its pages are too few"
+        assert shrunk.pages <= len(state.pages)
+        del state.pages[shrunk.pages :]
+
+    def _compute(self, step: _Step, row: int, end: int, proposed: int) -> None:
+        """Write KV of [computed, end) and of what is proposed next, then read [0, end) back."""
         state = self._rows[row]
         size = self.info.page_size
-        assert end <= len(state.pages) * size, f"row {row} has no page for its token"
-        assert end <= self.info.max_model_len
+        most = end + proposed
+        assert most <= len(state.pages) * size, f"row {row} has no page for its tokens"
+        assert most <= self.info.max_model_len
         used = state.pages[: -(-end // size)]
-        positions = np.arange(state.computed, end)
-        pages = np.array(state.pages)[positions // size]
-        self._kv_tokens[pages, positions % size] = state.tokens[state.computed : end]
-        self._kv_positions[pages, positions % size] = positions
+        self._write(state, range(state.computed, end))
+        junk = np.arange(end, most)
+        self._kv_tokens[np.array(state.pages)[junk // size], junk % size] = _JUNK
+        written = set(state.pages[state.computed // size : -(-most // size)])
+        others = (other for key, other in self._rows.items() if key != row)
+        assert all(written.isdisjoint(other.pages) for other in others), "others share the page"
         step.rows.add(row)
         step.read.update(used)
-        step.written.update(pages.tolist())
+        step.written |= written
         assert self._kv_tokens[used].reshape(-1)[:end].tolist() == state.tokens[:end]
         assert self._kv_positions[used].reshape(-1)[:end].tolist() == list(range(end))
         state.computed = end
 
-    def _sample(self, step: _Step, row: int) -> None:
+    def _write(self, state: _Row, positions: range) -> None:
+        size = self.info.page_size
+        where = np.array(positions, dtype=np.int64)
+        pages = np.array(state.pages)[where // size]
+        self._kv_tokens[pages, where % size] = state.tokens[positions.start : positions.stop]
+        self._kv_positions[pages, where % size] = where
+
+    def _sample(self, step: _Step, row: int, count: int) -> None:
         state = self._rows[row]
-        token = next_token(state.tokens, state.sampling.seed, self.info.vocab_size)
-        state.tokens.append(token)
-        step.result.tokens.append(token)
+        new: list[int] = []
+        for _ in range(count):
+            new.append(next_token(state.tokens, state.sampling.seed, self.info.vocab_size))
+            state.tokens.append(new[-1])
+        if count > 1:
+            self._write(state, range(state.computed, len(state.tokens) - 1))
+            state.computed = len(state.tokens) - 1
+        step.result.tokens += new
         if state.sampling.logprobs is not None:
-            step.result.logprobs[row] = [TokenLogprobs(logprob=-float(token))]
+            step.result.logprobs[row] = [TokenLogprobs(logprob=-float(token)) for token in new]

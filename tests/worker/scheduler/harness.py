@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -50,6 +51,7 @@ def request(
     min_tokens: int = 0,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    lockstep: bool = False,
 ) -> Submit:
     return Submit(
         request_id=request_id,
@@ -67,13 +69,19 @@ def request(
         priority=priority,
         cache=cache,
         queue_deadline=queue_deadline,
+        lockstep=lockstep,
     )
 
 
 class Harness:
-    """`depth` steps in flight; time stands still unless a test moves `now`."""
+    """`depth` steps in flight; time stands still unless a test moves `now`.
 
-    def __init__(self, depth: int = 1, **changes: object) -> None:
+    `count` says how many tokens a row gets in a step, of its bound; None: all.
+    """
+
+    def __init__(
+        self, depth: int = 1, count: Callable[[int], int] | None = None, **changes: object
+    ) -> None:
         self.config = replace(DEFAULTS, **changes)  # type: ignore[arg-type]
         config = self.config
         self.executor = FakeExecutor(
@@ -84,8 +92,11 @@ class Harness:
                 max_model_len=config.max_model_len,
                 vocab_size=config.vocab_size,
                 depth=depth,
+                max_row_tokens=config.max_row_tokens,
+                micro_batches=config.micro_batches,
                 num_host_pages=config.num_host_pages,
-            )
+            ),
+            count,
         )
         self.hasher = BlockHasher(b"secret", config.namespace, 2 * config.page_size)
         self.scheduler = Scheduler(config, lambda _: self.hasher)
@@ -114,9 +125,16 @@ class Harness:
         if plan is not None:
             assert plan.num_tokens <= self.config.max_step_tokens
             self.plans.append(plan)
+            self._check_lockstep(plan)
             self.executor.launch(plan)
         self._settle()
         return plan is not None
+
+    def _check_lockstep(self, plan: StepPlan) -> None:
+        """Of who waits for its tokens none is in flight."""
+        for active in self.scheduler._batch.active.values():
+            if active.request.submit.lockstep and active.row in plan.decodes:
+                assert not self.executor.samples(active.row), f"row {active.row} did not wait"
 
     def collect(self) -> bool:
         if not self.scheduler.in_flight:

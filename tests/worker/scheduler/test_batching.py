@@ -204,7 +204,7 @@ def test_the_victim_is_who_is_cheapest_to_recompute() -> None:
     harness.submit(request("dear", prompt(2, 24), 50))
     while not harness.stats().preemptions:
         harness.step()
-    states = {name: r.state for name, r in harness.scheduler._requests.items()}
+    states = {name: r.state for name, r in harness.scheduler._lifecycle.requests.items()}
     assert states == {"oldest": "decode", "cheap": "preempted", "dear": "decode"}
     harness.run()
     assert harness.tokens["cheap"] == harness.expected("cheap")
@@ -399,7 +399,7 @@ def test_under_priority_the_least_important_is_preempted() -> None:
     harness.submit(request("minor", prompt(2, 24), 50, priority=0))
     while not harness.stats().preemptions:
         harness.step()
-    assert harness.scheduler._requests["minor"].state == "preempted"
+    assert harness.scheduler._lifecycle.requests["minor"].state == "preempted"
     harness.run()
 
 

@@ -146,7 +146,7 @@ def displaced(**changes: object) -> Harness:
 
 
 def waiting_state(harness: Harness, request_id: str) -> RequestState:
-    return harness.scheduler._requests[request_id].state
+    return harness.scheduler._lifecycle.requests[request_id].state
 
 
 def test_others_go_on_while_a_prefix_is_loaded() -> None:

@@ -109,7 +109,7 @@ def test_a_prompt_that_is_no_prompt_fails_alone(tokens: list[int], detail: str) 
 def test_states_follow_each_other_as_drawn_and_not_otherwise() -> None:
     harness = Harness()
     harness.submit(request("r", PROMPT))
-    one = harness.scheduler._requests["r"]
+    one = harness.scheduler._lifecycle.requests["r"]
     with pytest.raises(IllegalTransition, match="waiting -> decode"):
         one.become(RequestState.DECODE)
     one.become(RequestState.AWAITING_KV)

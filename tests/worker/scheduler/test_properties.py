@@ -1,12 +1,15 @@
 """The scheduler under random submits, aborts, evictions and preemptions, at several depths.
 
-The harness checks the books after every call; the fake executor proves that every KV slot that is
-read holds the right token. Here: every request ends once, with the text it has without a cache.
+A step yields each row between 0 and 4 tokens. The harness checks the books after every call; the
+fake executor proves that every KV slot that is read holds the right token. Here: every request ends
+once, with the text it has without a cache and token by token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -32,6 +35,7 @@ class Submitted:
     patience: float | None
     logprobs: bool
     prompt_logprobs: bool
+    lockstep: bool
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ submits = st.builds(
     patience=st.sampled_from([None, None, None, 2.0]),
     logprobs=st.booleans(),
     prompt_logprobs=st.sampled_from([False, False, False, True]),
+    lockstep=st.sampled_from([False, False, True]),
 )
 calls = st.sampled_from(
     ["launch", "launch", "collect", "step", "step", "flush", "later", "end save", "end load"]
@@ -73,6 +78,9 @@ operations = st.lists(
 setups = st.fixed_dictionaries(
     {
         "depth": st.integers(1, 3),
+        "max_row_tokens": st.sampled_from([1, 2, 4, 4]),
+        "micro_batches": st.sampled_from([1, 1, 2, 3]),
+        "counts": st.one_of(st.none(), st.integers(0, 1 << 16)),  # a seed; None: all it may be
         "num_pages": st.integers(16, 40),
         "page_size": st.sampled_from([1, 2, 4]),
         "max_rows": st.integers(2, 8),
@@ -90,8 +98,21 @@ setups = st.fixed_dictionaries(
 def harness_of(setup: dict[str, object]) -> Harness:
     if not setup["prefix_cache"]:
         setup = {**setup, "num_host_pages": 0}
+    setup = dict(setup)
+    seed = setup.pop("counts")
+    count = None if seed is None else some_of(Random(seed))  # type: ignore[arg-type]
     capacity = int(setup["num_pages"]) * int(setup["page_size"])  # type: ignore[call-overload]
-    return Harness(max_model_len=min(72, capacity), max_running=setup["max_rows"], **setup)  # type: ignore[arg-type]
+    return Harness(
+        count=count,
+        max_model_len=min(72, capacity),
+        max_running=setup["max_rows"],
+        **setup,  # type: ignore[arg-type]
+    )
+
+
+def some_of(random: Random) -> Callable[[int], int]:
+    """How many tokens a row gets, of its bound."""
+    return lambda bound: random.randint(0, bound)
 
 
 def apply(harness: Harness, operation: Submitted | Aborted | Called, count: int) -> int:
@@ -110,6 +131,7 @@ def apply(harness: Harness, operation: Submitted | Aborted | Called, count: int)
                     frontend=count % 3,
                     logprobs=0 if operation.logprobs else None,
                     prompt_logprobs=0 if operation.prompt_logprobs else None,
+                    lockstep=operation.lockstep,
                 )
             )
             return count + 1

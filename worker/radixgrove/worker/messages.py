@@ -48,6 +48,7 @@ class Submit(msgspec.Struct, tag="submit", kw_only=True):
     priority: int = 0  # higher first, only under the `priority` policy
     queue_deadline: float | None = None  # Unix seconds; still waiting then: `Refused`
     cache: CacheMode = CacheMode.USE
+    lockstep: bool = False  # decode only once all its tokens so far are on the host
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -5,10 +5,27 @@ device's request table: its tokens (`rows x max_model_len` int32), its page tabl
 state live on the device from `NewRow` until the row is named in `freed_rows`. Plans carry only what
 changed. The same plan, as msgpack, drives every rank of a group.
 
-Steps in flight: the scheduler may plan step N+1 before it has the results of N. A row's position is
-still exact (a decode adds one token); what it cannot know is that step N ended the row, in which
-case it discards the token of N+1. Whatever a step may read or write (rows, pages) is not reused
-until that step has been collected.
+Tokens of a step: the plan gives each sampled row a *bound* b of at most k tokens
+(`ExecutorInfo.max_row_tokens`), and the step yields between 0 and b of them. The device alone knows
+how long a row is: L tokens, with KV of the first L - 1 at least. A decode computes KV of positions
+L - 1 to L + b - 2, the row's last token and what is proposed to follow it, and leaves the row L + n
+tokens long. KV before position L - 1 is never written again; what was written behind the new length
+means nothing. With k = 1 nothing is proposed, and a bound is 1.
+
+Steps in flight: the scheduler may plan step N+1 before it has the results of N. It then knows an
+upper bound of a row's length, the sum of what it knows and of the bounds in flight, and gives pages
+for that. When a step yields less, the bound falls, `shrunk_rows` says to what, and pages beyond it
+are the scheduler's again. What it cannot know is that step N ended the row, in which case it
+discards the tokens of N+1; so it does with those behind a stop inside a step's tokens. Whatever a
+step may read or write (rows, pages) is not reused until that step has been collected.
+
+Which rows share a step: a step holds every decoding row that may go on. A request in lockstep
+(`Submit.lockstep`) is not decoded before all its tokens are on the host. With
+`ExecutorInfo.micro_batches` above 1 that holds for every row, and the rows are dealt into so many
+steps, level in number.
+
+The two halves of a step: `Executor.forward` computes the logits, `Executor.sample` the tokens. Work
+on the host, such as making masks from the tokens of the step before, has its place between them.
 
 Copies between the device's pages and the host's run beside the steps, saves and loads each in the
 order of their ids. Rank 0 alone sees when they end; `saved`, `loaded` and `collected` tell the
@@ -59,21 +76,31 @@ class PageCopies(msgspec.Struct, array_like=True):
     after: int = 0  # of a load: the last save that wrote any of its host pages
 
 
+class ShrunkRow(msgspec.Struct, array_like=True):
+    """Steps that were collected yielded fewer tokens than their bounds."""
+
+    row: int
+    length: int  # the row has at most so many tokens, those of steps in flight included
+    pages: int  # it keeps so many of its first pages
+
+
 class StepPlan(msgspec.Struct, kw_only=True):
     """One forward pass over prefill chunks and decodes together.
 
-    Applied in this order: `freed_rows`, `new_rows`, `appended_pages`, then the forward. A decode
-    row computes exactly one token, the last one its table holds (the previous step's sample, which
-    may not have reached the host yet), and samples the next. `decodes` keeps its order from step to
+    Applied in this order: `shrunk_rows`, `freed_rows`, `new_rows`, `appended_pages`, then the
+    forward. A decode begins with the last token that the row's table holds, which may be a sample
+    of the previous step that has not reached the host yet. `decodes` keeps its order from step to
     step where it can, so that the device reuses its inputs.
     """
 
     step_id: int
+    shrunk_rows: list[ShrunkRow] = []
     freed_rows: list[int] = []
     new_rows: list[NewRow] = []
     appended_pages: list[tuple[int, int]] = []  # (row, page), in table order
     prefills: list[PrefillChunk] = []
     decodes: list[int] = []
+    bounds: list[int] = []  # most tokens of each of `sampled_rows()`; empty: one each
     saves: list[PageCopies] = []  # device to host, of what collected steps have written
     loads: list[PageCopies] = []  # host to device
     # Rank 0 had seen the end of everything up to these when it planned; nobody may see less.
@@ -84,19 +111,22 @@ class StepPlan(msgspec.Struct, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.prefills) + len(self.decodes)
+        """Tokens that the forward computes, proposed ones included."""
+        proposed = sum(self.bounds) - len(self.bounds)
+        return sum(chunk.length for chunk in self.prefills) + len(self.decodes) + proposed
 
     def sampled_rows(self) -> list[int]:
-        """Rows that yield a token, in the order of `StepResult.tokens`."""
+        """Rows that may yield tokens, in the order of `StepResult.tokens`."""
         return [chunk.row for chunk in self.prefills if chunk.sample] + self.decodes
 
 
 class StepResult(msgspec.Struct, kw_only=True):
-    """What a step sampled: `tokens` in the order of `StepPlan.sampled_rows()`.
+    """What a step sampled: `tokens`, row after row in the order of `StepPlan.sampled_rows()`.
 
-    `counts` (speculation) says how many tokens each row got; None means one each. `logprobs` holds
-    the rows that asked, a list as long as the row's tokens; `prompt_logprobs` maps a row to the
-    logprobs of tokens start+1 .. start+length of its chunk (those that exist in the prompt).
+    `counts` says how many of them each row got, between 0 and its bound; None means one each.
+    `logprobs` holds the rows that asked, a list as long as the row's tokens; `prompt_logprobs` maps
+    a row to the logprobs of tokens start+1 .. start+length of its chunk (those that exist in the
+    prompt).
     """
 
     step_id: int
@@ -114,7 +144,9 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int
     max_model_len: int
     vocab_size: int
-    depth: int  # steps in flight: 1 synchronous, 2 overlapped
+    depth: int  # steps in flight: 1 synchronous, 2 overlapped, more for a pipeline
+    max_row_tokens: int = 1  # k: most tokens that a step yields a row
+    micro_batches: int = 1  # parts that decoding rows are dealt into, at most `depth`
     num_host_pages: int = 0  # of the host tier, the scheduler's to give out as well
 
 
@@ -125,11 +157,22 @@ class Executor(Protocol):
     def info(self) -> ExecutorInfo: ...
 
     def launch(self, plan: StepPlan) -> None:
-        """Start a step. At most `info.depth` steps are launched and not yet collected."""
+        """Start a step, `forward` and `sample` at once.
+
+        At most `info.depth` steps are launched and not yet collected.
+        """
+        ...
+
+    def forward(self, plan: StepPlan) -> None:
+        """Start a step up to its logits. Before `sample`, older steps alone may be collected."""
+        ...
+
+    def sample(self) -> None:
+        """Start the rest of the step whose forward was started last."""
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the oldest launched step.
+        """Wait for the oldest step that was sampled.
 
         Raises:
             RuntimeError: a rank died or the step failed as a whole; the engine must end.

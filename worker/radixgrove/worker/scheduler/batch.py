@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
-from radixgrove.worker.plan import NewRow, PrefillChunk
+from radixgrove.worker.plan import NewRow, PrefillChunk, ShrunkRow
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.request import Request, RequestState, RunningRequest
+
+MakeRoom = Callable[[list[RunningRequest]], list[RunningRequest]]
 
 
 @dataclass(slots=True)
@@ -17,10 +20,17 @@ class StepDraft:
 
     budget: int  # tokens it may still take
     decodes: list[RunningRequest] = field(default_factory=list)
+    decode_bounds: list[int] = field(default_factory=list)  # empty: one token each
     chunks: list[tuple[RunningRequest, PrefillChunk]] = field(default_factory=list)
+    chunk_bounds: list[int] = field(default_factory=list)  # of the chunks that sample; likewise
     new_rows: list[NewRow] = field(default_factory=list)
     appended: list[tuple[int, int]] = field(default_factory=list)  # row, page
     awaited: int = 0  # the last load whose pages a row reads
+
+    @property
+    def sampled(self) -> list[RunningRequest]:
+        """Rows that may get tokens, in the order of the results."""
+        return [active for active, chunk in self.chunks if chunk.sample] + self.decodes
 
 
 class Batch:
@@ -29,60 +39,101 @@ class Batch:
     def __init__(self, config: SchedulerConfig, memory: KVMemory) -> None:
         self.active: dict[Request, RunningRequest] = {}
         self._page_size = config.page_size
+        self._most = min(config.max_row_tokens, config.max_step_tokens)  # tokens of a row and step
+        self._micro_batches = config.micro_batches
         self._memory = memory
         self._prefilling: list[RunningRequest] = []
-        self._decoding: list[RunningRequest] = []  # rows that may launch a decode; a stable order
+        self._decoding: list[RunningRequest] = []  # a stable order
+        self._left = False  # some of them are not live any more
+        self._in_lockstep = 0  # rows that wait for their tokens
+        self._shrunk: dict[RunningRequest, ShrunkRow] = {}
 
     def enter(self, active: RunningRequest) -> None:
         active.request.active = active
         self.active[active.request] = active
         self._prefilling.append(active)
+        self._in_lockstep += self._waits(active)
 
     def leave(self, request: Request) -> RunningRequest:
         """The row that the request held; its memory is the caller's to release."""
         request.active = None
-        return self.active.pop(request)
+        active = self.active.pop(request)
+        self._in_lockstep -= self._waits(active)
+        self._left = True
+        return active
 
-    def add_decodes(
-        self, step: StepDraft, make_room: Callable[[list[RunningRequest]], list[RunningRequest]]
-    ) -> None:
-        """One token for every decoding row that has, or gets, a slot for it.
+    def _waits(self, active: RunningRequest) -> bool:
+        """Whether the row decodes only once all its tokens are on the host."""
+        return active.request.submit.lockstep or self._micro_batches > 1
+
+    # ---- decodes ---------------------------------------------------------------------------------
+
+    def add_decodes(self, step: StepDraft, make_room: MakeRoom) -> None:
+        """Every decoding row that may go on, and has, or gets, a slot for a token at least.
 
         `make_room` is asked for pages when there are too few; it returns the rows that still run.
         """
-        self._decoding = [a for a in self._decoding if a.live and a.samples_left]
-        rows = self._decoding[: step.budget]
-        full = [active for active in rows if active.launched == active.capacity]
-        if full:
-            rows = self._grow(rows, full, step.appended, make_room)
-        for active in rows:
-            active.launched += 1
-            active.samples_left -= 1
+        rows = self._ready()[: step.budget // self._most]
+        short = [active for active in rows if active.launched + self._most > active.capacity]
+        if short:
+            rows = self._grow(rows, short, step.appended, make_room)
         step.decodes = rows
-        step.budget -= len(rows)
+        if self._most == 1:
+            for active in rows:
+                active.launched += 1
+                active.tokens_left -= 1
+            step.budget -= len(rows)
+            return
+        for active in rows:
+            bound = min(self._most, active.tokens_left, active.capacity - active.launched)
+            active.launched += bound
+            active.tokens_left -= bound
+            step.decode_bounds.append(bound)
+        step.budget -= sum(step.decode_bounds)
+
+    def _ready(self) -> list[RunningRequest]:
+        """Rows that may be in the next step: of those that are free to, this micro-batch's share."""
+        if self._left:
+            self._decoding = [active for active in self._decoding if active.live]
+            self._left = False
+        if not self._in_lockstep:
+            return [active for active in self._decoding if active.tokens_left]
+        ready = [active for active in self._decoding if active.tokens_left and not active.held]
+        return ready[: -(-len(self._decoding) // self._micro_batches)]
 
     def _grow(
         self,
         rows: list[RunningRequest],
-        full: list[RunningRequest],
+        short: list[RunningRequest],
         appended: list[tuple[int, int]],
-        make_room: Callable[[list[RunningRequest]], list[RunningRequest]],
+        make_room: MakeRoom,
     ) -> list[RunningRequest]:
-        """A page for each row in `full`, the oldest request first; returns the rows that can go on.
+        """Pages for the rows that are `short` of them; returns the rows that can go on.
 
-        Rows without a page sit this step out: pages behind a fence are on their way.
+        When there are too few for all, one page for each row that has no slot left, the oldest
+        request first. Rows without a slot sit this step out: pages behind a fence are on their way.
         """
-        pool = self._memory.pool
-        if not self._memory.ensure_free(len(full)):
-            full = make_room(full)
+        memory = self._memory
+        wanted = [(active, self._missing(active)) for active in short]
+        if not memory.ensure_free(sum(count for _, count in wanted)):
+            full = make_room([active for active in short if active.launched == active.capacity])
             full.sort(key=lambda active: active.request.order)
-        served = full[: pool.free]
-        for active, page in zip(served, pool.allocate(len(served)), strict=True):
-            active.pages.append(page)
-            active.capacity += self._page_size
-            active.announced += 1
-            appended.append((active.row, page))
-        return [a for a in rows if a.live and a.launched < a.capacity]
+            wanted = [(active, 1) for active in full[: memory.pool.free]]
+        pages = iter(memory.pool.allocate(sum(count for _, count in wanted)))
+        for active, count in wanted:
+            given = list(islice(pages, count))
+            active.pages += given
+            active.capacity += count * self._page_size
+            active.announced += count
+            appended.extend((active.row, page) for page in given)
+        return [active for active in rows if active.live and active.launched < active.capacity]
+
+    def _missing(self, active: RunningRequest) -> int:
+        """Pages that the row lacks for the most that a step may yield."""
+        most = active.launched + min(self._most, active.tokens_left)
+        return max(0, self._memory.pages_for(most) - len(active.pages))
+
+    # ---- prefill ---------------------------------------------------------------------------------
 
     def add_prefills(self, step: StepDraft) -> None:
         """Chunks for rows in prefill while the budget lasts."""
@@ -102,25 +153,66 @@ class Batch:
         start = active.launched
         length = min(step.budget, active.length - start)
         end = start + length
-        sample = end == active.length and active.samples_left > 0
+        sample = end == active.length and active.tokens_left > 0
         step.chunks.append((active, PrefillChunk(active.row, start, length, sample)))
-        needed = self._memory.pages_for(end)
+        step.budget -= length
+        active.launched = end
+        if sample:
+            self._bound_first(step, active)
+        needed = self._memory.pages_for(active.launched)
         step.appended.extend((active.row, page) for page in active.pages[active.announced : needed])
         active.announced = max(active.announced, needed)
-        active.launched = end
-        step.budget -= length
 
-    def sort_prefilled(self) -> None:
-        """Rows whose last chunk is launched decode from the next step on."""
+    def _bound_first(self, step: StepDraft, active: RunningRequest) -> None:
+        """The most tokens that a row gets from its last chunk: what its pages have slots for."""
+        bound = 1
+        if self._most > 1:
+            slots = active.capacity - active.launched + 1
+            bound = min(self._most, active.tokens_left, slots, step.budget + 1)
+            step.chunk_bounds.append(bound)
+        active.launched += bound - 1
+        active.tokens_left -= bound
+        step.budget -= bound - 1
+
+    # ---- around a step ---------------------------------------------------------------------------
+
+    def launch(self, step: StepDraft) -> list[RunningRequest]:
+        """The step goes out. Rows whose last chunk is in it decode from the next one on.
+
+        Returns:
+            The rows that are held until the step has been collected.
+        """
+        held = []
+        if self._in_lockstep:
+            held = [active for active in step.sampled if self._waits(active)]
+            for active in held:
+                active.held = True
+        if step.chunks:
+            self._sort_prefilled()
+        return held
+
+    def _sort_prefilled(self) -> None:
         still = []
         for active in self._prefilling:
             if not active.live:
                 continue
             if active.in_prefill:
                 still.append(active)
-                continue
-            active.request.become(RequestState.DECODE)
-            if active.samples_left:
-                active.samples_left -= 1  # the one that the last chunk takes
+            else:
+                active.request.become(RequestState.DECODE)
                 self._decoding.append(active)
         self._prefilling = still
+
+    def shrink(self, active: RunningRequest, surplus: int) -> None:
+        """A step yielded so many tokens less than it might have: the row may get them yet."""
+        active.launched -= surplus
+        active.tokens_left += surplus
+        self._memory.trim(active)
+        self._shrunk[active] = ShrunkRow(active.row, active.launched + 1, active.announced)
+
+    def take_shrunk(self) -> list[ShrunkRow]:
+        """What the next plan says of rows that shrank."""
+        if not self._shrunk:
+            return []
+        shrunk, self._shrunk = list(self._shrunk.values()), {}
+        return shrunk

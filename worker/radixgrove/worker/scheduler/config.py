@@ -25,6 +25,8 @@ class SchedulerConfig:
     max_model_len: int  # prompt + output
     max_step_tokens: int
     vocab_size: int
+    max_row_tokens: int = 1  # most tokens that a step yields a row
+    micro_batches: int = 1
     namespace: str = ""
     watermark: float = 0.02
     schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
@@ -48,6 +50,8 @@ class SchedulerConfig:
             )
         if not 1 <= self.max_running <= self.max_rows or self.max_step_tokens < 1:
             raise ValueError("a step must hold at least one row and one token")
+        if self.max_row_tokens < 1 or self.micro_batches < 1:
+            raise ValueError("a row must get a token, and rows be in one batch, at least")
 
     @classmethod
     def resolve(
@@ -71,6 +75,8 @@ class SchedulerConfig:
             max_model_len=min(info.max_model_len, info.num_pages * info.page_size),
             max_step_tokens=settings.max_step_tokens or step_tokens,
             vocab_size=info.vocab_size,
+            max_row_tokens=info.max_row_tokens,
+            micro_batches=info.micro_batches,
             namespace=namespace,
             watermark=settings.watermark,
             schedule_policy=settings.schedule_policy,

@@ -139,7 +139,7 @@ class KVMemory:
             launched=computed,
             computed=computed,
             capacity=len(pages) * self.page_size,
-            samples_left=request.limit - len(request.output),
+            tokens_left=request.limit - len(request.output),
         )
 
     def publish(self, active: RunningRequest) -> None:
@@ -152,6 +152,16 @@ class KVMemory:
                 active.computed // self.page_size,
                 active.request.submit.priority,
             )
+
+    def trim(self, active: RunningRequest) -> None:
+        """Take back the pages that nothing in flight can fill."""
+        keep = self.pages_for(active.launched)
+        surplus = active.pages[keep:]
+        if surplus:
+            del active.pages[keep:]
+            active.capacity = keep * self.page_size
+            active.announced = min(active.announced, keep)
+            self.pool.release(surplus, Owner.REQUEST, Fence(self.timeline.launched))
 
     def release(self, active: RunningRequest) -> None:
         """The only way out of a row: cache what is computed and new, retire the rest."""

@@ -138,10 +138,11 @@ class RunningRequest:
     node: TreeNode | None
     pages: list[int]
     announced: int  # pages that the device knows of
-    launched: int  # tokens whose KV is written once all launched steps have ended
-    computed: int  # tokens whose KV is written
+    launched: int  # most tokens whose KV is written once all launched steps have ended
+    computed: int  # tokens whose KV is written, and is not written again
     capacity: int  # tokens that `pages` hold
-    samples_left: int  # samples that may still be launched
+    tokens_left: int  # what it may still generate if steps in flight yield all they may
+    held: bool = False  # decodes only after a step in flight has been collected
     live: bool = True  # False once released: results that arrive later are discarded
     claim: tuple[TreeNode, bytes] | None = None  # under which `InFlightPrefixes` lists it
 
@@ -151,8 +152,8 @@ class RunningRequest:
 
     @property
     def ending(self) -> bool:
-        """Everything it needs is launched: the results in flight end it, whatever they are."""
-        return self.samples_left == 0 and not self.in_prefill
+        """Nothing is left to launch, unless steps in flight yield less than they may."""
+        return self.tokens_left == 0 and not self.in_prefill
 
 
 def count_tokens(token_ids: bytes) -> int:

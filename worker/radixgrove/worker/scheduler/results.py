@@ -1,0 +1,198 @@
+"""Steps in flight, and what comes of them: the tokens of a step become its requests' answers."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from radixgrove.worker.messages import Finish, RefusalReason, TokenLogprobs, Tokens
+from radixgrove.worker.plan import StepPlan, StepResult
+from radixgrove.worker.scheduler.admission import Admission
+from radixgrove.worker.scheduler.batch import Batch, StepDraft
+from radixgrove.worker.scheduler.counters import Counters
+from radixgrove.worker.scheduler.lifecycle import Lifecycle
+from radixgrove.worker.scheduler.memory import KVMemory
+from radixgrove.worker.scheduler.request import Request, RunningRequest
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A launched step. Rows are compared by identity: a row released since is no longer `live`."""
+
+    step_id: int
+    chunks: list[tuple[RunningRequest, int]]  # with the end of each chunk
+    sampled: list[RunningRequest]  # in the order of the result's tokens
+    bounds: list[int]  # as in the plan
+    held: list[RunningRequest]  # they may decode once the step is collected
+
+    def split(self, result: StepResult) -> list[list[int]]:
+        """The tokens of each of `sampled`.
+
+        Raises:
+            RuntimeError: the results are another step's, or not within this one's bounds.
+        """
+        tokens, counts, rows = result.tokens, result.counts, len(self.sampled)
+        got = len(tokens) if counts is None else len(counts)
+        if result.step_id != self.step_id or got != rows:
+            raise RuntimeError(
+                f"step {self.step_id} with {rows} samples was expected, got step {result.step_id} "
+                f"with {got}"
+            )
+        if counts is None:
+            return [[token] for token in tokens]
+        bounds = self.bounds or [1] * rows
+        within = all(0 <= count <= bound for count, bound in zip(counts, bounds, strict=True))
+        if not within or sum(counts) != len(tokens):
+            raise RuntimeError(
+                f"step {self.step_id} with bounds {bounds} got {counts} of {len(tokens)} tokens"
+            )
+        ends = iter(tokens)
+        return [[next(ends) for _ in range(count)] for count in counts]
+
+
+class Results:
+    """Owns the steps in flight; `complete` takes in the oldest."""
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        batch: Batch,
+        admission: Admission,
+        lifecycle: Lifecycle,
+        counters: Counters,
+    ) -> None:
+        self._memory = memory
+        self._batch = batch
+        self._admission = admission
+        self._lifecycle = lifecycle
+        self._counters = counters
+        self._flights: deque[_Flight] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def expect(self, plan: StepPlan, step: StepDraft, held: list[RunningRequest]) -> None:
+        """The step goes out."""
+        chunks = [(active, chunk.start + chunk.length) for active, chunk in step.chunks]
+        self._flights.append(_Flight(plan.step_id, chunks, step.sampled, plan.bounds, held))
+
+    def complete(self, result: StepResult) -> None:
+        flight = self._flights.popleft()
+        tokens = flight.split(result)
+        self._memory.collect(flight.step_id)
+        for active in flight.held:
+            active.held = False
+        if flight.chunks:
+            self._take_chunks(flight, tokens, result.prompt_logprobs)
+        self._deliver(flight.sampled, tokens, result.logprobs)
+        if flight.bounds or result.counts is not None:
+            self._shrink(flight, tokens)
+
+    def _take_chunks(
+        self,
+        flight: _Flight,
+        tokens: list[list[int]],
+        prompt_logprobs: dict[int, list[TokenLogprobs]],
+    ) -> None:
+        without = {active for active, new in zip(flight.sampled, tokens, strict=True) if not new}
+        for active, end in flight.chunks:
+            if active.live:
+                self._add_prompt_logprobs(active.request, prompt_logprobs.get(active.row))
+                self._prefilled(active, end, again=active in without)
+
+    @staticmethod
+    def _add_prompt_logprobs(request: Request, logprobs: list[TokenLogprobs] | None) -> None:
+        if request.wants_prompt_logprobs:
+            if not request.prompt_logprobs:
+                request.prompt_logprobs.append(None)
+            request.prompt_logprobs += logprobs or []
+
+    def _prefilled(self, active: RunningRequest, end: int, *, again: bool) -> None:
+        """A row's known tokens before `end` are computed.
+
+        Args:
+            again: no token came of them, so the next step begins with the last of them once more.
+        """
+        active.computed = end - again
+        self._memory.publish(active)
+        if again:  # its last page may stay unpublished for as long as it runs
+            self._admission.in_flight_prefixes.drop(active)
+        else:
+            self._admission.in_flight_prefixes.update(active)
+        request = active.request
+        if end == active.length and not request.limit:
+            message = Tokens(request_id=request.request_id, token_ids=[], finish=Finish.LENGTH)
+            self._introduce(request, message)
+            self._lifecycle.outbox.put(request.frontend, message)
+            self._lifecycle.finish(request)
+
+    def _deliver(
+        self,
+        sampled: list[RunningRequest],
+        tokens: list[list[int]],
+        logprobs: dict[int, list[TokenLogprobs]],
+    ) -> None:
+        """Each row's new tokens on their way to its frontend."""
+        outbox = self._lifecycle.outbox.waiting
+        generated = 0
+        for active, new in zip(sampled, tokens, strict=True):
+            if not (new and active.live):
+                continue  # nothing yet, or it ended while this step was in flight
+            request = active.request
+            output = request.output
+            output += new
+            count = len(output)
+            message = Tokens(request_id=request.request_id, token_ids=new)
+            if count >= request.limit or not request.stop_ids.isdisjoint(new):
+                self._cut(request, message)
+                count = len(output)
+            generated += len(new)
+            active.computed = request.prompt_len + count - 1
+            if request.wants_logprobs:
+                message.logprobs = logprobs.get(active.row, [])[: len(new)]
+                if len(message.logprobs) < len(new):
+                    reason = RefusalReason.INTERNAL
+                    self._lifecycle.refuse(request, reason, "The engine lost its logprobs.")
+                    continue
+            if not request.answered:
+                self._introduce(request, message)
+            if message.finish is not None:
+                self._lifecycle.finish(request)
+            if request.frontend in outbox:
+                outbox[request.frontend].append(message)
+            else:
+                outbox[request.frontend] = [message]
+        self._counters.generated_tokens += generated
+
+    @staticmethod
+    def _cut(request: Request, message: Tokens) -> None:
+        """End the request if it ends within the message's tokens, the newest of its output; those
+        behind the end are dropped from both."""
+        output, new = request.output, message.token_ids
+        first = len(output) - len(new)
+        for index, token in enumerate(new):
+            count = first + index + 1
+            if token in request.stop_ids and count > request.min_tokens:
+                message.stop_token = token
+                message.finish = Finish.STOP
+            elif count >= request.limit:
+                message.finish = Finish.LENGTH
+            if message.finish is not None:
+                del output[count:], new[index + 1 :]
+                return
+
+    def _shrink(self, flight: _Flight, tokens: list[list[int]]) -> None:
+        """Rows that go on may yet get what this step did not yield."""
+        bounds = flight.bounds or [1] * len(flight.sampled)
+        for active, bound, new in zip(flight.sampled, bounds, tokens, strict=True):
+            if active.live and len(new) < bound:
+                self._batch.shrink(active, bound - len(new))
+
+    @staticmethod
+    def _introduce(request: Request, message: Tokens) -> None:
+        """What only a request's first message says."""
+        request.answered = True
+        message.cached_tokens = request.cached_tokens
+        if request.submit.sampling.prompt_logprobs is not None:
+            message.prompt_logprobs = request.prompt_logprobs
