@@ -24,6 +24,7 @@ from tests.worker.scheduler.test_properties import (
     apply,
     check_answer,
     check_empty,
+    some_of,
 )
 
 ALL_POLICIES = pytest.mark.parametrize("policy", HostWritePolicy)
@@ -341,6 +342,7 @@ _setups = st.fixed_dictionaries(
         "eviction_policy": st.sampled_from(EvictionPolicy),
         "num_host_pages": st.sampled_from([8, 24, 48, 256]),
         "host_write_policy": st.sampled_from(HostWritePolicy),
+        "max_row_tokens": st.sampled_from([1, 4]),
     }
 )
 Operations = list[Submitted | Aborted | Called]
@@ -367,6 +369,7 @@ def random_use(random: Random, count: int = 150) -> Operations:
                     patience=1.0 if random.random() < 0.1 else None,
                     logprobs=False,
                     prompt_logprobs=random.random() < 0.1,
+                    lockstep=random.random() < 0.2,
                 )
             )
         elif die < 0.3:
@@ -380,7 +383,13 @@ def random_use(random: Random, count: int = 150) -> Operations:
 
 
 def run_all(setup: dict[str, object], operations: Operations) -> Harness:
-    harness = Harness(max_model_len=72, max_running=setup["max_rows"], watermark=0.0, **setup)
+    harness = Harness(
+        count=some_of(Random(len(operations))),
+        max_model_len=72,
+        max_running=setup["max_rows"],
+        watermark=0.0,
+        **setup,
+    )
     follower = Follower(harness)
     count = 0
     for operation in operations:
@@ -423,6 +432,7 @@ def test_random_use_comes_to_all_that_may_go_wrong() -> None:
             "max_step_tokens": random.choice([8, 24, 80]),
             "num_host_pages": random.choice([24, 48, 256]),
             "host_write_policy": random.choice(list(HostWritePolicy)),
+            "max_row_tokens": random.choice([1, 4]),
         }
         harness = run_all(setup, random_use(random))
         met.update(case for case, happened in _CASES.items() if happened(harness))

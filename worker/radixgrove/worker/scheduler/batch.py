@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 
 from radixgrove.worker.plan import NewRow, PrefillChunk, ShrunkRow
 from radixgrove.worker.scheduler.config import SchedulerConfig
@@ -59,6 +58,7 @@ class Batch:
         request.active = None
         active = self.active.pop(request)
         self._in_lockstep -= self._waits(active)
+        self._shrunk.pop(active, None)
         self._left = True
         return active
 
@@ -113,25 +113,28 @@ class Batch:
         When there are too few for all, one page for each row that has no slot left, the oldest
         request first. Rows without a slot sit this step out: pages behind a fence are on their way.
         """
-        memory = self._memory
-        wanted = [(active, self._missing(active)) for active in short]
-        if not memory.ensure_free(sum(count for _, count in wanted)):
-            full = make_room([active for active in short if active.launched == active.capacity])
-            full.sort(key=lambda active: active.request.order)
-            wanted = [(active, 1) for active in full[: memory.pool.free]]
-        pages = iter(memory.pool.allocate(sum(count for _, count in wanted)))
-        for active, count in wanted:
-            given = list(islice(pages, count))
-            active.pages += given
-            active.capacity += count * self._page_size
-            active.announced += count
-            appended.extend((active.row, page) for page in given)
+        pool = self._memory.pool
+        takers = self._takers(short)
+        if not self._memory.ensure_free(len(takers)):
+            takers = make_room([active for active in short if active.launched == active.capacity])
+            takers.sort(key=lambda active: active.request.order)
+            takers = takers[: pool.free]
+        for active, page in zip(takers, pool.allocate(len(takers)), strict=True):
+            active.pages.append(page)
+            active.capacity += self._page_size
+            active.announced += 1
+            appended.append((active.row, page))
         return [active for active in rows if active.live and active.launched < active.capacity]
 
-    def _missing(self, active: RunningRequest) -> int:
-        """Pages that the row lacks for the most that a step may yield."""
-        most = active.launched + min(self._most, active.tokens_left)
-        return max(0, self._memory.pages_for(most) - len(active.pages))
+    def _takers(self, short: list[RunningRequest]) -> list[RunningRequest]:
+        """Each row as many times as it needs a page for the most that a step may yield it."""
+        if self._most == 1:
+            return short
+        takers = []
+        for active in short:
+            most = active.launched + min(self._most, active.tokens_left)
+            takers += [active] * (self._memory.pages_for(most) - len(active.pages))
+        return takers
 
     # ---- prefill ---------------------------------------------------------------------------------
 
@@ -146,7 +149,7 @@ class Batch:
     @property
     def prefill_backlog(self) -> int:
         """Known tokens of its rows that are yet to be computed, launched or not."""
-        return sum(max(0, active.length - active.computed) for active in self.active.values())
+        return sum(active.length - active.prefilled for active in self.active.values())
 
     def add_chunk(self, step: StepDraft, active: RunningRequest) -> None:
         """As much of a row's known tokens as the budget, which must not be 0, allows."""

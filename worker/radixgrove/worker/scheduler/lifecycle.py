@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from radixgrove.worker.messages import Finish, RefusalReason, Refused, Submit, Tokens
 from radixgrove.worker.scheduler.admission import Admission
 from radixgrove.worker.scheduler.counters import Counters
@@ -16,14 +18,14 @@ class Outbox:
     """What the frontends are to get, by frontend."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, list[Output]] = {}
+        self.waiting: defaultdict[int, list[Output]] = defaultdict(list)
 
     def put(self, frontend: int, output: Output) -> None:
-        self.waiting.setdefault(frontend, []).append(output)
+        self.waiting[frontend].append(output)
 
     def take(self) -> dict[int, list[Output]]:
         """Everything since the last call."""
-        outputs, self.waiting = self.waiting, {}
+        outputs, self.waiting = self.waiting, defaultdict(list)
         return outputs
 
 

@@ -137,7 +137,7 @@ class KVMemory:
             pages=pages,
             announced=cached,
             launched=computed,
-            computed=computed,
+            prefilled=computed,
             capacity=len(pages) * self.page_size,
             tokens_left=request.limit - len(request.output),
         )

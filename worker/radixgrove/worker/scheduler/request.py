@@ -139,12 +139,19 @@ class RunningRequest:
     pages: list[int]
     announced: int  # pages that the device knows of
     launched: int  # most tokens whose KV is written once all launched steps have ended
-    computed: int  # tokens whose KV is written, and is not written again
+    prefilled: int  # of `tokens`: their KV is written, and is not written again
     capacity: int  # tokens that `pages` hold
     tokens_left: int  # what it may still generate if steps in flight yield all they may
     held: bool = False  # decodes only after a step in flight has been collected
     live: bool = True  # False once released: results that arrive later are discarded
     claim: tuple[TreeNode, bytes] | None = None  # under which `InFlightPrefixes` lists it
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV is written, and is not written again: a step that generates leaves out
+        the last of a row's tokens."""
+        length = self.request.length
+        return length - 1 if length > self.length else self.prefilled
 
     @property
     def in_prefill(self) -> bool:

@@ -114,7 +114,7 @@ class Results:
         Args:
             again: no token came of them, so the next step begins with the last of them once more.
         """
-        active.computed = end - again
+        active.prefilled = end - again
         self._memory.publish(active)
         if again:  # its last page may stay unpublished for as long as it runs
             self._admission.in_flight_prefixes.drop(active)
@@ -137,18 +137,15 @@ class Results:
         outbox = self._lifecycle.outbox.waiting
         generated = 0
         for active, new in zip(sampled, tokens, strict=True):
-            if not (new and active.live):
+            if not new or not active.live:
                 continue  # nothing yet, or it ended while this step was in flight
             request = active.request
             output = request.output
             output += new
-            count = len(output)
             message = Tokens(request_id=request.request_id, token_ids=new)
-            if count >= request.limit or not request.stop_ids.isdisjoint(new):
+            if len(output) >= request.limit or not request.stop_ids.isdisjoint(new):
                 self._cut(request, message)
-                count = len(output)
             generated += len(new)
-            active.computed = request.prompt_len + count - 1
             if request.wants_logprobs:
                 message.logprobs = logprobs.get(active.row, [])[: len(new)]
                 if len(message.logprobs) < len(new):
@@ -159,27 +156,23 @@ class Results:
                 self._introduce(request, message)
             if message.finish is not None:
                 self._lifecycle.finish(request)
-            if request.frontend in outbox:
-                outbox[request.frontend].append(message)
-            else:
-                outbox[request.frontend] = [message]
+            outbox[request.frontend].append(message)
         self._counters.generated_tokens += generated
 
     @staticmethod
     def _cut(request: Request, message: Tokens) -> None:
-        """End the request if it ends within the message's tokens, the newest of its output; those
-        behind the end are dropped from both."""
+        """End the request where it ends within the message's tokens, if it does. They are the last
+        of its output; those behind the end are dropped from both."""
         output, new = request.output, message.token_ids
-        first = len(output) - len(new)
-        for index, token in enumerate(new):
-            count = first + index + 1
+        before = len(output) - len(new)
+        for count, token in enumerate(new, before + 1):
             if token in request.stop_ids and count > request.min_tokens:
                 message.stop_token = token
                 message.finish = Finish.STOP
             elif count >= request.limit:
                 message.finish = Finish.LENGTH
             if message.finish is not None:
-                del output[count:], new[index + 1 :]
+                del output[count:], new[count - before :]
                 return
 
     def _shrink(self, flight: _Flight, tokens: list[list[int]]) -> None:
