@@ -58,11 +58,12 @@ class Driver:
     """Runs prompts to `max_tokens` (stop tokens do not end them), all of them at once.
 
     Steps follow the contract with `depth` of them in flight: a decode is planned before the
-    previous step's token is known.
+    previous step's token is known. With `apart`, each step's two parts are called one by one.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, *, apart: bool = False) -> None:
         self.executor = executor
+        self._apart = apart
         self.page_size = executor.info.page_size
         self.free_rows = list(range(executor.info.max_rows))
         self.free_pages = list(range(executor.info.num_pages))
@@ -91,13 +92,20 @@ class Driver:
                 if step is None:
                     break
                 new = []
-                self.executor.launch(step[0])
+                self._launch(step[0])
                 flying.append(step)
             if not flying:
                 break
             self._collect(flying.pop(0)[1], {request.row: request for request in requests})
         self._leave(requests, reuse)
         return [request.result for request in requests]
+
+    def _launch(self, plan: StepPlan) -> None:
+        if not self._apart:
+            self.executor.launch(plan)
+            return
+        self.executor.forward(plan)
+        self.executor.sample()
 
     def _enter(self, prompt: list[int], sampling: SamplingParams, reuse: bool) -> _Request:
         pages: list[int] = []

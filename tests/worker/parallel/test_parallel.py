@@ -50,8 +50,11 @@ def lead(directory: Path, prompts: list[list[int]], tokens: int) -> None:
         runtime.settings, runtime.model_dir, lambda phase: None, runtime_dir=directory
     )
     results = Driver(executor).generate(prompts, greedy(tokens), chunk=20)
+    apart = Driver(executor, apart=True).generate(prompts, greedy(tokens), chunk=20)
     executor.close()
-    print([result.tokens for result in results])
+    texts = [result.tokens for result in results]
+    assert texts == [result.tokens for result in apart]
+    print(texts)
 
 
 def settings(tp: int, **changes: object) -> WorkerSettings:

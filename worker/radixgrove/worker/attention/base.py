@@ -17,8 +17,9 @@ class AttentionBatch:
 
     T = prefill tokens + D. Device tensors may be longer than needed when a graph is captured or
     replayed at a padded batch size; padding rows have `kv_lens` 1 and point at the scratch page.
-    Host mirrors exist so that no backend synchronises to plan; under an in-flight depth of 2 they
-    are exact, since a decode advances every row by one.
+    Host mirrors exist so that no backend synchronises to plan; they are exact, with steps in flight
+    too, since a decode advances every row by one. A step that may yield several tokens a row has
+    chunks only, and no step in flight before it.
     """
 
     num_prefills: int

@@ -12,12 +12,19 @@ import msgspec
 import zmq
 
 from radixgrove.service import logs
-from radixgrove.worker.engine.leader import Progress, plans_address, progress_address
+from radixgrove.worker.engine.leader import (
+    Forward,
+    Launch,
+    Order,
+    Progress,
+    Sample,
+    plans_address,
+    progress_address,
+)
 from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.messages import PhaseReport
 from radixgrove.worker.parallel.rendezvous import leave
-from radixgrove.worker.plan import StepPlan
 from radixgrove.worker.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -36,7 +43,7 @@ def run_follower(runtime_dir: Path, rank: int) -> int:
     try:
         runner, _ = build_rank(runtime.settings, runtime.model_dir, _log, runtime_dir, rank)
         plans = context.socket(zmq.PULL)
-        plans.set_hwm(runner.info.depth + 1)
+        plans.set_hwm(2 * (runner.info.depth + 1))
         plans.connect(plans_address(runtime_dir, rank))
         _follow(runner, plans, answers, rank)
         plans.close(0)
@@ -60,10 +67,10 @@ def _log(phase: PhaseReport) -> None:
 def _follow(
     runner: Runner, plans: zmq.Socket[bytes], answers: zmq.Socket[bytes], rank: int
 ) -> None:
-    """Launch each plan as it comes; collect the oldest when no more may be in flight."""
-    decoder = msgspec.msgpack.Decoder(StepPlan)
+    """Carry out each order as it comes; collect the oldest step when no more may be in flight."""
+    decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
     parent = os.getppid()
-    flying = 0
+    orders = flying = 0
     while True:
         if not plans.poll(_ORPHAN_CHECK_MS):
             if os.getppid() != parent:
@@ -72,10 +79,17 @@ def _follow(
         frame = plans.recv()
         if not frame:
             return
-        if flying == runner.info.depth:
+        order = decoder.decode(frame)
+        if flying == runner.info.depth and not isinstance(order, Sample):
             runner.collect()
             flying -= 1
-        plan = decoder.decode(frame)
-        runner.launch(plan)
-        flying += 1
-        answers.send(msgspec.msgpack.encode(Progress(rank, plan.step_id)))
+        match order:
+            case Launch(plan):
+                runner.launch(plan)
+            case Forward(plan):
+                runner.forward(plan)
+            case Sample():
+                runner.sample()
+        flying += not isinstance(order, Forward)
+        orders += 1
+        answers.send(msgspec.msgpack.encode(Progress(rank, orders)))

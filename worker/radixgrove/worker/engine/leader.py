@@ -1,9 +1,10 @@
-"""Rank 0's executor when there are several ranks: it sends each plan on, then runs its own part."""
+"""Rank 0's executor when there are several ranks: it sends each order on, then runs its own."""
 
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -16,11 +17,28 @@ from radixgrove.worker.plan import ExecutorInfo, StepPlan, StepResult
 _ANSWER_SECONDS = 1.0  # for a rank to say why it failed
 
 
+class Launch(msgspec.Struct, array_like=True, tag=True):
+    plan: StepPlan
+
+
+class Forward(msgspec.Struct, array_like=True, tag=True):
+    """Up to the logits; a `Sample` follows."""
+
+    plan: StepPlan
+
+
+class Sample(msgspec.Struct, array_like=True, tag=True):
+    """The rest of the step whose forward was the last."""
+
+
+Order = Launch | Forward | Sample
+
+
 class Progress(msgspec.Struct, array_like=True):
-    """A follower launched a step, or its last words."""
+    """A follower carried out the orders up to this one, counted from 1, or its last words."""
 
     rank: int
-    step_id: int
+    order: int
     error: str | None = None
 
 
@@ -33,7 +51,7 @@ def progress_address(directory: Path) -> str:
 
 
 class PlanLinks:
-    """Sockets from rank 0 to the others: plans out, progress in."""
+    """Sockets from rank 0 to the others: orders out, progress in."""
 
     def __init__(self, directory: Path, size: int, depth: int, send_seconds: float) -> None:
         self._context = zmq.Context()
@@ -41,21 +59,23 @@ class PlanLinks:
         self._decoder = msgspec.msgpack.Decoder(Progress)
         self._out = {rank: self._context.socket(zmq.PUSH) for rank in range(1, size)}
         for rank, socket in self._out.items():
-            socket.set_hwm(depth + 1)
+            socket.set_hwm(2 * (depth + 1))
             socket.setsockopt(zmq.SNDTIMEO, int(send_seconds * 1000))
             socket.bind(plans_address(directory, rank))
         self._in = self._context.socket(zmq.PULL)
         self._in.bind(progress_address(directory))
-        self.done = dict.fromkeys(self._out, -1)  # last step that each rank launched
+        self._sent = 0  # orders
+        self._done = dict.fromkeys(self._out, 0)  # orders that each rank has carried out
         self.errors: dict[int, str] = {}
 
-    def send(self, plan: StepPlan | None) -> None:
-        """Send a plan to every rank; None ends them.
+    def send(self, order: Order | None) -> None:
+        """Send an order to every rank; None ends them.
 
         Raises:
             RankMissing: a rank does not take its plans any more.
         """
-        frame = b"" if plan is None else self._encoder.encode(plan)
+        frame = b"" if order is None else self._encoder.encode(order)
+        self._sent += 1
         for rank, socket in self._out.items():
             try:
                 socket.send(frame)
@@ -66,15 +86,17 @@ class PlanLinks:
         """Take what the ranks said; waits up to `seconds` for the first."""
         while self._in.poll(max(0, int(seconds * 1000))):
             progress = self._decoder.decode(self._in.recv())
-            self.done[progress.rank] = max(self.done[progress.rank], progress.step_id)
+            self._done[progress.rank] = max(self._done[progress.rank], progress.order)
             if progress.error is not None:
                 self.errors[progress.rank] = progress.error
             seconds = 0.0
 
-    def silent(self, step_id: int) -> list[int]:
-        """Ranks that have not said anything about this step."""
+    def silent(self) -> list[int]:
+        """Ranks that have not said anything about the last order."""
         return [
-            rank for rank, step in self.done.items() if step < step_id and rank not in self.errors
+            rank
+            for rank, order in self._done.items()
+            if order < self._sent and rank not in self.errors
         ]
 
     def close(self) -> None:
@@ -89,38 +111,49 @@ class GroupExecutor:
     def __init__(self, runner: Runner, links: PlanLinks) -> None:
         self._runner = runner
         self._links = links
-        self._launched = -1
 
     @property
     def info(self) -> ExecutorInfo:
         return self._runner.info
 
     def launch(self, plan: StepPlan) -> None:
-        self._links.send(plan)
-        self._launched = plan.step_id
-        try:
+        self._links.send(Launch(plan))
+        with self._blaming():
             self._runner.launch(plan)
-        except RuntimeError as error:
-            raise self._blame(error) from error
+
+    def forward(self, plan: StepPlan) -> None:
+        self._links.send(Forward(plan))
+        with self._blaming():
+            self._runner.forward(plan)
+
+    def sample(self) -> None:
+        self._links.send(Sample())
+        with self._blaming():
+            self._runner.sample()
 
     def collect(self) -> StepResult:
-        try:
+        with self._blaming():
             result = self._runner.collect()
-        except RuntimeError as error:
-            raise self._blame(error) from error
         self._links.receive()
         return result
 
     def copies_ended(self) -> tuple[int, int]:
         return self._runner.copies_ended()
 
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._blame(error) from error
+
     def _blame(self, error: RuntimeError) -> RankMissing:
-        """Name the ranks that neither took the last plan nor said why not, else what was said.
+        """Name the ranks that neither took the last order nor said why not, else what was said.
 
         When a rank dies, the others' collectives fail too: theirs are symptoms.
         """
         links, deadline = self._links, time.monotonic() + _ANSWER_SECONDS
-        while (silent := links.silent(self._launched)) and time.monotonic() < deadline:
+        while (silent := links.silent()) and time.monotonic() < deadline:
             links.receive(deadline - time.monotonic())
         if silent:
             names = ", ".join(map(str, silent))

@@ -89,7 +89,8 @@ def no_collection() -> Iterator[None]:
 
 
 class DecodeGraphs:
-    """All sizes of the ladder; `run` takes any decode-only step that fits the largest."""
+    """All sizes of the ladder, for any decode-only step of one token a row that fits the largest:
+    `forward`, then `sample`."""
 
     def __init__(
         self,
@@ -201,27 +202,34 @@ class DecodeGraphs:
     def fits(self, rows: list[int]) -> bool:
         return len(rows) <= self.sizes[-1]
 
-    def run(self, rows: list[int], fetched: Callable[[], None]) -> Sampled:
-        """One decode step of `rows`.
-
-        Args:
-            fetched: makes the stream wait until the samples of the step before, which lie where
-                those of this one go, have been copied away.
-        """
+    def forward(self, rows: list[int]) -> None:
+        """A decode step of `rows` up to its logits."""
         self.replays += 1
-        count = len(rows)
-        size = self.sizes[bisect_left(self.sizes, count)]
+        size = self._padded(rows)
         self._set_rows(rows, size)
         if not self._recorder.on_cuda:  # where attention plans from what is gathered
             self._gather_inputs(size)
         self._attention.plan_captured(self._batch(rows, size), size)
         self._forward[size]()
+
+    def sample(self, rows: list[int], fetched: Callable[[], None]) -> Sampled:
+        """The rest of the step whose `forward` was the last.
+
+        Args:
+            fetched: makes the stream wait until the samples of the step before, which lie where
+                those of this one go, have been copied away.
+        """
+        count, size = len(rows), self._padded(rows)
         need = self._sampler.need(rows)
         if need & _EAGER:
             return self._sampler.sample(self._known_logits[:count], self._rows[:count], rows)
         fetched()
         self._sample[size, need]()
-        return Sampled(self._tokens[:count], [], None)
+        return Sampled(self._tokens[:count])
+
+    def _padded(self, rows: list[int]) -> int:
+        """The size of the ladder that is replayed."""
+        return self.sizes[bisect_left(self.sizes, len(rows))]
 
     def _set_rows(self, rows: list[int], size: int) -> None:
         """Bring the static row list up to date; steady batches send nothing."""

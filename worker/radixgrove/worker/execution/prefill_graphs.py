@@ -36,7 +36,7 @@ def token_ladder(largest: int) -> list[int]:
 
 
 class MixedGraphs:
-    """All sizes of the ladder; `run` takes any step that `fits`."""
+    """All sizes of the ladder; `run` takes any step of one token a row that `fits`."""
 
     def __init__(
         self,
@@ -110,6 +110,7 @@ class MixedGraphs:
         chunks = plan.prefills
         return (
             0 < len(chunks) <= PADDED_CHUNKS
+            and not plan.bounds
             and plan.num_tokens <= self.sizes[-1]
             and len(plan.decodes) <= len(self._buffers.decode_rows)
             and max(chunk.start + chunk.length for chunk in chunks) <= _LONGEST_CONTEXT

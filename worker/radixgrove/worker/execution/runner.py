@@ -6,13 +6,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from radixgrove.worker.attention.base import AttentionBackend
 from radixgrove.worker.execution.graphs import DecodeGraphs, Recorder
-from radixgrove.worker.execution.inputs import StepInputs, step_inputs
+from radixgrove.worker.execution.inputs import step_inputs
 from radixgrove.worker.execution.memory import cuda_shortage
 from radixgrove.worker.execution.page_copier import PageCopier
 from radixgrove.worker.execution.prefill_graphs import MixedGraphs
@@ -24,6 +27,8 @@ from radixgrove.worker.messages import TokenLogprobs
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.parallel.group import TensorParallel
 from radixgrove.worker.plan import ExecutorInfo, PrefillChunk, StepPlan, StepResult
+
+T = TypeVar("T")
 
 # Prompt positions whose logits exist at once: bounds a float32 buffer of this many vocabularies.
 _PROMPT_LOGITS = 256
@@ -37,15 +42,34 @@ class _PromptLogprobs:
 
 
 @dataclass(slots=True)
+class _Forwarded:
+    """A step whose logits are computed, and which is yet to be sampled."""
+
+    plan: StepPlan
+    sample: Callable[[], Sampled] | None  # None: nothing was computed, there are copies only
+    prompts: list[_PromptLogprobs]
+
+
+@dataclass(slots=True)
 class _InFlight:
     """A launched step: where its results will be on the host, and the event that says when."""
 
-    step_id: int
-    tokens: Tensor  # [S] on the host
-    sampled: Sampled
+    plan: StepPlan
+    samples: Tensor  # [S] on the host, or [N + S]: tokens and counts
+    logprob_rows: list[int]
     logprob_widths: list[int]
+    logprobs: LogprobTensors | None
     prompts: list[_PromptLogprobs]
     done: torch.cuda.Event | None
+
+
+def _kept(items: list[T], bounds: list[int], counts: list[int]) -> list[list[T]]:
+    """Of `items`, `bounds[i]` for row i, those that are the row's: its first `counts[i]`."""
+    ends = accumulate(bounds)
+    return [
+        items[end - bound : end - bound + count]
+        for end, bound, count in zip(ends, bounds, counts, strict=True)
+    ]
 
 
 class _ResultCopies:
@@ -56,7 +80,7 @@ class _ResultCopies:
         self._last: torch.cuda.Event | None = None
 
     def fetch(self, samples: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        """Samples [S] on the host once the event, which ends the step, has happened."""
+        """Samples on the host once the event, which ends the step, has happened."""
         steps = torch.cuda.current_stream(samples.device)
         tokens = torch.empty_like(samples, device="cpu", pin_memory=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -90,6 +114,8 @@ class Runner:
         step_timeout: float,
         host: PageCopier | None = None,
     ) -> None:
+        if info.max_row_tokens > 1 and info.depth > 1:
+            raise ValueError("attention plans by exact lengths, which steps in flight would hide")
         self._model = model
         self._attention = attention
         self._table = table
@@ -102,6 +128,7 @@ class Runner:
         self._recorder = Recorder(model.device)
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
+        self._forwarded: _Forwarded | None = None
         self._in_flight: deque[_InFlight] = deque()
         self._results = _ResultCopies(model.device) if model.device.type == "cuda" else None
 
@@ -139,18 +166,39 @@ class Runner:
     def info(self) -> ExecutorInfo:
         return self._info
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
         """See `Executor.launch`. On a CPU the step is done on return."""
+        self.forward(plan)
+        self.sample()
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> None:
+        """See `Executor.forward`."""
+        if self._forwarded is not None:
+            raise RuntimeError(f"step {self._forwarded.plan.step_id} is not sampled yet")
         if len(self._in_flight) >= self._info.depth:
             raise RuntimeError(f"{len(self._in_flight)} steps are in flight already")
         try:
-            self._in_flight.append(self._run(plan))
+            self._forwarded = self._compute(plan)
         except torch.cuda.OutOfMemoryError as error:
-            doing = f"in a step of {plan.num_tokens} tokens"
-            raise RuntimeError(cuda_shortage(self._device, doing)) from error
+            raise self._out_of_memory(plan) from error
 
-    def _run(self, plan: StepPlan) -> _InFlight:
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """See `Executor.sample`."""
+        step, self._forwarded = self._forwarded, None
+        if step is None:
+            raise RuntimeError("there is no step to sample")
+        try:
+            self._in_flight.append(self._finish(step))
+        except torch.cuda.OutOfMemoryError as error:
+            raise self._out_of_memory(step.plan) from error
+
+    def _out_of_memory(self, plan: StepPlan) -> RuntimeError:
+        return RuntimeError(cuda_shortage(self._device, f"in a step of {plan.num_tokens} tokens"))
+
+    def _compute(self, plan: StepPlan) -> _Forwarded:
+        """Everything up to the logits that are sampled from."""
         self._table.apply(plan)
         if plan.new_rows:
             self._state.enter(plan.new_rows)
@@ -161,38 +209,43 @@ class Runner:
         if self._host is not None:
             await_layer = self._host.launch(plan, by_layer=graphs is None and mixed is None)
         if not plan.num_tokens:
-            nothing = torch.empty(0, dtype=torch.int64)
-            return _InFlight(plan.step_id, nothing, Sampled(nothing, [], None), [], [], None)
+            return _Forwarded(plan, None, [])
         if graphs is not None:
+            graphs.forward(plan.decodes)
             fetched = self._results.await_last if self._results is not None else _nothing
-            sampled = graphs.run(plan.decodes, fetched)
-            self._table.advance(plan.decodes)
-            return self._finish(plan.step_id, sampled, [])
+            return _Forwarded(plan, lambda: graphs.sample(plan.decodes, fetched), [])
         inputs = step_inputs(plan, self._table, self._device)
-        sampled_tokens = inputs.sampled_tokens
+        prompts: list[_PromptLogprobs] = []
         if mixed is not None:
-            hidden = mixed.run(inputs).index_select(0, sampled_tokens)
-            sampled = self._sample(plan.sampled_rows(), inputs, hidden)
-            return self._finish(plan.step_id, sampled, [])
-        self._attention.plan(inputs.batch)
-        hidden = self._model.hidden_states(
-            inputs.token_ids,
-            inputs.batch,
-            self._attention,
-            None if whole else sampled_tokens,
-            await_layer=await_layer,
-        )
-        prompts = self._prompt_logprobs(plan.prefills, hidden) if whole else []
+            hidden = mixed.run(inputs).index_select(0, inputs.sampled_tokens)
+        else:
+            self._attention.plan(inputs.batch)
+            hidden = self._model.hidden_states(
+                inputs.token_ids,
+                inputs.batch,
+                self._attention,
+                None if whole else inputs.sampled_tokens,
+                await_layer=await_layer,
+            )
         if whole:
-            hidden = hidden.index_select(0, sampled_tokens)
-        sampled = self._sample(plan.sampled_rows(), inputs, hidden)
-        return self._finish(plan.step_id, sampled, prompts)
+            prompts = self._prompt_logprobs(plan.prefills, hidden)
+            hidden = hidden.index_select(0, inputs.sampled_tokens)
+        rows = plan.sampled_rows()
+        if not rows:
+            return _Forwarded(plan, lambda: Sampled(inputs.sampled_rows), prompts)
+        logits = self._model.logits(hidden)
+        return _Forwarded(plan, lambda: self._draw(plan, logits, inputs.sampled_rows), prompts)
+
+    def _draw(self, plan: StepPlan, logits: Tensor, rows: Tensor) -> Sampled:
+        if plan.bounds:
+            return self._sampler.sample_bounded(logits, rows, plan.sampled_rows(), plan.bounds)
+        return self._sampler.sample(logits, rows, plan.sampled_rows())
 
     def _decode_graphs(self, plan: StepPlan) -> DecodeGraphs | None:
         """Graphs that can replay the plan's step."""
         graphs = self._graphs
-        fits = graphs is not None and not plan.prefills and graphs.fits(plan.decodes)
-        return graphs if fits else None
+        simple = not plan.prefills and not plan.bounds
+        return graphs if graphs is not None and simple and graphs.fits(plan.decodes) else None
 
     def _mixed_graphs(self, plan: StepPlan) -> MixedGraphs | None:
         return self._mixed if self._mixed is not None and self._mixed.fits(plan) else None
@@ -200,14 +253,6 @@ class Runner:
     def _want_prompt_logprobs(self, prefills: list[PrefillChunk]) -> bool:
         params = (self._state.params[chunk.row] for chunk in prefills)
         return any(p is not None and p.prompt_logprobs is not None for p in params)
-
-    def _sample(self, rows: list[int], inputs: StepInputs, hidden: Tensor) -> Sampled:
-        if not rows:
-            return Sampled(inputs.sampled_rows, [], None)
-        logits = self._model.logits(hidden)
-        sampled = self._sampler.sample(logits, inputs.sampled_rows, rows)
-        self._table.advance(rows)
-        return sampled
 
     def _prompt_logprobs(self, chunks: list[PrefillChunk], hidden: Tensor) -> list[_PromptLogprobs]:
         found = []
@@ -235,32 +280,43 @@ class Runner:
             parts.append(token_logprobs(self._model.logits(block), targets, width).to_host())
         return parts
 
-    def _finish(self, step_id: int, sampled: Sampled, prompts: list[_PromptLogprobs]) -> _InFlight:
-        if sampled.logprobs is not None:
-            sampled.logprobs = sampled.logprobs.to_host()
-        widths = [self._sampler.logprob_width(row) for row in sampled.logprob_rows]
+    def _finish(self, step: _Forwarded) -> _InFlight:
+        plan = step.plan
+        if step.sample is None:
+            return _InFlight(plan, torch.empty(0, dtype=torch.int64), [], [], None, [], None)
+        sampled = step.sample()
+        self._table.advance(plan)
+        samples, logprobs = sampled.tokens, sampled.logprobs
+        if sampled.counts is not None:
+            samples = torch.cat([samples, sampled.counts])
+        if logprobs is not None:
+            logprobs = logprobs.to_host()
+        done = None
         if self._results is None:
-            return _InFlight(step_id, sampled.tokens.clone(), sampled, widths, prompts, None)
-        tokens, done = self._results.fetch(sampled.tokens)
-        if self._host is not None:
-            self._host.stepped(step_id, done)
-        return _InFlight(step_id, tokens, sampled, widths, prompts, done)
+            samples = samples.clone()
+        else:
+            samples, done = self._results.fetch(samples)
+            if self._host is not None:
+                self._host.stepped(plan.step_id, done)
+        rows = sampled.logprob_rows
+        widths = [self._sampler.logprob_width(row) for row in rows]
+        return _InFlight(plan, samples, rows, widths, logprobs, step.prompts, done)
 
     def collect(self) -> StepResult:
         """See `Executor.collect`."""
         step = self._in_flight.popleft()
         if step.done is not None:
             self._wait(step.done)
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        if step.sampled.logprobs is not None:
-            entries = step.sampled.logprobs.entries(step.logprob_widths)
-            logprobs = {
-                row: [entry] for row, entry in zip(step.sampled.logprob_rows, entries, strict=True)
-            }
+        bounds, samples = step.plan.bounds, step.samples.tolist()
+        tokens, counts = samples, None
+        if bounds:
+            counts = samples[-len(bounds) :]
+            tokens = [token for part in _kept(samples, bounds, counts) for token in part]
         return StepResult(
-            step_id=step.step_id,
-            tokens=step.tokens.tolist(),
-            logprobs=logprobs,
+            step_id=step.plan.step_id,
+            tokens=tokens,
+            counts=counts,
+            logprobs=self._token_logprobs(step, counts),
             prompt_logprobs={
                 prompt.row: [
                     entry
@@ -270,6 +326,22 @@ class Runner:
                 for prompt in step.prompts
             },
         )
+
+    @staticmethod
+    def _token_logprobs(
+        step: _InFlight, counts: list[int] | None
+    ) -> dict[int, list[TokenLogprobs]]:
+        if step.logprobs is None:
+            return {}
+        if counts is None:
+            entries = step.logprobs.entries(step.logprob_widths)
+            return {row: [entry] for row, entry in zip(step.logprob_rows, entries, strict=True)}
+        rows = step.logprob_rows
+        at = {row: index for index, row in enumerate(step.plan.sampled_rows())}
+        bounds = [step.plan.bounds[at[row]] for row in rows]
+        widths = np.repeat(step.logprob_widths, bounds).tolist()
+        parts = _kept(step.logprobs.entries(widths), bounds, [counts[at[row]] for row in rows])
+        return dict(zip(rows, parts, strict=True))
 
     def _wait(self, done: torch.cuda.Event) -> None:
         """Until the step has ended, or its deadline: an event alone would wait for ever."""
@@ -288,6 +360,7 @@ class Runner:
 
     def close(self) -> None:
         """Give up what is in flight, and the graphs. Nothing may be launched after it."""
+        self._forwarded = None
         self._in_flight.clear()
         if self._host is not None:
             self._host.close()

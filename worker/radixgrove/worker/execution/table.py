@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixgrove.kernels.accept import accept, accept_reference
 from radixgrove.kernels.sample import History
 from radixgrove.worker.execution.transfer import to_device
 from radixgrove.worker.plan import NewRow, StepPlan
@@ -18,11 +19,13 @@ class RequestTable:
     token and only the scratch page.
 
     Attributes:
-        tokens: [max_rows + 1, max_model_len + 1] int32, known tokens; a step's sample is appended
-            on the device, so that the next step can read it before the host has seen it.
+        tokens: [max_rows + 1, max_model_len + 1] int32, known tokens; a step's samples are appended
+            on the device, so that the next step can read them before the host has seen them. What
+            stands behind a row's known tokens is what is proposed to follow them.
         lens: [max_rows + 1] int32, known tokens of each row.
         pages: [max_rows + 1, max_pages] int32.
-        host_lens: what `lens` will be after all launched steps; exact, since a sample adds one.
+        host_lens: what `lens` will be at most after all launched steps; exact where each of them
+            adds one token a row.
     """
 
     def __init__(
@@ -51,7 +54,10 @@ class RequestTable:
         self._device = device
 
     def apply(self, plan: StepPlan) -> None:
-        """Enter the plan's new rows and appended pages."""
+        """Enter the plan's shrunk rows, new rows and appended pages."""
+        for shrunk in plan.shrunk_rows:
+            self.host_lens[shrunk.row] = shrunk.length
+            self._num_pages[shrunk.row] = shrunk.pages
         if plan.new_rows:
             self._enter(plan.new_rows)
         places = [
@@ -94,15 +100,30 @@ class RequestTable:
         self.lens.index_copy_(0, rows, known + 1)
         self.lens[self.dummy_row].fill_(1)
 
+    def append_proven(
+        self, rows: Tensor, drawn: Tensor, offsets: Tensor, limits: Tensor, most: int
+    ) -> Tensor:
+        """Add to each row those of its drawn tokens that what was proposed bears out.
+
+        See `accept`; returns [S] int64, how many each row got.
+        """
+        if drawn.is_cuda:
+            return accept(drawn, offsets, limits, rows, self.history, most=most)
+        return accept_reference(drawn, offsets, limits, rows, self.history)
+
     @property
     def history(self) -> History:
         """Where a kernel adds samples."""
         return History(self.lens, self.tokens, self.dummy_row)
 
-    def advance(self, rows: list[int]) -> None:
-        """The host's mirror of an added sample."""
-        for row in rows:
-            self.host_lens[row] += 1
+    def advance(self, plan: StepPlan) -> None:
+        """The host's mirror of what the plan's step may have added."""
+        if not plan.bounds:
+            for row in plan.sampled_rows():
+                self.host_lens[row] += 1
+            return
+        for row, bound in zip(plan.sampled_rows(), plan.bounds, strict=True):
+            self.host_lens[row] += bound
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where K and V of `positions` [T] int64 of `rows` [T] int64 go: [T] int64."""

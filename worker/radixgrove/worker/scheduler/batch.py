@@ -92,7 +92,7 @@ class Batch:
         step.budget -= sum(step.decode_bounds)
 
     def _ready(self) -> list[RunningRequest]:
-        """Rows that may be in the next step: of those that are free to, this micro-batch's share."""
+        """Rows that may be in the next step; with micro-batches, the share of one."""
         if self._left:
             self._decoding = [active for active in self._decoding if active.live]
             self._left = False

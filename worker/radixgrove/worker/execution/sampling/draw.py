@@ -61,24 +61,28 @@ def draw_by_kernels(
 def draw(
     logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState, need: int
 ) -> Tensor:
-    """One token a row, on a CPU.
+    """One token an item, on a CPU; on CUDA where rows have several.
 
     Args:
         logits: [S, V], the model's dtype or float32.
         rows: [S] int64, for their parameters.
-        positions: [S] int64, the position each sampled token will have.
+        positions: [S] integers, the position each sampled token will have.
         need: union over the rows; only `RANDOM` and `FILTER` count.
 
     Returns:
         [S] int64.
     """
     if not need & SamplingFeatures.RANDOM:
-        return logits.max(-1).indices  # `argmax` is several times slower in bfloat16
+        return logits.max(-1).indices  # on a CPU `argmax` is several times slower in bfloat16
     floats, integers = state.floats(rows), state.integers(rows)
     temperature, seed = floats["temperature"], integers["seed"]
     if not need & SamplingFeatures.FILTER:
-        return sample.sample_reference(logits, temperature, seed, positions)
+        race = sample.sample if logits.is_cuda else sample.sample_reference
+        return race(logits, temperature, seed, positions)
     filters = (integers["top_k"].int(), floats["top_p"], floats["min_p"])
+    if logits.is_cuda:
+        least = top_k_top_p.sampling_thresholds(logits, temperature, *filters)
+        return sample.sample(logits, temperature, seed, positions, least)
     return _draw_few(logits.float(), temperature, seed, positions, *filters)
 
 

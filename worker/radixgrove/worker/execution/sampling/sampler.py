@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 
@@ -22,11 +22,16 @@ _MIN_TOKENS, _LOGPROBS = int(SamplingFeatures.MIN_TOKENS), int(SamplingFeatures.
 
 @dataclass(slots=True)
 class Sampled:
-    """A step's samples on the device, and the logprobs of those rows that asked."""
+    """A step's samples on the device, and the logprobs of those rows that asked.
 
-    tokens: Tensor  # [S] int64
-    logprob_rows: list[int]
-    logprobs: LogprobTensors | None
+    With bounds above one there are N tokens, of each row as many as its bound, and `counts` says
+    how many of them, from the first, are the row's. So it is with logprobs.
+    """
+
+    tokens: Tensor  # [S] or [N] int64
+    counts: Tensor | None = None  # [S] int64; None: one each
+    logprob_rows: list[int] = field(default_factory=list)
+    logprobs: LogprobTensors | None = None
 
 
 class Sampler:
@@ -64,16 +69,54 @@ class Sampler:
             longest = max(self._table.host_lens[row] for row in host_rows)
             edit_logits(logits, rows, needs, self._state, self._table, longest)
         tokens = self.draw_and_append(logits, rows, need)
+        index = [i for i, row_need in enumerate(needs) if row_need & _LOGPROBS]
+        asking_rows = [host_rows[i] for i in index]
+        return Sampled(tokens, None, asking_rows, self._logprobs(raw, tokens, index, asking_rows))
+
+    def _logprobs(
+        self, logits: Tensor, tokens: Tensor, index: list[int], rows: list[int]
+    ) -> LogprobTensors | None:
+        """Of those tokens in `index`, which are `rows`' that asked."""
+        if not index:
+            return None
+        if len(index) < len(tokens):
+            chosen = to_device(np.array(index), logits.device)
+            logits, tokens = logits.index_select(0, chosen), tokens.index_select(0, chosen)
+        return token_logprobs(logits, tokens, max(self.logprob_width(row) for row in rows))
+
+    def sample_bounded(
+        self, logits: Tensor, rows: Tensor, host_rows: list[int], bounds: list[int]
+    ) -> Sampled:
+        """Between one token and its bound for each of `rows`, from logits [N, V], `bounds[i]` for
+        row i: what is drawn at its positions, as long as what was proposed for them is the same.
+
+        The tokens do not depend on the proposals, which say only how many come at once.
+        """
+        needs = self._needs(host_rows)
+        need = reduce(or_, needs, 0)
+        device, total = logits.device, sum(bounds)
+        # Edits look at the tokens before, which the table holds for a row's first position alone.
+        limits = [1 if n & EDITS else bound for n, bound in zip(needs, bounds, strict=True)]
+        packed = to_device(np.array([np.cumsum([0, *bounds])[:-1], bounds, limits]), device)
+        first, bound, limit = packed
+        raw = logits
+        if need & EDITS:
+            edited = logits.index_select(0, first).float()
+            longest = max(self._table.host_lens[row] for row in host_rows)
+            edit_logits(edited, rows, needs, self._state, self._table, longest)
+            logits = logits.float().index_copy(0, first, edited)
+        item = torch.repeat_interleave(bound, output_size=total)
+        ahead = torch.arange(total, device=device) - first.index_select(0, item)
+        each = rows.index_select(0, item)
+        positions = self._table.lens.index_select(0, each) + ahead
+        tokens = draw(logits, each, positions, self._state, need)
+        offsets = torch.cat([first, first[-1:] + bound[-1:]])
+        counts = self._table.append_proven(rows, tokens, offsets, limit, max(bounds))
         asking = [i for i, row_need in enumerate(needs) if row_need & _LOGPROBS]
-        if not asking:
-            return Sampled(tokens, [], None)
-        chosen = tokens
-        if len(asking) < len(host_rows):
-            index = to_device(np.array(asking), logits.device)
-            raw, chosen = raw.index_select(0, index), tokens.index_select(0, index)
+        starts = np.cumsum([0, *bounds])
+        index = [int(at) for i in asking for at in range(starts[i], starts[i + 1])]
         asking_rows = [host_rows[i] for i in asking]
-        width = max(self.logprob_width(row) for row in asking_rows)
-        return Sampled(tokens, asking_rows, token_logprobs(raw, chosen, width))
+        return Sampled(tokens, counts, asking_rows, self._logprobs(raw, tokens, index, asking_rows))
 
     def draw_and_append(
         self, logits: Tensor, rows: Tensor, need: int, out: Tensor | None = None
