@@ -51,7 +51,7 @@ class Bench:
 
     def sample(self, logits: Tensor, rows: list[int]) -> Sampled:
         sampled = self.sampler.sample(logits, torch.tensor(rows), rows)
-        self.table.advance(rows)
+        self.table.advance(rows, [])
         return sampled
 
 

@@ -285,7 +285,7 @@ class Runner:
         if step.sample is None:
             return _InFlight(plan, torch.empty(0, dtype=torch.int64), [], [], None, [], None)
         sampled = step.sample()
-        self._table.advance(plan)
+        self._table.advance(plan.sampled_rows(), plan.bounds)
         samples, logprobs = sampled.tokens, sampled.logprobs
         if sampled.counts is not None:
             samples = torch.cat([samples, sampled.counts])

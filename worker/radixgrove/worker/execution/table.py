@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -116,13 +118,9 @@ class RequestTable:
         """Where a kernel adds samples."""
         return History(self.lens, self.tokens, self.dummy_row)
 
-    def advance(self, plan: StepPlan) -> None:
-        """The host's mirror of what the plan's step may have added."""
-        if not plan.bounds:
-            for row in plan.sampled_rows():
-                self.host_lens[row] += 1
-            return
-        for row, bound in zip(plan.sampled_rows(), plan.bounds, strict=True):
+    def advance(self, rows: list[int], bounds: list[int]) -> None:
+        """The host's mirror of what a step may have added; without bounds it was one token each."""
+        for row, bound in zip(rows, bounds or repeat(1), strict=False):
             self.host_lens[row] += bound
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
