@@ -100,7 +100,7 @@ def long_prompt(tokens: int) -> dict[str, list[float]]:
         pool = PagePool(pages, timeline)
         tree = RadixTree(pool, timeline, PAGE, hasher=lambda _: hasher)
         node = tree.match(scope, prompt, pages)
-        tree.lock(node)
+        tree.residency.lock(node)
         table = pool.allocate(pages)
         seconds["insert"].append(timed(lambda: tree.insert(node, prompt, table, pages)))  # noqa: B023
         seconds["match"].append(timed(lambda: tree.peek(scope, prompt, pages)))  # noqa: B023

@@ -95,7 +95,7 @@ def test_after_eviction(
     engine = InProcessEngine(small_executor, settings(kv_tokens=640, max_running=4))
     answers = engine.generate(texts, GREEDY)
     assert [answer.tokens for answer in answers] == expected
-    assert engine.scheduler.memory.tree.evicted >= 1
+    assert engine.scheduler.memory.tree.residency.evicted >= 1
 
 
 def test_after_preemption(

@@ -34,15 +34,15 @@ class Tiers:
 
     def hold(self, tokens: list[int]) -> TreeNode:
         node = self.tree.match(PUBLIC, pack(tokens), len(tokens))
-        self.tree.lock(node)
+        self.tree.residency.lock(node)
         return node
 
     def load(self, tokens: list[int]) -> TreeNode:
         """Begin to load all of `tokens` that the host has; the node is locked."""
         node = self.tree.match(PUBLIC, pack(tokens), len(tokens))
         below = self.tree.match_host(node, pack(tokens), len(tokens))
-        self.tree.lock(below)
-        self.tree.load(node, below, self.pool.allocate(below.end - node.end))
+        self.tree.residency.lock(below)
+        self.tree.residency.load(node, below, self.pool.allocate(below.end - node.end))
         return below
 
     def saves(self) -> list[PageCopies]:
@@ -68,12 +68,12 @@ def test_a_prompt_in_more_pieces_than_python_has_frames_can_be_dropped() -> None
     tiers = Tiers(count, count, HostWritePolicy.WRITE_THROUGH)
     for turn in range(1, count + 1):
         tiers.insert(tokens[:turn])
-        tiers.tree.save_wanted()
+        tiers.tree.residency.save_wanted()
         tiers.end_copies()
-    tiers.tree.evict(count - 1)
+    tiers.tree.residency.evict(count - 1)
     tiers.end_copies()
     assert sum(1 for _ in tiers.tree.nodes()) > count
-    tiers.tree.clear()
+    tiers.tree.residency.clear()
     tiers.check()
     assert tiers.pool.free == tiers.host.pool.free == count
 
@@ -81,8 +81,8 @@ def test_a_prompt_in_more_pieces_than_python_has_frames_can_be_dropped() -> None
 def test_a_long_prompt_leaves_the_device_in_few_pieces() -> None:
     tiers = Tiers(8192, 8192, HostWritePolicy.WRITE_BACK)
     tiers.insert([i % 7 for i in range(8192)])
-    while tiers.tree.num_pages:
-        tiers.tree.evict(1)
+    while tiers.tree.residency.num_pages:
+        tiers.tree.residency.evict(1)
     tiers.end_copies()
     assert sum(1 for _ in tiers.tree.nodes()) < 70
     tiers.check()
@@ -92,14 +92,14 @@ def test_what_is_still_being_loaded_is_not_saved() -> None:
     tiers = Tiers(16, 8, HostWritePolicy.WRITE_BACK)
     tokens = [1, 2, 3, 4]
     tiers.insert(tokens)
-    tiers.tree.evict(4)
+    tiers.tree.residency.evict(4)
     tiers.end_copies()
     node = tiers.load(tokens)
     loaded = set(node.pages)
     tiers.saves()
-    tiers.tree.unlock(node)  # its request was aborted
-    tiers.tree.drop_host(4)  # others need its place on the host
-    tiers.tree.evict(4)
+    tiers.tree.residency.unlock(node)  # its request was aborted
+    tiers.tree.residency.drop_host(4)  # others need its place on the host
+    tiers.tree.residency.evict(4)
     assert not loaded & {page for save in tiers.saves() for page in save.pages}
     tiers.end_copies()
     tiers.check()
@@ -110,7 +110,7 @@ def test_a_prompt_longer_than_the_host_is_saved_in_part_and_holds_nobody_up() ->
     tiers.insert([1] * 20)
     tiers.insert([2, 2])
     for _ in range(20):
-        tiers.tree.save_wanted()
+        tiers.tree.residency.save_wanted()
         tiers.end_copies()
     assert tiers.host.next_wanted() is None
     assert tiers.host.pool.free < 4
@@ -122,10 +122,10 @@ def test_a_prompt_longer_than_the_host_is_saved_in_part_and_holds_nobody_up() ->
 def test_a_node_larger_than_the_host_displaces_nothing() -> None:
     tiers = Tiers(64, 8, HostWritePolicy.WRITE_BACK)
     tiers.insert([2, 2])
-    tiers.tree.evict(2)
+    tiers.tree.residency.evict(2)
     tiers.end_copies()
     tiers.insert([1] * 20)
-    tiers.tree.evict(20)
+    tiers.tree.residency.evict(20)
     assert tiers.host.pool.free == 6
     tiers.check()
 
@@ -136,14 +136,14 @@ def test_a_leaf_that_a_request_holds_is_saved_once_it_ends_or_branches() -> None
     root = tiers.hold([])
     pages = tiers.pool.allocate(8)
     node = tiers.tree.extend(root, tokens, pages, 4)
-    tiers.tree.save_wanted()
+    tiers.tree.residency.save_wanted()
     assert not tiers.saves()
     node = tiers.tree.extend(node, tokens, pages, 6)
     tiers.insert([1] * 6 + [2])  # another goes on from where the first is
-    tiers.tree.save_wanted()
+    tiers.tree.residency.save_wanted()
     assert [len(save.pages) for save in tiers.saves()] == [7]
     tiers.tree.insert(node, tokens, pages, 8)
-    tiers.tree.save_wanted()
+    tiers.tree.residency.save_wanted()
     assert [save.pages for save in tiers.saves()] == [pages[6:]]
     tiers.end_copies()
     tiers.check()

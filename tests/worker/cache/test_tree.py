@@ -8,8 +8,9 @@ from radixgrove.protocol.blocks import HASH_BYTES, BlockHasher
 from radixgrove.protocol.settings import EvictionPolicy
 from radixgrove.worker.cache.node import CacheScope, TreeNode
 from radixgrove.worker.cache.pool import Owner, PagePool
+from radixgrove.worker.cache.structure import common_pages
 from radixgrove.worker.cache.timeline import Timeline
-from radixgrove.worker.cache.tree import RadixTree, common_pages
+from radixgrove.worker.cache.tree import RadixTree
 from tests.worker.scheduler.harness import pack
 
 PAGE = 2
@@ -33,7 +34,7 @@ class Cache:
     ) -> TreeNode:
         limit = len(tokens) // PAGE if limit is None else limit
         node = self.tree.match(scope, pack(tokens), limit)
-        self.tree.lock(node)
+        self.tree.residency.lock(node)
         return node
 
     def insert(
@@ -41,7 +42,7 @@ class Cache:
     ) -> tuple[list[int], list[int]]:
         """Cache `tokens` as one finished request does; its table and its duplicates."""
         node = self.hold(tokens, scope)
-        self.tree.record_hit(node, priority)
+        self.tree.residency.record_hit(node, priority)
         count = len(tokens) // PAGE
         pages = self.tree.path_pages(node) + self.pool.allocate(count - node.end)
         duplicates = self.tree.insert(node, pack(tokens), pages, count, priority)
@@ -83,9 +84,9 @@ def test_a_split_keeps_the_locks_of_the_lower_part() -> None:
     upper = cache.hold([1, 2, 3, 4, 0, 0])
     assert (upper.end, lower.start, lower.end) == (2, 2, 4)
     assert (upper.ref_count, lower.ref_count) == (2, 1)
-    cache.tree.unlock(lower)
-    assert cache.tree.evictable == 2
-    assert cache.tree.evict(99) == 2
+    cache.tree.residency.unlock(lower)
+    assert cache.tree.residency.evictable == 2
+    assert cache.tree.residency.evict(99) == 2
     assert cache.cached([1, 2, 3, 4]) == 2
 
 
@@ -137,10 +138,10 @@ def test_pages_of_a_path_in_use_are_not_evicted() -> None:
     cache.insert([1, 2, 3, 4])
     cache.insert([5, 6])
     node = cache.hold([1, 2, 3, 4])
-    assert cache.tree.evict(99) == 1
+    assert cache.tree.residency.evict(99) == 1
     assert cache.cached([5, 6]) == 0
-    cache.tree.unlock(node)
-    assert cache.tree.evict(99) == 2
+    cache.tree.residency.unlock(node)
+    assert cache.tree.residency.evict(99) == 2
     assert cache.pool.free == 32
     assert list(cache.tree.nodes()) == []
 
@@ -150,7 +151,7 @@ def test_evicted_pages_wait_for_the_step_that_may_read_them() -> None:
     cache.insert([1, 2])
     cache.timeline.launched = 1
     cache.insert([3, 4])  # its request was part of step 1
-    assert cache.tree.evict(99) == 2
+    assert cache.tree.residency.evict(99) == 2
     assert (cache.pool.free, cache.pool.retired) == (31, 1)
     cache.timeline.collected = 1
     cache.pool.reclaim()
@@ -160,7 +161,7 @@ def test_evicted_pages_wait_for_the_step_that_may_read_them() -> None:
 def test_eviction_takes_the_tail_first() -> None:
     cache = Cache()
     cache.insert([1, 2, 3, 4, 5, 6, 7, 8])
-    assert cache.tree.evict(1) == 1
+    assert cache.tree.residency.evict(1) == 1
     assert cache.cached([1, 2, 3, 4, 5, 6, 7, 8]) == 3
 
 
@@ -186,7 +187,7 @@ def test_eviction_follows_its_policy(policy: EvictionPolicy, order: list[list[in
     cache.insert(B)
     for gone in order:
         assert cache.cached(gone) == 1
-        cache.tree.evict(1)
+        cache.tree.residency.evict(1)
         assert cache.cached(gone) == 0
 
 
@@ -195,9 +196,9 @@ def test_a_parent_is_evicted_only_after_its_children() -> None:
     cache.insert([1, 1])
     cache.insert([1, 1, 2, 2])
     cache.insert([1, 1, 3, 3])
-    cache.tree.evict(2)
+    cache.tree.residency.evict(2)
     assert cache.cached([1, 1]) == 1
-    cache.tree.evict(1)
+    cache.tree.residency.evict(1)
     assert cache.cached([1, 1]) == 0
 
 
@@ -211,8 +212,8 @@ def test_events_name_blocks_that_became_matchable_and_those_that_left() -> None:
     cache.insert(tokens)
     (stored,) = cache.tree.events.take()
     assert stored.hashes == chain[HASH_BYTES:]
-    cache.tree.evict(2)  # only the last block, and then the second loses its tail
-    cache.tree.evict(1)
+    cache.tree.residency.evict(2)  # only the last block, and then the second loses its tail
+    cache.tree.residency.evict(1)
     (removed,) = cache.tree.events.take()
     assert not removed.stored
     assert removed.hashes == chain[2 * HASH_BYTES :] + chain[HASH_BYTES : 2 * HASH_BYTES]

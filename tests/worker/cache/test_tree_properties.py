@@ -72,10 +72,10 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.peek(scope, tokens, limit)[1] == len(expected)
         node = self.tree.match(scope, tokens, limit)
         assert self.tree.path_pages(node) == expected
-        self.tree.lock(node)
+        self.tree.residency.lock(node)
         fresh = len(prompt) // PAGE - len(expected)
         if fresh > self.pool.free:
-            self.tree.unlock(node)
+            self.tree.residency.unlock(node)
             return
         pages = expected + self.pool.allocate(fresh)
         self.holders.append(Holder(scope, tokens, pages, node))
@@ -117,8 +117,8 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def evict(self, count: int) -> None:
-        evictable = self.tree.evictable
-        assert self.tree.evict(count) == min(count, evictable)
+        evictable = self.tree.residency.evictable
+        assert self.tree.residency.evict(count) == min(count, evictable)
         kept = self._content()
         gone = {key for key in self.model if key not in kept}
         assert len(gone) == min(count, evictable)
@@ -159,13 +159,13 @@ class TreeMachine(RuleBasedStateMachine):
     def pages_are_conserved(self) -> None:
         of_requests = [page for h in self.holders for page in h.pages[h.node.end :]]
         self.pool.check(of_requests, list(self.model.values()))
-        assert self.tree.num_pages == len(self.model)
+        assert self.tree.residency.num_pages == len(self.model)
         locked = {
             h.tokens[: (d + 1) * PAGE_BYTES] + h.scope.domain.encode()
             for h in self.holders
             for d in range(h.node.end)
         }
-        assert self.tree.evictable == len(self.model) - len(locked)
+        assert self.tree.residency.evictable == len(self.model) - len(locked)
 
     @invariant()
     def the_index_follows_and_is_always_closed(self) -> None:

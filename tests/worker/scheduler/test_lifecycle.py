@@ -226,7 +226,7 @@ def test_an_abort_in_any_state_frees_everything_and_says_so_once(depth: int, ste
     harness.run()
     assert harness.tokens["other"] == harness.expected("other")
     memory = harness.scheduler.memory
-    assert memory.pool.free + memory.tree.evictable == memory.pool.num_pages
+    assert memory.pool.free + memory.tree.residency.evictable == memory.pool.num_pages
     assert memory.rows.free == harness.config.max_rows
 
 
@@ -294,14 +294,14 @@ def test_a_bypassing_request_neither_reads_nor_leaves_anything() -> None:
     harness = Harness()
     harness.submit(request("private", PROMPT, cache=CacheMode.BYPASS))
     harness.run()
-    assert harness.scheduler.memory.tree.num_pages == 0
+    assert harness.scheduler.memory.tree.residency.num_pages == 0
     harness.submit(request("first", PROMPT))
     harness.run()
-    cached = harness.scheduler.memory.tree.num_pages
+    cached = harness.scheduler.memory.tree.residency.num_pages
     harness.submit(request("private again", [*PROMPT, 1, 2, 3, 4], cache=CacheMode.BYPASS))
     harness.run()
     assert harness.cached_tokens("private again") == 0
-    assert harness.scheduler.memory.tree.num_pages == cached
+    assert harness.scheduler.memory.tree.residency.num_pages == cached
 
 
 def test_without_a_prefix_cache_nothing_is_kept() -> None:

@@ -215,7 +215,7 @@ def check_empty(harness: Harness) -> None:
     """Nothing is held any more but the cache, and that can be dropped as a whole."""
     memory = harness.scheduler.memory
     assert memory.pool.retired == 0
-    assert memory.pool.free + memory.tree.evictable == memory.pool.num_pages
+    assert memory.pool.free + memory.tree.residency.evictable == memory.pool.num_pages
     assert memory.timeline.copies_in_flight == 0
     assert memory.rows.free == harness.config.max_rows
     harness.scheduler.flush_cache()

@@ -174,7 +174,9 @@ class Admission:
         """Whether a request whose prefix is cached up to `node` fits beside the running ones."""
         memory = self._memory
         cached = 0 if node is None else node.end
-        available = memory.pool.free + memory.tree.evictable - memory.tree.unlocked_pages(node)
+        available = (
+            memory.pool.free + memory.tree.residency.evictable - memory.tree.unlocked_pages(node)
+        )
         if not self._batch.active:
             return memory.pages_for(request.length) - cached <= available
         return self._growth(request, cached) + self._reserved() <= available

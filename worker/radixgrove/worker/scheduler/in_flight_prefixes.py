@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from radixgrove.protocol.blocks import TOKEN_BYTES
 from radixgrove.worker.cache.node import TreeNode
-from radixgrove.worker.cache.tree import common_pages
+from radixgrove.worker.cache.structure import common_pages
 from radixgrove.worker.scheduler.request import RunningRequest
 
 # Fewer shared tokens are computed twice sooner than waited for.

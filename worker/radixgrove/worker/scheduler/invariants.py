@@ -68,12 +68,14 @@ def check_tree(tree: RadixTree, locked: list[TreeNode], host: HostTier | None) -
         if node.parent is not None:
             _check_tiers(node, node.parent)
         free = node.ref_count == 0
-        if tree.is_queued(node) != (free and bool(node.pages) and not node.device_children):
+        if tree.residency.is_queued(node) != (
+            free and bool(node.pages) and not node.device_children
+        ):
             raise InvariantError(f"a node at page {node.start} is wrongly (un)queued for eviction")
         may_go = free and bool(node.host) and not node.host_children
         if host is not None and (node in host.queue) != may_go:
             raise InvariantError(f"a node at page {node.start} is wrongly (un)queued on the host")
-    if (evictable, total) != (tree.evictable, tree.num_pages):
+    if (evictable, total) != (tree.residency.evictable, tree.residency.num_pages):
         raise InvariantError("the tree's page counters are off")
 
 

@@ -54,7 +54,7 @@ class HostLoads:
         """The request waits no longer, or not for this; a load under way goes on."""
         hold = self._holds.pop(request, None)
         if hold is not None:
-            self._memory.tree.unlock(hold.node)
+            self._memory.tree.residency.unlock(hold.node)
 
     def worth(self, pages: int, backlog: int) -> bool:
         """Whether bringing so many pages back beats computing them.
@@ -78,12 +78,12 @@ class HostLoads:
         memory, tree = self._memory, self._memory.tree
         node = tree.match(request.scope, tokens, limit)
         below = tree.match_host(node, tokens, limit)
-        tree.lock(below)
+        tree.residency.lock(below)
         count = below.end - node.end
         if not memory.ensure_free(count):
-            tree.unlock(below)
+            tree.residency.unlock(below)
             return False
-        load = tree.load(node, below, memory.pool.allocate(count))
+        load = tree.residency.load(node, below, memory.pool.allocate(count))
         self.began(load, count)
         self._holds[request] = Hold(below, load)
         request.become(RequestState.AWAITING_KV)

@@ -82,7 +82,7 @@ class KVMemory:
         """Evict until `count` pages are free; False when fences or locks keep too many back."""
         short = count - self.pool.free - self.pool.retired  # what is retired comes by itself
         if short > 0:
-            self.tree.evict(short)
+            self.tree.residency.evict(short)
         return self.pool.free >= count
 
     def find_prefix(self, request: Request, tokens: bytes, limit: int) -> TreeNode | None:
@@ -112,11 +112,11 @@ class KVMemory:
         """
         prefix = below if below is not None else node
         if prefix is not None:
-            self.tree.lock(prefix)
+            self.tree.residency.lock(prefix)
         fresh = self.pages_for(length) - (0 if node is None else node.end)
         if not self.ensure_free(fresh):
             if prefix is not None:
-                self.tree.unlock(prefix)
+                self.tree.residency.unlock(prefix)
             return None
         pages = self.pool.allocate(fresh)
         cached = 0
@@ -124,8 +124,8 @@ class KVMemory:
             cached = prefix.end
             count = cached - node.end
             if count:
-                self.tree.load(node, prefix, pages[:count])
-            self.tree.record_hit(prefix, request.submit.priority)
+                self.tree.residency.load(node, prefix, pages[:count])
+            self.tree.residency.record_hit(prefix, request.submit.priority)
             pages = self.tree.path_pages(prefix) + pages[count:]
         computed = cached * self.page_size
         return RunningRequest(
@@ -196,7 +196,7 @@ class KVMemory:
         if (save, load) == (timeline.saves_ended, timeline.loads_ended):
             return
         if load != timeline.loads_ended:
-            self.tree.version += 1  # what they brought can be matched now
+            self.tree.loads_ended()
         timeline.saves_ended, timeline.loads_ended = save, load
         self.pool.reclaim()
         if self.host is not None:

@@ -98,12 +98,12 @@ class Scheduler:
             waiting_tokens=self._queue.tokens,
             pages_total=pool.num_pages,
             pages_free=pool.free,
-            pages_evictable=tree.evictable,
+            pages_evictable=tree.residency.evictable,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
-            evicted_pages=tree.evicted,
+            evicted_pages=tree.residency.evicted,
             finished=counters.finished,
             aborted=counters.aborted,
             host_pages_total=0 if host is None else host.pool.num_pages,
@@ -135,7 +135,7 @@ class Scheduler:
 
     def flush_cache(self) -> None:
         """Drop every cached page that no running request holds."""
-        self.memory.tree.clear()
+        self.memory.tree.residency.clear()
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class Scheduler:
             self._fill(step, now)
         else:
             self._pace.idle()
-        self.memory.tree.save_wanted()
+        self.memory.tree.residency.save_wanted()
         saves, loads = self.memory.take_copies()
         if not (step.decodes or step.chunks or saves or loads):
             return None
