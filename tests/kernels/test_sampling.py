@@ -45,13 +45,28 @@ def test_greedy_takes_the_first_of_equal_logits(device: torch.device) -> None:
     assert sample.argmax(logits).tolist() == [17, 0]
 
 
-def test_sample_never_leaves_the_vocabulary(device: torch.device) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_row_of_nan_is_told_and_leaves_the_others_alone(
+    temperature: float, device: torch.device
+) -> None:
+    logits = make_logits(4, 3000, device)
+    logits[2] = float("nan")
+    temperatures = torch.full((4,), temperature, device=device)
+    seeds, positions = int64(1, 2, 3, 4, device=device), int64(5, 6, 7, 8, device=device)
+    tokens = sample.sample(logits, temperatures, seeds, positions)
+    expected = sample.sample_reference(logits, temperatures, seeds, positions)
+    assert tokens[2] == sample.argmax(logits)[2] == -1
+    others = torch.tensor([0, 1, 3])
+    assert tokens[others].tolist() == expected[others].tolist()
+
+
+def test_sample_says_so_where_there_is_nothing_to_draw(device: torch.device) -> None:
     zeros = torch.zeros(2, dtype=torch.int64, device=device)
     temperature = torch.tensor([0.0, 1.0], device=device)
     for value in (float("-inf"), float("nan")):
         logits = torch.full((2, 2000), value, device=device)
         tokens = sample.sample(logits, temperature, zeros, zeros)
-        assert ((tokens >= 0) & (tokens < 2000)).all()
+        assert tokens.tolist() == [-1, -1]
 
 
 def test_a_rows_token_does_not_depend_on_its_batch(device: torch.device) -> None:

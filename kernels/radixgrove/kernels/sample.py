@@ -195,7 +195,8 @@ def _race_winner_kernel(
     index = tl.load(index_ptr + item * parts + lane, mask=mask, other=vocab - 1)
     winner = tl.max(best, axis=0)
     token = tl.min(tl.where(best == winner, index, vocab - 1), axis=0)
-    tl.store(out_ptr + item, token)
+    # Nothing exceeds -inf where the logits are NaN. The row goes on with a token that exists.
+    tl.store(out_ptr + item, tl.where(winner > float("-inf"), token, -1))
     if APPEND:
         row = tl.load(rows_ptr + item).to(tl.int64)
         if row != dummy_row:
@@ -211,7 +212,10 @@ def argmax(
     history: History | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The most probable token of each row [B, V], [B] int64: `sample` at temperature 0."""
+    """The most probable token of each row [B, V], [B] int64: `sample` at temperature 0.
+
+    -1 for a row of NaN alone.
+    """
     out = _allocate(logits, out)
     if len(out):
         best, index = _race(logits, None, None, None, None, None)
@@ -243,7 +247,7 @@ def sample(
         out: [B] int64 contiguous, where to write; allocated when None.
 
     Returns:
-        [B] int64.
+        [B] int64; -1 for a row of NaN alone.
     """
     out = _allocate(logits, out)
     if len(out):

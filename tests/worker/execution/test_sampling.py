@@ -18,10 +18,11 @@ from radixgrove.kernels import sample, top_k_top_p
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.execution.sampling.draw import draw
 from radixgrove.worker.execution.sampling.logits_processors import edit_logits
+from radixgrove.worker.execution.sampling.logprobs import token_logprobs
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import SamplingFeatures, SamplingState
 from radixgrove.worker.execution.table import RequestTable
-from radixgrove.worker.plan import NewRow, StepPlan
+from radixgrove.worker.plan import INVALID_TOKEN, NewRow, StepPlan
 
 CPU = torch.device("cpu")
 
@@ -267,6 +268,51 @@ def test_a_preempted_row_counts_its_earlier_output() -> None:
     bench.enter(0, sampling, tokens=[1, 2, 6, 6], prompt_len=2)
     drawn = [bench.sample(logits, [0]).tokens.item() for _ in range(2)]
     assert drawn == [6, 4]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [params(temperature=0.0), params(), params(top_p=0.9), params(top_k=5), params(min_p=0.1)],
+    ids=str,
+)
+def test_a_row_of_nan_is_told_and_leaves_the_others_alone(sampling: SamplingParams) -> None:
+    logits = torch.randn(3, 700)
+    rows = [0, 1, 2]
+    drawn = []
+    for broken in (False, True):
+        bench = Bench(3)
+        for row in rows:
+            bench.enter(row, sampling)
+        if broken:
+            logits[1] = float("nan")
+        drawn.append(bench.sample(logits, rows).tokens.tolist())
+        known = bench.table.tokens[:3, 1].tolist()
+        assert all(0 <= token < 700 for token in known), "the next step embeds it"
+    assert drawn[1] == [drawn[0][0], INVALID_TOKEN, drawn[0][2]]
+
+
+def test_entries_for_tokens_without_a_logit_have_no_effect() -> None:
+    bench = Bench(1)
+    bench.state = SamplingState(1, CPU, tokens=10)
+    bench.sampler = Sampler(bench.state, bench.table)
+    bias = {3: 5.0, 10: 100.0, 4000: 100.0}
+    sampling = params(
+        temperature=0.0,
+        logit_bias=bias,
+        stop_token_ids=[9, 11],
+        min_tokens=4,
+        repetition_penalty=1.5,
+        frequency_penalty=1.0,
+        logprobs=2,
+    )
+    bench.enter(0, sampling, tokens=[1, 12, 5000], prompt_len=3)  # a prompt may have such ids
+    sampled = bench.sample(torch.zeros(1, 10), [0])
+    assert sampled.tokens.tolist() == [3]
+
+
+def test_the_logprob_of_a_token_without_a_logit() -> None:
+    found = token_logprobs(torch.zeros(2, 10), torch.tensor([4, 12]), 1)
+    assert found.chosen.tolist() == pytest.approx([-math.log(10), float("-inf")])
 
 
 def test_logprobs_are_of_the_models_own_distribution() -> None:

@@ -26,6 +26,7 @@ import numpy as np
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.messages import TokenLogprobs
 from radixgrove.worker.plan import (
+    INVALID_TOKEN,
     ExecutorInfo,
     NewRow,
     PageCopies,
@@ -86,6 +87,7 @@ class FakeExecutor:
         self.info = info
         self._count = count
         self.launched_steps = 0
+        self.poison: int | None = None  # what attends to this token becomes NaN
         self.closed = False
         shape = (info.num_pages, info.page_size)
         self._kv_tokens = np.full(shape, _EMPTY, dtype=np.int64)
@@ -323,6 +325,8 @@ class FakeExecutor:
         if count > 1:
             self._write(state, range(state.computed, len(state.tokens) - 1))
             state.computed = len(state.tokens) - 1
+        if self.poison in state.tokens[: state.computed]:
+            new = [INVALID_TOKEN] * count
         step.result.tokens += new
         if state.sampling.logprobs is not None:
             step.result.logprobs[row] = [TokenLogprobs(logprob=-float(token)) for token in new]

@@ -120,8 +120,13 @@ class StepPlan(msgspec.Struct, kw_only=True):
         return [chunk.row for chunk in self.prefills if chunk.sample] + self.decodes
 
 
+INVALID_TOKEN = -1  # sampled from logits that are NaN; the row's table has a token all the same
+
+
 class StepResult(msgspec.Struct, kw_only=True):
     """What a step sampled: `tokens`, row after row in the order of `StepPlan.sampled_rows()`.
+
+    A token is `INVALID_TOKEN` where it was sampled from NaN.
 
     `counts` says how many of them each row got, between 0 and its bound; None means one each.
     `logprobs` holds the rows that asked, a list as long as the row's tokens; `prompt_logprobs` maps

@@ -232,6 +232,7 @@ def _is_cut(token: AddedToken) -> bool:
 # An NFC or NFKC character stands for up to four of the text: its canonical decomposition's.
 _COMPOSED = 4
 _GROWING_NORMALIZERS = frozenset({"Prepend", "ByteLevel", "NFD", "NFKD", "Lowercase"})
+_WORD_MODELS = frozenset({"WordLevel", "WordPiece"})
 _WHOLE_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
 
 
@@ -239,7 +240,8 @@ def most_characters(tokenizer: Tokenizer) -> int | None:
     """Characters of a text that one token may stand for; None where that has no bound.
 
     It has none where something shrinks a text before it becomes tokens: blanks are dropped, or a
-    run of unknown characters becomes one token.
+    run of unknown characters becomes one token. Of a model of words an unknown one counts as no
+    longer than those it knows.
     """
     spec = msgspec.json.decode(tokenizer.to_str())
     steps = [_steps(spec.get(kind), f"{kind}s") for kind in ("normalizer", "pre_tokenizer")]
@@ -253,7 +255,9 @@ def most_characters(tokenizer: Tokenizer) -> int | None:
         return None
     kinds = {step["type"] for step in (*steps[0], *steps[1])}
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    if spec["model"].get("byte_fallback"):
+    if spec["model"]["type"] in _WORD_MODELS:
+        complete = True
+    elif spec["model"].get("byte_fallback"):
         complete = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     else:
         complete = "ByteLevel" in kinds and vocabulary.keys() >= set(ByteLevel.alphabet())

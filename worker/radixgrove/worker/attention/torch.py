@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -39,6 +40,8 @@ class _Group:
     k: Tensor  # [size, KV, L, D], the part of `wide` that is attended to
     v: Tensor
     mask: Tensor | None  # [size, 1, 1, L] additive, when the rows are not equally long
+    # Tokens of `wide` that lie beyond their rows: zeroed, since a weight of 0 does not hide NaN.
+    beyond: Tensor | None
 
 
 class TorchAttention(AttentionBackend):
@@ -109,20 +112,30 @@ class TorchAttention(AttentionBackend):
                 index = torch.tensor(group, device=rows.device)
                 chosen = index + batch.num_prefill_tokens
                 in_rows, in_lens = rows[index], kv_lens[index]
-            mask = None
+            mask = beyond = None
             if any(lengths[i] != longest for i in group):
-                beyond = torch.arange(longest, device=rows.device)
+                positions = torch.arange(longest, device=rows.device)
                 mask = torch.zeros(
-                    (len(group), beyond.numel()), dtype=self.dtype, device=rows.device
-                ).masked_fill_(beyond >= in_lens[:, None], float("-inf"))[:, None, None]
+                    (len(group), longest), dtype=self.dtype, device=rows.device
+                ).masked_fill_(positions >= in_lens[:, None], float("-inf"))[:, None, None]
+                beyond = self._beyond([lengths[i] for i in group], longest).to(rows.device)
             pages = table.index_select(0, in_rows)[:, :num_pages].long().flatten()
             gathered = self.pool.new_empty((2, pages.shape[0], *self.pool.shape[3:]))
             wide = gathered
             if self.pool.dtype != self.dtype:
                 wide = torch.empty_like(gathered, dtype=self.dtype)
             k, v = self._heads_first(wide, len(group), longest)
-            groups.append(_Group(chosen, pages, gathered, wide, k, v, mask))
+            groups.append(_Group(chosen, pages, gathered, wide, k, v, mask, beyond))
         return groups
+
+    def _beyond(self, lengths: list[int], longest: int) -> Tensor:
+        """Which tokens of rows padded to `longest` are no row's own, [n] int64."""
+        width = self._num_pages(longest) * self.page_size
+        spans = [
+            np.arange(row * width + length, row * width + longest)
+            for row, length in enumerate(lengths)
+        ]
+        return torch.from_numpy(np.concatenate(spans))
 
     def _heads_first(self, pages: Tensor, rows: int, length: int) -> Tensor:
         """[2, rows * n, page_size, KV, D] -> [2, rows, KV, length, D], a view."""
@@ -148,6 +161,9 @@ class TorchAttention(AttentionBackend):
         torch.index_select(kv, 1, group.pages, out=group.gathered)
         if group.wide is not group.gathered:
             group.wide.copy_(group.gathered)
+        if group.beyond is not None:
+            flat = group.wide.view(2, -1, self.num_kv_heads, self.head_dim)
+            flat.index_fill_(1, group.beyond, 0)
         grouped = q.view(q.shape[0], self.num_kv_heads, -1, self.head_dim)
         out = scaled_dot_product_attention(
             grouped, group.k, group.v, attn_mask=group.mask, scale=self.scale

@@ -37,6 +37,7 @@ class TreeNode:
         "saved_by",
         "scope",
         "size",
+        "spoiled",
         "start",
         "tail",
         "used",
@@ -64,6 +65,7 @@ class TreeNode:
         self.used = 0
         self.hits = 0
         self.priority = 0
+        self.spoiled = False  # holds NaN, and goes once nobody has locked it
         self.fence = 0  # the last step that may read `pages`
 
     @property

@@ -169,6 +169,32 @@ class Residency:
         if self._host is not None:
             self.drop_host(self._host.pool.num_pages)
 
+    def drop_spoiled(self, node: TreeNode, start: int) -> None:
+        """Drop pages from `start` on of the path that ends at `node`, and all below: they hold NaN.
+
+        What others have locked stays until one of them calls this: they come to hold NaN as well.
+        """
+        doomed: TreeNode | None = None
+        step = node
+        while step.parent is not None:
+            if step.start < start < step.end:
+                self._structure.split(step, start)
+            if step.start >= start or step.spoiled:
+                doomed = step
+            step = step.parent
+        if doomed is None:
+            return
+        subtree = [doomed]
+        for step in subtree:  # grows meanwhile
+            subtree.extend(step.children.values())
+        for step in reversed(subtree):
+            if step.ref_count:
+                step.spoiled = True
+            elif step.pages:
+                self._leave_device(step, keep=False)
+            else:
+                self._leave_host(step)
+
     def is_queued(self, node: TreeNode) -> bool:
         """Whether `node` is among the candidates for eviction from the device."""
         return node in self._queue

@@ -134,6 +134,7 @@ class TreeStructure:
         upper.ref_count, upper.hits, upper.priority = node.ref_count, node.hits, node.priority
         upper.created, upper.used, upper.fence = node.created, node.used, node.fence
         upper.loaded_by = node.loaded_by
+        upper.spoiled = node.spoiled
         upper.device_children = int(bool(node.pages))
         parent.children[node.key[:size]] = upper
         self.index.split(upper, node, parent)

@@ -166,11 +166,11 @@ class KVMemory:
     def release(self, active: RunningRequest) -> None:
         """The only way out of a row: cache what is computed and new, retire the rest."""
         active.live = False
-        pages = active.pages
-        if active.node is not None:
-            full = active.computed // self.page_size
+        pages, node = active.pages, active.node
+        if node is not None:
+            full = node.end if active.spoiled else active.computed // self.page_size
             duplicates = self.tree.insert(
-                active.node,
+                node,
                 active.request.tokens(),
                 pages,
                 full,
@@ -178,6 +178,9 @@ class KVMemory:
             )
             pages = pages[full:] + duplicates
             active.node = None
+            if active.spoiled:
+                clean = (active.request.cached_tokens or 0) // self.page_size
+                self.tree.residency.drop_spoiled(node, clean)
         self.pool.release(pages, Owner.REQUEST, Fence(self.timeline.launched))
         self.rows.release(active.row)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import isnan
 
 from radixgrove.worker.messages import Finish, RefusalReason, TokenLogprobs, Tokens
-from radixgrove.worker.plan import StepPlan, StepResult
+from radixgrove.worker.plan import INVALID_TOKEN, StepPlan, StepResult
 from radixgrove.worker.scheduler.admission import Admission
 from radixgrove.worker.scheduler.batch import Batch, StepDraft
 from radixgrove.worker.scheduler.counters import Counters
@@ -98,7 +99,11 @@ class Results:
         without = {active for active, new in zip(flight.sampled, tokens, strict=True) if not new}
         for active, end in flight.chunks:
             if active.live:
-                self._add_prompt_logprobs(active.request, prompt_logprobs.get(active.row))
+                logprobs = prompt_logprobs.get(active.row)
+                if logprobs and any(isnan(entry.logprob) for entry in logprobs):
+                    self._spoil(active)
+                    continue
+                self._add_prompt_logprobs(active.request, logprobs)
                 self._prefilled(active, end, again=active in without)
 
     @staticmethod
@@ -139,6 +144,9 @@ class Results:
         for active, new in zip(sampled, tokens, strict=True):
             if not new or not active.live:
                 continue  # nothing yet, or it ended while this step was in flight
+            if INVALID_TOKEN in new:
+                self._spoil(active)
+                continue
             request = active.request
             output = request.output
             output += new
@@ -158,6 +166,12 @@ class Results:
                 self._lifecycle.finish(request)
             outbox[request.frontend].append(message)
         self._counters.generated_tokens += generated
+
+    def _spoil(self, active: RunningRequest) -> None:
+        """End a row whose values are not numbers, and drop what it has cached."""
+        active.spoiled = True
+        reason = RefusalReason.INTERNAL
+        self._lifecycle.refuse(active.request, reason, "The model's values overflowed (NaN).")
 
     @staticmethod
     def _cut(request: Request, message: Tokens) -> None:

@@ -16,6 +16,7 @@ from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_
 from radixgrove.worker.execution.sampling.state import EDITS, SamplingFeatures, SamplingState
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.execution.transfer import to_device
+from radixgrove.worker.plan import INVALID_TOKEN
 
 _MIN_TOKENS, _LOGPROBS = int(SamplingFeatures.MIN_TOKENS), int(SamplingFeatures.LOGPROBS)
 
@@ -123,13 +124,15 @@ class Sampler:
     ) -> Tensor:
         """The part that is captured: device work only, shapes alone decide what runs.
 
-        The tokens, [S] int64, are in `out` if given.
+        The tokens, [S] int64, are in `out` if given; `INVALID_TOKEN` where the logits are NaN.
         """
         if logits.is_cuda:
             return draw_by_kernels(logits, rows, self._state, self._table, need, out)
         positions = self._table.lens.index_select(0, rows).long()
         tokens = draw(logits, rows, positions, self._state, need)
         self._table.append(rows, tokens)
+        logit = logits.gather(1, tokens[:, None]).squeeze(1)
+        tokens = torch.where(logit > float("-inf"), tokens, INVALID_TOKEN)
         return tokens if out is None else out.copy_(tokens)
 
     def logprob_width(self, row: int) -> int:
