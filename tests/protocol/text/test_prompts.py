@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from radixgrove.protocol.blocks import BlockHasher
@@ -21,7 +23,7 @@ from radixgrove.protocol.openai.requests import (
     parse_completion,
 )
 from radixgrove.protocol.text.prompts import EncodedPrompt, PrefixCache, PromptEncoder
-from radixgrove.protocol.text.tokenizer import TokenizerFiles
+from radixgrove.protocol.text.tokenizer import TokenizerFiles, most_characters
 from tests.protocol.text.tokenizers_of_tests import llama_like, normalizing
 
 LIMITS = ModelLimits(max_model_len=1 << 20, vocab_size=49152)
@@ -304,3 +306,111 @@ def test_tool_calls_need_a_template_that_shows_them() -> None:
     assert 2 not in ids_of(encoder.encode_chat(chat(messages)))
     hides = PromptEncoder(llama_like("{{ messages[0].content }}"))
     assert refused(hides, chat(messages)).param == "messages[1].tool_calls"
+
+
+# ---- length and vocabulary -----------------------------------------------------------------------
+
+
+async def test_a_long_prompt_is_refused_before_it_is_tokenized(
+    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder, "tokenizer", None)  # whatever would use it fails
+    limits = ModelLimits(max_model_len=64, vocab_size=49152)
+    message = [{"role": "user", "content": "word " * 200_000}]
+    with pytest.raises(ApiError, match="maximum context length is 64 tokens") as error:
+        await encoder.chat_prompts(chat(message), limits)
+    assert (error.value.param, error.value.code) == ("messages", "context_length_exceeded")
+    body = json.dumps({"model": "m", "prompt": ["short", "word " * 200_000]}).encode()
+    with pytest.raises(ApiError) as error:
+        await encoder.completion_prompts(parse_completion(body, LIMITS), limits)
+    assert error.value.param == "prompt"
+
+
+async def test_a_long_text_that_the_template_drops_is_not_refused() -> None:
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    encoder = PromptEncoder(llama_like(template))
+    limits = ModelLimits(max_model_len=16, vocab_size=1000)
+    message = [{"role": "user", "content": "x" * 300_000 + "</think>Hello"}]
+    (prompt,) = await encoder.chat_prompts(chat(message), limits)
+    assert len(prompt) <= 16
+
+
+def byte_level(**parts: Any) -> Tokenizer:
+    alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    alphabet["hello"] = len(alphabet)
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    return tokenizer
+
+
+def test_how_much_text_a_token_may_stand_for() -> None:
+    split = pre_tokenizers.Split(" ", "isolated")
+    level = pre_tokenizers.ByteLevel()
+    assert most_characters(byte_level()) == 5
+    assert most_characters(byte_level(normalizer=normalizers.NFC())) == 20
+    assert most_characters(byte_level(normalizer=normalizers.Replace(" ", "▁"))) == 5
+    both = pre_tokenizers.Sequence([split, level])
+    assert most_characters(byte_level(pre_tokenizer=both)) == 5
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": normalizers.Strip()},
+        {"normalizer": normalizers.Replace("  ", " ")},
+        {"normalizer": normalizers.Sequence([normalizers.NFC(), normalizers.StripAccents()])},
+        {"pre_tokenizer": pre_tokenizers.Whitespace()},  # no bytes: unknown runs are one token
+        {
+            "pre_tokenizer": pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]
+            )
+        },
+    ],
+)
+def test_what_shrinks_a_text_leaves_its_length_open(parts: dict[str, Any]) -> None:
+    assert most_characters(byte_level(**parts)) is None
+
+
+def test_tokens_that_eat_blanks_leave_a_texts_length_open() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("[EOT]", rstrip=True)])
+    assert most_characters(tokenizer) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=200))
+def test_no_text_has_fewer_tokens_than_its_length_says(encoder: PromptEncoder, text: str) -> None:
+    most = most_characters(encoder.tokenizer)
+    assert most is not None
+    known = encoder.tokenizer.get_vocab().keys()
+    ((mapped, _),) = pre_tokenizers.ByteLevel(use_regex=False).pre_tokenize_str(text or " ")
+    dropped = sum(character not in known for character in mapped)  # bytes of no text
+    assert (len(encoder.tokenizer.encode(text).ids) + dropped) * most >= len(text)
+
+
+async def test_a_token_that_the_model_lacks_is_named(encoder: PromptEncoder) -> None:
+    limits = ModelLimits(max_model_len=1 << 20, vocab_size=2)  # <|im_end|> is 2
+    body = json.dumps({"model": "m", "prompt": ["<|im_start|>", "<|im_start|><|im_end|>"]}).encode()
+    with pytest.raises(ApiError, match=re.escape("'<|im_end|>'")) as error:
+        await encoder.completion_prompts(parse_completion(body, LIMITS), limits)
+    assert (error.value.status, error.value.param) == (400, "prompt[1]")
+    with pytest.raises(ApiError) as error:
+        await encoder.chat_prompts(chat([{"role": "user", "content": "x"}]), limits)
+    assert error.value.param == "messages"
+
+
+def test_encoders_of_several_models_share_one_cache(demo_model_dir: Path) -> None:
+    cache = PrefixCache(60_000)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    encoders = [
+        PromptEncoder(TokenizerFiles.load(demo_model_dir), cache=cache),
+        PromptEncoder(llama_like(template), cache=cache),
+    ]
+    for number in range(100):
+        request = chat([{"role": "user", "content": f"Hello {number} " * 20}])
+        first = [encoder.encode_chat(request).token_ids for encoder in encoders]
+        assert [encoder.encode_chat(request).token_ids for encoder in encoders] == first
+        assert first[0] != first[1]
+        assert cache.size <= 60_000

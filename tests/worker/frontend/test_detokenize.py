@@ -148,3 +148,16 @@ def test_half_a_character_is_shown_by_its_bytes(demo: Vocabulary, llama: Vocabul
         assert shown.replace(" ", "") == "\\xf0\\x9f\\x8c\\xb6"
     assert demo.token_bytes(demo.tokenizer.token_to_id("Hello")) == b"Hello"
     assert llama.token_bytes(llama.tokenizer.token_to_id("▁Hello")) == b" Hello"
+
+
+@pytest.mark.parametrize("files", ["byte-level", "sentencepiece"])
+def test_ids_beyond_the_tokenizers_read_as_empty_text(files: str, demo_model_dir: Path) -> None:
+    source = TokenizerFiles.load(demo_model_dir) if files == "byte-level" else llama_like()
+    vocabulary = Vocabulary(source.tokenizer(), source.size + 100)
+    beyond = source.size + 99
+    assert vocabulary.token_text(beyond) == ""
+    assert vocabulary.token_bytes(beyond) == b""
+    for skip in (True, False):
+        detokenizer = vocabulary.detokenizer(skip)
+        assert detokenizer.push([beyond, beyond]) + detokenizer.finish() == ""
+    assert source.tokenizer().decode([beyond], skip_special_tokens=False) == ""

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
 
 from radixgrove.protocol.text.token_finder import TokenFinder
 
@@ -241,10 +240,12 @@ def most_characters(tokenizer: Tokenizer) -> int | None:
 
     It has none where something shrinks a text before it becomes tokens: blanks are dropped, or a
     run of unknown characters becomes one token. Of a model of words an unknown one counts as no
-    longer than those it knows.
+    longer than those it knows, and of one of bytes each as known.
     """
     spec = msgspec.json.decode(tokenizer.to_str())
-    steps = [_steps(spec.get(kind), f"{kind}s") for kind in ("normalizer", "pre_tokenizer")]
+    steps = [
+        _steps(spec.get(kind), kind.replace("_", "")) for kind in ("normalizer", "pre_tokenizer")
+    ]
     composed = 1
     for step in steps[0]:
         if step["type"] in ("NFC", "NFKC"):
@@ -255,25 +256,21 @@ def most_characters(tokenizer: Tokenizer) -> int | None:
         return None
     kinds = {step["type"] for step in (*steps[0], *steps[1])}
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    if spec["model"]["type"] in _WORD_MODELS:
-        complete = True
-    elif spec["model"].get("byte_fallback"):
-        complete = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
-    else:
-        complete = "ByteLevel" in kinds and vocabulary.keys() >= set(ByteLevel.alphabet())
+    model = spec["model"]
+    bytewise = "ByteLevel" in kinds or bool(model.get("byte_fallback"))
     eats_blanks = any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
-    if not complete or eats_blanks:
+    if eats_blanks or not (bytewise or model["type"] in _WORD_MODELS):
         return None
     return composed * max(map(len, vocabulary))
 
 
-def _steps(part: dict[str, Any] | None, plural: str) -> list[dict[str, Any]]:
+def _steps(part: dict[str, Any] | None, kind: str) -> list[dict[str, Any]]:
     """What a part of a tokenizer does, in order; sequences are unfolded."""
     if part is None:
         return []
     if part["type"] != "Sequence":
         return [part]
-    return [step for inner in part[plural] for step in _steps(inner, plural)]
+    return [step for inner in part[f"{kind}s"] for step in _steps(inner, kind)]
 
 
 def _is_growing_replacement(step: dict[str, Any]) -> bool:
