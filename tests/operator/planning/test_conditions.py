@@ -231,7 +231,7 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
         (
             facts(STARTING, groups=[slow_start(ran=2712.0)]),
             "StartupTimeout",
-            "raise startup.timeout (45m); its last words: layer 71 of 80",
+            "raise startup.timeout (45m); its last message: layer 71 of 80",
         ),
         (
             facts(STARTING, groups=[slow_start(ran=90_000.0)]),

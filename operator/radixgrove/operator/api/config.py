@@ -68,7 +68,7 @@ class Election(ConfigModel):
 
 
 class OperatorConfig(ConfigModel):
-    """Everything the operator is told."""
+    """The operator's settings."""
 
     namespace: str
     namespaces: list[str] = []  # empty: the whole cluster

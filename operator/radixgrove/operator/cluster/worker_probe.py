@@ -1,4 +1,4 @@
-"""What workers say themselves: how far a start is, and whether a machine is there at all."""
+"""Asks workers: how far a start is, and whether a machine is there at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST = 1 << 16  # bytes of an answer
 
 
 class WorkerProbe:
-    """Short requests; a worker that does not answer says nothing."""
+    """Short requests; a worker that does not answer is left out."""
 
     def __init__(self, management_key: str) -> None:
         self._pool = urllib3.PoolManager(
@@ -50,7 +50,7 @@ class WorkerProbe:
     def silent_nodes(self, pods: Sequence[Pod]) -> set[str]:
         """Nodes of pods that run as far as the API server knows, and do not answer.
 
-        Nobody at all answers: then it is this process that hears nothing.
+        None, when no pod answers at all: then it is this process that reaches nothing.
         """
         asked = [p for p in pods if p.address and p.phase == "Running" and p.deleted_at is None]
         if not asked:

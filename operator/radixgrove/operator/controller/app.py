@@ -1,4 +1,4 @@
-"""The operator as a whole: who owns which thread, and what happens in which order.
+"""The operator as a whole: its threads, and what happens in which order.
 
 Watches (kopf's loop) → queue → reconcilers (threads) → API server and Redis. Everything that
 writes starts once the lease is held, and ends with it.
@@ -170,7 +170,7 @@ class App:
             self.queue.add(other_service.key)
 
     def beat(self) -> None:
-        """Whoever has the main thread is alive: kopf's loop, or `start` before it."""
+        """The main thread is alive: kopf's loop, or `start` before it."""
         self._heartbeat = time.monotonic()
 
     # ---- threads ---------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from radixgrove.operator.planning.autoscale import Load, decide
 
 logger = logging.getLogger(__name__)
 
-_ASLEEP_EVERY = 1.0  # seconds: a request waits for whoever sleeps
+_ASLEEP_EVERY = 1.0  # seconds, for services at zero: a request waits for them
 
 
 class Autoscaler:

@@ -45,6 +45,6 @@ class ReconcileContext(ServiceView):
         except InvalidEngine as error:  # of a revision that an older operator has accepted
             self._failed(f"a revision of an older operator: {error}")
 
-    def _failed(self, words: str) -> None:
-        if words not in self.failures:
-            self.failures.append(words)
+    def _failed(self, message: str) -> None:
+        if message not in self.failures:
+            self.failures.append(message)

@@ -1,6 +1,6 @@
 """What a CRD of another version drops of a service's status, in silence.
 
-It is told, and not written again for as long as that CRD is installed.
+A condition names it, and it is not written again for as long as that CRD is installed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class CrdSkew:
     def forget(self, key: Key) -> None:
         self._losses.pop(key, None)
 
-    def words(self, key: Key) -> str:
-        """What is dropped and what to do about it; "" when nothing is that anybody would miss."""
+    def message(self, key: Key) -> str:
+        """What is dropped and what to do about it; "" when nothing that matters is."""
         loss = self._losses.get(key)
         if loss is None:
             return ""
@@ -64,7 +64,7 @@ class CrdSkew:
             if field in loss.written
             and (loss.written[field], loss.kept[field]) == (value, live.get(field))
         }
-        # Where the API server does not say which CRD it serves, only trying tells.
+        # Where the API server does not say which CRD it serves, writing again is the only test.
         if not (again and loss.schema and loss.schema == self._kube.schema_hash()):
             return body
         return {field: value for field, value in body.items() if field not in again}

@@ -31,7 +31,7 @@ def keep(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> None:
 
 
 def _trouble(kube: Kube, context: ReconcileContext) -> Problem | None:
-    """Why it does not answer; None when it does, or nobody knows."""
+    """Why it does not answer; None when it does, or that is not known."""
     service = context.service
     deployment = kube.get("Deployment", service.namespace, router_name(service))
     if deployment is not None and is_available(deployment):

@@ -61,7 +61,7 @@ class Observer:
             context.revisions[config_map["metadata"]["labels"].get(names.REVISION, "")] = revision
 
     def _refusal(self, context: ReconcileContext, group: Group) -> str:
-        """Why a StatefulSet's pods are not admitted, in the API server's own words."""
+        """Why a StatefulSet's pods are not admitted, as the API server puts it."""
         if group.deleting or context.now - group.created < _REFUSED_AFTER:
             return ""
         with context.trying():

@@ -1,4 +1,4 @@
-"""One look at one service: observe, prepare, decide, act, report.
+"""One reconciliation of one service: observe, prepare, decide, act, report.
 
 Level-based: nothing depends on which event led here. When one request is refused, the others still
 happen; the refusal is named in a condition and tried again.
@@ -122,21 +122,21 @@ class Reconciler:
             raise Incomplete(f"Redis does not answer: {error}") from error
 
     def _leave(self, body: Object, holder: str) -> None:
-        """Two that served one service would undo each other's work: the second says so, once."""
+        """Two installations would undo each other's work: the second leaves, with one Event."""
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
         self._forget(key)
         if self._elsewhere.get(key) == holder:
             return
-        words = (
+        message = (
             f"the installation {holder} looks after it, so {self._config.installation} leaves it "
             "alone: give each installation namespaces of its own (operator.namespaces)"
         )
-        logger.warning("%s/%s: %s", *key, words)
-        self._status.event(body, "Warning", "ServedElsewhere", words)
+        logger.warning("%s/%s: %s", *key, message)
+        self._status.event(body, "Warning", "ServedElsewhere", message)
         self._elsewhere[key] = holder
 
     def _begin(self, body: Object) -> ReconcileContext | None:
-        """None for a spec that this version cannot read, which is then said in its status."""
+        """None for a spec that this version cannot read, which its status then names."""
         meta = body["metadata"]
         try:
             before = InferenceServiceStatus.model_validate(body.get("status") or {})
@@ -158,14 +158,14 @@ class Reconciler:
             now=time.time(),
         )
 
-    def _refuse(self, body: Object, before: InferenceServiceStatus, words: str) -> None:
+    def _refuse(self, body: Object, before: InferenceServiceStatus, message: str) -> None:
         meta = body["metadata"]
-        said = conditions.refused(meta.get("generation", 0), words, before, time.time())
+        change = conditions.refused(meta.get("generation", 0), message, before, time.time())
         old = body.get("status") or {}
-        if any(old.get(key) != value for key, value in said.items()):
-            logger.error("%s/%s: %s", meta["namespace"], meta["name"], words)
+        if any(old.get(key) != value for key, value in change.items()):
+            logger.error("%s/%s: %s", meta["namespace"], meta["name"], message)
             self._kube.patch(
-                names.KIND, meta["namespace"], meta["name"], {"status": said}, sub="status"
+                names.KIND, meta["namespace"], meta["name"], {"status": change}, sub="status"
             )
 
     def _decide(self, context: ReconcileContext) -> Plan:
@@ -187,7 +187,7 @@ class Reconciler:
             rendered = render_group.stateful_set(
                 context.service, context.revisions[revision], 0, 0, self._config
             )
-        except InvalidEngine:  # which is said when the group is made
+        except InvalidEngine:  # which its creation reports
             return NodeDemand()
         return demand_of(rendered["spec"]["template"]["spec"])
 

@@ -32,7 +32,7 @@ class StatusWriter:
 
     def outdated(self, key: Key) -> str:
         """What an older CRD drops of the service's status, and what to do about it."""
-        return self._skew.words(key)
+        return self._skew.message(key)
 
     def lasting(self, key: Key, live: Object, body: Object) -> Object:
         """`body`, a change of the status `live`, without what the CRD would drop again."""
@@ -44,12 +44,12 @@ class StatusWriter:
         A CRD that is older than this operator drops what it does not know, which the next
         reconciliation then says in a condition.
         """
-        before = self._skew.words(key)
+        before = self._skew.message(key)
         answer = self._kube.patch(names.KIND, *key, {"status": body}, sub="status")
         self._skew.learn(key, body, answer.get("status") or {})
-        words = self._skew.words(key)
-        if words != before:
-            logger.warning("%s/%s: %s", *key, words or "the CRD has been renewed")
+        message = self._skew.message(key)
+        if message != before:
+            logger.warning("%s/%s: %s", *key, message or "the CRD has been renewed")
             self._enqueue(key)
 
     def event(self, resource: Object, kind: str, reason: str, message: str) -> None:

@@ -1,7 +1,7 @@
-"""What the watches saw, for questions across services: who else is there, who is half placed.
+"""What the watches saw, for questions across services: names, claims and half-placed groups.
 
-A service's own children are always read from the API server; this only says whom to look at, and
-what the neighbours do.
+A service's own children are always read from the API server; this only says which services to look
+at, and what the others do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OtherService:
         return (self.service.namespace, self.service.name)
 
     def is_of(self, installation: str) -> bool:
-        """Whether this installation looks after it, or nobody yet."""
+        """Whether this installation looks after it, or none does yet."""
         return self.operator in ("", installation)
 
     def shares_with(self, other: OtherService) -> bool:
@@ -65,8 +65,8 @@ class Store:
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _services: dict[Key, OtherService] = field(default_factory=dict)
-    # Of every service, those included whose spec this version cannot read: resourceVersion, and
-    # what its users ask for.
+    # Of every service, those with an unreadable spec included: resourceVersion, and what its users
+    # ask for.
     _versions: dict[Key, str] = field(default_factory=dict)
     _asked: dict[Key, tuple[object, ...]] = field(default_factory=dict)
     _nodes: dict[str, Node] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Store:
         return asked != before
 
     def service_gone(self, key: Key) -> list[Key]:
-        """The services to look at for it: whom it kept from a name, a claim's care, or GPUs.
+        """The services to look at: those that it kept from a name, a claim's care, or GPUs.
 
         Not all of them: when hundreds are deleted, each would cost hundreds of looks.
         """
@@ -162,7 +162,7 @@ class Store:
 
 
 def other_service_of(body: Object) -> OtherService | None:
-    """None for a resource whose spec this version cannot read."""
+    """None for a resource with a spec that this version cannot read."""
     meta = body["metadata"]
     try:
         spec = InferenceServiceSpec.model_validate(body.get("spec", {}))

@@ -143,7 +143,7 @@ class Kube:
     def apply(self, desired: Object) -> Object:
         """Server-side apply, unless the object already is as desired; the object as it is then.
 
-        An object of somebody else's, or under another controller (of a deleted namesake), is left
+        An object of another owner, or under another controller (of a deleted namesake), is left
         alone: KubeError with status 409.
         """
         key = _key(desired)
@@ -293,9 +293,9 @@ def _refuse_foreign(desired: Object, live: Object) -> None:
     if "deletionTimestamp" in meta:
         why = "it is being deleted, and is made again when it is gone"
     elif controllers and _owners(live, controller=True) - controllers:
-        why = "it belongs to another owner, whose end is waited for"
+        why = "it belongs to another owner, and is made again when that one is gone"
     elif not wanted & has and (meta.get("labels") or {}).get(names.MANAGED_BY) != names.MANAGER:
-        why = "it was there before and is somebody else's: one of the two needs another name"
+        why = "it was there before and is not the operator's: rename it, or the service"
     else:
         return
     kind, namespace, name = _key(desired)

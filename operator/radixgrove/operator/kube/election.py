@@ -2,7 +2,7 @@
 
 One replica writes at a time. A leader that was stopped for longer than its lease finds, at its next
 write, that its time is over: the check is against the clock, not against what it last believed.
-Source: the leader election of client-go, whose timing this follows.
+Source: the leader election of client-go, the timing of which this follows.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class LeaderElection:
         self._valid_until = before + self._settings.duration
 
     def _may_take(self, spec: dict[str, Any]) -> bool:
-        """Whether the lease is ours, of nobody, or of a process that has ended or is silent."""
+        """Whether the lease is ours, free, or of a process that has ended or is silent."""
         holder = str(spec.get("holderIdentity") or "")
         if holder in ("", self._identity) or (self._pod and holder.startswith(f"{self._pod}/")):
             return True

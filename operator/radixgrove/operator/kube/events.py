@@ -10,7 +10,7 @@ Object = dict[str, Any]
 
 
 def event(resource: Object, kind: str, reason: str, message: str, now: float) -> Object:
-    """`kind`: Normal or Warning. Said twice within a second it is one object."""
+    """`kind`: Normal or Warning. The same event twice within a second is one object."""
     meta = resource["metadata"]
     stamp = times.to_seconds_text(now)
     digest = names.digest([meta["uid"], reason, message, stamp])

@@ -55,7 +55,7 @@ class Keys:
         return names.digest(read if prefix == _DEFAULT_PREFIX else [*read, prefix])
 
     def keep(self) -> None:
-        """Puts back what somebody removed: pods run with it. Raises KubeError.
+        """Puts back keys that were removed: pods run with them. Raises KubeError.
 
         What the Secret says otherwise stays, and counts when the operator starts again.
         """

@@ -30,7 +30,7 @@ class Ownership:
         return name if name not in ("", self._own) and self._lives(name) else ""
 
     def claim(self, service: Object, *, known: bool = False) -> Object:
-        """The service once it is ours. Raises KubeError, status 409: somebody was faster.
+        """The service once it is ours. Raises KubeError, status 409: another one was faster.
 
         `known`: it was ours. Should its status have been wiped, the next one says so again.
         """

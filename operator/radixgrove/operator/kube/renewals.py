@@ -17,7 +17,9 @@ class Renewals:
         """`duration`: seconds, of Leases that do not say their own."""
         self._duration = duration
         self._lock = threading.Lock()
-        self._seen: dict[str, tuple[tuple[str, str], float]] = {}  # by whom and when, seen when
+        self._seen: dict[
+            str, tuple[tuple[str, str], float]
+        ] = {}  # holder and time of renewal, seen when
 
     def are_overdue(self, lease: str, spec: dict[str, Any]) -> bool:
         """Whether nothing has changed for the whole of its duration; `lease` tells it from others.

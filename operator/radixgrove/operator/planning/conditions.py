@@ -20,7 +20,7 @@ from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.planning.plan import Plan
 from radixgrove.operator.planning.service_view import ServiceView
 
-# Reasons that ask nothing of anybody; all others are worth a warning.
+# Reasons that need no action; Events of all others are warnings.
 _CALM = {
     "AsExpected", "Asleep", "Cached", "Downloading", "Draining", "NodePath", "Provided",
     "Resolving", "RollingOut", "ScaledToZero", "Serving", "Settled", "Starting", "Suspended",
@@ -50,7 +50,7 @@ class StatusInput:
     url: str
     autoscaling: AutoscalingStatus | None
     outdated: str = ""  # what an older CRD drops of this status
-    phases: Sequence[str] = ()  # what starting workers say they do
+    phases: Sequence[str] = ()  # what starting workers report
 
 
 def compute(facts: StatusInput) -> InferenceServiceStatus:
@@ -61,7 +61,7 @@ def compute(facts: StatusInput) -> InferenceServiceStatus:
     present = [r for r in records if r.phase is not GroupPhase.WAITING]
     desired = facts.view.desired
     served = any(c.type == "Ready" and c.status == "True" for c in before.conditions)
-    # Routers that cannot be told serve on what they know: nothing becomes ready meanwhile.
+    # Routers that cannot be reached do not know new groups, which are not ready for clients then.
     reached = len(ready) if served or not facts.view.routers_behind else 0
     verdicts = [_ready(facts, reached, desired), _progressing(facts, len(ready), desired)]
     verdicts += [_model_cached(facts), _degraded(facts)]
@@ -245,8 +245,8 @@ def _asked(facts: StatusInput, group: Group, trouble: Problem) -> str:
 
 
 def _starting(facts: StatusInput) -> str:
-    """What workers say they do, and how long they may."""
-    said = "; ".join(facts.phases) or "groups are starting"
+    """What workers report, and how long a start may take."""
+    phases = "; ".join(facts.phases) or "groups are starting"
     ends = [
         (pod.started_at + group.startup, group.startup)
         for group in facts.groups
@@ -254,9 +254,9 @@ def _starting(facts: StatusInput) -> str:
         if not group.draining and not pod.ready and pod.started_at is not None
     ]
     if not ends:
-        return said
+        return phases
     end, allowed = min(ends)
-    return f"{said}; until {times.to_seconds_text(end)} (startup.timeout: {duration(allowed)})"
+    return f"{phases}; until {times.to_seconds_text(end)} (startup.timeout: {duration(allowed)})"
 
 
 def _progressing(facts: StatusInput, ready: int, desired: int) -> ConditionDraft:

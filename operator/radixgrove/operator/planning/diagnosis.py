@@ -1,4 +1,4 @@
-"""Why a group is not ready, in words a person can act on."""
+"""Why a group is not ready, as a message that a person can act on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Problem:
 
 
 def problem(group: Group) -> Problem | None:
-    """The most telling trouble of a group; None when it is ready or merely starting."""
+    """What keeps a group from being ready; None when it is ready or merely starting."""
     if group.ready:
         return None
     if group.refused:
@@ -45,13 +45,13 @@ def pod_problem(pod: Pod, startup: float = 0.0) -> Problem | None:
     if reason in _CONFIG:
         return Problem("ContainerConfig", f"{pod.name}: {message or reason}")
     if reason == "CrashLoopBackOff" or (pod.restarts and not pod.ready):
-        last = _last_line(pod.exited or message or "its container ended without last words")
+        last = _last_line(pod.exited or message or "its container ended without a message")
         if startup and startup <= pod.ran <= startup + _TO_END:
             allowed = duration(startup)
             return Problem(
                 "StartupTimeout",
                 f"{pod.name} ended {duration(pod.ran)} after its start: if it was still loading, "
-                f"raise startup.timeout ({allowed}); its last words: {last}",
+                f"raise startup.timeout ({allowed}); its last message: {last}",
             )
         return Problem("EngineFailed", f"{pod.name}: {last}")
     if pod.unschedulable:

@@ -66,7 +66,7 @@ class Contention:
         object.__setattr__(self, "_by_name", {node.name: node for node in self.nodes})
 
     def blocker(self, key: GangKey, demand: NodeDemand, yields: int = 0) -> GangPlacement | None:
-        """The oldest group for whose sake a group without pods gets none yet.
+        """The oldest group that a group without pods has to wait for.
 
         That is one which is just being placed. A group that gave up its pods `yields` times also
         waits for those that could be placed in its stead.

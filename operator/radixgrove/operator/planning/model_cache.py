@@ -1,9 +1,9 @@
 """Where a model's files are: provided by the user, or fetched once into a claim. Pure.
 
-The revision that a source stands for is found out once, by a Job, and kept in status: a branch that
-moves later does not make two groups of one service differ. The claim is named by source and
+The revision that a source stands for is looked up once, by a Job, and kept in status: groups of one
+service stay the same when a branch moves later. The claim is named by source and
 revision, so that services share it, and is filled by one Job, which resumes and checks hashes. What
-a shared claim looks like is decided by its oldest user, and by nobody once it exists.
+a new shared claim looks like is decided by its oldest user; an existing one is not changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from radixgrove.operator.render.revision import ModelAt
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 _FETCHED = ("hf://", "s3://")
-_LOOK_AGAIN = 30.0  # seconds; of a user's own claim no event tells
+_LOOK_AGAIN = 30.0  # seconds; a change of a user's own claim is not watched
 # Annotations of a filled claim.
 COMPLETE = f"{names.GROUP}/complete"
 BYTES = f"{names.GROUP}/bytes"
@@ -163,7 +163,7 @@ def _resolve(
         return step
     if job.failed:
         return _failed(status, job, config, now)
-    revision = _said(job).get("revision", "")
+    revision = _result(job).get("revision", "")
     if not (job.succeeded and revision):
         return _under_way(status, job, "Resolving", "looking up the revision")
     status = status.model_copy(update={"revision": revision})
@@ -216,8 +216,8 @@ def _fetch(
 def _size(claim: Object | None, job: JobState | None) -> int:
     """Bytes of a filled claim's model; 0 for one that an older version filled."""
     known = ((claim or {}).get("metadata", {}).get("annotations") or {}).get(BYTES, "")
-    told = _said(job).get("bytes", "") if job is not None else ""
-    return next((int(text) for text in (known, told) if text.isdecimal()), 0)
+    fetched = _result(job).get("bytes", "") if job is not None else ""
+    return next((int(text) for text in (known, fetched) if text.isdecimal()), 0)
 
 
 def _under_way(status: ModelStatus, job: JobState, reason: str, message: str) -> CacheStep:
@@ -230,11 +230,11 @@ def _under_way(status: ModelStatus, job: JobState, reason: str, message: str) ->
 
 def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: float) -> CacheStep:
     """A Job that gave up is deleted after a while, and thereby tried again."""
-    said = _said(job)
+    result = _result(job)
     step = CacheStep(
         status,
-        reason=said.get("reason", "DownloadFailed"),
-        message=said.get("message", "the download ended without a word; see its pod's log"),
+        reason=result.get("reason", "DownloadFailed"),
+        message=result.get("message", "the download ended without a message; see its pod's log"),
     )
     retry_at = (job.finished_at or now) + config.model_cache.retry_after
     if now >= retry_at:
@@ -245,12 +245,12 @@ def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: flo
     return step
 
 
-def _said(job: JobState) -> dict[str, str]:
-    """The fetcher's termination message; anything else counts as silence."""
+def _result(job: JobState) -> dict[str, str]:
+    """The fetcher's termination message; empty for anything else."""
     try:
-        said = json.loads(job.message)
+        result = json.loads(job.message)
     except ValueError:
         return {}
-    if not isinstance(said, dict):
+    if not isinstance(result, dict):
         return {}
-    return {str(key): str(value)[:1024] for key, value in said.items()}
+    return {str(key): str(value)[:1024] for key, value in result.items()}

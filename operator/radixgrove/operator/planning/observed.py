@@ -34,11 +34,11 @@ class Pod:
     running: bool = False  # its worker container runs, or has run before
     restarts: int = 0
     deleted_at: float | None = None  # when its grace ends, once it is being deleted
-    unschedulable: str = ""  # the scheduler's words
+    unschedulable: str = ""  # the scheduler's message
     unplaced_since: float | None = None  # its scheduler finds no node since then
     waiting: tuple[str, str] = ("", "")  # reason and message of a container that does not start
     started_at: float | None = None  # its worker container, as long as its start lasts
-    exited: str = ""  # last words of the container's previous run
+    exited: str = ""  # message of the container's previous run
     ran: float = 0.0  # seconds that run took
     address: str = ""
 
@@ -103,7 +103,7 @@ class ObservedState:
 
 
 def group_of(body: Object, pods: Iterable[Object], refused: str = "") -> Group | None:
-    """None for a StatefulSet whose labels are not ours (any more)."""
+    """None for a StatefulSet without our labels."""
     stateful_set = cast(StatefulSetObject, body)
     meta, spec = stateful_set["metadata"], stateful_set["spec"]
     template = spec.get("template", {}).get("spec", {})

@@ -50,7 +50,7 @@ class NewAttempt:
 
 @dataclass
 class Plan:
-    """Executed in this order: keep the records, tell routers who serves, drain, delete, create.
+    """Executed in this order: keep the records, inform routers, drain, delete, create.
 
     Attempts are counted for the service as a whole, and the count is written before the attempt is
     made, so that no name is used twice whenever the operator dies. A number of which nothing was
@@ -117,7 +117,7 @@ def make_plan(given: PlanInput) -> Plan:
 
 
 def _may_serve(record: GroupStatus, group: Group) -> bool:
-    """Not one whose pod was evicted either: routers learn it while the pod still answers."""
+    """Not a group with an evicted pod either: routers learn it while the pod still answers."""
     leaving = any(pod.deleted_at is not None for pod in group.pods)
     return record.phase is not GroupPhase.FAILED and not leaving
 
@@ -200,8 +200,8 @@ def _look_after(
 def _suspects(given: PlanInput, group: Group, fault: recovery.Fault) -> list[str]:
     """Nodes that the next attempt avoids where it can.
 
-    A machine that hangs counts as healthy for most of a minute, while its peers notice within
-    seconds: so the pods are asked, too.
+    Kubernetes takes a machine that hangs for healthy for most of a minute, while its peers notice
+    within seconds: so the pods are asked, too.
     """
     nodes = given.view.observed.nodes
     heard = [

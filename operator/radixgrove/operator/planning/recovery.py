@@ -1,10 +1,10 @@
 """When a group has failed, and when it may try again. Pure decisions.
 
 A group lives and dies whole, and only positive evidence kills it: a pod replaced or restarted
-after all ranks once ran, a pod that leaves, a pod on a node nobody hears from. There is patience
-for what runs, which may be heard again; none for a pod that has not begun. Pod UIDs and restart
-counts are compared with recorded ones, because a StatefulSet may have replaced a pod before anybody
-looked. A group of one pod is the kubelet's to restart: that is only counted.
+after all ranks once ran, a pod that leaves, a pod on a node that does not answer. A pod that
+runs has time to come back; one that has not begun has none. Pod UIDs and restart
+counts are compared with recorded ones, because a StatefulSet may have replaced a pod in
+between. A group of one pod is the kubelet's to restart: that is only counted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def assess(
 
 
 def _stranded(group: Group, nodes: Mapping[str, Node]) -> Fault | None:
-    """A pod bound to a node that went silent before the pod ran: its group has not served yet."""
+    """A pod bound to a node that was lost before the pod ran: its group has not served yet."""
     for pod in group.pods:
         node = nodes.get(pod.node)
         if pod.node and not pod.running and not (node and node.reachable):
@@ -68,7 +68,7 @@ def _stranded(group: Group, nodes: Mapping[str, Node]) -> Fault | None:
 
 
 def _lost(group: Group, nodes: Mapping[str, Node], grace: float, now: float) -> Assessment:
-    """Pods on nodes that nobody hears from, and pods that do not end."""
+    """Pods on nodes that do not answer, and pods that do not end."""
     recheck: float | None = None
     for pod in group.pods:
         for since, message in _silences(pod, nodes):
@@ -106,7 +106,7 @@ def _broken(group: Group, record: GroupStatus) -> Fault | None:
         if pod.phase in ("Failed", "Succeeded"):
             return Fault(f"{pod.name} ended: {pod.exited or pod.phase}")
         if pod.restarts > (before.restarts if before else 0):
-            return Fault(f"{pod.name} restarted: {pod.exited or 'no last words'}")
+            return Fault(f"{pod.name} restarted: {pod.exited or 'its container left no message'}")
     return None
 
 
@@ -185,8 +185,8 @@ def after_fault(record: GroupStatus, fault: Fault, recovery: Recovery, now: floa
 
 
 def _fitting(words: str) -> str:
-    """Cut in the middle to what a status may hold: the last words of a container are the end of
-    its log, two kilobytes perhaps, and say most at their own end."""
+    """Cut in the middle to what a status may hold: the message of a container is the end of its
+    log, two kilobytes perhaps, and say most at their own end."""
     if len(words) <= MAX_DETAIL:
         return words
     begin, cut = MAX_DETAIL // 4, " … "

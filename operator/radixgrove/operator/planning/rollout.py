@@ -3,8 +3,8 @@
 Whole groups only. Rules, in order of weight:
 - at least `desired - max_unavailable` groups stay ready, unless they broke by themselves;
 - at most `desired + max_surge` groups exist;
-- old groups that are not ready protect nobody: they are replaced first, outside the budget;
-- nothing old is given up while a group of the target revision is failing.
+- old groups that are not ready serve no request: they are replaced first, outside the budget;
+- no old group is given up while a group of the target revision is failing.
 """
 
 from __future__ import annotations

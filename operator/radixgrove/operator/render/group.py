@@ -299,7 +299,7 @@ def _resources(revision: Revision, config: OperatorConfig) -> Object:
         requests["memory"] = limits["memory"] = _mebibytes(total)
     elif cached:
         # The least that the pod will take, at once and for good: the scheduler has to know of it.
-        # What else it needs nobody has said, so there is no limit.
+        # What else it needs is not known, so there is no limit.
         requests["memory"] = _mebibytes(cached)
     devices: Object = {}
     if hardware.device is Device.CUDA:

@@ -20,7 +20,7 @@ from radixgrove.operator.render.common import (
 )
 
 _FETCHER = "fetch"
-# What the API server lets nobody change, or only grow.
+# Fields that the API server keeps from changing, or lets only grow.
 _FIXED = ("accessModes", "resources", "storageClassName")
 
 
@@ -128,7 +128,7 @@ def _job(
         "metadata": metadata(service, name, component),
         "spec": {
             "backoffLimit": 3,
-            # What another try would not change is told at once.
+            # A failure that another try would not change is final at once.
             "podFailurePolicy": {"rules": [_give_up_on(HOPELESS)]},
             "template": {
                 "metadata": {"labels": names.labels(service.name, component)},

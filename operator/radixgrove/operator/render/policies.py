@@ -22,7 +22,7 @@ def pod_disruption_budget(service: Service, expected_pods: int) -> Object:
     """One pod may be evicted, and with it its group, when every other pod is ready.
 
     An integer, because `maxUnavailable` loses its base while pods are replaced. Pods that are not
-    ready may always go: they protect nobody.
+    ready may always go: they serve no request.
     """
     return {
         "apiVersion": "policy/v1",
@@ -37,7 +37,7 @@ def pod_disruption_budget(service: Service, expected_pods: int) -> Object:
 
 
 def worker_network_policy(service: Service, dedicated: bool, config: OperatorConfig) -> Object:
-    """Routers reach the serving port; operator and scrapers metrics and management; nobody else."""
+    """Routers reach the serving port; operator and scrapers metrics and management; no others."""
     serving = {"port": names.API_PORT, "protocol": "TCP"}
     management = {"port": names.MANAGEMENT_PORT, "protocol": "TCP"}
     if dedicated:
