@@ -142,6 +142,15 @@ def _ready_pod(stateful_set: Object, name: str, rank: int, node: str) -> Object:
     }
 
 
+def claim(namespace: str) -> Object:
+    """The claim `models` of a namespace, which users have made."""
+    return {
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "models", "namespace": namespace},
+        "spec": {"accessModes": ["ReadWriteMany"]},
+    }
+
+
 def node(
     name: str, *, ready: str = "True", since: str = STARTED, labels: dict[str, str] | None = None
 ) -> Object:

@@ -13,7 +13,7 @@ from radixgrove.operator.controller.reconciler import Reconciler
 from radixgrove.operator.controller.store import Key, Store
 from radixgrove.operator.kube.keys import Keys
 from tests.operator.doubles import Probe, Table
-from tests.operator.memory_kube import MemoryKube, node
+from tests.operator.memory_kube import MemoryKube, claim, node
 from tests.operator.operator_builders import CONFIG
 
 HUGE, SMALL = ("team-a", "huge"), ("team-b", "small")
@@ -30,6 +30,8 @@ class Cluster:
             self.kube, self.store, Keys(self.kube, CONFIG), cast(RedisStore, Table()),
             cast(WorkerProbe, Probe()), CONFIG, lambda key: None, self.enqueued.append,
         )  # fmt: skip
+        for key in (HUGE, SMALL):
+            self.kube.add(claim(key[0]))
         for name, labels in (("h0", H100), ("h1", H100), ("a0", A100)):
             self.store.node_seen(self.kube.add(node(name, labels=labels)))
 

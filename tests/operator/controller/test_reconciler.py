@@ -19,7 +19,7 @@ from radixgrove.operator.kube.keys import Keys
 from radixgrove.operator.kube.ownership import Ownership
 from radixgrove.protocol.model_table import ModelEntry
 from tests.operator.doubles import Probe, Table
-from tests.operator.memory_kube import STARTED, MemoryKube, node
+from tests.operator.memory_kube import STARTED, MemoryKube, claim, node
 from tests.operator.operator_builders import CONFIG
 
 KEY = ("team-a", "llama")
@@ -31,6 +31,7 @@ class Operator:
         self.store = Store()
         self.enqueued: list[Key] = []
         self.restart()
+        self.kube.add(claim(KEY[0]))
         for number in range(4):
             self.node(f"n{number}")
         self.apply(**spec)

@@ -21,7 +21,7 @@ from radixgrove.operator.kube.client import KubeError, Object
 from radixgrove.operator.kube.keys import Keys
 from tests.operator.controller.test_app import Turns
 from tests.operator.doubles import Probe, Table
-from tests.operator.memory_kube import MemoryKube
+from tests.operator.memory_kube import MemoryKube, claim
 from tests.operator.operator_builders import CONFIG
 
 LLAMA, QWEN = ("team-a", "llama"), ("team-b", "qwen")
@@ -63,6 +63,9 @@ class Cluster:
             self.kube, self.app.store, Keys(self.kube, CONFIG), cast(RedisStore, self.table),
             cast(WorkerProbe, Probe()), CONFIG, lambda key: None, self.app.queue.hint,
         )  # fmt: skip
+
+        for key in (LLAMA, QWEN):
+            self.kube.add(claim(key[0]))
 
     def apply(self, key: Key, **spec: Any) -> None:
         """As a user does: the generation counts."""

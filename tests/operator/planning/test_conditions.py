@@ -566,3 +566,35 @@ def test_a_service_has_served_from_its_first_readiness_until_it_is_stopped() -> 
     asleep = facts(resource=spec(replicas=0, autoscaling={"min": 0, "max": 2}))
     woken = computed(facts(STARTING), computed(asleep, ready, NOW), NOW)
     assert not woken.served
+
+
+# ---- a service that is down ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "degraded"),
+    [
+        (
+            facts(STARTING, groups=[group_with(waiting=("ErrImagePull", "no such image"))]),
+            "True/ImagePull",
+        ),
+        (
+            facts(STARTING, groups=[group_with(unschedulable=UNSCHEDULABLE)]),
+            "True/InsufficientGPUs",
+        ),
+        (
+            facts(WAITING, model=CacheStep(ModelStatus(), reason="ClaimNotFound")),
+            "True/ClaimNotFound",
+        ),
+        (facts(WAITING, invalid=InvalidEngine("page_size: too large")), "True/InvalidEngine"),
+        (facts(STARTING), "False/AsExpected"),
+        (facts(WAITING, model=CacheStep(ModelStatus(), reason="Downloading")), "False/AsExpected"),
+        (facts(resource=spec(suspend=True)), "False/AsExpected"),
+    ],
+)
+def test_a_service_that_is_down_for_a_reason_that_needs_action_is_degraded(
+    given: StatusInput, degraded: str
+) -> None:
+    found = conditions(given)
+    assert found["Ready"].startswith("False/")
+    assert found["Degraded"] == degraded

@@ -60,11 +60,34 @@ def hub(**model: Any) -> InferenceServiceSpec:
 
 
 def test_a_claim_of_the_users_is_read_as_it_is() -> None:
-    found = step(spec(model={"source": "pvc://models/llama/8b"}))
+    found = step(spec(model={"source": "pvc://models/llama/8b"}), claims={"models": {}})
     assert found.ready
     assert found.at is not None
     assert (found.at.claim, found.at.sub_path) == ("models", "llama/8b")
     assert found.apply == []
+
+
+def test_a_claim_of_the_users_that_is_not_there_is_named_and_waited_for() -> None:
+    resource = spec(model={"source": "pvc://models/llama/8b"})
+    assert wanted_claims(resource, ModelStatus()) == ["models"]
+    found = step(resource)
+    assert (found.ready, found.at, found.reason) == (False, None, "ClaimNotFound")
+    assert "the claim models" in found.message
+    assert found.requeue_at == NOW + 30
+
+
+def test_a_claim_without_a_volume_names_the_value_that_chooses_its_storage_class() -> None:
+    words = "0/2 nodes are available: pod has unbound immediate PersistentVolumeClaims."
+    name = names.cache_name(HUB, COMMIT)
+    job = JobState(name, "uid", pod=Pod("download", "uid", 0, unschedulable=words))
+    claim = live_claim({}) | {"status": {"phase": "Pending"}}
+    claim["metadata"]["name"] = name
+    del claim["spec"]["storageClassName"]
+    cache = Cache({name: job}, {name: claim}, [User(SERVICE, CacheSpec())])
+    found = decide(SERVICE, hub(revision=COMMIT), ModelStatus(), cache, CONFIG, NOW)
+    assert found.reason == "Unschedulable"
+    for part in (words, name, "the cluster's default storage class", "modelCache.storageClass"):
+        assert part in found.message
 
 
 def test_a_node_path_is_said_to_be_one() -> None:
@@ -231,9 +254,9 @@ def test_a_users_claim_for_one_node_is_refused_for_groups_of_several() -> None:
     assert found.requeue_at is not None, "nothing tells when it is another"
     claim["spec"]["accessModes"] = ["ReadWriteOnce", "ReadOnlyMany"]
     assert decide(SERVICE, wide, ModelStatus(), cache, CONFIG, NOW).ready
-    # Groups of one pod may share a node, and a claim that is not there is the scheduler's to tell.
-    assert wanted_claims(narrow, ModelStatus()) == []
-    assert decide(SERVICE, wide, ModelStatus(), Cache({}, {}, []), CONFIG, NOW).ready
+    # Groups of one pod may share a node.
+    claim["spec"]["accessModes"] = ["ReadWriteOnce"]
+    assert decide(SERVICE, narrow, ModelStatus(), cache, CONFIG, NOW).ready
 
 
 def test_a_claim_for_one_node_is_refused_for_several() -> None:

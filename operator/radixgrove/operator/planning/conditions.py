@@ -63,8 +63,9 @@ def compute(facts: StatusInput) -> InferenceServiceStatus:
     served = any(c.type == "Ready" and c.status == "True" for c in before.conditions)
     # Routers that cannot be reached do not know new groups, which are not ready for clients then.
     reached = len(ready) if served or not facts.view.routers_behind else 0
-    verdicts = [_ready(facts, reached, desired), _progressing(facts, len(ready), desired)]
-    verdicts += [_model_cached(facts), _degraded(facts)]
+    is_ready = _ready(facts, reached, desired)
+    verdicts = [is_ready, _progressing(facts, len(ready), desired)]
+    verdicts += [_model_cached(facts), _degraded(facts, is_ready)]
     selector = names.labels(facts.view.service.name, names.WORKER) | {names.POD_INDEX: "0"}
     return InferenceServiceStatus(
         observed_generation=facts.view.generation,
@@ -292,7 +293,8 @@ def _model_cached(facts: StatusInput) -> ConditionDraft:
     return ConditionDraft("ModelCached", model.ready, model.reason, model.message)
 
 
-def _degraded(facts: StatusInput) -> ConditionDraft:
+def _degraded(facts: StatusInput, ready: ConditionDraft) -> ConditionDraft:
+    """Also while the service is down for a reason that needs action."""
     if facts.view.failures:
         return ConditionDraft("Degraded", True, "RequestRefused", "; ".join(facts.view.failures))
     if facts.outdated:
@@ -306,4 +308,6 @@ def _degraded(facts: StatusInput) -> ConditionDraft:
     if failed or lost or facts.plan.blocked:
         reason, message = _hindrance(facts)
         return ConditionDraft("Degraded", True, reason, message)
+    if not ready.value and ready.reason not in _CALM:
+        return ConditionDraft("Degraded", True, ready.reason, ready.message)
     return ConditionDraft("Degraded", False, "AsExpected", "")

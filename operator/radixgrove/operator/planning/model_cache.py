@@ -71,7 +71,7 @@ def wanted_claims(spec: InferenceServiceSpec, known: ModelStatus) -> list[str]:
     """Names of the claims that `decide` looks at."""
     scheme, _, rest = spec.model.source.partition("://")
     if scheme == "pvc":
-        return [rest.partition("/")[0]] if spec.hardware.nodes > 1 else []
+        return [rest.partition("/")[0]]
     revision = _resolved(spec.model, known) if spec.model.source.startswith(_FETCHED) else ""
     return [names.cache_name(spec.model.source, revision)] if revision else []
 
@@ -124,7 +124,13 @@ def _provided(
 ) -> CacheStep:
     claim, _, path = spec.model.source.removeprefix("pvc://").partition("/")
     live, nodes = cache.claims.get(claim), spec.hardware.nodes
-    if live is not None and not _shareable(live):
+    if live is None:
+        return CacheStep(
+            status, reason="ClaimNotFound", requeue_at=now + _LOOK_AGAIN,
+            message=f"the claim {claim} of model.source is not in the service's namespace: make it "
+            "there, or name another one",
+        )  # fmt: skip
+    if nodes > 1 and not _shareable(live):
         modes = ", ".join(live["spec"].get("accessModes", []))
         return CacheStep(
             status, reason="AccessMode", requeue_at=now + _LOOK_AGAIN,
@@ -208,7 +214,7 @@ def _fetch(
         step = _failed(status, job, config, now)
         step.at, step.apply = at, [claim]
         return step
-    step = _under_way(status, job, "Downloading", fetching)
+    step = _under_way(status, job, "Downloading", fetching, live)
     step.at, step.apply = at, [claim]
     return step
 
@@ -220,12 +226,26 @@ def _size(claim: Object | None, job: JobState | None) -> int:
     return next((int(text) for text in (known, fetched) if text.isdecimal()), 0)
 
 
-def _under_way(status: ModelStatus, job: JobState, reason: str, message: str) -> CacheStep:
+def _under_way(
+    status: ModelStatus, job: JobState, reason: str, message: str, claim: Object | None = None
+) -> CacheStep:
     """A Job that has not ended, and what keeps its pod from starting, if anything does."""
     trouble = pod_problem(job.pod) if job.pod is not None else None
-    if trouble is not None:
-        return CacheStep(status, reason=trouble.reason, message=trouble.message)
-    return CacheStep(status, reason=reason, message=message)
+    if trouble is None:
+        return CacheStep(status, reason=reason, message=message)
+    if claim is not None and claim.get("status", {}).get("phase") == "Pending":
+        return CacheStep(status, reason=trouble.reason, message=trouble.message + _unbound(claim))
+    return CacheStep(status, reason=trouble.reason, message=trouble.message)
+
+
+def _unbound(claim: Object) -> str:
+    """What to do about a claim without a volume."""
+    given = claim["spec"].get("storageClassName")
+    used = f"storage class {given}" if given else "the cluster's default storage class"
+    return (
+        f" (the claim {claim['metadata']['name']} has no volume yet; it asks for {used}: "
+        "model.cache.storageClass, or modelCache.storageClass of the chart, names another one)"
+    )
 
 
 def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: float) -> CacheStep:
