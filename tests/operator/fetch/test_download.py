@@ -91,6 +91,8 @@ def test_a_file_that_stays_corrupt_is_an_error_and_leaves_no_snapshot(
     assert run(tmp_path / "m") == download.HOPELESS
     assert json.loads(said.read_text())["reason"] == "ModelCorrupt"
     assert not (tmp_path / "m" / download.SNAPSHOT).exists()
+    weights = [name for name, _ in hub.requests if name.endswith("safetensors")]
+    assert len(weights) <= 2, "810 GB are not fetched again and again"
 
 
 def test_a_killed_job_goes_on_where_it_was(hub: Hub, said: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -469,6 +470,19 @@ def test_a_pods_restarts_and_last_words_are_those_of_its_worker() -> None:
     found = pod_problem(seen)
     assert found is not None
     assert (found.reason, found.message) == ("EngineFailed", "llama-0-a1-1: CUDA out of memory")
+
+
+def test_of_a_log_in_json_only_the_message_is_shown() -> None:
+    lines = [
+        {"level": "info", "message": "loading"},
+        {"level": "error", "message": "the engine ended", "exception": "Traceback\nOSError: gone"},
+    ]
+    log = "\n".join(json.dumps(line) for line in lines)
+    ended = {"terminated": {"exitCode": 1, "message": log}}
+    seen = pod_of(pod_object(containerStatuses=[container(restarts=1, state={}, lastState=ended)]))
+    found = pod_problem(seen)
+    assert found is not None
+    assert found.message == "llama-0-a1-1: the engine ended: OSError: gone"
 
 
 def test_a_start_ends_when_its_probe_has_passed() -> None:

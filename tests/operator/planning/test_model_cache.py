@@ -160,11 +160,32 @@ def test_a_failed_download_says_why_and_is_tried_again_later() -> None:
     said = json.dumps({"reason": "Unauthorized", "message": "set model.tokenSecret"})
     job = JobState(claim, "u", failed=True, finished_at=NOW, message=said)
     found = step(hub(revision=COMMIT), jobs={claim: job}, claims={claim: {}})
-    assert (found.reason, found.message) == ("Unauthorized", "set model.tokenSecret")
+    assert found.reason == "Unauthorized"
+    assert found.message.startswith("set model.tokenSecret (tried again at 1970-01-12T13:47:40Z")
+    assert claim in found.message, "the Job that a user deletes to have it tried at once"
     assert found.delete_jobs == []
     assert found.requeue_at == NOW + CONFIG.model_cache.retry_after
     later = step(hub(revision=COMMIT), jobs={claim: job}, claims={claim: {}}, now=NOW + 61)
     assert later.delete_jobs == [job]
+    assert later.status.failures == 1
+
+
+def test_a_download_that_keeps_failing_is_tried_less_and_less_down_to_once_an_hour() -> None:
+    claim = names.cache_name(HUB, COMMIT)
+    job = JobState(claim, "u", failed=True, finished_at=NOW)
+    waits, known = [], ModelStatus(source=HUB, requested_revision=COMMIT)
+    for _ in range(9):
+        waiting = step(hub(revision=COMMIT), known, jobs={claim: job}, claims={claim: {}})
+        assert waiting.requeue_at is not None
+        waits.append(waiting.requeue_at - NOW)
+        known = step(
+            hub(revision=COMMIT), known, jobs={claim: job}, claims={claim: {}}, now=NOW + waits[-1]
+        ).status
+    assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
+    done = step(hub(revision=COMMIT), known, claims={claim: {COMPLETE: "true"}})
+    assert done.status.failures == 0
+    other = step(hub(revision="d" * 40), known)
+    assert other.status.failures == 0
 
 
 @pytest.mark.parametrize("message", ["", "no json", "[1]", '{"reason": 3}'])

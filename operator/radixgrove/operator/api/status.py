@@ -80,6 +80,7 @@ class ModelStatus(StatusModel):
     )
     revision: str = Field("", description="Resolved revision.", max_length=128)
     claim: str = Field("", description="Claim that holds it.", max_length=253)
+    failures: int = Field(0, description="Times in a row that fetching it has failed.", ge=0)
 
 
 class AutoscalingStatus(StatusModel):

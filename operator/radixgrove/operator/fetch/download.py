@@ -87,7 +87,7 @@ def _fetch(source: Source, remote: RemoteFile, incoming: Path) -> None:
         return  # it got its name after its hash was checked
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    failures, corrupt = 0, 0
+    failures, corrupt = 0, False
     while True:
         before = part.stat().st_size if part.exists() else 0
         try:
@@ -96,11 +96,11 @@ def _fetch(source: Source, remote: RemoteFile, incoming: Path) -> None:
             if remote.matches(part):
                 os.replace(part, target)
                 return
-            corrupt += 1
-            logger.warning("%s has the wrong hash, once more", remote.path)
             part.unlink()
-            if corrupt == 3:
-                raise Failure("ModelCorrupt", f"{remote.path} has the wrong hash, three times")
+            if corrupt:
+                raise Failure("ModelCorrupt", f"{remote.path} has the wrong hash, twice")
+            corrupt = True
+            logger.warning("%s has the wrong hash, once more", remote.path)
         except OSError as error:
             got = part.stat().st_size if part.exists() else 0
             failures = 0 if got > before else failures + 1

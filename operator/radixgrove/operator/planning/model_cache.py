@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from radixgrove.operator.api import names
+from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.spec import AccessMode, InferenceServiceSpec, Model
 from radixgrove.operator.api.status import ModelStatus
@@ -26,6 +26,7 @@ from radixgrove.operator.render.revision import ModelAt
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 _FETCHED = ("hf://", "s3://")
+_LONGEST_WAIT = 3600.0  # seconds between two downloads that fail
 _LOOK_AGAIN = 30.0  # seconds; a change of a user's own claim is not watched
 # Annotations of a filled claim.
 COMPLETE = f"{names.GROUP}/complete"
@@ -79,8 +80,11 @@ def wanted_claims(spec: InferenceServiceSpec, known: ModelStatus) -> list[str]:
 def _resolved(model: Model, known: ModelStatus) -> str:
     if model.source.startswith("hf://") and _COMMIT.match(model.revision or ""):
         return model.revision or ""
-    same = known.source == model.source and known.requested_revision == (model.revision or "")
-    return known.revision if same else ""
+    return known.revision if _same_model(model, known) else ""
+
+
+def _same_model(model: Model, known: ModelStatus) -> bool:
+    return (known.source, known.requested_revision) == (model.source, model.revision or "")
 
 
 def decide(
@@ -98,6 +102,7 @@ def decide(
         aliases=model_names[1:],
         source=model.source,
         requested_revision=model.revision or "",
+        failures=known.failures if _same_model(model, known) else 0,
     )
     scheme, _, rest = model.source.partition("://")
     if scheme == "file":
@@ -203,6 +208,7 @@ def _fetch(
             {BYTES: str(size)} if size else {}
         )
         message = f"revision {revision} on {name}"
+        status = status.model_copy(update={"failures": 0})
         return CacheStep(status, at, True, "Cached", message, [claim], size=size)
     progress = f"kubectl logs --namespace {service.namespace} job/{name}"
     fetching = f"revision {revision} into {name}; how far it is: {progress}"
@@ -249,15 +255,19 @@ def _unbound(claim: Object) -> str:
 
 
 def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: float) -> CacheStep:
-    """A Job that gave up is deleted after a while, and thereby tried again."""
+    """A Job that gave up is deleted after a while, longer each time, and thereby tried again."""
     result = _result(job)
-    step = CacheStep(
-        status,
-        reason=result.get("reason", "DownloadFailed"),
-        message=result.get("message", "the download ended without a message; see its pod's log"),
+    wait = config.model_cache.retry_after * 2.0 ** min(status.failures, 16)
+    retry_at = (job.finished_at or now) + min(wait, _LONGEST_WAIT)
+    message = result.get("message", "the download ended without a message; see its pod's log")
+    again = (
+        f"tried again at {times.to_seconds_text(retry_at)}, or once the Job {job.name} is deleted"
     )
-    retry_at = (job.finished_at or now) + config.model_cache.retry_after
+    step = CacheStep(
+        status, reason=result.get("reason", "DownloadFailed"), message=f"{message} ({again})"
+    )
     if now >= retry_at:
+        step.status = status.model_copy(update={"failures": status.failures + 1})
         step.delete_jobs.append(job)
         step.requeue_at = now + 1.0
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -165,10 +166,25 @@ def pod_of(body: Object) -> Pod:
         unplaced_since=times.from_text(unplaced.get("lastTransitionTime")) if unplaced else None,
         waiting=_waiting([*status.get("initContainerStatuses", []), *containers]),
         started_at=_start_of(worker),
-        exited=ended.get("message", "") or ended.get("reason", ""),
+        exited=_readable(ended.get("message", "")) or ended.get("reason", ""),
         ran=_length(ended),
         address=status.get("podIP", ""),
     )
+
+
+def _readable(log: str) -> str:
+    """The end of a log; of lines in JSON, as parts write them in a cluster, only what they say."""
+    lines = []
+    for line in log.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict) and "message" in entry:
+            raised = str(entry.get("exception", "")).strip().rpartition("\n")[2]
+            line = ": ".join(part for part in (str(entry["message"]), raised) if part)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _waiting(containers: Iterable[ContainerStatus]) -> tuple[str, str]:
