@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.errors import ApiError, ErrorBody
-from radixgrove.service.asgi import App, Receive, Scope, Send
+from radixgrove.service.asgi import ANSWERED, App, Receive, Scope, Send, state
 from radixgrove.service.auth import PUBLIC_PATHS
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
@@ -216,4 +216,5 @@ async def _malformed(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """What `asgi.ErrorShape` logs."""
+    state(request.scope)[ANSWERED] = True
     return await _refused(request, errors.internal())

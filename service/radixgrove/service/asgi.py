@@ -36,6 +36,7 @@ REQUEST_ID = "request_id"
 TRACE = "trace"  # a tracing.TraceContext
 FIELDS = "log_fields"  # a dict; what a handler adds appears in the access log line
 ON_DISCONNECT = "on_disconnect"  # see service/http.py
+ANSWERED = "answered"  # true: the framework answered a failure, which it raises nevertheless
 
 QUIET_PATHS = frozenset({"/livez", "/health", "/readyz", "/metrics"})
 
@@ -196,14 +197,13 @@ class ErrorShape:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started = complete = False
+        started = False
         held: Message | None = None  # start of a 404 or 405 whose body is not known yet
         replaced = False
 
         async def shaped(message: Message) -> None:
-            nonlocal started, complete, held, replaced
+            nonlocal started, held, replaced
             started = True
-            complete = message["type"] == "http.response.body" and not message.get("more_body")
             if message["type"] == "http.response.start" and message["status"] in (404, 405):
                 held = message
                 return
@@ -227,7 +227,7 @@ class ErrorShape:
             await respond_error(send, error)
         except Exception:
             _log.exception("unexpected error", extra={"fields": {"path": scope["path"][:200]}})
-            if complete:  # the framework has answered, and raised nevertheless
+            if state(scope).get(ANSWERED):
                 return
             if started:
                 raise

@@ -134,6 +134,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     _header_bytes: int | None = None  # since the request began; None outside of headers
     _begun = False  # a request is under way
+    _offers = False  # its headers offer another protocol
     _timer: asyncio.TimerHandle | None = None
     _began_at = 0.0  # the event loop's time
     _on_disconnect: Callable[[], None] | None = None
@@ -188,14 +189,15 @@ class HttpProtocol(HttpToolsProtocol):
         self.scope["state"][ON_DISCONNECT] = self._watch_disconnect
 
     def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade():
+        self._offers = self.parser.should_upgrade()
+        if self._offers:
             return  # the parser comes again, without the offer
         self._header_bytes = None
         self.transport.expect_head()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():
+        if self._offers:
             return
         self._begun = False
         self._stop_timer()
