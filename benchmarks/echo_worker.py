@@ -96,16 +96,18 @@ async def main(arguments: argparse.Namespace) -> None:
             assert publisher is not None
             publisher.apply(CacheSnapshot(0, [], last=True))
 
-        publisher = Publisher(arguments.redis, "radixgrove", registration, hasher, empty)
+        publisher = Publisher(
+            arguments.redis, "radixgrove", registration, hasher, empty, lambda: True
+        )
     server = await loop.create_server(_Connection, "127.0.0.1", arguments.port, backlog=1024)
     async with server:
         if publisher is not None:
-            publisher.apply(Stats(state=EngineState.READY, ticks=0, steps=0, step_deadline=None))
+            publisher.apply(Stats(state=EngineState.READY, ticks=0, steps=0, step_remaining=None))
             await publisher.start()
         while True:
             await asyncio.sleep(0.5)
             if publisher is not None:
-                pulse = Stats(state=EngineState.READY, ticks=0, steps=0, step_deadline=None)
+                pulse = Stats(state=EngineState.READY, ticks=0, steps=0, step_remaining=None)
                 publisher.apply(pulse)
 
 

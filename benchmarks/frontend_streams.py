@@ -69,7 +69,9 @@ class TokenSource:
     def pulse(self) -> None:
         self._ticks += 1  # an engine whose ticks stand still is given up
         self._send(
-            Stats(state=EngineState.READY, ticks=self._ticks, steps=self._steps, step_deadline=None)
+            Stats(
+                state=EngineState.READY, ticks=self._ticks, steps=self._steps, step_remaining=None
+            )
         )
 
     def accept(self, count: int) -> list[str]:

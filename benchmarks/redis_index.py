@@ -149,8 +149,10 @@ async def publish(url: str, count: int, rate: float) -> None:
             publisher.apply(CacheSnapshot(sequence, [], last=True))
 
         sequence = 0
-        publisher = Publisher(url, PREFIX, registration(f"pub-{number}"), HASHER, snapshot)
-        publisher.apply(Stats(state=EngineState.READY, ticks=0, steps=0, step_deadline=None))
+        publisher = Publisher(
+            url, PREFIX, registration(f"pub-{number}"), HASHER, snapshot, lambda: True
+        )
+        publisher.apply(Stats(state=EngineState.READY, ticks=0, steps=0, step_remaining=None))
         await publisher.start()
         size = HASH_BYTES * int(rate / EVENTS_A_SECOND)
         old = b""
@@ -163,7 +165,7 @@ async def publish(url: str, count: int, rate: float) -> None:
             if old:
                 events.append(CacheEvent(False, Tier.GPU, "local", old))
             publisher.apply(CacheEvents(sequence, events))
-            publisher.apply(Stats(state=EngineState.READY, ticks=0, steps=0, step_deadline=None))
+            publisher.apply(Stats(state=EngineState.READY, ticks=0, steps=0, step_remaining=None))
             old = new
             await asyncio.sleep(max(0.0, started + 1 / EVENTS_A_SECOND - time.monotonic()))
 

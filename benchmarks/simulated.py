@@ -176,7 +176,12 @@ class SimulatedReplica:
         self._tasks.append(asyncio.create_task(self._server.run()))
         if self._redis_url is not None:
             self.publisher = Publisher(
-                self._redis_url, self._prefix, self.registration(), self._hasher, self._snapshot
+                self._redis_url,
+                self._prefix,
+                self.registration(),
+                self._hasher,
+                self._snapshot,
+                lambda: True,
             )
             self._report()
             await self.publisher.start()
@@ -221,7 +226,7 @@ class SimulatedReplica:
                 state=EngineState.READY,
                 ticks=0,
                 steps=0,
-                step_deadline=None,
+                step_remaining=None,
                 running=self.running,
                 waiting=self.waiting,
                 prompt_tokens=self.counters.blocks * BLOCK_TOKENS,

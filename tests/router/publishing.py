@@ -60,12 +60,18 @@ class Engine:
 
     def __init__(self, redis_url: str, **fields: Any) -> None:
         self.publisher = Publisher(
-            redis_url, "radixgrove", registration(**fields), HASHER, self.snapshot
+            redis_url,
+            "radixgrove",
+            registration(**fields),
+            HASHER,
+            self.snapshot,
+            lambda: self.ready,
         )
         self.cached: dict[Tier, set[bytes]] = {Tier.GPU: set(), Tier.HOST: set()}
         self.sequence = 0
         self.snapshots = 0
         self.answers_snapshots = True
+        self.ready = True
 
     def snapshot(self) -> None:
         self.snapshots += 1
@@ -106,7 +112,7 @@ class Engine:
             "state": EngineState.READY,
             "ticks": 1,
             "steps": 1,
-            "step_deadline": None,
+            "step_remaining": None,
             "running": 1,
         }
         self.publisher.apply(Stats(**values | fields))

@@ -209,12 +209,8 @@ async def test_restart_under_the_same_name_hides_the_old_generation_at_once(
             current = msgspec.json.decode(client.hget(KEYS.replicas, "r0"), type=Registration)
             assert current.generation == new.publisher.status().generation
 
-        def back() -> bool:
-            old.pulse()  # a pulse ages within two seconds
-            return lease(client, old).state is LeaseState.READY
-
         # The newer one left: the older one, still alive, takes its place again.
-        await eventually(back)
+        await eventually(lambda: lease(client, old).state is LeaseState.READY)
 
 
 async def test_drain_is_visible_before_it_returns_and_survives_heartbeats(
@@ -228,11 +224,13 @@ async def test_drain_is_visible_before_it_returns_and_survives_heartbeats(
         assert lease(client, engine).state is LeaseState.DRAINING
 
 
-async def test_stuck_engine_is_not_ready(redis_server: RedisServer, client: redis.Redis) -> None:
+async def test_the_lease_follows_the_engines_readiness(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
     async with running(redis_server.url) as engine:
-        engine.pulse(step_deadline=1.0)  # long past
+        engine.ready = False
         await eventually(lambda: lease(client, engine).state is LeaseState.NOT_READY)
-        engine.pulse()
+        engine.ready = True
         await eventually(lambda: lease(client, engine).state is LeaseState.READY)
 
 

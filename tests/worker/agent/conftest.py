@@ -34,9 +34,16 @@ class AgentProcess:
     def __init__(self, notes: Path, settings: dict[str, Any]) -> None:
         self.notes = notes
         self.lines: list[str] = []
+        self._clock = notes / "wall-clock-shift"
+        self.shift_wall_clock(0)
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "run_agent.py"), json.dumps(settings)],
-            env={**os.environ, "PYTHONPATH": str(HERE), "TMPDIR": str(notes)},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(HERE),
+                "TMPDIR": str(notes),
+                "WALL_CLOCK_SHIFT": str(self._clock),
+            },
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -91,6 +98,11 @@ class AgentProcess:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
+
+    def shift_wall_clock(self, seconds: int) -> None:
+        fresh = self._clock.with_suffix(".new")
+        fresh.write_text(str(seconds))
+        fresh.rename(self._clock)
 
     def kill(self) -> None:
         for process in [*self.children, psutil.Process(self.process.pid)]:

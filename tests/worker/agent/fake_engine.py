@@ -1,8 +1,8 @@
 """An engine without a model, for the agent's tests: it starts, pulses, and misbehaves on request.
 
 Run as `python -m fake_engine RUNTIME_DIR RANK`. A file in the runtime directory's parent named
-`die-at-start` makes it exit with an error; the message `Abort("long-step")` makes it announce a
-step and never finish it. What it receives is appended to `engine-heard` there.
+`die-at-start` makes it exit with an error; a message `Abort` of one of `_STEPS` makes it announce a
+step of so many seconds and never finish it. What it receives is appended to `engine-heard` there.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from radixgrove.worker.messages import (
 )
 from radixgrove.worker.runtime import Runtime
 
+_STEPS = {"long-step": 1.0, "step-of-a-minute": 60.0}
 INFO = EngineInfo(
     num_pages=64,
     page_size=16,
@@ -71,12 +72,13 @@ def main() -> None:
     while True:
         ticks += deadline is None
         state = EngineState.READY
+        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
         tell(
             Stats(
                 state=state,
                 ticks=ticks,
                 steps=0,
-                step_deadline=deadline,
+                step_remaining=remaining,
                 pages_total=64,
                 host_pages_total=640,
             )
@@ -85,8 +87,8 @@ def main() -> None:
             message = decoder.decode(inbox.recv())
             with (notes / "engine-heard").open("a") as file:
                 file.write(f"{type(message).__name__}\n")
-            if message == Abort("long-step"):
-                deadline = time.time() + 1.0
+            if isinstance(message, Abort) and message.request_id in _STEPS:
+                deadline = time.monotonic() + _STEPS[message.request_id]
 
 
 if __name__ == "__main__":

@@ -114,6 +114,36 @@ def test_step_past_its_deadline_is_a_stuck_engine(start_agent: StartAgent) -> No
     assert "past its deadline" in agent.output
 
 
+def test_an_hour_back_does_not_blind_the_watchdog(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.wait_ready()
+    agent.child("fake_engine").send_signal(signal.SIGSTOP)
+    agent.shift_wall_clock(-3600)
+    wait_until(lambda: agent.manage("GET", "/readyz")[0] == 503, what="not ready")
+    assert agent.end() == 4
+
+
+def test_an_hour_forward_ends_no_step(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.wait_ready()
+    runtime = next(agent.notes.glob("radixgrove-worker-*"))
+    send_to_engine(runtime / "engine.sock", "step-of-a-minute")
+
+    def uptime() -> float:
+        seconds = agent.manage("GET", "/status")[1]["uptime_seconds"]
+        assert isinstance(seconds, float)
+        return seconds
+
+    wait_until(
+        lambda: agent.manage("GET", "/status")[1]["stats"]["step_remaining"], what="the long step"
+    )
+    agent.shift_wall_clock(3600)
+    began = uptime()
+    # The agent looks after its engine twice a second.
+    wait_until(lambda: uptime() > began + 1.5, what="three looks of the agent")
+    assert agent.manage("GET", "/readyz")[0] == 200
+
+
 def test_kill_of_the_agent_leaves_no_process_behind(start_agent: StartAgent) -> None:
     agent = start_agent(frontends=2, tp=2)
     agent.wait_ready()

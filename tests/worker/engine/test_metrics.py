@@ -21,7 +21,7 @@ def test_metrics_follow_the_pulse() -> None:
                 state=EngineState.READY,
                 ticks=turn,
                 steps=turn,
-                step_deadline=None,
+                step_remaining=None,
                 cached_tokens=50 * turn,
                 host_pages_total=640,
                 host_pages_used=100 - turn,

@@ -105,7 +105,7 @@ class FakeEngine:
                     state=EngineState.READY,
                     ticks=ticks,
                     steps=ticks,
-                    step_deadline=None,
+                    step_remaining=None,
                     running=len(self.running),
                     pages_total=100,
                     pages_free=60,

@@ -45,7 +45,7 @@ def request(
     domain: str = "public",
     priority: int = 0,
     cache: CacheMode = CacheMode.USE,
-    queue_deadline: float | None = None,
+    queue_timeout: float | None = None,
     frontend: int = 0,
     stop: tuple[int, ...] = (),
     min_tokens: int = 0,
@@ -68,7 +68,7 @@ def request(
         domain=domain,
         priority=priority,
         cache=cache,
-        queue_deadline=queue_deadline,
+        queue_timeout=queue_timeout,
         lockstep=lockstep,
     )
 

@@ -206,7 +206,7 @@ def test_an_aborted_wait_lets_go_at_once_and_the_load_still_ends_well() -> None:
 
 def test_a_wait_for_a_load_ends_at_the_queues_deadline() -> None:
     harness = displaced()
-    harness.submit(request("back", LONG, queue_deadline=harness.now + 1))
+    harness.submit(request("back", LONG, queue_timeout=1))
     harness.step()
     harness.now += 2
     harness.step()

@@ -170,7 +170,7 @@ def test_a_request_that_waits_past_its_deadline_is_refused() -> None:
     harness = Harness(max_running=1, queue_timeout=30.0)
     harness.submit(request("runs", PROMPT, 100))
     harness.step()
-    harness.submit(request("hurried", PROMPT, queue_deadline=harness.now + 5))
+    harness.submit(request("hurried", PROMPT, queue_timeout=5))
     harness.submit(request("patient", PROMPT))
     harness.now += 6
     harness.step()

@@ -127,7 +127,7 @@ def apply(harness: Harness, operation: Submitted | Aborted | Called, count: int)
                     cache=operation.cache,
                     priority=operation.priority,
                     stop=operation.stop,
-                    queue_deadline=operation.patience and harness.now + operation.patience,
+                    queue_timeout=operation.patience,
                     frontend=count % 3,
                     logprobs=0 if operation.logprobs else None,
                     prompt_logprobs=0 if operation.prompt_logprobs else None,
@@ -168,7 +168,7 @@ def check_answer(harness: Harness, request_id: str) -> None:
             assert len(prompt) + min(1, submit.sampling.max_tokens) > config.max_model_len
         else:
             assert end.reason is RefusalReason.QUEUE_TIMEOUT
-            assert submit.queue_deadline is not None
+            assert submit.queue_timeout is not None
         assert request_id not in harness.tokens
         return
     limit = min(submit.sampling.max_tokens, config.max_model_len - len(prompt))

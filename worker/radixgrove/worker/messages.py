@@ -1,5 +1,7 @@
 """What the processes of one worker say to each other over ZMQ: msgpack of typed structs, no pickle.
 
+Times are durations, from the moment a message is read: no two processes share a clock.
+
 Sockets live in the worker's private runtime directory (mode 0700):
 
     engine.sock       bound by the engine (PULL): frontends and agent push `ToEngine`
@@ -46,7 +48,7 @@ class Submit(msgspec.Struct, tag="submit", kw_only=True):
     sampling: SamplingParams
     domain: str  # sharing domain of the KV cache: "public" or a principal
     priority: int = 0  # higher first, only under the `priority` policy
-    queue_deadline: float | None = None  # Unix seconds; still waiting then: `Refused`
+    queue_timeout: float | None = None  # seconds from now; still waiting then: `Refused`
     cache: CacheMode = CacheMode.USE
     lockstep: bool = False  # decode only once all its tokens so far are on the host
 
@@ -119,13 +121,13 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True):
     """The engine's pulse, sent about five times a second from the scheduler's own loop.
 
     `ticks` counts loop turns (idle ones too), `steps` executed steps: a pulse that stops, or a step
-    that outlives `step_deadline`, means the engine is dead or stuck.
+    that outlives `step_remaining`, means the engine is dead or stuck.
     """
 
     state: EngineState
     ticks: int
     steps: int
-    step_deadline: float | None  # Unix seconds by which the running step must end; None when idle
+    step_remaining: float | None  # seconds within which the running step must end; None when idle
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0  # prompt tokens of waiting requests, less what the cache holds

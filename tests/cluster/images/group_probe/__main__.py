@@ -117,6 +117,7 @@ class Probe:
             settings.redis_url, settings.redis_prefix, registration,
             block_hasher(settings, registration.namespace),
             lambda: publisher.apply(CacheSnapshot(0, [], last=True)),
+            lambda: True,
         )  # fmt: skip
         publisher.apply(self._pulse())
         await publisher.start()
@@ -138,7 +139,7 @@ class Probe:
 
     def _pulse(self) -> Stats:
         return Stats(
-            state=EngineState.READY, ticks=0, steps=0, step_deadline=None,
+            state=EngineState.READY, ticks=0, steps=0, step_remaining=None,
             running=self._answers.running, pages_total=_INFO.num_pages, pages_free=_INFO.num_pages,
         )  # fmt: skip
 

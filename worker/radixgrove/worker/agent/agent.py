@@ -204,9 +204,9 @@ class Agent:
         self.settings = runtime.settings
         self.state = WorkerState.STARTING
         self.info: EngineInfo | None = None
-        self.liveness = Liveness(time.time())
+        self.liveness = Liveness()
         self.publisher: Publisher | None = None
-        self.started = time.time()
+        self.started = time.monotonic()  # seconds of this process's clock
         self.phase: PhaseReport | None = None
         self._modules = modules
         self._engines: list[Child] = []
@@ -305,12 +305,11 @@ class Agent:
         decoder: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
         while True:
             message = decoder.decode(await self._inbox.recv())
-            now = time.time()
-            self.liveness.hear(now)
+            self.liveness.hear()
             match message:
                 case Stats():
-                    self.liveness.take(message, now)
-                    if self.liveness.ready(now) and self.info is not None:
+                    self.liveness.take(message)
+                    if self.liveness.ready() and self.info is not None:
                         self._engine_ready.set()
                 case PhaseReport():
                     self.phase = message
@@ -330,9 +329,8 @@ class Agent:
         """Ends with an AgentError when a rank is stuck, after killing it."""
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            now = time.time()
             held = [child for child in self._engines if child.running and is_stopped(child.pid)]
-            problem = self.liveness.problem(now, stopped=bool(held))
+            problem = self.liveness.problem(stopped=bool(held))
             if problem is not None:
                 culprit = held[0] if held else self._engines[0]
                 # Kept first: the death that we cause must not pass for the reason.
@@ -343,7 +341,7 @@ class Agent:
                 await asyncio.gather(*(child.kill() for child in self._engines))
                 raise self._stuck
             if self.state in (WorkerState.READY, WorkerState.NOT_READY):
-                self._set_readiness(self.liveness.ready(now))
+                self._set_readiness(self.liveness.ready())
 
     def _set_readiness(self, ready: bool) -> None:
         state = WorkerState.READY if ready else WorkerState.NOT_READY
@@ -360,7 +358,7 @@ class Agent:
             await self._publish(self.info)
         if self.state is WorkerState.STARTING:
             self.state = WorkerState.READY
-        self._report.ready(self.settings, time.time() - self.started)
+        self._report.ready(self.settings, time.monotonic() - self.started)
         await asyncio.Event().wait()  # this task ends only with the agent
 
     async def _await_frontends(self) -> None:
@@ -384,6 +382,7 @@ class Agent:
                     self.settings, cache_namespace(self.settings, info.dtype, info.kv_dtype)
                 ),
                 self._request_snapshot,
+                self.liveness.ready,
             )
             await publisher.start()
         except Exception as error:

@@ -76,7 +76,7 @@ def make_app(agent: Agent) -> App:
 
     def trouble() -> str:
         """Whether the engine's step counter moves and routers know this worker."""
-        ready = agent.state == "ready" and agent.liveness.ready(time.time())
+        ready = agent.state == "ready" and agent.liveness.ready()
         return "" if ready else str(agent.state)
 
     api = ManagementApi(
@@ -121,7 +121,7 @@ def _status(agent: Agent) -> WorkerStatus:
         state=agent.state,
         phase=agent.phase,
         pid=os.getpid(),
-        uptime_seconds=round(time.time() - agent.started, 1),
+        uptime_seconds=round(time.monotonic() - agent.started, 1),
         engine=agent.info,
         stats=agent.liveness.stats,
         publisher=agent.publisher.status() if agent.publisher is not None else None,

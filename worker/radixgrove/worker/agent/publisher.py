@@ -39,14 +39,12 @@ from radixgrove.worker.messages import (
     CacheEvent,
     CacheEvents,
     CacheSnapshot,
-    EngineState,
     Stats,
 )
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-STATS_MAX_AGE = 2.0  # an older pulse means a stuck engine: not ready
 REDIS_TIMEOUT = 2.0
 SNAPSHOT_TIMEOUT = 30.0  # from the request to the last chunk; then it is asked for again
 MAX_BUFFERED_MEMBERS = 1 << 18  # of events; beyond it they are dropped and a snapshot replaces them
@@ -80,7 +78,8 @@ class Publisher:
     Call `start` once; hand every `CacheEvents`, `CacheSnapshot`, `Admitted` and `Stats` of the
     engine to `apply` (never blocks); call `drain` before SIGTERM reaches the frontends, and `close`
     at the end. `request_snapshot` is called whenever the engine must send its whole tree
-    (`PublishSnapshot`); it must not block.
+    (`PublishSnapshot`); it must not block. `ready` says whether the engine takes requests: the
+    lease follows it.
     """
 
     def __init__(
@@ -90,6 +89,7 @@ class Publisher:
         registration: Registration,
         hasher: BlockHasher,
         request_snapshot: Callable[[], None],
+        ready: Callable[[], bool],
         *,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
@@ -98,6 +98,7 @@ class Publisher:
         self._registration = registration
         self._hasher = hasher
         self._request_snapshot = request_snapshot
+        self._ready = ready
         self._lease_ms = int(lease_seconds * 1000)
         self._prefix = redis_prefix
         self._keys = ServiceKeys(redis_prefix, registration.service)
@@ -122,7 +123,6 @@ class Publisher:
         self._problem = ""
 
         self._stats: Stats | None = None
-        self._stats_at = 0.0
         self._stats_fresh = False
         self._next_heartbeat = 0.0
         self._admitted: deque[str] = deque(maxlen=MAX_ADMITTED)
@@ -157,7 +157,7 @@ class Publisher:
         """Takes one message of the engine, in the order they came. Never blocks."""
         match message:
             case Stats():
-                self._stats, self._stats_at, self._stats_fresh = message, time.monotonic(), True
+                self._stats, self._stats_fresh = message, True
             case Admitted():
                 # `<reservation>:<sequence>`: the first sequence to begin ends the reservation.
                 self._admitted.extend({name.rpartition(":")[0] for name in message.request_ids})
@@ -321,7 +321,7 @@ class Publisher:
                 identity,
                 self._lease_ms,
                 self._report().pack(),
-                int(self._state(time.monotonic())),
+                int(self._state()),
             ],
         )
         if answer[0] == index.MISMATCH:
@@ -366,17 +366,10 @@ class Publisher:
             cached_tokens=stats.cached_tokens,
         )
 
-    def _state(self, now: float) -> LeaseState:
+    def _state(self) -> LeaseState:
         if self._draining:
             return LeaseState.DRAINING
-        stats = self._stats
-        alive = (
-            stats is not None
-            and stats.state is EngineState.READY
-            and now - self._stats_at < STATS_MAX_AGE
-            and (stats.step_deadline is None or time.time() < stats.step_deadline)
-        )
-        return LeaseState.READY if alive else LeaseState.NOT_READY
+        return LeaseState.READY if self._ready() else LeaseState.NOT_READY
 
     async def _heartbeat(self, now: float) -> None:
         stats = self._stats
@@ -392,7 +385,7 @@ class Publisher:
                 self._registration.replica_id,
                 self._generation,
                 self._lease_ms,
-                int(self._state(now)),
+                int(self._state()),
                 self._report().pack(),
                 "1" if idle else "0",
             ],

@@ -209,7 +209,7 @@ class Engine:
         self._agent.send(info)
         for frontend in self._frontends:
             frontend.send(info)
-        self._pulse(time.time())
+        self._pulse(time.monotonic())
 
     def stop(self) -> None:
         """End the loop after its current turn; safe in a signal handler."""
@@ -229,13 +229,13 @@ class Engine:
         self._clock.end("schedule")
         self._busy = bool(self._flights)
         if self._busy:
-            self._pulse_if_due(time.time())
+            self._pulse_if_due(time.monotonic())
             self._clock.end("pulse")
             self._collect()
             self._clock.end("complete")
         self._deliver()
         self._clock.end("deliver")
-        self._pulse_if_due(time.time())
+        self._pulse_if_due(time.monotonic())
         self._clock.end("pulse")
 
     def _abort_all(self) -> None:
@@ -249,14 +249,14 @@ class Engine:
     def _receive(self) -> None:
         """Handle what has arrived; when the last turn computed nothing, wait for it a while."""
         if not self._busy:
-            seconds = self._pulse_at + PULSE_SECONDS - time.time()
+            seconds = self._pulse_at + PULSE_SECONDS - time.monotonic()
             if self._scheduler.copies_in_flight:
                 seconds = min(seconds, _COPYING_SECONDS)
             elif self._scheduler.has_work:
                 seconds = min(seconds, _NOTHING_POSSIBLE_SECONDS)
             if seconds > 0:
                 self._inbox.poll(math.ceil(seconds * 1000))
-        now = time.time()
+        now = time.monotonic()
         for _ in range(_MESSAGES_A_TURN):
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK)
@@ -297,7 +297,7 @@ class Engine:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        now = time.time()
+        now = time.monotonic()
         while len(self._flights) < self._depth:
             self._scheduler.copies_ended(*self._executor.copies_ended())
             plan = self._scheduler.schedule(now)
@@ -317,7 +317,7 @@ class Engine:
     def _collect(self) -> None:
         result = self._executor.collect()
         self._clock.end("collect")
-        now = time.time()
+        now = time.monotonic()
         launched = self._flights.popleft()
         if launched.tokens:  # a plan may hold copies only
             self._metrics.observe_step(now - self._oldest_since, launched.tokens)
@@ -325,8 +325,8 @@ class Engine:
         self._scheduler.complete(result)
 
     @property
-    def _step_deadline(self) -> float | None:
-        """Unix seconds by which the oldest step in flight must end."""
+    def _deadline(self) -> float | None:
+        """When the oldest step in flight must have ended."""
         return self._oldest_since + self._flights[0].allowance if self._flights else None
 
     # ---- messages out ----------------------------------------------------------------------------
@@ -367,16 +367,17 @@ class Engine:
     def _pulse_if_due(self, now: float) -> None:
         """About five times a second, and at once when a step begins that may end much later than
         was said last: whoever waits for the next pulse must know that it is under way."""
-        deadline = self._step_deadline
+        deadline = self._deadline
         begins = deadline is not None and deadline > self._told_deadline + PULSE_SECONDS
         if begins or now - self._pulse_at >= PULSE_SECONDS:
             self._pulse(now)
 
     def _pulse(self, now: float) -> None:
         self._pulse_at = now
-        deadline = self._step_deadline
+        deadline = self._deadline
         self._told_deadline = deadline if deadline is not None else -math.inf
-        stats = self._scheduler.stats(EngineState.READY, self._ticks, deadline)
+        remaining = None if deadline is None else max(0.0, deadline - now)
+        stats = self._scheduler.stats(EngineState.READY, self._ticks, remaining)
         self._agent.send(stats)
         for frontend in self._frontends:
             frontend.send(stats)

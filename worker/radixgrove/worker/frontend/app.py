@@ -95,7 +95,7 @@ class Frontend:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             now = time.monotonic()
-            self.engine.check_stuck(time.time())
+            self.engine.check_stuck()
             for flight in list(self._flights):
                 if flight.sending_since is not None:
                     if now - flight.sending_since > STALL_SECONDS:
@@ -166,7 +166,7 @@ class Frontend:
         if self.engine.gone:
             raise errors.overloaded("The engine has stopped.", retry_after=5)
         stats = self.engine.liveness.stats
-        if not self.engine.liveness.ready(time.time()):
+        if not self.engine.liveness.ready():
             text = "The model is still loading." if stats is None else "The engine is not ready."
             raise errors.overloaded(text, retry_after=5)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -52,7 +51,7 @@ class EngineClient:
     def __init__(self, engine_socket: str, frontend_socket: str, index: int) -> None:
         """`index`: this frontend's, by which the engine addresses it."""
         self.index = index
-        self.liveness = Liveness(time.time())
+        self.liveness = Liveness()
         self.info: EngineInfo | None = None  # once the engine is ready
         self.gone = False  # the engine's process closed its end after having been there
         self.on_gone: Callable[[], None] = lambda: None
@@ -117,9 +116,9 @@ class EngineClient:
             with contextlib.suppress(errors.ApiError):
                 self._send(Abort(request_id))
 
-    def check_stuck(self, now: float) -> None:
+    def check_stuck(self) -> None:
         """Give the engine up when its pulse stopped, as its agent does."""
-        if not self.gone and self.liveness.problem(now) is not None:
+        if not self.gone and self.liveness.problem() is not None:
             self._give_up("the engine's pulse stopped")
 
     def _send(self, message: ToEngine) -> None:
@@ -141,7 +140,7 @@ class EngineClient:
 
     def _take(self, message: ToFrontend) -> None:
         if isinstance(message, Stats):
-            self.liveness.take(message, time.time())
+            self.liveness.take(message)
         elif isinstance(message, EngineInfo):
             self.info = message
         else:

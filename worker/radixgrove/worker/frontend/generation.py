@@ -95,7 +95,6 @@ class RequestInFlight:
             ApiError: 503.
         """
         generation = self.generation
-        deadline = time.time() + queue_timeout
         for number, sequence in enumerate(self.sequences):
             prompt = number // generation.n
             message = Submit(
@@ -105,7 +104,7 @@ class RequestInFlight:
                 sampling=generation.sampling_for(max_tokens[prompt], number, eos_ids),
                 domain=domain,
                 priority=generation.priority,
-                queue_deadline=deadline,
+                queue_timeout=queue_timeout,
                 cache=CacheMode.USE if generation.prefix_cache else CacheMode.BYPASS,
             )
             self.engine.submit(message, partial(self._deliver, sequence))

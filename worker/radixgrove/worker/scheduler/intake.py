@@ -43,8 +43,8 @@ class Intake:
         config, sampling = self._config, submit.sampling
         prompt_len = count_tokens(submit.token_ids)
         deadline = now + config.queue_timeout
-        if submit.queue_deadline is not None:
-            deadline = min(deadline, submit.queue_deadline)
+        if submit.queue_timeout is not None:
+            deadline = min(deadline, now + submit.queue_timeout)
         self._order += 1
         return Request(
             request_id=submit.request_id,

@@ -85,14 +85,14 @@ class Scheduler:
         """All cached blocks, in chunks. Take the pending events first: these include them."""
         return in_chunks(self.memory.tree.blocks(), _SNAPSHOT_CHUNK)
 
-    def stats(self, state: EngineState, ticks: int, step_deadline: float | None) -> Stats:
+    def stats(self, state: EngineState, ticks: int, step_remaining: float | None) -> Stats:
         pool, tree, counters = self.memory.pool, self.memory.tree, self.counters
         host = self.memory.host
         return Stats(
             state=state,
             ticks=ticks,
             steps=self.memory.timeline.collected,
-            step_deadline=step_deadline,
+            step_remaining=step_remaining,
             running=len(self._batch.active),
             waiting=len(self._lifecycle.requests) - len(self._batch.active),
             waiting_tokens=self._queue.tokens,
