@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from radixgrove.service import logs
+
 Main = Callable[[list[str]], None]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -69,4 +71,7 @@ def _run(main: Main, arguments: list[str], log: Path, environment: dict[str, str
     with log.open("ab") as output:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())
-    main(arguments)
+    try:
+        main(arguments)
+    finally:
+        logs.STDERR.flush()  # multiprocessing ends its children without their exit handlers

@@ -23,7 +23,7 @@ class Scene:
 
     def __init__(self, code: str) -> None:
         self.said: list[str] = []
-        self.output: list[bytes] = []
+        self.output: list[str] = []
         self.service = Supervised(
             "child", [sys.executable, "-c", code], os.environ, self.output.append, self.said.append
         )
@@ -87,7 +87,7 @@ async def test_a_child_that_ignores_sigterm_is_killed() -> None:
         f"print('up', flush=True)\n{SLEEP}"
     )
     await scene.service.start()
-    await until(lambda: scene.output == [b"up\n"])
+    await until(lambda: scene.output == ["up"])
     async with asyncio.timeout(30):  # of its own it would go on for a minute
         await scene.service.stop(0.2)
     assert not scene.alive()

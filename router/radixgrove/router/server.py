@@ -26,6 +26,7 @@ from radixgrove.router.proxy import Proxy
 from radixgrove.router.redis_link import RedisLink, RedisRefused, RedisUnavailable
 from radixgrove.router.status import RouterStatus, router_status
 from radixgrove.router.upstream import Upstream
+from radixgrove.service import logs
 from radixgrove.service.asgi import App
 from radixgrove.service.auth import ApiKeys
 from radixgrove.service.listening import listen, listen_for_management
@@ -33,7 +34,6 @@ from radixgrove.service.server import Server
 
 logger = logging.getLogger(__name__)
 
-LOG_LEVEL_FILE = "log-level"
 LINGER_SECONDS = 1.0  # for clients with an open connection to ask once more, and be sent away
 
 
@@ -57,7 +57,8 @@ class RouterProcess:
             RedisLink(settings.redis_url, self._redis_changed) if settings.redis_url else None
         )
         self._stop = asyncio.Event()
-        self._log_level = settings.log_level
+        if shared is not None:
+            logs.LevelFile(shared).follow()
 
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains within `drain_timeout`."""
@@ -139,7 +140,6 @@ class RouterProcess:
                     await placer.heartbeat(fleet.services)
                 except (RedisUnavailable, RedisRefused) as error:
                     logger.warning("no heartbeat to Redis: %s", error)
-            self._follow_log_level()
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def _redis_changed(self, up: bool) -> None:
@@ -156,21 +156,10 @@ class RouterProcess:
     # ---- log level -------------------------------------------------------------------------
 
     async def _set_log_level(self, level: LogLevel) -> None:
+        """The management port is one process's; the others read what is set there."""
         if self._shared is not None:
-            temporary = self._shared / f"{LOG_LEVEL_FILE}.new"
-            temporary.write_text(level.value)
-            temporary.rename(self._shared / LOG_LEVEL_FILE)
-        self._apply_log_level(level)
-
-    def _follow_log_level(self) -> None:
-        """The management port is one process's; the others read what was set there."""
-        if self._shared is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._apply_log_level(LogLevel((self._shared / LOG_LEVEL_FILE).read_text()))
-
-    def _apply_log_level(self, level: LogLevel) -> None:
-        if level is not self._log_level:
-            self._log_level = level
+            logs.LevelFile(self._shared).write(level)
+        else:
             logging.getLogger().setLevel(level.value.upper())
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from radixgrove.service.logs import TRACE_PREFIX, escape
 from radixgrove.service.processes import die_with
 
 _KEPT_LINES = 40
@@ -20,7 +21,7 @@ _CHUNK = 1 << 16
 _LOG_PREFIX = re.compile(r"^\S+Z (ERROR|CRITICAL) +\S+: ")
 _ERROR_SIGNS = ("Error", "error:", " ERROR ", '"level":"error"')
 
-Sink = Callable[[bytes], None]
+Sink = Callable[[str], None]  # takes a line, without its end
 
 
 class _Output(NamedTuple):
@@ -107,7 +108,7 @@ class Child:
 
     def last_error(self) -> str | None:
         """The line that most likely says why it ended: the last error, else the last at all."""
-        lines = [line for line in self.tail if line.strip()]
+        lines = [line.removeprefix(TRACE_PREFIX) for line in self.tail if line.strip()]
         for line in reversed(lines):
             if not line[0].isspace() and any(sign in line for sign in _ERROR_SIGNS):
                 return _LOG_PREFIX.sub("", line.strip())
@@ -134,8 +135,9 @@ class Child:
             self._take(rest)
 
     def _take(self, line: bytes) -> None:
-        self.tail.append(line.decode("utf-8", "replace"))
-        self._sink(line + b"\n")
+        text = escape(line.decode("utf-8", "replace"))
+        self.tail.append(text)
+        self._sink(text)
 
 
 def describe_exit(code: int) -> str:

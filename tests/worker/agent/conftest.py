@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 class AgentProcess:
     """An agent with its output, its children and its management port."""
 
-    def __init__(self, notes: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, notes: Path, settings: dict[str, Any], *, read: bool = True) -> None:
         self.notes = notes
         self.lines: list[str] = []
         self._clock = notes / "wall-clock-shift"
@@ -48,7 +48,8 @@ class AgentProcess:
             text=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        if read:
+            self._reader.start()
         self.children: list[psutil.Process] = []
 
     def _read(self) -> None:
@@ -76,7 +77,8 @@ class AgentProcess:
     def end(self, deadline: float = 60.0) -> int:
         """Wait for the exit; everything it started must be gone by then."""
         code = self.process.wait(deadline)
-        self._reader.join(5)
+        if self._reader.ident is not None:
+            self._reader.join(5)
         _, alive = psutil.wait_procs(self.children, timeout=10)
         assert not alive, f"left behind: {alive}"
         return code
@@ -139,13 +141,13 @@ StartAgent = Callable[..., AgentProcess]
 def start_agent(model_dir: Path) -> Iterator[StartAgent]:
     started: list[AgentProcess] = []
 
-    def start(*notes_to_leave: str, **settings: Any) -> AgentProcess:
+    def start(*notes_to_leave: str, read: bool = True, **settings: Any) -> AgentProcess:
         # Not under tmp_path: a Unix socket's path may have 107 bytes.
         notes = Path(tempfile.mkdtemp(prefix="agent-"))
         for note in notes_to_leave:
             (notes / note).touch()
         base = {"model": str(model_dir), "port": 0, "management_port": 0, "drain_timeout": 5}
-        agent = AgentProcess(notes, {**base, **settings})
+        agent = AgentProcess(notes, {**base, **settings}, read=read)
         started.append(agent)
         return agent
 

@@ -1,8 +1,9 @@
 """An engine without a model, for the agent's tests: it starts, pulses, and misbehaves on request.
 
-Run as `python -m fake_engine RUNTIME_DIR RANK`. A file in the runtime directory's parent named
-`die-at-start` makes it exit with an error; a message `Abort` of one of `_STEPS` makes it announce a
-step of so many seconds and never finish it. What it receives is appended to `engine-heard` there.
+Run as `python -m fake_engine RUNTIME_DIR RANK`. Files in the runtime directory's parent steer it:
+`chatty` makes it print 2 MB, `die-at-start` makes it exit with an error. A message `Abort` of one
+of `_STEPS` makes it announce a step of so many seconds and never finish it. What it receives is
+appended to `engine-heard` there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from radixgrove.service import logs
 from radixgrove.worker.messages import (
     Abort,
     EngineInfo,
@@ -49,9 +51,12 @@ def main() -> None:
     rank = int(sys.argv[2])
     notes = directory.parent
     runtime = Runtime.load(directory)
-    runtime.follow_log_level()
+    logs.LevelFile(directory).follow()
     if (notes / "die-at-start").exists():
         raise RuntimeError("out of imaginary memory")
+    if (notes / "chatty").exists():
+        for number in range(20_000):
+            print(f"line {number}", "x" * 100, flush=True)
     if rank > 0:
         while True:
             time.sleep(1)

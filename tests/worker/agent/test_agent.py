@@ -15,12 +15,14 @@ import psutil
 import pytest
 import redis
 import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
 from safetensors.torch import save_file
 
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import Registration
 from radixgrove.service.directories import remove_abandoned
-from tests.conftest import RedisServer, wait_until
+from tests.conftest import RedisServer, find_free_port, wait_until
 from tests.worker.agent.conftest import StartAgent
 
 
@@ -347,6 +349,28 @@ def test_routers_learn_how_fast_the_engine_computes_and_loads(
     registered = msgspec.json.decode(record, type=Registration)
     assert registered.prefill_tokens_per_second == 100.0
     assert registered.host_tokens_per_second == 5000.0
+
+
+def test_a_worker_whose_output_is_not_read_goes_on_and_counts_what_it_drops(
+    start_agent: StartAgent,
+) -> None:
+    port = find_free_port()
+    agent = start_agent("chatty", read=False, management_port=port)
+
+    def ready() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10):
+                return True
+        except OSError:
+            return False
+
+    wait_until(ready, deadline=60, what="a ready worker")
+    (runtime,) = agent.notes.glob("radixgrove-worker-*")
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(runtime / "metrics"))
+    assert (registry.get_sample_value("radixgrove_log_lines_dropped_total") or 0) > 1000
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.process.wait(30) == 0
 
 
 def test_runtime_files_are_private(start_agent: StartAgent) -> None:

@@ -7,20 +7,14 @@ metrics under `metrics` in prometheus_client's multiprocess format.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import os
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from radixgrove.protocol.settings import LogLevel, WorkerSettings
+from radixgrove.protocol.settings import WorkerSettings
 
 _FILE = "worker.json"
-_LOG_LEVEL = "log-level"
-_LOG_LEVEL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -49,31 +43,8 @@ class Runtime:
 
     @property
     def metrics_dir(self) -> Path:
-        """Also in the environment of every child, as `PROMETHEUS_MULTIPROC_DIR`."""
+        """In the environment of every process of the worker, as `PROMETHEUS_MULTIPROC_DIR`."""
         return self.directory / "metrics"
-
-    def write_log_level(self, level: LogLevel) -> None:
-        """Change the log level of all processes of the worker (the management port does)."""
-        fresh = self.directory / f".{_LOG_LEVEL}"
-        fresh.write_text(level)
-        fresh.rename(self.directory / _LOG_LEVEL)
-
-    def follow_log_level(self) -> None:
-        """Adopt, from now on and within a second, every level that `write_log_level` sets.
-
-        A daemon thread looks: an engine that computes, or a frontend that streams, need not.
-        """
-        threading.Thread(target=self._follow_log_level, name="log level", daemon=True).start()
-
-    def _follow_log_level(self) -> None:
-        current = ""
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                level = LogLevel((self.directory / _LOG_LEVEL).read_text())
-                if level != current:
-                    logging.getLogger().setLevel(level.upper())
-                    current = level
-            time.sleep(_LOG_LEVEL_SECONDS)
 
     def write(self) -> None:
         """Write `worker.json`, readable by this user only."""

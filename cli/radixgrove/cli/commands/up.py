@@ -19,6 +19,7 @@ from radixgrove.cli.demonstration import QUESTION, demonstrate
 from radixgrove.cli.options import SettingsCommand, setting_options
 from radixgrove.cli.parts import AMBIGUOUS
 from radixgrove.cli.resolving import UpParts
+from radixgrove.service import logs
 from radixgrove.service.children import Sink
 from radixgrove.service.directories import private_directory
 
@@ -31,6 +32,7 @@ def _up(config: str | None, show_requests: bool, **flags: Any) -> int:
         try:
             return asyncio.run(_run(parts, directory, show_requests))
         except ClusterError as error:
+            logs.STDERR.flush()  # the reason comes last
             raise click.ClickException(str(error)) from None
 
 
@@ -59,17 +61,12 @@ async def _run(parts: UpParts, directory: Path, show_requests: bool) -> int:
 
 
 def _prefixed(name: str) -> Sink:
-    head = f"{name:<{_NAME_WIDTH}}| ".encode()
-
-    def write(line: bytes) -> None:
-        sys.stderr.buffer.write(head + line)
-        sys.stderr.buffer.flush()
-
-    return write
+    head = f"{name:<{_NAME_WIDTH}}| "
+    return lambda line: logs.STDERR.write(head + line)
 
 
 def _announce(text: str) -> None:
-    click.echo(f"{'up':<{_NAME_WIDTH}}| {text}", err=True)
+    logs.STDERR.write(logs.escape(f"{'up':<{_NAME_WIDTH}}| {text}"))
 
 
 def _announce_ready(cluster: Cluster, seconds: float) -> None:

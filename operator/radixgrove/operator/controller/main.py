@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import logging
 import os
 import signal
@@ -18,12 +17,13 @@ from typing import Any
 
 import kopf
 
-from radixgrove.operator.api import names
+from radixgrove.operator.api import metrics, names
 from radixgrove.operator.api.config import OperatorConfig, load
 from radixgrove.operator.controller.app import App
 from radixgrove.operator.controller.health import HealthServer
 from radixgrove.operator.kube.client import KINDS, Kube, api_client
 from radixgrove.operator.kube.election import LeaderElection
+from radixgrove.service import logs
 
 logger = logging.getLogger(__name__)
 
@@ -167,19 +167,6 @@ def with_pod_ips(config: OperatorConfig, text: str) -> OperatorConfig:
     return config.model_copy(update={"pod_ips": addresses}) if addresses else config
 
 
-class _JsonLines(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="radixgrove-operator", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the operator")
@@ -188,10 +175,8 @@ def main() -> None:
         config = load(arguments.config)
     except (OSError, ValueError) as error:
         sys.exit(f"{arguments.config}: {error}")
-    handler = logging.StreamHandler()
-    if config.log_json:
-        handler.setFormatter(_JsonLines())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logs.configure("info", json=config.log_json)
+    logs.count_drops(metrics.REGISTRY)
     logging.getLogger("kopf").setLevel(logging.WARNING)
     sys.exit(run(with_pod_ips(config, os.environ.get("POD_IPS", ""))))
 

@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from radixgrove.operator.fetch.sources import Failure, RemoteFile, Source, open_source
+from radixgrove.service import logs
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
         if name == "download":
             command.add_argument("--into", type=Path, required=True)
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logs.configure("info", json=False)
     try:
         source = open_source(given.source, given.revision)
         if given.command == "resolve":

@@ -104,6 +104,8 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
         with reserved_port(settings) as port, private_directory("radixgrove-worker-") as directory:
             runtime = Runtime(directory, resolve_settings(settings, model_dir, port), model_dir)
             runtime.metrics_dir.mkdir()
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(runtime.metrics_dir)
+            logs.count_drops()
             runtime.write()
             return asyncio.run(Agent(runtime, modules).run())
     except (
@@ -248,8 +250,7 @@ class Agent:
 
     def set_log_level(self, level: LogLevel) -> None:
         """For the agent at once, for engine and frontends within a second."""
-        logging.getLogger().setLevel(level.upper())
-        self.runtime.write_log_level(level)
+        logs.LevelFile(self.runtime.directory).write(level)
         _log.warning("log level is now %s", level)
 
     # ---- life ----------------------------------------------------------------------------------
@@ -284,21 +285,17 @@ class Agent:
         self._stop.set()
 
     async def _start_children(self) -> None:
-        environ = {
-            **os.environ,
-            "PROMETHEUS_MULTIPROC_DIR": str(self.runtime.metrics_dir),
-            "PYTHONUNBUFFERED": "1",
-        }
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
         directory = str(self.runtime.directory)
         for rank in range(self.settings.tp):
             command = [sys.executable, "-m", self._modules.engine, directory, str(rank)]
             self._engines.append(
-                await Child.start(f"engine rank {rank}", command, environ, _to_stderr)
+                await Child.start(f"engine rank {rank}", command, environ, logs.STDERR.write)
             )
         for index in range(self.settings.frontends):
             command = [sys.executable, "-m", self._modules.frontend, directory, str(index)]
             self._frontends.append(
-                await Child.start(f"frontend {index}", command, environ, _to_stderr)
+                await Child.start(f"frontend {index}", command, environ, logs.STDERR.write)
             )
 
     async def _receive(self) -> None:
@@ -478,11 +475,6 @@ def describe(runtime: Runtime, info: EngineInfo) -> Registration:
         dtype=info.dtype,
         kv_dtype=info.kv_dtype,
     )
-
-
-def _to_stderr(line: bytes) -> None:
-    sys.stderr.buffer.write(line)
-    sys.stderr.buffer.flush()
 
 
 def _obituary(child: Child) -> str:

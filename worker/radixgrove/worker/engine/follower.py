@@ -37,6 +37,7 @@ def run_follower(runtime_dir: Path, rank: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     runtime = Runtime.load(runtime_dir)
     logs.configure(runtime.settings.log_level, json=runtime.settings.log_json)
+    logs.LevelFile(runtime_dir).follow()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     answers = context.socket(zmq.PUSH)
     answers.connect(progress_address(runtime_dir))
@@ -52,7 +53,7 @@ def run_follower(runtime_dir: Path, rank: int) -> int:
     except Exception as error:
         logger.exception("rank %d failed", rank)
         answers.send(msgspec.msgpack.encode(Progress(rank, -1, str(error))))
-        print(f"error: engine rank {rank} failed: {error}", file=sys.stderr, flush=True)
+        logs.STDERR.write(logs.escape(f"error: engine rank {rank} failed: {error}"))
         return 1
     finally:
         answers.close(linger=1000)

@@ -395,7 +395,8 @@ def run(directory: Path, build: Build, refusals: tuple[type[Exception], ...] = (
     runtime = Runtime.load(directory)
     settings = runtime.settings
     logs.configure(settings.log_level, json=settings.log_json)
-    runtime.follow_log_level()
+    logs.count_drops()
+    logs.LevelFile(directory).follow()
     signal.signal(signal.SIGTERM, _exit_at_once)
     links = Links(runtime)
     executor: Executor | None = None
@@ -412,7 +413,7 @@ def run(directory: Path, build: Build, refusals: tuple[type[Exception], ...] = (
     except Exception as error:
         if not isinstance(error, refusals):
             logger.exception("the engine failed")
-        print(f"error: engine rank 0 failed to {doing}: {error}", file=sys.stderr, flush=True)
+        logs.STDERR.write(logs.escape(f"error: engine rank 0 failed to {doing}: {error}"))
         return 1
     finally:
         if executor is not None:

@@ -33,7 +33,8 @@ def run(directory: Path, index: int) -> None:
     runtime = Runtime.load(directory)
     settings = runtime.settings
     logs.configure(settings.log_level, json=settings.log_json)
-    runtime.follow_log_level()
+    logs.count_drops()
+    logs.LevelFile(directory).follow()
     frontend = Frontend(
         settings,
         ServedModel.load(runtime.model_dir, settings),
