@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import socket
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -311,6 +314,48 @@ async def test_processes_share_one_port_and_a_dead_one_is_replaced(
     children = parent.children()
     assert await router.stop() == 0
     assert not any(child.is_running() for child in children)
+
+
+async def test_a_process_that_hangs_is_named_and_replaced(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    import psutil
+
+    await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, processes=2)
+    assert router.process is not None
+    parent = psutil.Process(router.process.pid)
+    await eventually(lambda: len(parent.children()) == 2)
+    victim = parent.children()[0]
+    victim.suspend()
+    await eventually(
+        lambda: f"(process {victim.pid}) hangs: its event loop" in router.log.read_text(),
+        what="the message",
+    )
+    assert not victim.is_running()
+    await eventually(lambda: len(parent.children()) == 2, what="the replacement")
+    await eventually(lambda: router.answers("/readyz"))
+    for i in range(8):
+        assert (await router.complete(prompt(i))).status == 200
+
+
+async def test_processes_that_cannot_start_end_the_router(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        settings = {
+            "processes": 2,
+            "port": find_free_port(),
+            "management_port": other.getsockname()[1],
+        }
+        file = tmp_path / "router.json"
+        file.write_text(json.dumps(settings))
+        router = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "radixgrove.router", str(file)), stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(60):
+            _, said = await router.communicate()
+    assert router.returncode == 1
+    assert f"cannot listen on 127.0.0.1 port {settings['management_port']}" in said.decode()
+    assert "router process 0 (process " in said.decode().splitlines()[-1]
 
 
 async def test_killed_parent_leaves_no_process_and_its_directory_goes_with_the_next_start(

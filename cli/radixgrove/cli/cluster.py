@@ -25,10 +25,10 @@ from radixgrove.cli.client import fetch
 from radixgrove.cli.configuration import PREFIX
 from radixgrove.cli.redis_server import EmbeddedRedis, find_binary, free_ports, write_private
 from radixgrove.cli.resolving import UpParts
-from radixgrove.cli.supervise import ChildFailed, Supervised
 from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
 from radixgrove.service import machine
 from radixgrove.service.children import Sink
+from radixgrove.service.supervisor import ChildFailed, Supervised
 
 _REDIS_START = 10.0
 _POLL = 0.1

@@ -18,14 +18,13 @@ from radixgrove.service import logs
 from radixgrove.service.auth import ApiKeys, KeyFileError
 from radixgrove.service.directories import private_directory
 from radixgrove.service.listening import BindingError, check_management, listen
-from radixgrove.service.processes import die_with
+from radixgrove.service.liveness import tick
+from radixgrove.service.supervisor import ChildFailed, Supervised
 
 logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "router.json"
 EXIT_FAILED = 1
-MAX_RESTART_SECONDS = 10.0
-STEADY_SECONDS = 30.0  # a child that ran this long is restarted without a pause
 KILL_SECONDS = 5.0  # beyond `drain_timeout`
 
 
@@ -41,8 +40,8 @@ def run(settings: RouterSettings) -> int:
     try:
         check(settings)
         with private_directory("radixgrove-router-") as directory:
-            uvloop.run(_supervise(settings, directory))
-    except (StartError, BindingError) as error:
+            asyncio.run(_supervise(settings, directory))
+    except (StartError, BindingError, ChildFailed) as error:
         logger.error("%s", error)
         return EXIT_FAILED
     return 0
@@ -54,6 +53,7 @@ def run_process(settings: RouterSettings, index: int, shared: Path | None) -> in
     from radixgrove.router.server import RouterProcess
 
     logs.configure(settings.log_level.value, json=settings.log_json)
+    logs.count_drops()
 
     async def serve() -> None:
         await RouterProcess(settings, index, shared).run()
@@ -98,7 +98,11 @@ def _write_settings(settings: RouterSettings, path: Path) -> None:
 
 
 async def _supervise(settings: RouterSettings, directory: Path) -> None:
-    """Keeps `processes` children alive; a dead one is reported and replaced with back-off."""
+    """Keeps `processes` children alive until a signal.
+
+    Raises:
+        ChildFailed: one ended before it served.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -108,46 +112,29 @@ async def _supervise(settings: RouterSettings, directory: Path) -> None:
     settings = settings.model_copy(update={"port": reserved.getsockname()[1]})
     _write_settings(settings, directory / SETTINGS_FILE)
     (directory / "metrics").mkdir()
-    children = [
-        asyncio.create_task(_keep_alive(settings, directory, index, stop))
-        for index in range(settings.processes)
-    ]
-    await asyncio.gather(*children)
-    reserved.close()
+    services = [_child(directory, index) for index in range(settings.processes)]
+    own = [asyncio.create_task(stop.wait()), asyncio.create_task(tick())]
+    try:
+        for service in services:
+            await service.start()
+        ends = [*own, *(service.failed for service in services)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for service in services:
+            if service.failed.done():
+                service.failed.result()
+    finally:
+        patience = settings.drain_timeout + KILL_SECONDS
+        await asyncio.gather(*(service.stop(patience) for service in services))
+        for task in own:
+            task.cancel()
+        reserved.close()
 
 
-async def _keep_alive(
-    settings: RouterSettings, directory: Path, index: int, stop: asyncio.Event
-) -> None:
-    loop = asyncio.get_running_loop()
-    pause = 0.0
-    while not stop.is_set():
-        began = loop.time()
-        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(directory / "metrics")}
-        command = (sys.executable, "-m", "radixgrove.router", str(directory), str(index))
-        child = await asyncio.create_subprocess_exec(
-            *command, env=environment, preexec_fn=die_with(os.getpid())
-        )
-        exited, stopped = asyncio.create_task(child.wait()), asyncio.create_task(stop.wait())
-        await asyncio.wait([exited, stopped], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not exited.done():
-            child.terminate()
-            try:
-                async with asyncio.timeout(settings.drain_timeout + KILL_SECONDS):
-                    await asyncio.shield(exited)
-            except TimeoutError:
-                child.kill()
-        code = await exited
-        if stop.is_set():
-            return
-        steady = loop.time() - began > STEADY_SECONDS
-        pause = 0.0 if steady else min(max(0.5, pause * 2), MAX_RESTART_SECONDS)
-        logger.error(
-            "router process %d ended with status %d; restarting in %.1f s", index, code, pause
-        )
-        try:
-            async with asyncio.timeout(pause):
-                await stop.wait()
-        except TimeoutError:
-            continue
+def _child(directory: Path, index: int) -> Supervised:
+    return Supervised(
+        f"router process {index}",
+        (sys.executable, "-m", "radixgrove.router", str(directory), str(index)),
+        {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(directory / "metrics")},
+        announce=logger.error,
+        ready_when_ticking=True,
+    )

@@ -30,6 +30,7 @@ from radixgrove.service import logs
 from radixgrove.service.asgi import App
 from radixgrove.service.auth import ApiKeys
 from radixgrove.service.listening import listen, listen_for_management
+from radixgrove.service.liveness import tick
 from radixgrove.service.server import Server
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class RouterProcess:
             self._task(fleet.probe(), "probe"),
             self._task(encoders.prepare(), "tokenizers"),
             self._task(self._heartbeat(placer, fleet), "heartbeat"),
+            self._task(tick(), "ticks"),
         ]
         if link is not None:
             tasks.append(self._task(link.run(), "redis"))

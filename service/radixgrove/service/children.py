@@ -9,8 +9,9 @@ import re
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import IO
 
+from radixgrove.service.liveness import TICK_VARIABLE, WatchClock
 from radixgrove.service.logs import TRACE_PREFIX, escape
 from radixgrove.service.processes import die_with
 
@@ -24,62 +25,119 @@ _ERROR_SIGNS = ("Error", "error:", " ERROR ", '"level":"error"')
 Sink = Callable[[str], None]  # takes a line, without its end
 
 
-class _Output(NamedTuple):
-    reader: asyncio.StreamReader
-    transport: asyncio.ReadTransport
+class _Output:
+    """The child's standard output and error, line by line."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.tail: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._sink = sink
+        self._reader = asyncio.StreamReader()
+        self._transport: asyncio.ReadTransport | None = None
+
+    async def connect(self, pipe: IO[bytes]) -> None:
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(self._reader), pipe
+        )
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    async def pump(self) -> None:
+        rest = b""
+        while chunk := await self._reader.read(_CHUNK):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > _CHUNK:  # a line without end must not fill the memory
+                lines.append(rest)
+                rest = b""
+            for line in lines:
+                self._take(line)
+        if rest:
+            self._take(rest)
+
+    def _take(self, line: bytes) -> None:
+        text = escape(line.decode("utf-8", "replace"))
+        self.tail.append(text)
+        self._sink(text)
+
+
+class _Ticks:
+    """The reading end of the pipe by which the child shows that its event loop turns."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._clock = WatchClock()
+        self._last: float | None = None
+        os.set_blocking(descriptor, False)
+        asyncio.get_running_loop().add_reader(descriptor, self._read)
+
+    def silence(self) -> float | None:
+        now = self._clock.now()
+        return None if self._last is None else now - self._last
+
+    def _read(self) -> None:
+        if os.read(self._descriptor, _CHUNK):
+            self._last = self._clock.now()
+        else:  # all who could write have ended
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
 
 
 class Child:
     """One running process. `start` makes it; `stop` or its own end is the only way out.
 
-    Standard output and error arrive line by line at `sink`; the last lines stay for a post-mortem.
+    Standard output and error arrive line by line at a sink; the last lines stay for a post-mortem.
     The child has a process group of its own, so that Ctrl-C reaches only the parent, which drains.
     """
 
     def __init__(
-        self,
-        name: str,
-        process: asyncio.subprocess.Process,
-        output: _Output,
-        sink: Sink,
+        self, name: str, process: asyncio.subprocess.Process, output: _Output | None, ticks: _Ticks
     ) -> None:
         self.name = name
         self.process = process
-        self.tail: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._sink = sink
         self._output = output
-        self._pump = asyncio.create_task(self._pump_output(), name=f"output of {name}")
+        self._ticks = ticks
+        self._pump = asyncio.create_task(_pump(output), name=f"output of {name}")
         self.exited = asyncio.create_task(self._wait(), name=f"end of {name}")
 
     @classmethod
     async def start(
-        cls, name: str, command: Sequence[str], environ: Mapping[str, str], sink: Sink
+        cls, name: str, command: Sequence[str], environ: Mapping[str, str], sink: Sink | None
     ) -> Child:
-        """Must run on the main thread: the kernel ties the child to the thread that forks it."""
-        # A pipe of our own: asyncio tells the end of a process only when all who inherited the pipe
-        # that it made have ended too.
-        reading, writing = os.pipe()
-        pipe = os.fdopen(reading, "rb", buffering=0)
-        try:
+        """Must run on the main thread: the kernel ties the child to the thread that forks it.
+
+        Args:
+            sink: None: the child writes where this process does.
+        """
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as at_once:
+            ticking, tick = os.pipe()
+            on_failure.callback(os.close, ticking)
+            at_once.callback(os.close, tick)
+            output, writing, pipe = None, None, None
+            if sink is not None:
+                # A pipe of our own: asyncio tells the end of a process only when all who inherited
+                # the pipe that it made have ended too.
+                reading, writing = os.pipe()
+                at_once.callback(os.close, writing)
+                pipe = on_failure.enter_context(os.fdopen(reading, "rb", buffering=0))
+                output = _Output(sink)
             process = await asyncio.create_subprocess_exec(
                 *command,
-                env=dict(environ),
+                env={**environ, TICK_VARIABLE: str(tick)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=writing,
-                stderr=asyncio.subprocess.STDOUT,
+                stderr=None if writing is None else asyncio.subprocess.STDOUT,
                 process_group=0,
+                pass_fds=(tick,),
                 preexec_fn=die_with(os.getpid()),
             )
-        except BaseException:
-            pipe.close()
-            raise
-        finally:
-            os.close(writing)
-        output = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(output), pipe
-        )
-        return cls(name, process, _Output(output, transport), sink)
+            on_failure.pop_all()
+        if output is not None and pipe is not None:
+            await output.connect(pipe)
+        return cls(name, process, output, _Ticks(ticking))
 
     @property
     def pid(self) -> int:
@@ -106,38 +164,43 @@ class Child:
         self.signal(signal.SIGKILL)
         return await asyncio.shield(self.exited)
 
+    def silence(self) -> float | None:
+        """Seconds since its event loop last turned; None before it did, or when it does not tell.
+
+        To be asked at least once a second (see `WatchClock`).
+        """
+        return self._ticks.silence()
+
     def last_error(self) -> str | None:
         """The line that most likely says why it ended: the last error, else the last at all."""
-        lines = [line.removeprefix(TRACE_PREFIX) for line in self.tail if line.strip()]
+        tail = self._output.tail if self._output is not None else ()
+        lines = [line.removeprefix(TRACE_PREFIX) for line in tail if line.strip()]
         for line in reversed(lines):
             if not line[0].isspace() and any(sign in line for sign in _ERROR_SIGNS):
                 return _LOG_PREFIX.sub("", line.strip())
         return lines[-1].strip() if lines else None
+
+    def obituary(self) -> str:
+        """Of a child that ended: its name, how, and its last error where it left one."""
+        code = self.process.returncode or 0
+        text = f"{self.name} (process {self.pid}) {describe_exit(code)}"
+        error = self.last_error()
+        return f"{text}: {error}" if error and code != 0 else text
 
     async def _wait(self) -> int:
         code = await self.process.wait()
         # Output of a grandchild that still holds the pipe must not keep us waiting.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._pump, 1.0)
-        self._output.transport.close()
+        if self._output is not None:
+            self._output.close()
+        self._ticks.close()
         return code
 
-    async def _pump_output(self) -> None:
-        rest = b""
-        while chunk := await self._output.reader.read(_CHUNK):
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > _CHUNK:  # a line without end must not fill the memory
-                lines.append(rest)
-                rest = b""
-            for line in lines:
-                self._take(line)
-        if rest:
-            self._take(rest)
 
-    def _take(self, line: bytes) -> None:
-        text = escape(line.decode("utf-8", "replace"))
-        self.tail.append(text)
-        self._sink(text)
+async def _pump(output: _Output | None) -> None:
+    if output is not None:
+        await output.pump()
 
 
 def describe_exit(code: int) -> str:

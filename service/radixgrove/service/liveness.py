@@ -1,14 +1,39 @@
-"""Time as a watcher counts it, who may itself have been kept from looking."""
+"""Signs of life: how a process gives them, and how time counts for one that watches them.
+
+A parent hands each child the end of a pipe (`Child.start`); a child whose event loop turns writes
+there once a second. That shows a hang which leaves the process and its sockets in place.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Callable
 
 # Seconds. Watchers look at least once a second; one that comes this late did not run meanwhile.
 ABSENCE = 2.5
 
+TICK_SECONDS = 1.0
+TICK_VARIABLE = "SUPERVISOR_TICKS"  # in a child's environment: the descriptor to write to
+
 Clock = Callable[[], float]
+
+
+async def tick() -> None:
+    """Show the parent, once a second, that this event loop turns. Runs until it is cancelled.
+
+    Does nothing in a process that was started by hand.
+    """
+    descriptor = os.environ.pop(TICK_VARIABLE, "")
+    if descriptor:
+        os.set_blocking(int(descriptor), False)
+    while True:
+        if descriptor:
+            with contextlib.suppress(OSError):  # a parent that does not read, or is gone
+                os.write(int(descriptor), b".")
+        await asyncio.sleep(TICK_SECONDS)
 
 
 class WatchClock:

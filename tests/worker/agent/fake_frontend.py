@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import sys
@@ -10,6 +11,7 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+from radixgrove.service.liveness import tick
 from radixgrove.worker.runtime import Runtime
 
 
@@ -31,6 +33,7 @@ def main() -> None:
     server.socket.bind((runtime.settings.host, runtime.settings.port))
     server.server_activate()
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=asyncio.run, args=(tick(),), daemon=True).start()
     signal.sigwait([signal.SIGTERM])
     (notes / "draining").touch()
     while (notes / "busy").exists():

@@ -86,6 +86,15 @@ def test_dead_frontend_takes_the_worker_down(start_agent: StartAgent) -> None:
     assert "frontend 0" in agent.output
 
 
+def test_a_frontend_that_hangs_takes_the_worker_down_and_is_named(start_agent: StartAgent) -> None:
+    agent = start_agent(frontends=2)
+    agent.wait_ready()
+    frontend = agent.child("fake_frontend")
+    frontend.suspend()
+    assert agent.end() == 4
+    assert f"frontend 0 (process {frontend.pid}) hangs: its event loop" in agent.output
+
+
 def test_failed_start_names_the_cause_last(start_agent: StartAgent) -> None:
     agent = start_agent("die-at-start")
     assert agent.end() == 1

@@ -32,9 +32,10 @@ from radixgrove.protocol.registry import Registration, root_fingerprint
 from radixgrove.protocol.settings import LoadFormat, LogLevel, WorkerSettings
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.service import logs
-from radixgrove.service.children import Child, describe_exit
 from radixgrove.service.directories import private_directory
 from radixgrove.service.listening import BindingError, bound_socket, check_management
+from radixgrove.service.liveness import tick
+from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import demo_model, management, model_files
 from radixgrove.worker.agent.progress import StartReport, memory_arithmetic
 from radixgrove.worker.agent.publisher import Publisher
@@ -211,8 +212,8 @@ class Agent:
         self.started = time.monotonic()  # seconds of this process's clock
         self.phase: PhaseReport | None = None
         self._modules = modules
-        self._engines: list[Child] = []
-        self._frontends: list[Child] = []
+        self._engines: list[Supervised] = []
+        self._frontends: list[Supervised] = []
         self._stuck: AgentError | None = None
         self._report = StartReport(_log)
         self._stop = asyncio.Event()
@@ -262,7 +263,10 @@ class Agent:
             loop.add_signal_handler(number, self._on_signal)
         self._inbox.bind(self.runtime.agent_socket)
         self._to_engine.connect(self.runtime.engine_socket)
-        tasks = [asyncio.create_task(self._receive(), name="inbox")]
+        tasks = [
+            asyncio.create_task(self._receive(), name="inbox"),
+            asyncio.create_task(tick(), name="ticks"),
+        ]
         try:
             async with management.serving(self):
                 await self._start_children()
@@ -271,10 +275,10 @@ class Agent:
                 await self._until_stop(tasks)
                 await self._drain_and_stop()
             return 0
-        except AgentError as error:
+        except (AgentError, ChildFailed) as error:
             self.state = WorkerState.FAILED
             _log.error("%s", error)
-            return error.code
+            return _exit_code(error)
         finally:
             await self._end(tasks)
 
@@ -285,18 +289,17 @@ class Agent:
         self._stop.set()
 
     async def _start_children(self) -> None:
-        environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        directory = str(self.runtime.directory)
         for rank in range(self.settings.tp):
-            command = [sys.executable, "-m", self._modules.engine, directory, str(rank)]
-            self._engines.append(
-                await Child.start(f"engine rank {rank}", command, environ, logs.STDERR.write)
-            )
+            self._engines.append(self._child(f"engine rank {rank}", self._modules.engine, rank))
         for index in range(self.settings.frontends):
-            command = [sys.executable, "-m", self._modules.frontend, directory, str(index)]
-            self._frontends.append(
-                await Child.start(f"frontend {index}", command, environ, logs.STDERR.write)
-            )
+            self._frontends.append(self._child(f"frontend {index}", self._modules.frontend, index))
+        for service in (*self._engines, *self._frontends):
+            await service.start()
+
+    def _child(self, name: str, module: str, index: int) -> Supervised:
+        command = [sys.executable, "-m", module, str(self.runtime.directory), str(index)]
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        return Supervised(name, command, environ, logs.STDERR.write, restart=False)
 
     async def _receive(self) -> None:
         decoder: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
@@ -326,16 +329,17 @@ class Agent:
         """Ends with an AgentError when a rank is stuck, after killing it."""
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            held = [child for child in self._engines if child.running and is_stopped(child.pid)]
+            ranks = [service.child for service in self._engines]
+            held = [child for child in ranks if child.running and is_stopped(child.pid)]
             problem = self.liveness.problem(stopped=bool(held))
             if problem is not None:
-                culprit = held[0] if held else self._engines[0]
+                culprit = held[0] if held else ranks[0]
                 # Kept first: the death that we cause must not pass for the reason.
                 self._stuck = AgentError(
                     f"{culprit.name} (process {culprit.pid}) is stuck: {problem}; killed it",
                     EXIT_STUCK,
                 )
-                await asyncio.gather(*(child.kill() for child in self._engines))
+                await asyncio.gather(*(child.kill() for child in ranks))
                 raise self._stuck
             if self.state in (WorkerState.READY, WorkerState.NOT_READY):
                 self._set_readiness(self.liveness.ready())
@@ -389,10 +393,11 @@ class Agent:
     async def _until_stop(self, tasks: list[asyncio.Task[None]]) -> None:
         """Return on a signal; raise when a child or one of our own tasks ended."""
         stop = asyncio.create_task(self._stop.wait(), name="stop")
+        # Engines first: a frontend that follows its engine into death is not the cause.
         children = [*self._engines, *self._frontends]
         try:
             await asyncio.wait(
-                [stop, *tasks, *(child.exited for child in children)],
+                [stop, *tasks, *(child.failed for child in children)],
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
@@ -402,10 +407,9 @@ class Agent:
         for task in tasks:
             if task.done():
                 task.result()
-        # Engines first: a frontend that follows its engine into death is not the cause.
         for child in children:
-            if not child.running and not self._stop.is_set():
-                raise AgentError(_obituary(child))
+            if child.failed.done() and not self._stop.is_set():
+                child.failed.result()
 
     async def _drain_and_stop(self) -> None:
         """Lease, frontends, engine, in this order, so that nobody is sent to a closed door."""
@@ -413,24 +417,24 @@ class Agent:
         patience = self.settings.drain_timeout + _FRONTEND_GRACE
         if self.info is None:  # still starting: there is nothing to finish
             patience = _FAILURE_PATIENCE
-        stopping = asyncio.gather(*(child.stop(patience) for child in self._frontends))
+        stopping = asyncio.gather(*(service.stop(patience) for service in self._frontends))
         hurry = asyncio.create_task(self._hurry.wait())
         ends: list[asyncio.Future[Any]] = [stopping, hurry]
-        ends += [child.exited for child in self._engines]
+        ends += [service.child.exited for service in self._engines]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
-        dead = [child for child in self._engines if not child.running]
+        dead = [service.child for service in self._engines if not service.child.running]
         if not stopping.done():
             patience = 0.0 if self._hurry.is_set() else _FAILURE_PATIENCE
-            await asyncio.gather(*(child.stop(patience) for child in self._frontends))
+            await asyncio.gather(*(service.stop(patience) for service in self._frontends))
             await stopping
         if dead:
-            raise self._stuck or AgentError(f"{_obituary(dead[0])}, while draining")
+            raise self._stuck or AgentError(f"{dead[0].obituary()}, while draining")
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
         """The one way out: whatever still runs is ended, in any state."""
-        await asyncio.gather(*(child.stop(_FAILURE_PATIENCE) for child in self._frontends))
-        await asyncio.gather(*(child.stop(_ENGINE_PATIENCE) for child in self._engines))
+        await asyncio.gather(*(service.stop(_FAILURE_PATIENCE) for service in self._frontends))
+        await asyncio.gather(*(service.stop(_ENGINE_PATIENCE) for service in self._engines))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -441,6 +445,12 @@ class Agent:
         self._inbox.close(linger=0)
         self._context.term()
         _log.info("worker ended")
+
+
+def _exit_code(error: AgentError | ChildFailed) -> int:
+    if isinstance(error, AgentError):
+        return error.code
+    return EXIT_STUCK if error.hung else EXIT_FAILED
 
 
 def describe(runtime: Runtime, info: EngineInfo) -> Registration:
@@ -475,14 +485,6 @@ def describe(runtime: Runtime, info: EngineInfo) -> Registration:
         dtype=info.dtype,
         kv_dtype=info.kv_dtype,
     )
-
-
-def _obituary(child: Child) -> str:
-    """Names the dead and, when it left one, its last error: the cause first, not a trace."""
-    code = child.process.returncode
-    text = f"{child.name} (process {child.pid}) {describe_exit(code if code is not None else 0)}"
-    error = child.last_error()
-    return f"{text}: {error}" if error and code != 0 else text
 
 
 async def _answers_ready(host: str, port: int) -> bool:

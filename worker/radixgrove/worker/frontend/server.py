@@ -14,6 +14,7 @@ import uvloop
 from radixgrove.service import logs
 from radixgrove.service.auth import ApiKeys
 from radixgrove.service.listening import listen
+from radixgrove.service.liveness import tick
 from radixgrove.service.server import Server
 from radixgrove.worker.frontend.app import Frontend
 from radixgrove.worker.frontend.engine_client import EngineClient
@@ -66,6 +67,7 @@ async def _serve(frontend: Frontend, server: Server) -> None:
         loop.add_signal_handler(number, on_signal)
     frontend.engine.start()
     housekeeping = asyncio.create_task(frontend.housekeeping(), name="housekeeping")
+    ticking = asyncio.create_task(tick(), name="ticks")
     serving = asyncio.create_task(server.run(), name="server")
     stopping = asyncio.create_task(stop.wait(), name="signals")
     try:
@@ -77,7 +79,7 @@ async def _serve(frontend: Frontend, server: Server) -> None:
         if housekeeping.done():
             housekeeping.result()
     finally:
-        for task in (housekeeping, stopping):
+        for task in (housekeeping, stopping, ticking):
             task.cancel()
         await _until(lambda: frontend.engine.active == 0, _ENGINE_WORDS_SECONDS)
         frontend.engine.close()
