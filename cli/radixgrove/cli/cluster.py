@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import http.client
 import json
 import os
 import secrets
@@ -28,11 +27,11 @@ from radixgrove.cli.resolving import UpParts
 from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
 from radixgrove.service import machine
 from radixgrove.service.children import Sink
+from radixgrove.service.probing import is_ready, local_address
 from radixgrove.service.supervisor import ChildFailed, Supervised
 
 _REDIS_START = 10.0
 _POLL = 0.1
-_PROBE_TIMEOUT = 2.0
 _GRACE = 10.0  # beyond a part's own drain timeout
 
 
@@ -119,13 +118,13 @@ class Cluster:
 
     @property
     def endpoint(self) -> str:
-        return f"http://{_in_url(_local(self.router.host))}:{self.router.port}/v1"
+        return f"http://{_in_url(local_address(self.router.host))}:{self.router.port}/v1"
 
     @property
     def management_url(self) -> str:
         # Without a key the router's management listens on this machine alone.
         host = self.router.management_host if self.router.management_key else "127.0.0.1"
-        return f"http://{_in_url(_local(host))}:{self.router.management_port}"
+        return f"http://{_in_url(local_address(host))}:{self.router.management_port}"
 
     async def start(self) -> None:
         """Start all parts and wait until the whole answers.
@@ -149,7 +148,7 @@ class Cluster:
         for settings in self.workers:
             address = (settings.management_host, settings.management_port)
             name = settings.replica_id or ""
-            ready = functools.partial(_is_ready, *address)
+            ready = functools.partial(is_ready, *address)
             await self._until(ready, parts, self._start_timeout, name)
         await self._until(self._endpoint_ready, parts, 60.0, "the router")
         await self._until(self._routes_to_all, parts, 60.0, "the router's list of replicas")
@@ -242,7 +241,7 @@ class Cluster:
             await asyncio.sleep(_POLL)
 
     def _endpoint_ready(self) -> bool:
-        return _is_ready(_local(self.router.host), self.router.port)
+        return is_ready(self.router.host, self.router.port)
 
     def _routes_to_all(self) -> bool:
         """Whether the router has heard of every replica."""
@@ -276,24 +275,8 @@ def _check_port_free(settings: RouterSettings) -> None:
             ) from error
 
 
-def _local(host: str) -> str:
-    """Where this machine reaches what listens on `host`."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-
-
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _is_ready(host: str, port: int) -> bool:
-    connection = http.client.HTTPConnection(host, port, timeout=_PROBE_TIMEOUT)
-    try:
-        connection.request("GET", "/readyz")
-        return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
 
 
 class Signals:

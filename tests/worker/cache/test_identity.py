@@ -36,7 +36,7 @@ def test_parts_of_a_namespace_do_not_run_into_each_other() -> None:
 
 
 def test_a_registration_tells_routers_the_kvs_dtype(demo_model_dir: Path) -> None:
-    from radixgrove.worker.agent.agent import describe
+    from radixgrove.worker.agent.registration import describe
     from radixgrove.worker.messages import EngineInfo
     from radixgrove.worker.runtime import Runtime
 

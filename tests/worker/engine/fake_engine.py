@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.worker.engine import links
 from radixgrove.worker.engine import loop as engine
 from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
 from radixgrove.worker.plan import ExecutorInfo, StepPlan, StepResult
@@ -28,7 +29,7 @@ OPTIONS = {
     "stall_at": 0,  # step whose collection never returns
     "stall_from_tokens": 0,  # so does that of the first step with this many tokens; 0: none
     "step_seconds": 0.0,  # each step takes at least this long
-    "send_queue": engine.SEND_QUEUE,
+    "send_queue": links.SEND_QUEUE,
     "fail_to_build": False,
     "num_host_pages": 0,
     "host_rate": 1e6,
@@ -101,5 +102,5 @@ def build(
 
 
 if __name__ == "__main__":
-    engine.SEND_QUEUE = json.loads(os.environ["FAKE_ENGINE"]).get("send_queue", engine.SEND_QUEUE)
+    links.SEND_QUEUE = json.loads(os.environ["FAKE_ENGINE"]).get("send_queue", links.SEND_QUEUE)
     sys.exit(engine.run(Path(sys.argv[1]), build))

@@ -27,8 +27,8 @@ from radixgrove.cli.configuration import load_environment, load_file, resolve
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.service import logs
-from radixgrove.worker.agent.agent import describe
 from radixgrove.worker.agent.publisher import Publisher
+from radixgrove.worker.agent.registration import describe
 from radixgrove.worker.cache.identity import block_hasher
 from radixgrove.worker.messages import CacheSnapshot, EngineInfo, EngineState, Stats
 from radixgrove.worker.runtime import Runtime

@@ -13,13 +13,10 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,18 +25,27 @@ import zmq
 import zmq.asyncio
 
 from radixgrove.protocol.model.config import ModelError
-from radixgrove.protocol.registry import Registration, root_fingerprint
 from radixgrove.protocol.settings import LoadFormat, LogLevel, WorkerSettings
-from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.service import logs
 from radixgrove.service.directories import private_directory
-from radixgrove.service.listening import BindingError, bound_socket, check_management
+from radixgrove.service.listening import BindingError, check_management
 from radixgrove.service.liveness import tick
+from radixgrove.service.probing import is_ready
 from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import demo_model, management, model_files
+from radixgrove.worker.agent.preparation import (
+    EXIT_FAILED,
+    EXIT_STUCK,
+    AgentError,
+    check_ranks,
+    reserved_port,
+    resolve_model,
+    resolve_settings,
+)
 from radixgrove.worker.agent.progress import StartReport, memory_arithmetic
 from radixgrove.worker.agent.publisher import Publisher
-from radixgrove.worker.cache.identity import block_hasher, cache_namespace, index_block
+from radixgrove.worker.agent.registration import describe
+from radixgrove.worker.cache.identity import block_hasher, cache_namespace
 from radixgrove.worker.liveness import Liveness, is_stopped
 from radixgrove.worker.messages import (
     Admitted,
@@ -57,23 +63,12 @@ from radixgrove.worker.runtime import Runtime
 
 _log = logging.getLogger(__name__)
 
-EXIT_FAILED = 1  # a child died, or the start failed
-EXIT_STUCK = 4  # a rank was stuck and has been killed
-
 _WATCH_SECONDS = 0.5
 _FRONTEND_DEADLINE = 60.0  # from the engine's readiness to the frontends' first answer
 _FRONTEND_GRACE = 5.0  # beyond the drain timeout
 _ENGINE_PATIENCE = 5.0
 _FAILURE_PATIENCE = 3.0  # frontends end their clients' requests with an error
 _PUBLISHER_DEADLINE = 5.0
-
-
-class AgentError(Exception):
-    """The worker cannot start or go on; the text says what to do, `code` is the exit code."""
-
-    def __init__(self, message: str, code: int = EXIT_FAILED) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class WorkerState(StrEnum):
@@ -121,82 +116,6 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
-
-
-def check_ranks(settings: WorkerSettings, environ: Mapping[str, str]) -> None:
-    """Refuse a group of which this worker would leave ranks idle, or make two replicas of one.
-
-    The operator says in the environment how many ranks a group has.
-
-    Raises:
-        AgentError: they are not the `tp` ranks of one node.
-    """
-    ranks = environ.get("WORLD_SIZE", "")
-    if "GROUP_MARKER" in environ and ranks != str(settings.tp):
-        raise AgentError(
-            f"the group has {ranks or 'no'} ranks on {environ.get('NNODES', '?')} nodes, and this "
-            f"worker runs the tp={settings.tp} ranks of one node: it has no pipeline or data "
-            "parallelism yet"
-        )
-
-
-def resolve_model(model: str) -> Path:
-    """The local Hugging Face directory that `model` means.
-
-    Raises:
-        AgentError: there is no such directory, or it is none of a model.
-        DemoModelError: the demo model cannot be made.
-    """
-    if model == "demo":
-        return demo_model.ensure()
-    path = Path(model).expanduser()
-    if not path.is_dir():
-        raise AgentError(
-            f"model {model!r} is not a directory: pass a local Hugging Face directory, or `demo`"
-        )
-    for name in ("config.json", "tokenizer.json"):
-        if not (path / name).is_file():
-            raise AgentError(f"model directory {model!r} has no {name}")
-    return path.resolve()
-
-
-def resolve_settings(settings: WorkerSettings, model_dir: Path, port: int) -> WorkerSettings:
-    """Fill in what the other processes rely on: port, names, and the URL routers use."""
-    host = settings.host
-    if host in ("0.0.0.0", "::", ""):
-        host = socket.gethostname()
-    name = f"[{host}]" if ":" in host else host
-    return settings.model_copy(
-        update={
-            "port": port,
-            "served_model_name": settings.served_model_name or [model_dir.name],
-            "replica_id": settings.replica_id or f"{host}:{port}",
-            "advertise_url": settings.advertise_url or f"http://{name}:{port}",
-        }
-    )
-
-
-@contextlib.contextmanager
-def reserved_port(settings: WorkerSettings) -> Iterator[int]:
-    """Hold the API port for the frontends, which share it by SO_REUSEPORT.
-
-    The socket never listens, so the kernel hands it no connection. A first bind without
-    SO_REUSEPORT finds a stranger on the port that a shared bind would silently join.
-
-    Raises:
-        AgentError: the port is taken or the address not ours.
-    """
-    try:
-        if settings.port:
-            bound_socket(settings.host, settings.port).close()
-        holder = bound_socket(settings.host, settings.port, shared=True)
-    except OSError as error:
-        raise AgentError(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
-            "choose another with --port (0: any free one)"
-        ) from error
-    with holder:
-        yield holder.getsockname()[1]
 
 
 class Agent:
@@ -364,7 +283,7 @@ class Agent:
 
     async def _await_frontends(self) -> None:
         deadline = time.monotonic() + _FRONTEND_DEADLINE
-        while not await _answers_ready(self.settings.host, self.settings.port):
+        while not await asyncio.to_thread(is_ready, self.settings.host, self.settings.port):
             if time.monotonic() > deadline:
                 raise AgentError(
                     f"the frontends were not ready {_FRONTEND_DEADLINE:.0f} s after the engine"
@@ -451,54 +370,3 @@ def _exit_code(error: AgentError | ChildFailed) -> int:
     if isinstance(error, AgentError):
         return error.code
     return EXIT_STUCK if error.hung else EXIT_FAILED
-
-
-def describe(runtime: Runtime, info: EngineInfo) -> Registration:
-    """What routers learn of this worker.
-
-    Raises:
-        TokenizerError: the model's tokenizer files are unusable.
-    """
-    settings = runtime.settings
-    assert settings.replica_id is not None
-    assert settings.advertise_url is not None
-    namespace = cache_namespace(settings, info.dtype, info.kv_dtype)
-    return Registration(
-        replica_id=settings.replica_id,
-        service=settings.service,
-        url=settings.advertise_url,
-        models=settings.served_model_name,
-        namespace=namespace,
-        root=root_fingerprint(block_hasher(settings, namespace)),
-        index_block=index_block(settings),
-        page_size=info.page_size,
-        tokenizer_digest=TokenizerFiles.load(runtime.model_dir).digest,
-        max_model_len=info.max_model_len,
-        max_running=info.max_running,
-        vocab_size=info.vocab_size,
-        sharing=settings.sharing,
-        weight_version=settings.weight_version,
-        prefill_tokens_per_second=info.prefill_tokens_per_second,
-        host_tokens_per_second=info.host_tokens_per_second,
-        kv_tokens=info.num_pages * info.page_size,
-        device=info.device,
-        dtype=info.dtype,
-        kv_dtype=info.kv_dtype,
-    )
-
-
-async def _answers_ready(host: str, port: int) -> bool:
-    """Whether a frontend answers `GET /readyz` with 200."""
-    target = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    try:
-        async with asyncio.timeout(2.0):
-            reader, writer = await asyncio.open_connection(target, port)
-            try:
-                writer.write(b"GET /readyz HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n")
-                await writer.drain()
-                status = await reader.readline()
-            finally:
-                writer.close()
-    except (OSError, TimeoutError):
-        return False
-    return status.split(b" ")[1:2] == [b"200"]

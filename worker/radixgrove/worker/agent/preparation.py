@@ -1,0 +1,99 @@
+"""What must hold before a worker's processes start: a model, a port of its own, names."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.service.listening import bound_socket
+from radixgrove.worker.agent import demo_model
+
+EXIT_FAILED = 1  # a child died, or the start failed
+EXIT_STUCK = 4  # a rank or a frontend was stuck and has been killed
+
+
+class AgentError(Exception):
+    """The worker cannot start or go on; the text says what to do, `code` is the exit code."""
+
+    def __init__(self, message: str, code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def check_ranks(settings: WorkerSettings, environ: Mapping[str, str]) -> None:
+    """Refuse a group of which this worker would leave ranks idle, or make two replicas of one.
+
+    The operator says in the environment how many ranks a group has.
+
+    Raises:
+        AgentError: they are not the `tp` ranks of one node.
+    """
+    ranks = environ.get("WORLD_SIZE", "")
+    if "GROUP_MARKER" in environ and ranks != str(settings.tp):
+        raise AgentError(
+            f"the group has {ranks or 'no'} ranks on {environ.get('NNODES', '?')} nodes, and this "
+            f"worker runs the tp={settings.tp} ranks of one node: it has no pipeline or data "
+            "parallelism yet"
+        )
+
+
+def resolve_model(model: str) -> Path:
+    """The local Hugging Face directory that `model` means.
+
+    Raises:
+        AgentError: there is no such directory, or it is none of a model.
+        DemoModelError: the demo model cannot be made.
+    """
+    if model == "demo":
+        return demo_model.ensure()
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        raise AgentError(
+            f"model {model!r} is not a directory: pass a local Hugging Face directory, or `demo`"
+        )
+    for name in ("config.json", "tokenizer.json"):
+        if not (path / name).is_file():
+            raise AgentError(f"model directory {model!r} has no {name}")
+    return path.resolve()
+
+
+def resolve_settings(settings: WorkerSettings, model_dir: Path, port: int) -> WorkerSettings:
+    """Fill in what the other processes rely on: port, names, and the URL routers use."""
+    host = settings.host
+    if host in ("0.0.0.0", "::", ""):
+        host = socket.gethostname()
+    name = f"[{host}]" if ":" in host else host
+    return settings.model_copy(
+        update={
+            "port": port,
+            "served_model_name": settings.served_model_name or [model_dir.name],
+            "replica_id": settings.replica_id or f"{host}:{port}",
+            "advertise_url": settings.advertise_url or f"http://{name}:{port}",
+        }
+    )
+
+
+@contextlib.contextmanager
+def reserved_port(settings: WorkerSettings) -> Iterator[int]:
+    """Hold the API port for the frontends, which share it by SO_REUSEPORT.
+
+    The socket never listens, so the kernel hands it no connection. A first bind without
+    SO_REUSEPORT finds a stranger on the port that a shared bind would silently join.
+
+    Raises:
+        AgentError: the port is taken or the address not ours.
+    """
+    try:
+        if settings.port:
+            bound_socket(settings.host, settings.port).close()
+        holder = bound_socket(settings.host, settings.port, shared=True)
+    except OSError as error:
+        raise AgentError(
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
+            "choose another with --port (0: any free one)"
+        ) from error
+    with holder:
+        yield holder.getsockname()[1]

@@ -1,0 +1,43 @@
+"""What a worker tells routers of itself."""
+
+from __future__ import annotations
+
+from radixgrove.protocol.registry import Registration, root_fingerprint
+from radixgrove.protocol.text.tokenizer import TokenizerFiles
+from radixgrove.worker.cache.identity import block_hasher, cache_namespace, index_block
+from radixgrove.worker.messages import EngineInfo
+from radixgrove.worker.runtime import Runtime
+
+
+def describe(runtime: Runtime, info: EngineInfo) -> Registration:
+    """What routers learn of this worker.
+
+    Raises:
+        TokenizerError: the model's tokenizer files are unusable.
+    """
+    settings = runtime.settings
+    assert settings.replica_id is not None
+    assert settings.advertise_url is not None
+    namespace = cache_namespace(settings, info.dtype, info.kv_dtype)
+    return Registration(
+        replica_id=settings.replica_id,
+        service=settings.service,
+        url=settings.advertise_url,
+        models=settings.served_model_name,
+        namespace=namespace,
+        root=root_fingerprint(block_hasher(settings, namespace)),
+        index_block=index_block(settings),
+        page_size=info.page_size,
+        tokenizer_digest=TokenizerFiles.load(runtime.model_dir).digest,
+        max_model_len=info.max_model_len,
+        max_running=info.max_running,
+        vocab_size=info.vocab_size,
+        sharing=settings.sharing,
+        weight_version=settings.weight_version,
+        prefill_tokens_per_second=info.prefill_tokens_per_second,
+        host_tokens_per_second=info.host_tokens_per_second,
+        kv_tokens=info.num_pages * info.page_size,
+        device=info.device,
+        dtype=info.dtype,
+        kv_dtype=info.kv_dtype,
+    )

@@ -1,0 +1,109 @@
+"""The engine's sockets: what frontends and agent send it, and bounded ways to each of them."""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+
+from radixgrove.worker.messages import (
+    Outputs,
+    PhaseReport,
+    RefusalReason,
+    Refused,
+    ToAgent,
+    ToFrontend,
+)
+from radixgrove.worker.runtime import Runtime
+
+# Messages that may wait in a socket: seconds of decoding at a thousand steps a second.
+SEND_QUEUE = 10_000
+_RECEIVE_QUEUE = 16_384
+_LINGER_MS = 1000
+
+
+class Outlet:
+    """A bounded, non-blocking way to one frontend or the agent."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(SEND_QUEUE)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: ToFrontend | ToAgent) -> bool:
+        """False: the peer is too far behind, and does not get this message."""
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class FrontendOutlet:
+    """The way to a frontend, which must hear the end of each of its requests.
+
+    When it falls too far behind, its requests are given up, and it is told so once it reads again.
+    """
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self._pending_finals: set[str] = set()  # requests whose end did not get through
+
+    @property
+    def is_behind(self) -> bool:
+        return bool(self._pending_finals)
+
+    def send(self, message: ToFrontend) -> bool:
+        return self._outlet.send(message)
+
+    def defer_finals(self, request_ids: set[str]) -> None:
+        self._pending_finals |= request_ids
+
+    def flush_finals(self) -> None:
+        """Try to tell the ends that are owed."""
+        if self._pending_finals and self._outlet.send(
+            Outputs([lost_output(request_id) for request_id in self._pending_finals])
+        ):
+            self._pending_finals.clear()
+
+    def close(self) -> None:
+        self._outlet.close()
+
+
+def lost_output(request_id: str) -> Refused:
+    return Refused(
+        request_id=request_id,
+        reason=RefusalReason.INTERNAL,
+        detail="The output could not be delivered in time.",
+    )
+
+
+class Links:
+    """The engine's sockets."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._context = zmq.Context()
+        self.inbox = self._context.socket(zmq.PULL)
+        self.inbox.set_hwm(_RECEIVE_QUEUE)
+        self.inbox.bind(runtime.engine_socket)
+        self.agent = Outlet(self._context, runtime.agent_socket)
+        self.frontends = [
+            FrontendOutlet(Outlet(self._context, runtime.frontend_socket(index)))
+            for index in range(runtime.settings.frontends)
+        ]
+
+    def report(self, phase: PhaseReport) -> None:
+        """Progress of the start, for the agent to show."""
+        self.agent.send(phase)
+
+    def close(self) -> None:
+        """What was sent last still leaves, within a second."""
+        for frontend in self.frontends:
+            frontend.close()
+        self.agent.close()
+        self.inbox.close(0)
+        self._context.term()
