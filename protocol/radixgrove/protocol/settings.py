@@ -9,7 +9,7 @@ Secrets are `SecretStr`: they print as stars and are given by environment or fil
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -99,6 +99,19 @@ def reveal(secret: SecretStr | None) -> str | None:
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]  # 0: any free port
+
+
+class StepLimits(NamedTuple):
+    """What one step may hold at most."""
+
+    max_running: int
+    max_step_tokens: int
+
+
+ON_CUDA = StepLimits(max_running=256, max_step_tokens=8192)
+ON_CPU = StepLimits(max_running=32, max_step_tokens=512)
+# On a CPU, which others may use too, a step may be this many times slower than warm-up measured.
+CPU_STEP_SLACK = 12.0
 
 
 class Settings(BaseModel):
@@ -204,11 +217,16 @@ class WorkerSettings(Settings):
         everyday=True,
     )
     max_running: int | None = _field(
-        None, "Requests in a batch (256 on CUDA, 32 on CPU).", ge=1, le=4096, everyday=True
+        None,
+        f"Requests in a batch ({ON_CUDA.max_running} on CUDA, {ON_CPU.max_running} on CPU).",
+        ge=1,
+        le=4096,
+        everyday=True,
     )
     max_step_tokens: int | None = _field(
         None,
-        "Tokens of one step, prefill chunks included (8192 on CUDA, 512 on CPU).",
+        f"Tokens of one step, prefill chunks included ({ON_CUDA.max_step_tokens} on CUDA, "
+        f"{ON_CPU.max_step_tokens} on CPU).",
         ge=1,
         le=1 << 20,
     )
@@ -259,6 +277,14 @@ class WorkerSettings(Settings):
                 "no_prefix_cache", "needs prefix_cache: with it off there is nothing to keep"
             )
         return size
+
+    def step_limits(self, *, on_cpu: bool) -> StepLimits:
+        """As set, else the device's defaults."""
+        defaults = ON_CPU if on_cpu else ON_CUDA
+        return StepLimits(
+            self.max_running or defaults.max_running,
+            self.max_step_tokens or defaults.max_step_tokens,
+        )
 
 
 class RouterSettings(Settings):

@@ -77,7 +77,7 @@ def test_a_step_that_begins_is_announced_with_its_deadline(start_engine: StartEn
     engine.send(request("r", PROMPT))
     engine.until(lambda: engine.stats is not None and engine.stats.step_remaining is not None)
     assert engine.stats is not None
-    # 20 tokens at a tenth of the measured 1000 tokens a second come on top.
+    # 20 tokens at a twelfth of the measured 1000 tokens a second come on top.
     assert engine.stats.step_remaining is not None
     assert 5.0 < engine.stats.step_remaining < 5.3
     assert engine.stats.steps == 0
@@ -91,7 +91,7 @@ def test_a_long_step_after_short_ones_is_announced_with_its_own_deadline(
     engine.send(request("short", PROMPT, 400))
     engine.until(lambda: len(engine.tokens.get("short", [])) > 3)
     engine.send(request("long", [7] * 60))
-    # 60 tokens at a tenth of 1000 a second; a watcher that only knew of a decode step's 5 s
+    # 60 tokens at a twelfth of 1000 a second; a watcher that only knew of a decode step's 5 s
     # would take the engine for stuck.
     engine.until(
         lambda: (

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.settings import CPU_STEP_SLACK, WorkerSettings
 from radixgrove.service import logs
 from radixgrove.worker.cache.identity import block_hasher, cache_namespace
 from radixgrove.worker.engine.links import Links
@@ -58,8 +58,6 @@ PULSE_SECONDS = 0.2
 _MESSAGES_A_TURN = 512
 _NOTHING_POSSIBLE_SECONDS = 0.01  # requests wait, but none can go on
 _COPYING_SECONDS = 0.001  # a copy is under way, for whose end a request may wait
-# On a CPU that is shared, a step may be this much slower than warm-up measured.
-_CPU_SLACK = 10.0
 
 
 @dataclass(slots=True)
@@ -108,7 +106,7 @@ class Engine:
         self._scheduler = Scheduler(config, hasher)
         # A step's allowance grows with its size where steps are slow.
         rate = info.prefill_tokens_per_second
-        self._seconds_per_token = _CPU_SLACK / rate if on_cpu and rate > 0 else 0.0
+        self._seconds_per_token = CPU_STEP_SLACK / rate if on_cpu and rate > 0 else 0.0
         info = msgspec.structs.replace(
             info, max_model_len=config.max_model_len, max_running=config.max_running
         )

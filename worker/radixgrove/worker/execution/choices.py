@@ -8,12 +8,10 @@ import torch
 
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelConfig, ModelError
-from radixgrove.protocol.settings import Device, DType, KVDType, WorkerSettings
+from radixgrove.protocol.settings import CPU_STEP_SLACK, Device, DType, KVDType, WorkerSettings
 
 # From here on (Ada, Hopper) the kernels have instructions that convert float8.
 _FLOAT8_CAPABILITY = (8, 9)
-# A CPU's step is this much slower than a GPU's before it counts as stuck.
-_CPU_STEP_FACTOR = 12.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +27,9 @@ class Limits:
     def of(cls, settings: WorkerSettings, device: torch.device) -> Limits:
         cuda = device.type == "cuda"
         return cls(
-            max_running=settings.max_running or (256 if cuda else 32),
-            max_step_tokens=settings.max_step_tokens or (8192 if cuda else 512),
+            *settings.step_limits(on_cpu=not cuda),
             depth=2 if cuda and settings.overlap else 1,
-            step_timeout=settings.step_timeout * (1.0 if cuda else _CPU_STEP_FACTOR),
+            step_timeout=settings.step_timeout * (1.0 if cuda else CPU_STEP_SLACK),
         )
 
 

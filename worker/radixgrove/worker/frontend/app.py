@@ -47,7 +47,6 @@ _log = logging.getLogger(__name__)
 PING_SECONDS = 15.0  # proxies commonly cut streams that are silent for a minute
 STALL_SECONDS = 120.0  # a client that reads nothing for so long loses its request
 HOUSEKEEPING_SECONDS = 1.0
-DEFAULT_MAX_RUNNING = 256
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -69,8 +68,6 @@ class Frontend:
         self._keys = keys
         self._flights: set[RequestInFlight] = set()
         self._in_flight = 0  # from the first byte of a completion request to its last
-        # What the engine could hold at all: more requests need not be read.
-        self._max_in_flight = settings.max_queued + (settings.max_running or DEFAULT_MAX_RUNNING)
         self._exposition = Exposition()
         self._metrics = self._exposition.metrics
         engine.on_gone = lambda: self.signal_all(Signal.ENGINE_GONE)
@@ -81,6 +78,12 @@ class Frontend:
             internal_key=reveal(settings.internal_key) or "",
         )
         self.app = asgi.build(guarded, max_body_bytes=settings.max_body_bytes)
+
+    @property
+    def _max_in_flight(self) -> int:
+        """What the engine can hold at all: more requests need not be read."""
+        info = self.engine.info
+        return self.settings.max_queued + (0 if info is None else info.max_running)
 
     @property
     def in_flight(self) -> int:

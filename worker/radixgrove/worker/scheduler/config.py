@@ -12,9 +12,6 @@ from radixgrove.protocol.settings import (
 )
 from radixgrove.worker.plan import ExecutorInfo
 
-_STEP_TOKENS_CPU = 512
-_STEP_TOKENS_CUDA = 8192
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -65,7 +62,6 @@ class SchedulerConfig:
         host_rate: float = 0.0,
     ) -> SchedulerConfig:
         """Combine what was set with what the device has, and what it was measured to do."""
-        step_tokens = _STEP_TOKENS_CPU if on_cpu else _STEP_TOKENS_CUDA
         return cls(
             num_pages=info.num_pages,
             page_size=info.page_size,
@@ -73,7 +69,7 @@ class SchedulerConfig:
             max_running=min(settings.max_running or info.max_rows, info.max_rows),
             # The KV of a sequence's last token is never needed, but one sequence must fit alone.
             max_model_len=min(info.max_model_len, info.num_pages * info.page_size),
-            max_step_tokens=settings.max_step_tokens or step_tokens,
+            max_step_tokens=settings.step_limits(on_cpu=on_cpu).max_step_tokens,
             vocab_size=info.vocab_size,
             max_row_tokens=info.max_row_tokens,
             micro_batches=info.micro_batches,
