@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from radixgrove.cli.redis_server import find_binary
 from radixgrove.worker.agent import demo_model
@@ -31,6 +32,14 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 if not Path("/proc/driver/nvidia").exists():
     # Triton chooses its interpreter while it is imported, by whichever test comes first.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Time is no property: machines of tests are slow, and busy with other tests.
+settings.register_profile(
+    "ci", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+# `--hypothesis-profile thorough`: for a night, or a doubt.
+settings.register_profile("thorough", settings.get_profile("ci"), max_examples=1000)
+settings.load_profile("ci")
 
 # Seconds for a test with all its fixtures, a cluster and images to build perhaps among them. Every
 # wait has a deadline of its own: this is for what hangs.
@@ -63,6 +72,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
     with machine.shared():
         return (yield)
+
+
+def examples(count: int, **others: Any) -> settings:
+    """So many examples in the ordinary profile, and in proportion more in a thorough one."""
+    return settings(max_examples=count * settings().max_examples // 100, **others)
 
 
 def wait_until(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.rope import rope_store_reference
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch, PaddedBatch
 from radixgrove.worker.attention.decode import FUSED_ROWS, PagedDecode
+from tests.conftest import examples
 from tests.kernels.helpers import PAGED_DTYPES, PagedKv, assert_close
 
 GEOMETRIES = pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_decode(
         assert not workspace.counters.any(), "counters must be zero between launches"
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
     kv_heads=st.integers(1, 3),

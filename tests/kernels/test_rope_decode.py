@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from radixgrove.kernels import decode, rope
 from radixgrove.kernels.decode import MAX_PROGRAMS, DecodeConfig, DecodeWorkspace
 from radixgrove.kernels.float8 import FLOAT8, FLOAT8_MAX, bits
+from tests.conftest import examples
 from tests.kernels.helpers import PAGED_DTYPES, PagedKv, assert_close
 
 EPS, SCALE = 1e-5, 0.3
@@ -146,7 +147,7 @@ def test_any_page_size(lengths: list[int], page_size: int, device: torch.device)
     Case(lengths, 6, 2, 32, page_size=page_size, norm=True, device=device).check()
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5),
     kv_heads=st.integers(1, 2),

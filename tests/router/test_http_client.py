@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from radixgrove.router import http_client
 from radixgrove.router.http_client import AnswerBroke, ConnectFailed, Connection, Pool
-from tests.conftest import find_free_port
+from tests.conftest import examples, find_free_port
 from tests.router.harness import eventually
 
 BODY = b'{"model":"m"}'
@@ -115,9 +115,7 @@ async def test_answers_under_way_have_connections_of_their_own() -> None:
         assert server.connections == 2
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     chunks=st.lists(st.binary(min_size=1, max_size=40), max_size=6),
     cuts=st.lists(st.integers(0, 400), max_size=8),

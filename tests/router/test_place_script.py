@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 import redis
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.protocol import index
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import ROUTER_LEASE_SECONDS, LeaseState, LoadReport
-from tests.conftest import RedisServer
+from tests.conftest import RedisServer, examples
 
 BLOCK = 16
 DECODE_TOKENS, CREDIT, MOST_CREDIT_MS = 16, 9, 250
@@ -156,7 +156,7 @@ def candidate_states() -> st.SearchStrategy[list[Candidate]]:
     return st.lists(one(), min_size=1, max_size=7).map(named)
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(
     candidates=candidate_states(),
     path=st.integers(0, len(PATHS) - 1),

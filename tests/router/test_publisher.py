@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import redis
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.protocol import index
@@ -17,7 +17,7 @@ from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, members
 from radixgrove.protocol.registry import Lease, LeaseState, Registration, RegistrationRefused
 from radixgrove.worker.agent import publisher as publisher_module
 from radixgrove.worker.messages import Admitted, Tier
-from tests.conftest import RedisServer
+from tests.conftest import RedisServer, examples
 from tests.router.harness import eventually
 from tests.router.publishing import HASHER, KEYS, Engine, chain, running
 
@@ -249,7 +249,7 @@ async def test_admitted_request_stops_counting_as_queued(
         assert left <= 11  # 160 tokens at 16 a millisecond
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     steps=st.lists(
         st.tuples(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.operator.api.spec import InferenceServiceSpec
@@ -21,6 +21,7 @@ from radixgrove.operator.planning.demand import Node, NodeDemand
 from radixgrove.operator.planning.observed import Group, ObservedState, Pod
 from radixgrove.operator.planning.plan import NewAttempt, Plan, PlanInput, as_placements, make_plan
 from radixgrove.operator.planning.service_view import ServiceView
+from tests.conftest import examples
 from tests.operator.operator_builders import CONFIG, SERVICE, revision, spec
 
 GPU_NODES = NodeDemand(devices={"nvidia.com/gpu": 8})
@@ -394,7 +395,7 @@ EVENTS: dict[str, Callable[[Cluster], object]] = {
 }
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(st.integers(1, 2), st.lists(st.sampled_from(sorted(EVENTS)), max_size=25))
 def test_whatever_happens_it_converges_without_leftovers(nodes: int, events: list[str]) -> None:
     made = cluster(nodes=nodes, recovery={"maxRestarts": 1000})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
@@ -24,6 +24,7 @@ from radixgrove.protocol.openai.requests import (
 )
 from radixgrove.protocol.text.prompts import EncodedPrompt, PrefixCache, PromptEncoder
 from radixgrove.protocol.text.tokenizer import TokenizerFiles, most_characters
+from tests.conftest import examples
 from tests.protocol.text.tokenizers_of_tests import llama_like, normalizing
 
 LIMITS = ModelLimits(max_model_len=1 << 20, vocab_size=49152)
@@ -91,7 +92,7 @@ def conversations(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Conversati
 # ---- exactness ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(messages=conversations(plain_texts), generate=st.booleans())
 def test_ids_are_transformers_ids(
     encoder: PromptEncoder, reference: Any, messages: Conversation, generate: bool
@@ -103,7 +104,7 @@ def test_ids_are_transformers_ids(
     assert ids_of(encoder.encode_chat(request)) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(messages=conversations(any_texts))
 def test_cached_ids_and_hashes_are_the_plain_ones(
     encoder: PromptEncoder, demo_model_dir: Path, hasher: BlockHasher, messages: Conversation
@@ -120,7 +121,7 @@ def test_cached_ids_and_hashes_are_the_plain_ones(
         assert warm.hashes == again.hashes == hasher.chain(cold.token_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(messages=conversations(any_texts))
 def test_users_never_write_control_tokens(encoder: PromptEncoder, messages: Conversation) -> None:
     special = set(encoder.special.ids.values())
@@ -130,7 +131,7 @@ def test_users_never_write_control_tokens(encoder: PromptEncoder, messages: Conv
     assert got == expected
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(messages=conversations(any_texts))
 def test_no_text_is_lost(encoder: PromptEncoder, messages: Conversation) -> None:
     text = encoder.tokenizer.decode(
@@ -192,7 +193,7 @@ def test_chat_prompts_get_the_templates_bos_only() -> None:
     assert ids[0] == 1
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(
         st.sampled_from(["Hello", " world", "  ", "[EOT]", "[PAD]", "<s>", "</s>", "the fox", "é"]),

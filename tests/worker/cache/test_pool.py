@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from radixgrove.worker.cache.pool import Owner, PagePool, PoolError
 from radixgrove.worker.cache.timeline import Fence, Timeline
+from tests.conftest import examples
 
 NUM_PAGES = 12
 
@@ -128,5 +128,5 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check(self._of(Owner.REQUEST), self._of(Owner.TREE))
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = examples(60, stateful_step_count=40)
 TestPool = PoolMachine.TestCase

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,6 +19,7 @@ from radixgrove.worker.cache.node import CacheScope, TreeNode
 from radixgrove.worker.cache.pool import Owner, PagePool
 from radixgrove.worker.cache.timeline import Fence, Timeline
 from radixgrove.worker.cache.tree import RadixTree
+from tests.conftest import examples
 from tests.worker.scheduler.harness import pack
 
 PAGE = 2
@@ -199,5 +199,5 @@ class TreeMachine(RuleBasedStateMachine):
         assert snapshot == expected
 
 
-TreeMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TreeMachine.TestCase.settings = examples(150, stateful_step_count=40)
 TestTree = TreeMachine.TestCase

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import SamplingFeatures, SamplingState
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.plan import INVALID_TOKEN, NewRow, StepPlan
+from tests.conftest import examples
 
 CPU = torch.device("cpu")
 
@@ -162,7 +163,7 @@ def test_different_seeds_draw_differently() -> None:
     assert len(set(bench.sample(logits, list(range(64))).tokens.tolist())) > 50
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
     top_k=st.sampled_from([0, 1, 5, 511, 512, 513, 900, 1500, 2000]),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.protocol.openai.formats import token_text
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.worker.frontend.detokenize import Detokenizer, StopMatcher, Vocabulary
+from tests.conftest import examples
 from tests.protocol.text.tokenizers_of_tests import llama_like
 
 
@@ -28,7 +29,7 @@ def one_by_one(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
     return [*(detokenizer.push([number]) for number in ids), detokenizer.finish()]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(ids=st.lists(st.integers(0, 49151) | st.integers(0, 300)), skip=st.booleans())
 def test_any_ids_of_a_byte_level_vocabulary(demo: Vocabulary, ids: list[int], skip: bool) -> None:
     expected = demo.tokenizer.decode(ids, skip_special_tokens=skip)
@@ -43,7 +44,7 @@ texts = st.text(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=texts)
 def test_no_piece_has_half_a_character(demo: Vocabulary, text: str) -> None:
     ids = demo.tokenizer.encode(text, add_special_tokens=False).ids
@@ -53,7 +54,7 @@ def test_no_piece_has_half_a_character(demo: Vocabulary, text: str) -> None:
     assert any("�" in piece for piece in pieces) == ("�" in whole)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=texts)
 def test_vocabularies_with_byte_fallback(llama: Vocabulary, text: str) -> None:
     ids = llama.tokenizer.encode(text, add_special_tokens=False).ids
@@ -96,7 +97,7 @@ def reference_stop(text: str, stops: list[str], include: bool) -> tuple[str, str
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(
     text=st.text("abc", max_size=40),
     stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
@@ -128,7 +129,7 @@ def test_only_what_may_become_a_stop_is_withheld() -> None:
     assert matcher.push("g") == "fog"
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=texts)
 def test_bytes_of_tokens_are_the_texts(demo: Vocabulary, llama: Vocabulary, text: str) -> None:
     ids = llama.tokenizer.encode(text, add_special_tokens=False).ids

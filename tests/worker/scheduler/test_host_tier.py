@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.protocol.settings import EvictionPolicy, HostWritePolicy
@@ -16,6 +16,7 @@ from radixgrove.worker.messages import CacheMode, Finish, Tier
 from radixgrove.worker.scheduler.counters import Counters
 from radixgrove.worker.scheduler.loads import HostLoads
 from radixgrove.worker.scheduler.request import RequestState
+from tests.conftest import examples
 from tests.worker.scheduler.harness import DEFAULTS, VOCAB, Harness, request
 from tests.worker.scheduler.test_properties import (
     Aborted,
@@ -403,7 +404,7 @@ def run_all(setup: dict[str, object], operations: Operations) -> Harness:
     return harness
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(150)
 @given(setup=_setups, seed=st.integers(0, 1 << 32))
 def test_every_request_gets_its_own_text_whatever_moves_meanwhile(
     setup: dict[str, object], seed: int

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import EvictionPolicy, HostWritePolicy, SchedulePolicy
 from radixgrove.worker.messages import CacheMode, Finish, RefusalReason, Refused, Tokens
+from tests.conftest import examples
 from tests.worker.scheduler.fake_executor import expected_output
 from tests.worker.scheduler.harness import VOCAB, Harness, request
 
@@ -195,7 +196,7 @@ def check_answer(harness: Harness, request_id: str) -> None:
         assert messages[0].cached_tokens == 0
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(250)
 @given(setup=setups, operations=operations)
 def test_every_request_ends_once_with_its_own_text(
     setup: dict[str, object], operations: list[Submitted | Aborted | Called]
@@ -225,7 +226,7 @@ def check_empty(harness: Harness) -> None:
     assert harness.scheduler._admission.in_flight_prefixes._leaders == {}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60)
 @given(setup=setups, wave=st.lists(submits, min_size=6, max_size=14))
 def test_more_load_than_memory_is_preempted_evicted_and_still_answered(
     setup: dict[str, object], wave: list[Submitted]
