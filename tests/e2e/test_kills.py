@@ -87,15 +87,35 @@ class Load:
         return self.results
 
 
-@pytest.fixture
-def up(tmp_path: Path, demo_model_dir: Path, redis_server: RedisServer) -> Iterator[UpProcess]:
-    """A cluster of its own, on a Redis that the test may kill."""
-    process = UpProcess(tmp_path / "log", ("--redis-url", redis_server.url))
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared(
+    tmp_path_factory: pytest.TempPathFactory, demo_model_dir: Path, redis_server: RedisServer
+) -> Iterator[UpProcess]:
+    """One cluster for all: what recovers from one death must survive the next."""
+    process = UpProcess(tmp_path_factory.mktemp("up") / "log", ("--redis-url", redis_server.url))
     try:
         process.start()
         yield process
     finally:
         process.kill()
+
+
+@pytest.fixture
+def up(shared: UpProcess) -> UpProcess:
+    """The cluster, whole, on a Redis that the test may kill."""
+
+    def whole() -> bool:
+        return [entry["state"] for entry in shared.replicas().values()] == ["ready", "ready"]
+
+    wait_until(whole, deadline=90, what="two replicas that are ready")
+    wait_idle(shared, deadline=60)
+    return shared
 
 
 @pytest.mark.slow
@@ -124,9 +144,12 @@ def test_replica_killed_under_load(up: UpProcess) -> None:
 def test_stopped_engine_is_found_and_replaced(up: UpProcess) -> None:
     """SIGSTOP: alive, holding its port, computing nothing."""
     engine = up.engine("replica-1")
+    before = len(up.log.read_text())
     engine.send_signal(signal.SIGSTOP)
     wait_until(lambda: not engine.is_running(), deadline=40, what="the end of the stuck engine")
-    wait_until(lambda: "rank 0" in up.log.read_text(), what="a message that names the rank")
+    wait_until(
+        lambda: "rank 0" in up.log.read_text()[before:], what="a message that names the rank"
+    )
     answer = stream(up.url, "What is the capital of France?")
     assert answer.text == "The capital of France is Paris."
     wait_until(
