@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.operator.planning import gang
 from radixgrove.operator.planning.demand import Node, NodeDemand
 from radixgrove.operator.planning.gang import Contention, GangPlacement
+from tests.conftest import examples
 
 GPUS = {"nvidia.com/gpu": 8}
 NODES = [Node(f"n{number}", devices=GPUS) for number in range(4)]
@@ -275,7 +276,7 @@ DEMANDS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.sampled_from(POOLS[:3]), min_size=2, max_size=7),
     st.lists(st.tuples(st.integers(1, 5), DEMANDS), min_size=1, max_size=6),
@@ -299,7 +300,7 @@ def test_in_the_end_what_fits_is_placed_and_all_others_show_their_pods(
             assert len(left) < own.nodes, "no group waits for nodes that would do"
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(1, 6), st.integers(2, 6), st.randoms(use_true_random=False))
 def test_impossible_groups_cost_a_newcomer_no_more_than_one_timeout(
     impossible: int, nodes: int, rng: random.Random

@@ -380,7 +380,7 @@ def test_tokens_that_eat_blanks_leave_a_texts_length_open() -> None:
     assert most_characters(tokenizer) is None
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.text(max_size=200))
 def test_no_text_has_fewer_tokens_than_its_length_says(encoder: PromptEncoder, text: str) -> None:
     most = most_characters(encoder.tokenizer)

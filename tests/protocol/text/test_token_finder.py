@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.protocol.text import token_finder
 from radixgrove.protocol.text.token_finder import TokenFinder
+from tests.conftest import examples
 
 TEXTS = st.lists(st.text("ab<|", min_size=1, max_size=6), min_size=1, max_size=12)
 
@@ -17,7 +18,7 @@ def found(finder: TokenFinder, text: str) -> list[tuple[int, str]]:
     return [(match.start(), match[0]) for match in finder.find(text)]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(TEXTS, st.text("ab<|x", max_size=60), st.integers(1, 70))
 def test_the_leftmost_and_longest(texts: list[str], text: str, window: int) -> None:
     plain = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
