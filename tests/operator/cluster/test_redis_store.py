@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore, connect
+from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.model_table import (
     SHARED,
@@ -20,7 +19,9 @@ from radixgrove.protocol.model_table import (
     demand_key,
     table_key,
 )
-from radixgrove.protocol.registry import Lease, LeaseState, LoadReport, Registration
+from radixgrove.protocol.registry import EngineInfo, Lease, LeaseState, LoadReport, Registration
+from radixgrove.service.redis_client import connect
+from radixgrove.service.redis_rules import RedisUnavailable
 from tests.conftest import RedisServer
 
 PREFIX = "radixgrove"
@@ -124,7 +125,7 @@ def test_what_could_not_be_written_is_tried_again(server: RedisServer) -> None:
     operator.put(SHARED, 1.0, entry("ns.a", "a-0"))
     server.client.config_set("maxmemory", "1")
     for _ in range(2):
-        with pytest.raises(RedisAway):
+        with pytest.raises(RedisUnavailable):
             operator.put(SHARED, 1.0, entry("ns.a", "a-0", "a-1"))
     server.client.config_set("maxmemory", "0")
     operator.put(SHARED, 1.0, entry("ns.a", "a-0", "a-1"))
@@ -135,11 +136,11 @@ def register(server: RedisServer, replica: str, lease: Lease) -> None:
     keys = ServiceKeys(PREFIX, "ns.a")
     registration = Registration(
         replica_id=replica, service="ns.a", url="http://10.0.0.1:8100", models=["m"], namespace="n",
-        root="r", index_block=16, page_size=16, tokenizer_digest="t", max_model_len=100,
-        generation=f"g-{replica}", max_running=16,
+        root="r", index_block=16, tokenizer_digest="t", generation=f"g-{replica}",
+        engine=EngineInfo(page_size=16, max_model_len=100, max_running=16),
     )  # fmt: skip
     head = Lease._HEAD.pack(lease.expires_ms, int(lease.state)) + lease.report.pack()
-    server.client.hset(keys.replicas, replica, msgspec.json.encode(registration))
+    server.client.hset(keys.replicas, replica, registration.encode())
     server.client.hset(keys.leases, registration.generation, head)
 
 
@@ -182,7 +183,7 @@ def test_a_lease_is_held_until_it_expires(server: RedisServer) -> None:
 
 def test_redis_away_is_said(server: RedisServer, tmp_path: Path) -> None:
     operator = RedisStore(connect("redis://127.0.0.1:1/0", 0.2), PREFIX)
-    with pytest.raises(RedisAway):
+    with pytest.raises(RedisUnavailable):
         operator.put(SHARED, 1.0, entry("ns.a", "a-0"))
-    with pytest.raises(RedisAway):
+    with pytest.raises(RedisUnavailable):
         operator.load("ns.a", [])

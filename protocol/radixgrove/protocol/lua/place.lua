@@ -53,6 +53,7 @@ end
 if not live_router[me] then
   -- Before its first heartbeat: what it books counts for others at once, and ends with it.
   redis.call('ZADD', KEYS[5], now + tonumber(ARGV[10]), me)
+  redis.call('PEXPIRE', KEYS[5], 60000) -- as router_heartbeat.lua does
   live_router[me] = true
 end
 

@@ -465,19 +465,9 @@ def describe(runtime: Runtime, info: EngineInfo) -> Registration:
         namespace=namespace,
         root=root_fingerprint(block_hasher(settings, namespace)),
         index_block=index_block(settings),
-        page_size=info.page_size,
         tokenizer_digest=TokenizerFiles.load(runtime.model_dir).digest,
-        max_model_len=info.max_model_len,
-        max_running=info.max_running,
-        vocab_size=info.vocab_size,
+        engine=info,
         sharing=settings.sharing,
-        weight_version=settings.weight_version,
-        prefill_tokens_per_second=info.prefill_tokens_per_second,
-        host_tokens_per_second=info.host_tokens_per_second,
-        kv_tokens=info.num_pages * info.page_size,
-        device=info.device,
-        dtype=info.dtype,
-        kv_dtype=info.kv_dtype,
     )
 
 
