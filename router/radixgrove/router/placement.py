@@ -95,7 +95,14 @@ class _Bookings:
 
 
 class IndexLost(Exception):
-    """Redis cannot tell who is alive: leases ran out, or went, while it could not be used."""
+    """Redis cannot tell who is alive: leases ran out, or went, while it could not be used.
+
+    `replicas` are those of which it cannot.
+    """
+
+    def __init__(self, replicas: list[Replica]) -> None:
+        super().__init__()
+        self.replicas = replicas
 
 
 class RedisLate(Exception):
@@ -150,8 +157,8 @@ class Placer:
                 except (RedisUnavailable, RedisRefused, RedisLate) as error:
                     text = f"placing requests of {service.name} without Redis: {error}"
                     self._complaints.say(service.name, text)
-                except IndexLost:
-                    pass
+                except IndexLost as lost:
+                    candidates = lost.replicas + others
             else:  # asking would only cost each request `redis_timeout`
                 text = f"Redis takes {1000 * link.round_trip:.0f} ms: placing requests without it"
                 self._complaints.say("slow", text)
@@ -205,8 +212,10 @@ class Placer:
         reservation = f"{self._router_id}-{next(self._serial)}"
         try:
             answer = await self._ask(link, ledger, template, ask, reservation, ceiling)
-            lost = answer[0] == 0 and not link.settled
-            if answer[0] <= 0 and not lost:
+            if answer[0] == 0 and answer[1] < len(registered) and not link.settled:
+                unproven = [replica for replica in registered if not replica.leased]
+                raise IndexLost(unproven if answer[1] else registered)
+            if answer[0] <= 0:
                 return fallback
         except BaseException:
             if fallback is not None:
@@ -214,8 +223,6 @@ class Placer:
             raise
         if fallback is not None:
             self._take_back(fallback)
-        if lost:
-            raise IndexLost
         chosen, matched, host, booked = (int(value) for value in answer[:4])
         replica = template.replicas[chosen - 1]
         generation = replica.generation

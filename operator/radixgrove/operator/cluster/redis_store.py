@@ -67,7 +67,7 @@ class RedisStore:
             entries = self._table(table)
             awaited = entry.service in self._expected
             self._expected.discard(entry.service)
-            for name, others in self._tables.items():
+            for name, others in list(self._tables.items()):
                 if name != table and entry.service in others:
                     del others[entry.service]
                     self._write(name)
@@ -89,7 +89,7 @@ class RedisStore:
         with self._lock:
             self._table(SHARED)
             self._expected.discard(service)
-            for table, entries in self._tables.items():
+            for table, entries in list(self._tables.items()):
                 if service in entries:
                     del entries[service]
                     self._write(table)
@@ -98,17 +98,26 @@ class RedisStore:
         """Forgets deleted services, also those that a former leader wrote."""
         with self._lock:
             self._table(SHARED)
-            for table, entries in self._tables.items():
+            for table in self._dedicated():
+                self._table(table)
+            for table, entries in list(self._tables.items()):
                 gone = entries.keys() - set(services)
                 for service in gone:
                     del entries[service]
-                if gone:
+                if gone or (table != SHARED and not entries):
                     self._write(table)
+
+    def _dedicated(self) -> list[str]:
+        """Tables of dedicated routers, those that a former leader wrote among them."""
+        prefix = table_key(self._prefix, "")
+        scan = partial(self._client.scan_iter, match=f"{prefix}*", count=1000)
+        names = [key.decode().removeprefix(prefix) for key in self._call(lambda: list(scan()))]
+        return [name for name in names if name != SHARED]
 
     def rewrite(self) -> None:
         """Puts back what a Redis that lost its memory misses."""
         with self._lock:
-            for table in self._tables:
+            for table in list(self._tables):
                 if self._call(partial(self._client.get, self._key(table))) != self._encoded(table):
                     self._write(table)
 
@@ -132,7 +141,11 @@ class RedisStore:
     def _write(self, table: str) -> None:
         if table == SHARED and self._expected and time.monotonic() < self._expected_until:
             return  # `rewrite` comes by
-        self._call(partial(self._client.set, self._key(table), self._encoded(table)))
+        if table != SHARED and not self._tables[table]:  # its router goes with its service
+            self._call(partial(self._client.delete, self._key(table)))
+            del self._tables[table]
+        else:
+            self._call(partial(self._client.set, self._key(table), self._encoded(table)))
 
     def _encoded(self, table: str) -> bytes:
         entries = sorted(self._tables[table].items(), key=lambda item: (item[1][0], item[0]))
