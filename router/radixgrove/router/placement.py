@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -273,28 +274,43 @@ class Placer:
         try:
             future = link.ask_script("place", template.keys, *arguments)
             try:
-                return await self._in_time(future)
+                answer = await self._in_time(future)
             except RedisRefused as error:
                 if error.code != "NOSCRIPT":
                     raise
-            future = asyncio.ensure_future(link.run_script("place", template.keys, *arguments))
-            return await self._in_time(future)
-        finally:
-            if future is None or future.done():
-                ledger.unanswered.discard(reservation)
-            else:
-                late = partial(self._came_late, ledger, template, reservation, ask.sequences)
-                future.add_done_callback(late)
+                link.load_script("place")
+                future = link.ask_script("place", template.keys, *arguments)
+                answer = await self._in_time(future)
+        except (RedisLate, asyncio.CancelledError):
+            assert future is not None
+            late = partial(self._came_late, ledger, template, reservation, ask.sequences)
+            link.give_up(future, late)
+            raise
+        except BaseException:
+            ledger.unanswered.discard(reservation)
+            raise
+        ledger.unanswered.discard(reservation)
+        return answer
 
     async def _in_time(self, future: asyncio.Future[list[Any]]) -> list[Any]:
-        due = time.monotonic() + self._patience
-        await asyncio.wait((future,), timeout=self._patience)
-        if not future.done() and time.monotonic() - due > LATE_SECONDS:
-            # This process was busy itself: the answer may lie unread in the socket.
-            await asyncio.wait((future,), timeout=LATE_SECONDS)
-        if not future.done():
-            raise RedisLate(f"no answer within {1000 * self._patience:.0f} ms")
-        return future.result()
+        loop = asyncio.get_running_loop()
+        patience = self._patience
+        timer = loop.call_later(patience, self._expire, future, loop.time() + patience)
+        try:
+            return await future
+        finally:
+            timer.cancel()
+
+    def _expire(self, future: asyncio.Future[list[Any]], due: float) -> None:
+        if future.done():
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() - due > LATE_SECONDS:
+            # This process was busy itself: the answer may lie unread in the socket. Once more.
+            loop.call_later(LATE_SECONDS, self._expire, future, math.inf)
+        else:
+            text = f"no answer within {1000 * self._patience:.0f} ms"
+            future.set_exception(RedisLate(text))
 
     def _came_late(
         self,
@@ -302,14 +318,11 @@ class Placer:
         template: _Template,
         reservation: str,
         sequences: int,
-        future: asyncio.Future[list[Any]],
+        answer: list[Any] | None,
     ) -> None:
         ledger.unanswered.discard(reservation)
-        if future.cancelled() or future.exception() is not None:
-            return
-        chosen = int(future.result()[0])
-        if chosen > 0:
-            generation = template.replicas[chosen - 1].generation
+        if answer is not None and answer[0] > 0:
+            generation = template.replicas[answer[0] - 1].generation
             self._give_back(ledger, reservation, generation, sequences)
 
     def _ledger(self, service: str) -> _Bookings:

@@ -121,12 +121,26 @@ class RedisLink:
         return await self._connection().ask(command)
 
     def ask_script(self, name: str, keys: Keys, *arguments: Argument) -> asyncio.Future[Any]:
-        """Sends one of the protocol's scripts; RedisRefused with NOSCRIPT when Redis lacks it.
+        """Sends one of the protocol's scripts; the future is the caller's to end.
+
+        It has the answer, RedisUnavailable, or RedisRefused: with NOSCRIPT when Redis lacks the
+        script (`load_script`). Who ends it before `give_up`s it.
 
         Raises:
             RedisUnavailable: not connected.
         """
         return self._connection().ask(_evaluation(name, keys, arguments))
+
+    def give_up(self, future: asyncio.Future[Any], when_answered: Callable[[Any], None]) -> None:
+        """See `RedisWire.give_up`."""
+        if self._wire is None:
+            when_answered(None)
+        else:
+            self._wire.give_up(future, when_answered)
+
+    def load_script(self, name: str) -> None:
+        """Gives Redis a script, before whatever is sent next. Raises RedisUnavailable."""
+        self._connection().post(("SCRIPT", "LOAD", index.script(name).text))
 
     async def run_script(self, name: str, keys: Keys, *arguments: Argument) -> Any:
         """One of the protocol's scripts; loads it when Redis lacks it. Raises as `call` does."""
@@ -230,7 +244,7 @@ class RedisLink:
             except RedisRefused as error:
                 if error.code in RECONNECT:
                     raise
-                self._down(str(error))
+                self._down(_describe(error))
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
@@ -276,7 +290,7 @@ def _evaluation(name: str, keys: Keys, arguments: Sequence[Argument]) -> tuple[A
 
 
 def _describe(error: Exception) -> str:
-    """For people; of an OSError its kind, and the file where it names one."""
+    """For people: of an OSError its kind and file, of others their first sentence."""
     if isinstance(error, OSError):
         return f"{type(error).__name__} {error.filename or ''}".strip()
-    return str(error)
+    return str(error).partition(". ")[0]

@@ -30,6 +30,7 @@ class RedisWire(asyncio.Protocol):
     def __init__(self, on_lost: Callable[[str], None], on_refused: Callable[[], None]) -> None:
         self._reader = hiredis.Reader(replyError=RedisRefused)
         self._waiting: deque[asyncio.Future[Any] | None] = deque()
+        self._given_up: dict[asyncio.Future[Any], Callable[[Any], None]] = {}
         self._answered = 0
         self._due = 0  # answers that must have come at the next look
         self._look_at = 0.0
@@ -77,11 +78,16 @@ class RedisWire(asyncio.Protocol):
             while (answer := reader.gets()) is not False:
                 future = self._waiting.popleft()
                 self._answered += 1
-                if isinstance(answer, RedisRefused):
+                refused = isinstance(answer, RedisRefused)
+                if refused:
                     self._on_refused()
-                    if future is not None and not future.done():
-                        future.set_exception(answer)
-                elif future is not None and not future.done():
+                if future is None:
+                    continue
+                if future.done():
+                    self._come_late(future, None if refused else answer)
+                elif refused:
+                    future.set_exception(answer)
+                else:
                     future.set_result(answer)
         except (hiredis.ProtocolError, IndexError):
             self._problem = "an answer that is not Redis's"
@@ -93,10 +99,29 @@ class RedisWire(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
         for future in self._waiting:
-            if future is not None and not future.done():
+            if future is None:
+                continue
+            if future.done():
+                self._come_late(future, None)
+            else:
                 future.set_exception(RedisUnavailable(self._problem))
         self._waiting.clear()
         self._on_lost(self._problem)
+
+    def give_up(self, future: asyncio.Future[Any], when_answered: Callable[[Any], None]) -> None:
+        """The caller waits no longer, which has ended the future.
+
+        `when_answered` is called with the answer once it is there; with None when there is none.
+        """
+        if future in self._waiting:
+            self._given_up[future] = when_answered
+        else:
+            when_answered(None)
+
+    def _come_late(self, future: asyncio.Future[Any], answer: Any) -> None:
+        when_answered = self._given_up.pop(future, None)
+        if when_answered is not None:
+            when_answered(answer)
 
     def ask(self, command: Command) -> asyncio.Future[Any]:
         """Sends a command, and whatever lingers before it.

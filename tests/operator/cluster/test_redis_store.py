@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from radixgrove.operator.cluster.redis_store import RedisStore
@@ -187,3 +188,28 @@ def test_redis_away_is_said(server: RedisServer, tmp_path: Path) -> None:
         operator.put(SHARED, 1.0, entry("ns.a", "a-0"))
     with pytest.raises(RedisUnavailable):
         operator.load("ns.a", [])
+
+
+def test_a_dedicated_routers_table_goes_with_its_service(server: RedisServer) -> None:
+    operator = side(server)
+    for name in ("ns.a", "ns.b"):
+        operator.put(name, 1.0, entry(name, "a-0"))
+    operator.drop("ns.a")
+    assert not server.client.exists(table_key(PREFIX, "ns.a"))
+    heir = side(server)  # of a leader that ended before it could drop the other one
+    heir.keep_only(set())
+    heir.rewrite()
+    assert not server.client.exists(table_key(PREFIX, "ns.b"))
+
+
+def test_a_replica_of_the_release_before_is_read(server: RedisServer) -> None:
+    from tests.protocol.test_registry import OLD
+
+    keys = ServiceKeys(PREFIX, "ns.a")
+    lease = Lease(time.time() * 1000 + 60_000, LeaseState.READY, LoadReport(running=2))
+    head = Lease._HEAD.pack(lease.expires_ms, int(lease.state)) + lease.report.pack()
+    server.client.hset(keys.replicas, "r0", msgspec.json.encode(OLD))
+    server.client.hset(keys.leases, OLD["generation"], head)
+    assert side(server).holds_lease("ns.a", "r0")
+    found = side(server).load("ns.a", ["r0"])
+    assert (found.running, found.slots) == (2, 64)
