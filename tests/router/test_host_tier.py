@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
 
-import msgspec
 import pytest
 import redis
 
@@ -42,10 +41,7 @@ class Fleet:
 
     async def place(self, path: bytes) -> Placement:
         """Where a request with this prefix and a block of its own goes; it ends at once."""
-        known = [
-            msgspec.json.decode(record, type=Registration)
-            for record in self._client.hvals(KEYS.replicas)
-        ]
+        known = [Registration.decode(record) for record in self._client.hvals(KEYS.replicas)]
         service = Service("default", ["m"])
         service.set_replicas({r.replica_id: _ready(r) for r in known})
         ask = PlacementRequest(

@@ -51,14 +51,6 @@ class ModelTable(msgspec.Struct, kw_only=True, frozen=True):
             raise ValueError(f"model table version {table.version} is unknown")
         return table
 
-    def by_name(self) -> dict[str, ModelEntry]:
-        """Entries by every name; the earlier entry keeps a name that two of them claim."""
-        found: dict[str, ModelEntry] = {}
-        for entry in self.entries:
-            for name in entry.names:
-                found.setdefault(name, entry)
-        return found
-
 
 class Demand(msgspec.Struct, kw_only=True, frozen=True):
     """Requests that a router holds because no replica can take them."""

@@ -149,6 +149,8 @@ class RegisteredReplicas:
             fenced = entry is not None and replica_id not in entry.attempts
             if fenced or not self._remembering():
                 del known[replica_id]
+            else:
+                known[replica_id].leased = False
         return before != {(r.id, r.generation, r.state) for r in known.values()}
 
     def _take(
