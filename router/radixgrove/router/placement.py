@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import random
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import ROUTER_LEASE_SECONDS
 from radixgrove.protocol.settings import RouterSettings, RoutingPolicy
 from radixgrove.router import metrics
+from radixgrove.router.deadlines import AnswerLate, Deadlines
 from radixgrove.router.replicas import Replica, Service
 from radixgrove.service.cluster_directory import side_by_side
 from radixgrove.service.complaints import Complaints
@@ -40,7 +40,6 @@ _LEASE_MS = int(ROUTER_LEASE_SECONDS * 1000)
 # As in lua/place.lua, which explains them:
 DECODE_TOKENS = 16
 HIT_CREDIT, MOST_CREDIT_MS = 9.0, 250.0
-LATE_SECONDS = 0.005  # a timer that fires so much later than it was set for is no judge
 AFFINITY_BLOCKS = 16
 AFFINITY_TOKENS = 256  # of load that affinity outweighs
 MAX_TEMPLATES = 32  # candidate sets remembered per service
@@ -106,10 +105,6 @@ class IndexLost(Exception):
         self.replicas = replicas
 
 
-class RedisLate(Exception):
-    """The answer did not come within `redis_timeout`."""
-
-
 class Placer:
     """Places requests and keeps the books."""
 
@@ -119,6 +114,7 @@ class Placer:
         self._router_id = router_id
         self._link = link
         self._patience = settings.redis_timeout
+        self._deadlines = Deadlines(settings.redis_timeout)
         self._complaints = Complaints(logger, logging.WARNING)
         self._ledgers: dict[str, _Bookings] = {}
         self._serial = itertools.count()
@@ -155,7 +151,7 @@ class Placer:
             if link.round_trip <= self._patience:
                 try:
                     return await self._shared(link, service, registered, others, ask)
-                except (RedisUnavailable, RedisRefused, RedisLate) as error:
+                except (RedisUnavailable, RedisRefused, AnswerLate) as error:
                     text = f"placing requests of {service.name} without Redis: {error}"
                     self._complaints.say(service.name, text)
                 except IndexLost as lost:
@@ -204,7 +200,7 @@ class Placer:
         others: list[Replica],
         ask: PlacementRequest,
     ) -> Placement | None:
-        """Raises RedisUnavailable, RedisRefused, RedisLate or IndexLost: Redis does not decide."""
+        """Raises RedisUnavailable, RedisRefused, AnswerLate or IndexLost: Redis does not decide."""
         ledger = self._ledger(service.name)
         template = _template(ledger, service, registered)
         # Booked at once, taken back if Redis knows better: others are deciding meanwhile.
@@ -255,7 +251,7 @@ class Placer:
 
         Raises:
             RedisUnavailable, RedisRefused: there is none.
-            RedisLate: it has not come within `redis_timeout`.
+            AnswerLate: it has not come within `redis_timeout`.
         """
         arguments = (
             template.candidates,
@@ -273,15 +269,17 @@ class Placer:
         future: asyncio.Future[list[Any]] | None = None
         try:
             future = link.ask_script("place", template.keys, *arguments)
+            self._deadlines.watch(future)
             try:
-                answer = await self._in_time(future)
+                answer = await future
             except RedisRefused as error:
                 if error.code != "NOSCRIPT":
                     raise
                 link.load_script("place")
                 future = link.ask_script("place", template.keys, *arguments)
-                answer = await self._in_time(future)
-        except (RedisLate, asyncio.CancelledError):
+                self._deadlines.watch(future)
+                answer = await future
+        except (AnswerLate, asyncio.CancelledError):
             assert future is not None
             late = partial(self._came_late, ledger, template, reservation, ask.sequences)
             link.give_up(future, late)
@@ -291,26 +289,6 @@ class Placer:
             raise
         ledger.unanswered.discard(reservation)
         return answer
-
-    async def _in_time(self, future: asyncio.Future[list[Any]]) -> list[Any]:
-        loop = asyncio.get_running_loop()
-        patience = self._patience
-        timer = loop.call_later(patience, self._expire, future, loop.time() + patience)
-        try:
-            return await future
-        finally:
-            timer.cancel()
-
-    def _expire(self, future: asyncio.Future[list[Any]], due: float) -> None:
-        if future.done():
-            return
-        loop = asyncio.get_running_loop()
-        if loop.time() - due > LATE_SECONDS:
-            # This process was busy itself: the answer may lie unread in the socket. Once more.
-            loop.call_later(LATE_SECONDS, self._expire, future, math.inf)
-        else:
-            text = f"no answer within {1000 * self._patience:.0f} ms"
-            future.set_exception(RedisLate(text))
 
     def _came_late(
         self,

@@ -78,6 +78,8 @@ class RedisLink:
         self.unsuitable = False  # this server is none to work with: `problem` says why
         self.since = 0.0  # monotonic time of the last change of `up`
         self.problem = "not connected yet"
+        # Seconds of the fastest of the last heartbeats: what Redis takes all the time.
+        self.round_trip = 0.0
 
     # ---- state -----------------------------------------------------------------------------
 
@@ -93,11 +95,6 @@ class RedisLink:
         It does not while writes are refused, nor before all have had the time to renew theirs.
         """
         return self.up and time.monotonic() - self.since >= SETTLE_SECONDS
-
-    @property
-    def round_trip(self) -> float:
-        """Seconds of the fastest of the last heartbeats: what Redis takes all the time."""
-        return min(self._round_trips, default=0.0)
 
     async def wait_until_up(self, seconds: float) -> None:
         """Returns when Redis is usable, or after `seconds`."""
@@ -240,6 +237,7 @@ class RedisLink:
             try:
                 await self.call("SET", self._heartbeat_key, "", "PX", HEARTBEAT_LIFE_MS)
                 self._round_trips.append(time.monotonic() - began)
+                self.round_trip = min(self._round_trips)
                 self._turn(True)
             except RedisRefused as error:
                 if error.code in RECONNECT:
