@@ -19,7 +19,7 @@ import uvloop
 from simulated import MODEL
 
 from radixgrove.protocol.blocks import BlockHasher
-from radixgrove.protocol.registry import Registration, root_fingerprint
+from radixgrove.protocol.registry import EngineInfo, Registration, root_fingerprint
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.messages import CacheSnapshot, EngineState, Stats
@@ -85,11 +85,13 @@ async def main(arguments: argparse.Namespace) -> None:
             namespace="echo",
             root=root_fingerprint(hasher),
             index_block=16,
-            page_size=16,
             tokenizer_digest=files.digest,
-            max_model_len=1 << 20,
-            vocab_size=1 << 17,
-            prefill_tokens_per_second=20_000.0,
+            engine=EngineInfo(
+                page_size=16,
+                max_model_len=1 << 20,
+                vocab_size=1 << 17,
+                prefill_tokens_per_second=20_000.0,
+            ),
         )
 
         def empty() -> None:

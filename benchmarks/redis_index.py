@@ -29,12 +29,17 @@ from subjects import process, redis_server, table
 
 from radixgrove.protocol import index
 from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, BlockHasher
-from radixgrove.protocol.keys import ServiceKeys
-from radixgrove.protocol.registry import LoadReport, Registration, root_fingerprint
+from radixgrove.protocol.keys import ServiceKeys, router_key
+from radixgrove.protocol.registry import (
+    EngineInfo,
+    LoadReport,
+    Registration,
+    root_fingerprint,
+)
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router.placement import PlacementRequest, Placer
-from radixgrove.router.redis_link import RedisLink
 from radixgrove.router.replicas import Breaker, Replica, Service
+from radixgrove.service.redis_link import RedisLink
 from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.messages import (
     CacheEvent,
@@ -64,10 +69,12 @@ def registration(name: str, generation: str = "") -> Registration:
         namespace="index",
         root=root_fingerprint(HASHER),
         index_block=BLOCK_TOKENS,
-        page_size=BLOCK_TOKENS,
         tokenizer_digest="none",
-        max_model_len=1 << 24,
-        prefill_tokens_per_second=20_000.0,
+        engine=EngineInfo(
+            page_size=BLOCK_TOKENS,
+            max_model_len=1 << 24,
+            prefill_tokens_per_second=20_000.0,
+        ),
         generation=generation,
     )
 
@@ -76,7 +83,7 @@ def register(client: redis.Redis, name: str) -> Registration:
     entry = registration(name, os.urandom(8).hex())
     identity = msgspec.json.encode(entry.identity(), order="deterministic")
     script = client.register_script(index.script("register").text)
-    arguments = [name, entry.generation, msgspec.json.encode(entry), identity, LEASE_MS]
+    arguments = [name, entry.generation, entry.encode(), identity, LEASE_MS]
     script([KEYS.identity, KEYS.replicas, KEYS.leases], [*arguments, LoadReport().pack(), 1])
     return entry
 
@@ -101,10 +108,9 @@ async def placements(
     url: str, client: redis.Redis, entries: list[Registration], blocks: int, calls: int
 ) -> tuple[list[float], float]:
     """Milliseconds of each placement, and Redis's own mean of placement and release."""
-    up = asyncio.Event()
-    link = RedisLink(url, lambda state: up.set() if state else None)
+    link = RedisLink(url, router_key(PREFIX, "benchmark"), "nothing is measured")
     connection = asyncio.create_task(link.run())
-    await asyncio.wait_for(up.wait(), 10)
+    await link.wait_until_up(10)
     placer = Placer(RouterSettings(), "benchmark", link)
     service = Service("default", [MODEL])
     service.set_replicas(

@@ -26,7 +26,7 @@ from tokenizers.pre_tokenizers import Split
 
 from radixgrove.protocol.blocks import HASH_BYTES, BlockHasher
 from radixgrove.protocol.openai.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
-from radixgrove.protocol.registry import Registration, root_fingerprint
+from radixgrove.protocol.registry import EngineInfo, Registration, root_fingerprint
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.service.listening import bound_socket
 from radixgrove.service.server import Server
@@ -196,11 +196,13 @@ class SimulatedReplica:
             namespace=NAMESPACE,
             root=root_fingerprint(self._hasher),
             index_block=BLOCK_TOKENS,
-            page_size=BLOCK_TOKENS,
             tokenizer_digest=tokenizer_files().digest,
-            max_model_len=1 << 20,
-            vocab_size=20_000,
-            prefill_tokens_per_second=BLOCK_TOKENS / self._block_ms * 1000,
+            engine=EngineInfo(
+                page_size=BLOCK_TOKENS,
+                max_model_len=1 << 20,
+                vocab_size=20_000,
+                prefill_tokens_per_second=BLOCK_TOKENS / self._block_ms * 1000,
+            ),
         )
 
     async def stop(self) -> None:

@@ -142,6 +142,7 @@ class RedisServer:
     directory: Path
     port: int = field(default_factory=find_free_port)
     process: subprocess.Popen[bytes] | None = None
+    options: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -169,6 +170,7 @@ class RedisServer:
             [
                 *(binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""),
                 *("--appendonly", "no", "--dir", str(self.directory), "--loglevel", "warning"),
+                *self.options,
             ],
             stdout=subprocess.DEVNULL,
         )

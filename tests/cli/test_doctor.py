@@ -46,7 +46,7 @@ def test_an_evicting_redis_fails(redis_server: RedisServer) -> None:
         assert connection.recv(16).startswith(b"+OK")
     code, found = findings(RADIXGROVE_REDIS_URL=redis_server.url)
     assert code == 1
-    assert "noeviction is required" in about("redis", found)[-1]["text"]
+    assert "needs noeviction" in about("redis", found)[-1]["text"]
 
 
 def test_an_absent_redis_fails_without_its_password(free_port: int) -> None:

@@ -10,7 +10,7 @@ import redis
 
 from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, BlockHasher, members
 from radixgrove.protocol.keys import ServiceKeys
-from radixgrove.protocol.registry import Registration, root_fingerprint
+from radixgrove.protocol.registry import EngineInfo, Registration, root_fingerprint
 from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.messages import (
     CacheEvent,
@@ -34,12 +34,11 @@ def registration(**fields: Any) -> Registration:
         "namespace": "model",
         "root": root_fingerprint(HASHER),
         "index_block": 16,
-        "page_size": 16,
         "tokenizer_digest": "d",
-        "max_model_len": 1000,
-        "prefill_tokens_per_second": 16_000.0,
     }
-    return Registration(**values | fields)
+    facts = {"page_size": 16, "max_model_len": 1000, "prefill_tokens_per_second": 16_000.0}
+    facts |= {name: fields.pop(name) for name in [*fields] if name in EngineInfo.__struct_fields__}
+    return Registration(**values | fields, engine=EngineInfo(**facts))
 
 
 def chain(seed: int, blocks: int) -> bytes:

@@ -7,16 +7,16 @@ import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
 
-import msgspec
 import pytest
 import redis
 
 from radixgrove.protocol.blocks import HASH_BYTES, members
+from radixgrove.protocol.keys import router_key
 from radixgrove.protocol.registry import Registration
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router.placement import Placement, PlacementRequest, Placer
-from radixgrove.router.redis_link import RedisLink
 from radixgrove.router.replicas import Breaker, Replica, Service
+from radixgrove.service.redis_link import RedisLink
 from radixgrove.worker.messages import Tier
 from tests.conftest import RedisServer
 from tests.router.harness import eventually
@@ -41,10 +41,7 @@ class Fleet:
 
     async def place(self, path: bytes) -> Placement:
         """Where a request with this prefix and a block of its own goes; it ends at once."""
-        known = [
-            msgspec.json.decode(record, type=Registration)
-            for record in self._client.hvals(KEYS.replicas)
-        ]
+        known = [Registration.decode(record) for record in self._client.hvals(KEYS.replicas)]
         service = Service("default", ["m"])
         service.set_replicas({r.replica_id: _ready(r) for r in known})
         ask = PlacementRequest(
@@ -69,7 +66,7 @@ def _ready(registration: Registration) -> Replica:
 
 @contextlib.asynccontextmanager
 async def fleet(redis_url: str, host_rate: float) -> AsyncIterator[Fleet]:
-    link = RedisLink(redis_url, lambda up: None)
+    link = RedisLink(redis_url, router_key("radixgrove", "router"), "nothing is placed")
     async with (
         running(redis_url, replica_id="r0", host_tokens_per_second=host_rate) as first,
         running(redis_url, replica_id="r1", host_tokens_per_second=host_rate) as second,

@@ -9,12 +9,14 @@ import aiohttp
 import pytest
 import redis
 
-from radixgrove.operator.cluster.redis_store import RedisStore, connect
+from radixgrove.operator.cluster.redis_store import RedisStore
+from radixgrove.protocol.keys import router_key
 from radixgrove.protocol.model_table import SHARED, ModelEntry, demand_key, table_key
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import fleet
 from radixgrove.router.fleet import Fleet
-from radixgrove.router.redis_link import RedisLink
+from radixgrove.service.redis_client import connect
+from radixgrove.service.redis_link import RedisLink
 from tests.conftest import RedisServer
 from tests.router.conftest import MakeReplica, MakeRouter
 from tests.router.harness import Answer, Router, completion, eventually, prompt
@@ -239,7 +241,7 @@ async def test_router_waits_for_the_table_no_longer_than_its_patience(
 ) -> None:
     monkeypatch.setattr(fleet, "TABLE_PATIENCE_SECONDS", 600.0)
     settings = RouterSettings(redis_url=redis_server.url, model_table=SHARED)
-    link = RedisLink(redis_server.url, lambda _: None)
+    link = RedisLink(redis_server.url, router_key(PREFIX, "router"), "nothing is read")
     waiting = Fleet(settings, "router", link, aiohttp.ClientSession)
     assert not waiting.informed
     tasks = [asyncio.create_task(work) for work in (link.run(), waiting.run())]

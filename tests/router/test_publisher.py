@@ -6,7 +6,6 @@ import asyncio
 import threading
 from typing import Any
 
-import msgspec
 import pytest
 import redis
 from hypothesis import given
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from radixgrove.protocol import index
 from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, members
 from radixgrove.protocol.registry import Lease, LeaseState, Registration, RegistrationRefused
-from radixgrove.worker.agent import publisher as publisher_module
+from radixgrove.worker.agent import index_feed
 from radixgrove.worker.messages import Admitted, Tier
 from tests.conftest import RedisServer, examples
 from tests.router.harness import eventually
@@ -121,7 +120,7 @@ async def test_redis_refuses_a_batch_that_does_not_follow(
 async def test_full_buffer_drops_events_and_heals_by_snapshot(
     redis_server: RedisServer, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher_module, "MAX_BUFFERED_MEMBERS", 100)
+    monkeypatch.setattr(index_feed, "MAX_BUFFERED_MEMBERS", 100)
     async with running(redis_server.url) as engine:
         await eventually(lambda: engine.publisher.status().synchronised)
         for seed in range(1, 30):
@@ -206,7 +205,7 @@ async def test_restart_under_the_same_name_hides_the_old_generation_at_once(
             assert lease(client, new).state is LeaseState.READY
             old.pulse()
             await eventually(lambda: old.publisher.status().problem == "superseded")
-            current = msgspec.json.decode(client.hget(KEYS.replicas, "r0"), type=Registration)
+            current = Registration.decode(client.hget(KEYS.replicas, "r0"))
             assert current.generation == new.publisher.status().generation
 
         # The newer one left: the older one, still alive, takes its place again.

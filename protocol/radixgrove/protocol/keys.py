@@ -3,6 +3,8 @@
 All keys of one service share a hash tag, so that a script may touch them together on Redis Cluster:
 
     {prefix}:services                     SET     names of services that ever registered a replica
+    {prefix}:router:<router id>           STRING  ends soon after the router's last heartbeat
+    {prefix}:{<service>}:heartbeat:<replica id>  STRING  the same of a replica
     {prefix}:{<service>}:identity         STRING  JSON every replica of the service must agree on
     {prefix}:{<service>}:replicas         HASH    replica id → `registry.Registration` as JSON
     {prefix}:{<service>}:leases           HASH    generation → packed `registry.Lease`
@@ -25,6 +27,10 @@ def services_key(prefix: str) -> str:
     return f"{prefix}:services"
 
 
+def router_key(prefix: str, router_id: str) -> str:
+    return f"{prefix}:router:{router_id}"
+
+
 class ServiceKeys:
     """Key names of one service."""
 
@@ -39,6 +45,9 @@ class ServiceKeys:
         self.reserved = f"{base}:reserved"
         self.pending = (f"{base}:pending:0", f"{base}:pending:1")
 
+    def heartbeat(self, replica_id: str) -> str:
+        return f"{self._base}:heartbeat:{replica_id}"
+
     def tree(self, tier: str, generation: str) -> str:
         return f"{self._base}:{tier}:{generation}"
 
@@ -47,6 +56,11 @@ class ServiceKeys:
 
     def snapshot(self, tier: str, generation: str) -> str:
         return f"{self._base}:snapshot:{tier}:{generation}"
+
+    def of_service(self) -> list[str]:
+        """Every key that dies with the service's last generation, the leases first."""
+        names = (self.leases, self.identity, self.replicas, self.sequences, self.routers)
+        return [*names, self.reserved, *self.pending]
 
     def of_generation(self, generation: str) -> list[str]:
         """Every key that dies with a generation."""

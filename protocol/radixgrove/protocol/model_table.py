@@ -43,18 +43,13 @@ class ModelTable(msgspec.Struct, kw_only=True, frozen=True):
         """Raises ValueError when it is malformed, too large or of an unknown version."""
         if len(data) > MAX_TABLE_BYTES:
             raise ValueError(f"a model table of {len(data)} bytes is refused")
-        table = msgspec.json.decode(data, type=cls)
+        try:
+            table = msgspec.json.decode(data, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError("a malformed model table") from error
         if table.version != 1:
             raise ValueError(f"model table version {table.version} is unknown")
         return table
-
-    def by_name(self) -> dict[str, ModelEntry]:
-        """Entries by every name; the earlier entry keeps a name that two of them claim."""
-        found: dict[str, ModelEntry] = {}
-        for entry in self.entries:
-            for name in entry.names:
-                found.setdefault(name, entry)
-        return found
 
 
 class Demand(msgspec.Struct, kw_only=True, frozen=True):

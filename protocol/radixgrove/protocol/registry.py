@@ -5,7 +5,9 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Mapping
-from enum import IntEnum, StrEnum
+from enum import IntEnum
+from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -16,24 +18,49 @@ LEASE_SECONDS = 5.0
 ROUTER_LEASE_SECONDS = 5.0
 
 
-class Role(StrEnum):
-    """What a replica can do for a request; one that does all of it is `generate`."""
-
-    GENERATE = "generate"
-
-
 class LeaseState(IntEnum):
     NOT_READY = 0  # alive, but its engine's pulse is missing
     READY = 1
     DRAINING = 2  # finishes what it has, gets nothing new
 
 
-class Registration(msgspec.Struct, kw_only=True):
-    """One replica of a service, one start of its engine.
+class EngineInfo(msgspec.Struct, tag="info", kw_only=True):
+    """Facts of an engine that is ready: sent once to its agent and frontends, and registered.
 
     `prefill_tokens_per_second` and `host_tokens_per_second` are measured by the worker; they turn
     tokens into milliseconds in the router's cost model. A host rate of 0 means no host tier.
     """
+
+    page_size: int  # tokens
+    max_model_len: int  # what is set, or the model's, shortened to what the KV pool holds
+    num_pages: int = 0
+    max_running: int = 0  # requests in a batch; 0: unknown
+    vocab_size: int = 0
+    dtype: str = ""  # of the weights
+    kv_dtype: str = ""  # as the setting names it; "" as `dtype`
+    device: str = ""  # "cpu", "NVIDIA H100 80GB HBM3", ...
+    weights_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    attention_backend: str = ""
+    prefill_tokens_per_second: float = 0.0  # 0: unknown
+    host_pages: int = 0  # of the host tier
+    host_tokens_per_second: float = 0.0
+
+
+# Facts that release 0.1 has in the registration itself: written there, too, for its routers.
+_FLAT = (
+    "page_size",
+    "max_model_len",
+    "max_running",
+    "vocab_size",
+    "prefill_tokens_per_second",
+    "host_tokens_per_second",
+    "device",
+)
+
+
+class Registration(msgspec.Struct, kw_only=True):
+    """One replica of a service, one start of its engine."""
 
     replica_id: str
     service: str
@@ -42,23 +69,52 @@ class Registration(msgspec.Struct, kw_only=True):
     namespace: str  # names model, weight version, dtypes of weights and KV in the hash chain
     root: str  # `root_fingerprint`: proves the same cluster secret
     index_block: int  # tokens
-    page_size: int  # tokens; divides index_block
     tokenizer_digest: str  # `tokenizer.TokenizerFiles.digest`
-    max_model_len: int
-    max_running: int = 0  # requests in a batch; 0: unknown
-    vocab_size: int = 0
+    engine: EngineInfo
     sharing: str = "private"
-    roles: tuple[Role, ...] = (Role.GENERATE,)
-    weight_version: str = "0"
-    prefill_tokens_per_second: float = 0.0  # 0: unknown
-    host_tokens_per_second: float = 0.0
-    kv_tokens: int = 0
-    device: str = ""
-    dtype: str = ""  # of the weights
-    kv_dtype: str = ""
     protocol_version: int = PROTOCOL_VERSION
     hash_scheme: str = HASH_SCHEME
     generation: str = ""  # set by the publisher, unique per registration
+
+    def encode(self) -> bytes:
+        """As JSON that this release and the one before read."""
+        fields = msgspec.to_builtins(self)
+        return msgspec.json.encode({**{name: fields["engine"][name] for name in _FLAT}, **fields})
+
+    @classmethod
+    def decode(cls, data: bytes) -> Registration:
+        """Of this release or the one before, which has the engine's facts in the registration.
+
+        Raises:
+            ValueError: it is malformed, or makes no sense.
+        """
+        try:
+            fields = msgspec.json.decode(data, type=dict[str, Any])
+            if "engine" not in fields:
+                fields["engine"] = {name: fields[name] for name in _FLAT if name in fields}
+            registration = msgspec.convert(fields, type=cls)
+        except msgspec.DecodeError as error:
+            raise ValueError("malformed registration") from error
+        registration.check()
+        return registration
+
+    # Where release 0.1 has these facts: code that was written for it finds them for one more.
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    @max_model_len.setter
+    def max_model_len(self, tokens: int) -> None:
+        self.engine.max_model_len = tokens
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.engine.prefill_tokens_per_second
+
+    @prefill_tokens_per_second.setter
+    def prefill_tokens_per_second(self, rate: float) -> None:
+        self.engine.prefill_tokens_per_second = rate
 
     def identity(self) -> dict[str, str | int]:
         """What all replicas of a service must agree on; anything else would corrupt placement."""
@@ -75,14 +131,23 @@ class Registration(msgspec.Struct, kw_only=True):
         """Raises ValueError naming the field that makes no sense."""
         if not self.models or not all(self.models):
             raise ValueError("models: at least one served name is needed")
-        if self.page_size < 1 or self.index_block < 1 or self.index_block % self.page_size:
+        page, length = self.engine.page_size, self.engine.max_model_len
+        if page < 1 or self.index_block < 1 or self.index_block % page:
             raise ValueError(
-                f"index_block: {self.index_block} is not a multiple of page_size {self.page_size}"
+                f"index_block: {self.index_block} is not a multiple of page_size {page}"
             )
-        if self.max_model_len < 1:
-            raise ValueError(f"max_model_len: {self.max_model_len} is not positive")
-        if not self.url.startswith(("http://", "https://")):
+        if length < 1:
+            raise ValueError(f"max_model_len: {length} is not positive")
+        if not _is_http(self.url):
             raise ValueError(f"url: {self.url!r} is no HTTP address")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, half an IPv6 address
+        return False
 
 
 class RegistrationRefused(Exception):

@@ -305,6 +305,13 @@ class RouterSettings(Settings):
         pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$",
     )
     policy: RoutingPolicy = _field(RoutingPolicy.PREFIX, "Placement policy.", everyday=True)
+    redis_timeout: float = _field(
+        0.05,
+        "Seconds a request waits at most for a placement by Redis; then the router places it "
+        "by its own view.",
+        gt=0,
+        le=10,
+    )
     connect_timeout: float = _field(2.0, "Seconds to connect to a replica.", gt=0, le=600)
     first_byte_timeout: float = _field(
         600.0, "Seconds to a replica's first byte (a non-streaming answer whole).", gt=0, le=86400

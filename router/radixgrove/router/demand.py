@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable
 
 from radixgrove.protocol.model_table import DEMAND_SECONDS, Demand, demand_field, demand_key
-from radixgrove.router.redis_link import RedisLink
 from radixgrove.router.replicas import Service
+from radixgrove.service.redis_link import RedisLink
 
 _REPORT_SECONDS = 2.0
 

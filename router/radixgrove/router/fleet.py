@@ -1,57 +1,37 @@
 """Which replicas exist, what they serve and whether they may be used.
 
-Registered replicas come from Redis (lease and generation), static ones from the settings (active
-probes). What was registered is remembered for a while when Redis goes away or comes back empty, so
-that the router keeps serving; then, too, probes tell who is alive.
+Registered replicas come from Redis (`registered`), static ones from the settings. Those that no
+lease speaks for, all static ones and registered ones while Redis is away, are probed (`probing`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 
 import aiohttp
-import msgspec
 
-from radixgrove.protocol.blocks import HASH_SCHEME, BlockHasher
-from radixgrove.protocol.keys import ServiceKeys, services_key
-from radixgrove.protocol.model_table import ModelEntry, ModelTable, table_key
+from radixgrove.protocol.blocks import BlockHasher
+from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.openai.errors import ApiError, model_not_found, overloaded
-from radixgrove.protocol.registry import (
-    PROTOCOL_VERSION,
-    Lease,
-    LeaseState,
-    Registration,
-    root_fingerprint,
-)
-from radixgrove.protocol.settings import RouterSettings, reveal
+from radixgrove.protocol.registry import Registration
+from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import metrics
 from radixgrove.router.demand import DemandReport
-from radixgrove.router.redis_link import RedisLink, RedisRefused, RedisUnavailable
+from radixgrove.router.probing import Prober
+from radixgrove.router.registered import RegisteredReplicas
 from radixgrove.router.replicas import Breaker, Replica, Service
+from radixgrove.service.complaints import Complaints
+from radixgrove.service.redis_link import RedisLink
+from radixgrove.service.redis_rules import RedisRefused, RedisUnavailable
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-PROBE_SECONDS = 1.0
-PROBE_TIMEOUT = 2.0
-JANITOR_SECONDS = 5.0
-LEASE_GRACE_MS = 30_000  # a paused worker may come back to its sets
-REMEMBER_SECONDS = 15.0  # registered replicas outlive a Redis that went or lost everything
 MODEL_MEMORY_SECONDS = 300.0  # a model without replicas is away for so long, then unknown
 TABLE_PATIENCE_SECONDS = 60.0  # of a new router, with an operator that does not write
-MAX_REPLICAS = 1024  # of one service
-MAX_RESERVATION_MS = 3_600_000
-
-
-class _Listing(msgspec.Struct):
-    class Model(msgspec.Struct):
-        id: str
-
-    data: list[Model]
 
 
 class Fleet:
@@ -66,20 +46,17 @@ class Fleet:
     ) -> None:
         self._settings = settings
         self._link = link
-        self._session = session
-        self._secret = (reveal(settings.cluster_secret) or "").encode()
+        self._registered = (
+            RegisteredReplicas(settings, link, self._remembers) if link is not None else None
+        )
         self._static = [self._static_replica(text) for text in settings.replicas]
-        self._registered: dict[str, dict[str, Replica]] = {}  # service → replica id → replica
         self._services: dict[str, Service] = {}
         self._by_model: dict[str, Service] = {}
-        self._table: ModelTable | None = None
-        self._complaints: dict[str, str] = {}
-        self._refused: set[str] = set()
-        self._dead: dict[str, dict[str, str]] = {}  # service → dead generation → replica id
+        self._complaints = Complaints(logger)
         self._changed = asyncio.Event()
-        self._next_janitor = 0.0
-        self._first_poll = math.inf  # monotonic time at which Redis was first read
+        self._counted: set[str] = set()  # models of which the gauge has values
         self._demand = DemandReport(settings.redis_prefix, router_id)
+        self._prober = Prober(session, self._unproven, self._rebuild)
         self._rebuild()
 
     # ---- looking up ------------------------------------------------------------------------
@@ -105,10 +82,11 @@ class Fleet:
 
         Where the operator's table does not come, the replicas that are there have to do.
         """
-        if self._link is None or self._table is not None:
+        registered = self._registered
+        if registered is None or registered.table is not None:
             return True
         patience = 0.0 if self._settings.model_table is None else TABLE_PATIENCE_SECONDS
-        return time.monotonic() - self._first_poll >= patience
+        return time.monotonic() - registered.first_poll >= patience
 
     def only_service(self) -> Service | None:
         """The service, when there is just one."""
@@ -140,224 +118,54 @@ class Fleet:
 
     def _rebuild(self) -> None:
         """Makes services of registered and static replicas; keeps the objects that stay."""
-        old, new = self._services, {}
+        new: dict[str, Service] = {}
         by_model: dict[str, Service] = {}
-        listed = [entry.service for entry in self._table.entries] if self._table else []
-        # Of two services that claim a name, the one that the table has first keeps it.
-        for name in dict.fromkeys([*listed, *sorted(self._registered)]):
-            replicas = self._registered.get(name)
-            if replicas is None:
-                continue
-            entry = self._table_entry(name)
-            models = list(entry.names) if entry else _models(replicas.values())
-            known = old.get(name)
-            if known is not None and known.replicas:
-                known.served = time.monotonic()
-            if not models and known is not None and self._remembers(name):
-                models = known.models
-            if not models:
-                continue
-            service = known or Service(name, models, created=int(time.time()))
-            service.models = models
-            service.off = entry is not None and entry.desired == 0 and not entry.wakes
-            service.set_replicas(dict(replicas))
-            new[name] = service
-            for model in models:
-                if by_model.setdefault(model, service) is not service:
-                    self._complain(f"{name}/{model}", f"two services serve {model!r}")
+        if self._registered is not None:
+            table = self._registered.table
+            listed = [entry.service for entry in table.entries] if table else []
+            # Of two services that claim a name, the one that the table has first keeps it.
+            for name in dict.fromkeys([*listed, *sorted(self._registered.services)]):
+                service = self._registered_service(name)
+                if service is None:
+                    continue
+                new[name] = service
+                for model in service.models:
+                    if by_model.setdefault(model, service) is not service:
+                        text = f"two services serve {model!r}"
+                        self._complaints.say(f"{name}/{model}", text)
         for replica in self._static:
             for model in replica.models:
                 name = f"static:{model}"
                 joined = by_model.get(model)
                 if joined is None:
-                    joined = old.get(name) or Service(name, [model], created=int(time.time()))
+                    joined = self._services.get(name)
+                    joined = joined or Service(name, [model], created=int(time.time()))
                     joined.set_replicas({})
                     new[name] = by_model[model] = joined
                 joined.replicas[replica.id] = replica
         self._services, self._by_model = new, by_model
         self._announce()
 
-    def _table_entry(self, service: str) -> ModelEntry | None:
-        if self._table is None:
+    def _registered_service(self, name: str) -> Service | None:
+        """None where there is nothing to serve, or nothing is known of it yet."""
+        assert self._registered is not None
+        replicas = self._registered.services.get(name)
+        if replicas is None:
             return None
-        return next((entry for entry in self._table.entries if entry.service == service), None)
-
-    def _complain(self, key: str, problem: str) -> None:
-        """Says it once, not at every poll."""
-        if self._complaints.get(key) != problem:
-            logger.error("%s", problem)
-            self._complaints[key] = problem
-
-    # ---- registered replicas ---------------------------------------------------------------
-
-    async def run(self) -> None:
-        """Follows Redis until cancelled."""
-        while True:
-            if self._link is not None and self._link.up:
-                try:
-                    await self._poll(self._link)
-                except (RedisUnavailable, RedisRefused) as error:
-                    logger.warning("cannot read the fleet from Redis: %s", error)
-            self._forget_lost()
-            self._count_states()
-            if self._link is not None and not self._link.up:
-                await self._link.wait_until_up(POLL_SECONDS)
-            else:
-                await asyncio.sleep(POLL_SECONDS)
-
-    async def _poll(self, link: RedisLink) -> None:
-        changed = False
-        if self._settings.model_table is not None:
-            changed = await self._read_table(link, self._settings.model_table)
-        names = {name.decode() for name in await link.call("SMEMBERS", services_key(self._prefix))}
-        if self._table is not None:
-            # Asleep services have no replicas, but requests for them are held, not refused.
-            names = {entry.service for entry in self._table.entries}
-        for name in sorted(names):
-            changed = await self._poll_service(link, name) or changed
-        for name in self._registered.keys() - names:
-            gone = not self._registered[name] and not self._remembers(name)
-            if gone or self._table is not None:
-                del self._registered[name]
-                changed = True
-        if changed:
-            self._rebuild()
-        self._first_poll = min(self._first_poll, time.monotonic())
-        if self._settings.model_table is not None:
-            await self._demand.send(link, self.services)
-        if time.monotonic() >= self._next_janitor:
-            self._next_janitor = time.monotonic() + JANITOR_SECONDS
-            await self._clean(link)
-
-    @property
-    def _prefix(self) -> str:
-        return self._settings.redis_prefix
-
-    async def _read_table(self, link: RedisLink, table: str) -> bool:
-        """Whether the table is another one than before."""
-        data = await link.call("GET", table_key(self._prefix, table))
-        if data is None:
-            return False  # Redis came back empty: the operator writes it again
-        before = self._table
-        try:
-            self._table = ModelTable.decode(data)
-        except (ValueError, msgspec.DecodeError):
-            self._complain("table", "the model table is malformed; the last one stays in force")
-        return self._table != before
-
-    async def _poll_service(self, link: RedisLink, name: str) -> bool:
-        keys = ServiceKeys(self._prefix, name)
-        registrations, packed, clock = await asyncio.gather(
-            link.call("HGETALL", keys.replicas),
-            link.call("HGETALL", keys.leases),
-            link.call("TIME"),
-        )
-        now_ms = int(clock[0]) * 1000 + int(clock[1]) // 1000
-        leases = _decode_leases(packed)
-        known = self._registered.setdefault(name, {})
-        before = {(r.id, r.generation, r.state) for r in known.values()}
-        listed: dict[str, Registration] = {}
-        entry = self._table_entry(name)
-        for raw in registrations[1::2]:
-            registration = self._accept(raw)
-            if registration is None or len(listed) >= MAX_REPLICAS:
-                continue
-            if entry is None or registration.replica_id in entry.attempts:
-                listed[registration.replica_id] = registration
-        for replica_id, registration in listed.items():
-            lease = leases.get(registration.generation)
-            alive = lease is not None and lease.expires_ms > now_ms
-            replica = known.get(replica_id)
-            if not alive and (replica is None or replica.generation != registration.generation):
-                continue  # a restart that died again; the one before it is gone too
-            if replica is None or replica.generation != registration.generation:
-                replica = known[replica_id] = self._registered_replica(registration)
-            replica.lease = lease
-            replica.ready = alive and lease is not None and lease.state is LeaseState.READY
-            if alive:
-                replica.seen = time.monotonic()
-        for replica_id in known.keys() - listed.keys():
-            fenced = entry is not None and replica_id not in entry.attempts
-            if fenced or not self._remembering():
-                del known[replica_id]
-        current = {registration.generation for registration in listed.values()}
-        self._dead[name] = {
-            generation: ""
-            for generation, lease in leases.items()
-            if lease.expires_ms + LEASE_GRACE_MS < now_ms or generation not in current
-        }
-        for registration in listed.values():
-            if registration.generation in self._dead[name]:
-                self._dead[name][registration.generation] = registration.replica_id
-        return before != {(r.id, r.generation, r.state) for r in known.values()}
-
-    def _accept(self, raw: bytes) -> Registration | None:
-        """A registration this router can work with; anything else is refused loudly, once."""
-        try:
-            registration = msgspec.json.decode(raw, type=Registration)
-            registration.check()
-        except (msgspec.DecodeError, ValueError):
-            self._complain("malformed", "a malformed registration in Redis is ignored")
+        entry = self._registered.entry(name)
+        models = list(entry.names) if entry else _models(replicas.values())
+        known = self._services.get(name)
+        if known is not None and known.replicas:
+            known.served = time.monotonic()
+        if not models and known is not None and self._remembers(name):
+            models = known.models
+        if not models:
             return None
-        problem = ""
-        if registration.protocol_version != PROTOCOL_VERSION:
-            problem = f"protocol version {registration.protocol_version}, not {PROTOCOL_VERSION}"
-        elif registration.hash_scheme != HASH_SCHEME:
-            problem = f"hash scheme {registration.hash_scheme}, not {HASH_SCHEME}"
-        elif root_fingerprint(self.hasher(registration)) != registration.root:
-            problem = "another cluster secret than this router's"
-        replica_id = registration.replica_id
-        if problem:
-            self._refused.add(replica_id)
-            self._complain(replica_id, f"replica {replica_id} is refused: it has {problem}")
-            return None
-        self._refused.discard(replica_id)
-        self._complaints.pop(replica_id, None)
-        return registration
-
-    def hasher(self, registration: Registration) -> BlockHasher:
-        return BlockHasher(self._secret, registration.namespace, registration.index_block)
-
-    def _registered_replica(self, registration: Registration) -> Replica:
-        logger.info(
-            "replica %s of service %s, generation %s",
-            registration.replica_id,
-            registration.service,
-            registration.generation,
-        )
-        return Replica(
-            id=registration.replica_id,
-            url=registration.url.rstrip("/"),
-            breaker=self._breaker(),
-            registration=registration,
-            models=registration.models,
-        )
-
-    def _breaker(self) -> Breaker:
-        return Breaker(self._settings.breaker_failures, self._settings.breaker_seconds)
-
-    def _remembering(self) -> bool:
-        """Whether Redis is away, or came back so recently that replicas may not have yet."""
-        link = self._link
-        return link is None or not link.up or time.monotonic() - link.since < REMEMBER_SECONDS
-
-    def _forget_lost(self) -> None:
-        """Registered replicas that a living Redis no longer speaks for."""
-        if self._remembering():
-            return
-        oldest = time.monotonic() - REMEMBER_SECONDS
-        lost = [
-            (replicas, replica.id)
-            for replicas in self._registered.values()
-            for replica in replicas.values()
-            if replica.seen < oldest
-        ]
-        for replicas, replica_id in lost:
-            del replicas[replica_id]
-        away = [name for name, replicas in self._registered.items() if not replicas]
-        unknown = any(name in self._services and not self._remembers(name) for name in away)
-        if lost or (unknown and self._table is None):
-            self._rebuild()
+        service = known or Service(name, models, created=int(time.time()))
+        service.models = models
+        service.off = entry is not None and entry.desired == 0 and not entry.wakes
+        service.set_replicas(dict(replicas))
+        return service
 
     def _remembers(self, name: str) -> bool:
         """Whether a service had replicas so lately that they may come back."""
@@ -366,21 +174,9 @@ class Fleet:
             return False
         return bool(service.replicas) or time.monotonic() - service.served < MODEL_MEMORY_SECONDS
 
-    async def _clean(self, link: RedisLink) -> None:
-        """Takes away what dead generations and dead routers left in Redis."""
-        for name, generations in self._dead.items():
-            keys = ServiceKeys(self._prefix, name)
-            for generation, replica_id in generations.items():
-                await link.run_script(
-                    "janitor",
-                    [keys.leases, keys.replicas, keys.sequences, *keys.of_generation(generation)],
-                    generation,
-                    replica_id,
-                    LEASE_GRACE_MS,
-                )
-            await link.run_script("sweep", [keys.routers, keys.reserved], MAX_RESERVATION_MS)
-
-    # ---- static replicas, and registered ones without Redis ---------------------------------
+    def hasher(self, registration: Registration) -> BlockHasher:
+        assert self._registered is not None
+        return self._registered.hasher(registration)
 
     def _static_replica(self, text: str) -> Replica:
         model, separator, url = text.partition("=")
@@ -390,50 +186,44 @@ class Fleet:
         return Replica(
             id=url.partition("://")[2],
             url=url,
-            breaker=self._breaker(),
+            breaker=Breaker(self._settings.breaker_failures, self._settings.breaker_seconds),
             models=[model] if model else [],
         )
 
-    async def probe(self) -> None:
-        """Probes whoever no lease speaks for, until cancelled."""
+    # ---- following -------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Follows Redis until cancelled."""
+        link = self._link
         while True:
-            targets = list(self._static)
-            if self._link is not None and not self._link.up:
-                targets += [r for group in self._registered.values() for r in group.values()]
-            if targets:
-                before = [(replica.ready, tuple(replica.models)) for replica in targets]
-                await asyncio.gather(*(self._probe(replica) for replica in targets))
-                if before != [(replica.ready, tuple(replica.models)) for replica in targets]:
-                    self._rebuild()
-            await asyncio.sleep(PROBE_SECONDS)
+            if link is not None and self._registered is not None:
+                await self._follow(link, self._registered)
+            self._count_states()
+            if link is not None and not link.up:
+                await link.wait_until_up(POLL_SECONDS)
+            else:
+                await asyncio.sleep(POLL_SECONDS)
 
-    async def _probe(self, replica: Replica) -> None:
+    async def _follow(self, link: RedisLink, registered: RegisteredReplicas) -> None:
         try:
-            status = await self._status(replica.url + "/readyz")
-            if status == 404:  # vLLM and SGLang
-                status = await self._status(replica.url + "/health")
-            if status == 200 and not replica.models:
-                replica.models = await self._listed_models(replica)
-            replica.ready = status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            replica.ready = False
-        if replica.ready:
-            replica.seen = time.monotonic()
+            if link.connected and await registered.poll():
+                self._rebuild()
+            if link.up and self._settings.model_table is not None:
+                await self._demand.send(link, self.services)
+        except (RedisUnavailable, RedisRefused) as error:
+            self._complaints.say("poll", f"the fleet cannot be followed in Redis: {error}")
+        lost = registered.forget_lost()
+        away = [name for name, replicas in registered.services.items() if not replicas]
+        unknown = any(name in self._services and not self._remembers(name) for name in away)
+        if lost or (unknown and registered.table is None):
+            self._rebuild()
 
-    async def _status(self, url: str) -> int:
-        async with self._session().get(url, timeout=_PROBE) as response:
-            await response.read()
-            return response.status
+    async def probe(self) -> None:
+        """Asks replicas that no lease speaks for, until cancelled."""
+        await self._prober.run()
 
-    async def _listed_models(self, replica: Replica) -> list[str]:
-        async with self._session().get(replica.url + "/v1/models", timeout=_PROBE) as response:
-            if response.status != 200:
-                return []
-            try:
-                listing = msgspec.json.decode(await response.read(), type=_Listing)
-            except msgspec.DecodeError:
-                return []
-            return [model.id for model in listing.data[:64]]
+    def _unproven(self) -> list[Replica]:
+        return self._static + (self._registered.unproven() if self._registered is not None else [])
 
     # ---- management --------------------------------------------------------------------------
 
@@ -449,7 +239,7 @@ class Fleet:
         service, replica = found
         replica.drained = True
         if replica.registration is not None and self._link is not None:
-            keys = ServiceKeys(self._prefix, service.name)
+            keys = ServiceKeys(self._settings.redis_prefix, service.name)
             try:
                 await self._link.run_script("drain", [keys.leases], replica.generation)
             except (RedisUnavailable, RedisRefused):
@@ -462,26 +252,20 @@ class Fleet:
         self._rebuild()
 
     def _count_states(self) -> None:
-        metrics.REFUSED_REPLICAS.set(len(self._refused))
+        registered = self._registered
+        metrics.REFUSED_REPLICAS.set(registered.refused if registered is not None else 0)
+        counts = {service.model: [0] * len(metrics.STATES) for service in self._services.values()}
         for service in self._services.values():
-            states = [replica.state for replica in service.replicas.values()]
-            for state in ("ready", "draining", "broken", "not-ready"):
-                metrics.REPLICAS.labels(service.model, state).set(states.count(state))
-
-
-_PROBE = aiohttp.ClientTimeout(total=PROBE_TIMEOUT)
+            for replica in service.replicas.values():
+                counts[service.model][metrics.STATES.index(replica.state)] += 1
+        for model in self._counted - counts.keys():
+            metrics.forget_replicas(model)
+        for model, values in counts.items():
+            for state, value in zip(metrics.STATES, values, strict=True):
+                metrics.REPLICAS.labels(model, state).set(value)
+        self._counted = set(counts)
 
 
 def _models(replicas: Iterable[Replica]) -> list[str]:
     """All names under which registered replicas serve; the common id first."""
     return list(dict.fromkeys(name for replica in replicas for name in replica.models))
-
-
-def _decode_leases(packed: list[bytes]) -> dict[str, Lease]:
-    leases = {}
-    for generation, record in zip(packed[::2], packed[1::2], strict=True):
-        try:
-            leases[generation.decode()] = Lease.unpack(record)
-        except ValueError:
-            logger.warning("a malformed lease in Redis is ignored")
-    return leases

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import uvloop
-from redis.asyncio.connection import parse_url
 
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.service import logs
@@ -19,6 +18,7 @@ from radixgrove.service.auth import ApiKeys, KeyFileError
 from radixgrove.service.directories import private_directory
 from radixgrove.service.listening import BindingError, check_management, listen
 from radixgrove.service.liveness import tick
+from radixgrove.service.redis_rules import RedisAddress
 from radixgrove.service.supervisor import ChildFailed, Supervised
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def run(settings: RouterSettings) -> int:
 def run_process(settings: RouterSettings, index: int, shared: Path | None) -> int:
     """Runs one router process; `shared` is the directory of those that share the port."""
     # Here, not above: prometheus_client decides at import whether it is in multiprocess mode.
-    from radixgrove.router.server import RouterProcess
+    from radixgrove.router.server import RouterProcess, TaskEnded
 
     logs.configure(settings.log_level.value, json=settings.log_json)
     logs.count_drops()
@@ -61,7 +61,7 @@ def run_process(settings: RouterSettings, index: int, shared: Path | None) -> in
     try:
         check(settings)
         uvloop.run(serve())
-    except (StartError, BindingError) as error:
+    except (StartError, BindingError, TaskEnded) as error:
         logger.error("%s", error)
         return EXIT_FAILED
     return 0
@@ -81,10 +81,9 @@ def check(settings: RouterSettings) -> None:
     if any("@" in replica for replica in settings.replicas):
         raise StartError("a URL in `replicas` has credentials; replicas get those of the client")
     try:
-        parse_url(settings.redis_url or "redis://")
+        RedisAddress(settings.redis_url or "redis://")
     except ValueError as error:
-        # Its own text may hold the URL, and that a password.
-        raise StartError("redis_url is not like redis://[:password@]host:port/db") from error
+        raise StartError(f"redis_url is {error}") from error
 
 
 def load_settings(path: Path) -> RouterSettings:

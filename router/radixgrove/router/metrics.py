@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 
 from prometheus_client import Counter, Gauge, Histogram
+
+STATES = ("ready", "draining", "broken", "not-ready")  # of a replica
 
 REQUESTS = Counter(
     "radixgrove_router_requests_total",
@@ -69,18 +72,47 @@ REPLICAS = Gauge(
     "radixgrove_router_replicas",
     "Replicas known, by state.",
     ["model", "state"],
-    multiprocess_mode="max",
+    multiprocess_mode="livemax",
 )
 REFUSED_REPLICAS = Gauge(
     "radixgrove_router_refused_replicas",
     "Registered replicas that this router cannot use (version, hash scheme or secret differ).",
-    multiprocess_mode="max",
+    multiprocess_mode="livemax",
 )
 REDIS_UP = Gauge(
     "radixgrove_router_redis_up",
-    "1 while the shared index can be used, 0 while the router serves without it.",
-    multiprocess_mode="min",
+    "1 while Redis takes this router's heartbeats, 0 while the router serves without it.",
+    multiprocess_mode="livemin",
 )
+REDIS_SECONDS = Gauge(
+    "radixgrove_router_redis_seconds",
+    "Round trip of the fastest of the last heartbeats to Redis.",
+    multiprocess_mode="livemax",
+)
+REDIS_KEYS = Gauge(
+    "radixgrove_router_redis_keys",
+    "Keys in the database of Redis.",
+    multiprocess_mode="livemax",
+)
+REDIS_BYTES = Gauge(
+    "radixgrove_router_redis_used_bytes",
+    "Memory that Redis uses.",
+    multiprocess_mode="livemax",
+)
+REDIS_MAX_BYTES = Gauge(
+    "radixgrove_router_redis_max_bytes",
+    "Memory that Redis may use, its maxmemory; 0: no limit.",
+    multiprocess_mode="livemax",
+)
+
+
+def forget_replicas(model: str) -> None:
+    """A model that is served no more has no replicas, and soon no series."""
+    for state in STATES:
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # series cannot be removed there
+            REPLICAS.labels(model, state).set(0)
+        else:
+            REPLICAS.remove(model, state)
 
 
 def soon(note: Callable[[float], None], value: float) -> None:

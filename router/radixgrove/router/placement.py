@@ -7,6 +7,7 @@ uncached prefill, queued prefill and running requests.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import random
@@ -14,7 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 
@@ -23,8 +26,12 @@ from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import ROUTER_LEASE_SECONDS
 from radixgrove.protocol.settings import RouterSettings, RoutingPolicy
 from radixgrove.router import metrics
-from radixgrove.router.redis_link import RedisLink, RedisRefused, RedisUnavailable
+from radixgrove.router.deadlines import AnswerLate, Deadlines
 from radixgrove.router.replicas import Replica, Service
+from radixgrove.service.cluster_directory import side_by_side
+from radixgrove.service.complaints import Complaints
+from radixgrove.service.redis_link import RedisLink
+from radixgrove.service.redis_rules import RedisRefused, RedisUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +40,6 @@ _LEASE_MS = int(ROUTER_LEASE_SECONDS * 1000)
 # As in lua/place.lua, which explains them:
 DECODE_TOKENS = 16
 HIT_CREDIT, MOST_CREDIT_MS = 9.0, 250.0
-REBUILD_SECONDS = 10.0  # after Redis returned empty, until its leases have, too
 AFFINITY_BLOCKS = 16
 AFFINITY_TOKENS = 256  # of load that affinity outweighs
 MAX_TEMPLATES = 32  # candidate sets remembered per service
@@ -89,7 +95,14 @@ class _Bookings:
 
 
 class IndexLost(Exception):
-    """Redis came back without the leases it had: it does not know yet who is alive."""
+    """Redis cannot tell who is alive: leases ran out, or went, while it could not be used.
+
+    `replicas` are those of which it cannot.
+    """
+
+    def __init__(self, replicas: list[Replica]) -> None:
+        super().__init__()
+        self.replicas = replicas
 
 
 class Placer:
@@ -100,6 +113,9 @@ class Placer:
         self._prefix = settings.redis_prefix
         self._router_id = router_id
         self._link = link
+        self._patience = settings.redis_timeout
+        self._deadlines = Deadlines(settings.redis_timeout)
+        self._complaints = Complaints(logger, logging.WARNING)
         self._ledgers: dict[str, _Bookings] = {}
         self._serial = itertools.count()
         self._random = random.Random()
@@ -132,12 +148,17 @@ class Placer:
         if not registered:
             return self._local(service, others, ask, "local")
         if link is not None and link.up:
-            try:
-                return await self._shared(link, service, registered, others, ask)
-            except (RedisUnavailable, RedisRefused) as error:
-                logger.warning("placing without Redis: %s", error)
-            except IndexLost:
-                pass
+            if link.round_trip <= self._patience:
+                try:
+                    return await self._shared(link, service, registered, others, ask)
+                except (RedisUnavailable, RedisRefused, AnswerLate) as error:
+                    text = f"placing requests of {service.name} without Redis: {error}"
+                    self._complaints.say(service.name, text)
+                except IndexLost as lost:
+                    candidates = lost.replicas + others
+            else:  # asking would only cost each request `redis_timeout`
+                text = f"Redis takes {1000 * link.round_trip:.0f} ms: placing requests without it"
+                self._complaints.say("slow", text)
         return self._local(service, candidates, ask, "degraded")
 
     def release(self, decision: Placement) -> None:
@@ -153,15 +174,21 @@ class Placer:
         ledger.requests[decision.generation] -= decision.sequences
         if ledger.requests[decision.generation] <= 0:
             del ledger.requests[decision.generation]
-        if self._link is not None:
-            self._link.post_script(
-                "release",
-                [ledger.keys.reserved, ledger.keys.load(decision.generation), ledger.keys.leases],
-                decision.reservation,
-                decision.generation,
-                self._router_id,
-                decision.sequences,
-            )
+        self._give_back(ledger, decision.reservation, decision.generation, decision.sequences)
+
+    def _give_back(
+        self, ledger: _Bookings, reservation: str, generation: str, sequences: int
+    ) -> None:
+        """Ends a booking in Redis."""
+        assert self._link is not None
+        self._link.post_script(
+            "release",
+            [ledger.keys.reserved, ledger.keys.load(generation), ledger.keys.leases],
+            reservation,
+            generation,
+            self._router_id,
+            sequences,
+        )
 
     # ---- shared ----------------------------------------------------------------------------
 
@@ -173,42 +200,26 @@ class Placer:
         others: list[Replica],
         ask: PlacementRequest,
     ) -> Placement | None:
-        """Raises RedisUnavailable, RedisRefused or _Forgotten: Redis cannot decide."""
+        """Raises RedisUnavailable, RedisRefused, AnswerLate or IndexLost: Redis does not decide."""
         ledger = self._ledger(service.name)
         template = _template(ledger, service, registered)
         # Booked at once, taken back if Redis knows better: others are deciding meanwhile.
         fallback = self._local(service, others, ask, "local")
         ceiling = fallback.cost if fallback is not None else NO_CEILING
         reservation = f"{self._router_id}-{next(self._serial)}"
-        ledger.unanswered.add(reservation)
         try:
-            answer = await link.run_script(
-                "place",
-                template.keys,
-                template.candidates,
-                ask.members,
-                self._router_id,
-                reservation,
-                ask.prompt_tokens,
-                ask.block_tokens,
-                ask.sequences,
-                self._random.getrandbits(31),
-                ceiling,
-                _LEASE_MS,
-            )
-            forgotten = answer[:2] == [0, 0] and time.monotonic() - link.since < REBUILD_SECONDS
-            if answer[0] <= 0 and not forgotten:
+            answer = await self._ask(link, ledger, template, ask, reservation, ceiling)
+            if answer[0] == 0 and answer[1] < len(registered) and not link.settled:
+                unproven = [replica for replica in registered if not replica.leased]
+                raise IndexLost(unproven if answer[1] else registered)
+            if answer[0] <= 0:
                 return fallback
         except BaseException:
             if fallback is not None:
                 self._take_back(fallback)
             raise
-        finally:
-            ledger.unanswered.discard(reservation)
         if fallback is not None:
             self._take_back(fallback)
-        if forgotten:
-            raise IndexLost
         chosen, matched, host, booked = (int(value) for value in answer[:4])
         replica = template.replicas[chosen - 1]
         generation = replica.generation
@@ -227,6 +238,71 @@ class Placer:
             generation=generation,
         )
 
+    async def _ask(
+        self,
+        link: RedisLink,
+        ledger: _Bookings,
+        template: _Template,
+        ask: PlacementRequest,
+        reservation: str,
+        ceiling: float,
+    ) -> list[Any]:
+        """The script's answer. What it books, but says too late, is given back.
+
+        Raises:
+            RedisUnavailable, RedisRefused: there is none.
+            AnswerLate: it has not come within `redis_timeout`.
+        """
+        arguments = (
+            template.candidates,
+            ask.members,
+            self._router_id,
+            reservation,
+            ask.prompt_tokens,
+            ask.block_tokens,
+            ask.sequences,
+            self._random.getrandbits(31),
+            ceiling,
+            _LEASE_MS,
+        )
+        ledger.unanswered.add(reservation)
+        future: asyncio.Future[list[Any]] | None = None
+        try:
+            future = link.ask_script("place", template.keys, *arguments)
+            self._deadlines.watch(future)
+            try:
+                answer = await future
+            except RedisRefused as error:
+                if error.code != "NOSCRIPT":
+                    raise
+                link.load_script("place")
+                future = link.ask_script("place", template.keys, *arguments)
+                self._deadlines.watch(future)
+                answer = await future
+        except (AnswerLate, asyncio.CancelledError):
+            assert future is not None
+            late = partial(self._came_late, ledger, template, reservation, ask.sequences)
+            link.give_up(future, late)
+            raise
+        except BaseException:
+            ledger.unanswered.discard(reservation)
+            raise
+        ledger.unanswered.discard(reservation)
+        return answer
+
+    def _came_late(
+        self,
+        ledger: _Bookings,
+        template: _Template,
+        reservation: str,
+        sequences: int,
+        answer: list[Any] | None,
+    ) -> None:
+        ledger.unanswered.discard(reservation)
+        if answer is not None and answer[0] > 0:
+            generation = template.replicas[answer[0] - 1].generation
+            self._give_back(ledger, reservation, generation, sequences)
+
     def _ledger(self, service: str) -> _Bookings:
         ledger = self._ledgers.get(service)
         if ledger is None:
@@ -234,43 +310,59 @@ class Placer:
         return ledger
 
     async def heartbeat(self, services: Iterable[Service]) -> None:
-        """Renews this router's lease and overwrites its load in Redis with absolute values.
+        """Overwrites this router's load in Redis with absolute values, service by service.
 
         Raises:
-            RedisUnavailable, RedisRefused: it was not done.
+            RedisUnavailable: it was not done.
         """
-        if self._link is None:
+        link = self._link
+        if link is None:
             return
-        for service in services:
-            ledger = self._ledger(service.name)
-            generations = sorted(
-                {r.generation for r in service.replicas.values() if r.registration is not None}
-                | set(ledger.requests)
-            )
-            index = {generation: i + 1 for i, generation in enumerate(generations)}
-            state = {
-                "generations": generations,
-                "requests": [ledger.requests[generation] for generation in generations],
-                "open": {
-                    reservation: (index[generation], tokens)
-                    for reservation, (generation, tokens) in ledger.open.items()
-                    if generation in index
-                },
-                "unanswered": list(ledger.unanswered),
-            }
-            admitted = await self._link.run_script(
-                "router_heartbeat",
-                [
-                    ledger.keys.routers,
-                    ledger.keys.reserved,
-                    *(ledger.keys.load(generation) for generation in generations),
-                ],
-                self._router_id,
-                _LEASE_MS,
-                msgspec.msgpack.encode(state),
-            )
-            for reservation in admitted:
-                ledger.open.pop(reservation.decode(), None)
+        services = list(services)
+        names = {service.name for service in services}
+        for name, ledger in list(self._ledgers.items()):
+            if name not in names and not (ledger.open or ledger.unanswered or ledger.requests):
+                del self._ledgers[name]
+        outcomes = await side_by_side([self._report(link, service) for service in services])
+        for service, outcome in zip(services, outcomes, strict=True):
+            if isinstance(outcome, RedisRefused):
+                text = f"the load of service {service.name} cannot be reported: {outcome}"
+                self._complaints.say(f"load {service.name}", text)
+            elif isinstance(outcome, Exception):
+                raise outcome
+
+    async def _report(self, link: RedisLink, service: Service) -> None:
+        ledger = self._ledger(service.name)
+        generations = sorted(
+            {r.generation for r in service.replicas.values() if r.registration is not None}
+            | set(ledger.requests)
+        )
+        if not generations:
+            return
+        index = {generation: i + 1 for i, generation in enumerate(generations)}
+        state = {
+            "generations": generations,
+            "requests": [ledger.requests[generation] for generation in generations],
+            "open": {
+                reservation: (index[generation], tokens)
+                for reservation, (generation, tokens) in ledger.open.items()
+                if generation in index
+            },
+            "unanswered": list(ledger.unanswered),
+        }
+        admitted = await link.run_script(
+            "router_heartbeat",
+            [
+                ledger.keys.routers,
+                ledger.keys.reserved,
+                *(ledger.keys.load(generation) for generation in generations),
+            ],
+            self._router_id,
+            _LEASE_MS,
+            msgspec.msgpack.encode(state),
+        )
+        for reservation in admitted:
+            ledger.open.pop(reservation.decode(), None)
 
     # ---- local -----------------------------------------------------------------------------
 
@@ -339,7 +431,7 @@ def count(decision: Placement, ask: PlacementRequest) -> None:
 
 def _fits(replica: Replica, ask: PlacementRequest) -> bool:
     registration = replica.registration
-    return registration is None or ask.longest < registration.max_model_len
+    return registration is None or ask.longest < registration.engine.max_model_len
 
 
 def _cost(replica: Replica, ask: PlacementRequest, now: float) -> tuple[float, int]:

@@ -65,9 +65,8 @@ class Replica:
     registration: Registration | None = None
     lease: Lease | None = None
     models: list[str] = field(default_factory=list)
-    ready: bool = (
-        False  # a static one's last probe; a registered one's lease, or probe without Redis
-    )
+    ready: bool = False  # by its lease, or its last probe where no lease speaks for it
+    leased: bool = False  # its lease was running when Redis was last read
     drained: bool = False  # by hand, through the management port
     seen: float = 0.0  # monotonic time at which Redis or a probe last spoke for it
     # This process's own view, all that counts without Redis:
@@ -82,22 +81,22 @@ class Replica:
     @property
     def token_ms(self) -> float:
         """Estimated milliseconds to prefill a token."""
-        rate = self.registration.prefill_tokens_per_second if self.registration else 0.0
+        rate = self.registration.engine.prefill_tokens_per_second if self.registration else 0.0
         return 1000.0 / (rate or DEFAULT_TOKENS_PER_SECOND)
 
     @property
     def host_token_ms(self) -> float:
         """Estimated milliseconds to load a token back from host memory; 0 without a host tier."""
-        rate = self.registration.host_tokens_per_second if self.registration else 0.0
+        rate = self.registration.engine.host_tokens_per_second if self.registration else 0.0
         return 1000.0 / rate if rate else 0.0
 
     @property
     def max_running(self) -> int:
-        return self.registration.max_running if self.registration is not None else 0
+        return self.registration.engine.max_running if self.registration is not None else 0
 
     @property
     def state(self) -> str:
-        """For people: `ready`, `draining`, `not-ready` or `broken`."""
+        """For people: one of `metrics.STATES`."""
         lease_state = self.lease.state if self.lease is not None else None
         if self.drained or lease_state is LeaseState.DRAINING:
             return "draining"
@@ -145,6 +144,6 @@ class Service:
             namespace = namespaces.most_common(1)[0][0]
             self.registration = next(r for r in known if r.namespace == namespace)
             self.limits = ModelLimits(
-                max_model_len=max(registration.max_model_len for registration in known),
-                vocab_size=max(registration.vocab_size for registration in known) or 1 << 31,
+                max_model_len=max(r.engine.max_model_len for r in known),
+                vocab_size=max(r.engine.vocab_size for r in known) or 1 << 31,
             )

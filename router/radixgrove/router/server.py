@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import secrets
@@ -14,15 +15,16 @@ from typing import Any
 
 import aiohttp
 
+from radixgrove.protocol.keys import router_key
 from radixgrove.protocol.settings import LogLevel, RouterSettings
 from radixgrove.router import metrics
 from radixgrove.router.app import make_app, make_management_app
 from radixgrove.router.encoding import Encoders
 from radixgrove.router.fleet import Fleet
 from radixgrove.router.http_client import KEEPALIVE_SECONDS
+from radixgrove.router.janitor import Janitor
 from radixgrove.router.placement import HEARTBEAT_SECONDS, Placer
 from radixgrove.router.proxy import Proxy
-from radixgrove.router.redis_link import RedisLink, RedisRefused, RedisUnavailable
 from radixgrove.router.status import RouterStatus, router_status
 from radixgrove.router.upstream import Upstream
 from radixgrove.service import logs
@@ -30,11 +32,17 @@ from radixgrove.service.asgi import App
 from radixgrove.service.auth import ApiKeys
 from radixgrove.service.listening import listen, listen_for_management
 from radixgrove.service.liveness import tick
+from radixgrove.service.redis_link import RedisLink
+from radixgrove.service.redis_rules import RedisUnavailable
 from radixgrove.service.server import Server
 
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 1.0  # for clients with an open connection to ask once more, and be sent away
+
+
+class TaskEnded(Exception):
+    """A task without which the router would be half blind is over."""
 
 
 class RouterProcess:
@@ -53,15 +61,24 @@ class RouterProcess:
         # A restarted router must not inherit what its predecessor had booked.
         self.router_id = f"{''.join(name.split())}-{index}-{secrets.token_hex(4)}"
         self._keys = ApiKeys.load(settings.api_keys_file)
-        self._link = (
-            RedisLink(settings.redis_url, self._redis_changed) if settings.redis_url else None
-        )
+        self._link: RedisLink | None = None
+        if settings.redis_url:
+            self._link = RedisLink(
+                settings.redis_url,
+                router_key(settings.redis_prefix, self.router_id),
+                "placing by least load and prefix-hash affinity",
+                self._redis_changed,
+            )
         self._stop = asyncio.Event()
         if shared is not None:
             logs.LevelFile(shared).follow()
 
     async def run(self) -> None:
-        """Serves until SIGTERM or SIGINT, then drains within `drain_timeout`."""
+        """Serves until SIGTERM or SIGINT, then drains within `drain_timeout`.
+
+        Raises:
+            TaskEnded: it was no signal that ended it; it drained all the same.
+        """
         settings, link = self._settings, self._link
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -91,9 +108,9 @@ class RouterProcess:
             self._task(tick(), "ticks"),
         ]
         if link is not None:
-            tasks.append(self._task(link.run(), "redis"))
-        else:
-            metrics.REDIS_UP.set(0)
+            janitor = Janitor(link, settings.redis_prefix)
+            tasks += [self._task(link.run(), "redis"), self._task(janitor.run(), "janitor")]
+        metrics.REDIS_UP.set(0)
         serving = [asyncio.create_task(server.run()) for server in servers]
         # What exists now lives as long as the process: the collector need not walk it again.
         gc.collect()
@@ -101,6 +118,7 @@ class RouterProcess:
         logger.info("router %s on %s", self.router_id, _address(listener))
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait([stopped, *serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        failed = not stopped.done()
         proxy.draining = True
         await servers[0].linger(LINGER_SECONDS)
         for server in servers:
@@ -112,6 +130,8 @@ class RouterProcess:
         await encoders.close()
         await session.close()
         upstream.close()
+        if failed:
+            raise TaskEnded("the router ends because one of its tasks did")
 
     def _server(self, app: App, listener: socket.socket) -> Server:
         settings = self._settings
@@ -137,22 +157,15 @@ class RouterProcess:
     async def _heartbeat(self, placer: Placer, fleet: Fleet) -> None:
         while True:
             if self._link is not None and self._link.up:
-                try:
+                with contextlib.suppress(RedisUnavailable):  # the link says it
                     await placer.heartbeat(fleet.services)
-                except (RedisUnavailable, RedisRefused) as error:
-                    logger.warning("no heartbeat to Redis: %s", error)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    def _redis_changed(self, up: bool) -> None:
+    @staticmethod
+    def _redis_changed(up: bool) -> None:
         metrics.REDIS_UP.set(int(up))
         if up:
             logger.info("Redis is there: placing with the shared index")
-        else:
-            assert self._link is not None
-            logger.warning(
-                "Redis is away (%s): placing by least load and prefix-hash affinity",
-                self._link.problem,
-            )
 
     # ---- log level -------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ import time
 import msgspec
 
 from radixgrove.router.fleet import Fleet
-from radixgrove.router.redis_link import RedisLink
 from radixgrove.router.replicas import Replica, Service
+from radixgrove.service.redis_link import RedisLink
 
 
 class ReplicaStatus(msgspec.Struct, kw_only=True):
@@ -69,7 +69,7 @@ def _replica(service: Service, replica: Replica) -> ReplicaStatus:
         state=replica.state,
         generation=replica.generation,
         generation_age=None,
-        device=registration.device if registration is not None else "",
+        device=registration.engine.device if registration is not None else "",
         running=None,
         waiting=None,
         in_flight=replica.in_flight,

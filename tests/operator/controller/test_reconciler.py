@@ -9,7 +9,7 @@ import pytest
 
 from radixgrove.operator.api import metrics, names
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore
+from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller.reconciler import Incomplete, Reconciler
 from radixgrove.operator.controller.store import Key, Store
@@ -18,6 +18,7 @@ from radixgrove.operator.kube.client import KubeError
 from radixgrove.operator.kube.keys import Keys
 from radixgrove.operator.kube.ownership import Ownership
 from radixgrove.protocol.model_table import ModelEntry
+from radixgrove.service.redis_rules import RedisUnavailable
 from tests.operator.doubles import Probe, Table
 from tests.operator.memory_kube import STARTED, MemoryKube, claim, node
 from tests.operator.operator_builders import CONFIG
@@ -191,7 +192,7 @@ def test_a_service_is_ready_once_routers_know_of_it(monkeypatch: pytest.MonkeyPa
     operator = Operator()
 
     def away(*_: object) -> None:
-        raise RedisAway
+        raise RedisUnavailable
 
     with monkeypatch.context() as without_redis:
         without_redis.setattr(operator.table, "put", away)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from radixgrove.operator.api import names
 from radixgrove.operator.api.spec import Autoscaling
 from radixgrove.operator.api.status import AutoscalingStatus
-from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore
+from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.controller.autoscaler import Autoscaler
 from radixgrove.operator.controller.store import Store
 from radixgrove.operator.planning.autoscale import Load, decide
+from radixgrove.service.redis_rules import RedisUnavailable
 from tests.operator.memory_kube import MemoryKube
 
 NOW = 1_000_000.0
@@ -86,7 +87,7 @@ def test_it_sleeps_only_when_nothing_runs() -> None:
 
 class NoRedis:
     def load(self, *_: object) -> Load:
-        raise RedisAway
+        raise RedisUnavailable
 
 
 class Once(threading.Event):

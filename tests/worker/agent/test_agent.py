@@ -10,7 +10,6 @@ import socket
 import urllib.request
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 import redis
@@ -355,9 +354,9 @@ def test_routers_learn_how_fast_the_engine_computes_and_loads(
     agent.wait_ready()
     keys = ServiceKeys("radixgrove", "default")
     (record,) = redis.Redis.from_url(redis_server.url).hvals(keys.replicas)
-    registered = msgspec.json.decode(record, type=Registration)
-    assert registered.prefill_tokens_per_second == 100.0
-    assert registered.host_tokens_per_second == 5000.0
+    engine = Registration.decode(record).engine
+    assert engine.prefill_tokens_per_second == 100.0
+    assert engine.host_tokens_per_second == 5000.0
 
 
 def test_a_worker_whose_output_is_not_read_goes_on_and_counts_what_it_drops(

@@ -16,6 +16,7 @@ from enum import StrEnum
 import msgspec
 
 from radixgrove.protocol.openai.sampling import SamplingParams
+from radixgrove.protocol.registry import EngineInfo as EngineInfo  # one of the messages below
 
 
 class CacheMode(StrEnum):
@@ -182,25 +183,6 @@ class CacheSnapshot(msgspec.Struct, tag="cache_snapshot"):
     sequence: int
     events: list[CacheEvent]  # all `stored`
     last: bool
-
-
-class EngineInfo(msgspec.Struct, tag="info", kw_only=True):
-    """Sent once, when the engine is ready to take requests; to every frontend, too."""
-
-    num_pages: int
-    page_size: int
-    max_model_len: int  # what is set, or the model's, shortened to what the KV pool holds
-    max_running: int
-    vocab_size: int
-    dtype: str
-    device: str  # "cpu", "NVIDIA H100 80GB HBM3", ...
-    weights_bytes: int
-    kv_bytes_per_token: int
-    attention_backend: str
-    prefill_tokens_per_second: float  # measured in warm-up; the router's cost model
-    kv_dtype: str = ""  # `dtype` again, or as the setting names it; "" as `dtype`
-    host_pages: int = 0  # of the host tier
-    host_tokens_per_second: float = 0.0  # measured: how fast it brings pages back
 
 
 class PhaseReport(msgspec.Struct, tag="phase"):

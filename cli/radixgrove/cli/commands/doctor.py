@@ -194,10 +194,12 @@ def _redis(url: str | None) -> Iterable[Finding]:
         return
     import redis
 
+    from radixgrove.service.redis_client import connect
+    from radixgrove.service.redis_rules import RedisUnsuitable, check_server
+
     try:
-        client = redis.Redis.from_url(url, socket_timeout=3, socket_connect_timeout=3)
-        info = client.info()
-        policy = client.config_get("maxmemory-policy").get("maxmemory-policy")
+        client = connect(url, 3.0)
+        info: dict[str, object] = client.info()
     except (redis.RedisError, OSError, ValueError) as error:
         yield Finding(Verdict.FAIL, "redis", f"{redact(url)}: {redact(str(error))}")
         return
@@ -205,10 +207,10 @@ def _redis(url: str | None) -> Iterable[Finding]:
     new_enough = tuple(int(part) for part in version.split(".")[:2]) >= _MIN_REDIS
     verdict = Verdict.OK if new_enough else Verdict.FAIL
     yield Finding(verdict, "redis", f"{redact(url)}: version {version}")
-    if policy not in (None, "noeviction"):
-        yield Finding(
-            Verdict.FAIL, "redis", f"maxmemory-policy is {policy}; noeviction is required"
-        )
+    try:
+        check_server(info)
+    except RedisUnsuitable as error:
+        yield Finding(Verdict.FAIL, "redis", str(error))
 
 
 def _ports(part: str, settings: RouterSettings | WorkerSettings) -> Iterable[Finding]:

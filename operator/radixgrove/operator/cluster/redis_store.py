@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ import msgspec
 import redis
 
 from radixgrove.operator.planning.autoscale import Load
-from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.model_table import (
     SHARED,
     Demand,
@@ -26,7 +25,10 @@ from radixgrove.protocol.model_table import (
     table_key,
     total_demand,
 )
-from radixgrove.protocol.registry import Lease, LeaseState, Registration
+from radixgrove.protocol.registry import LeaseState
+from radixgrove.service.cluster_directory import BlockingDirectory
+from radixgrove.service.redis_client import ask
+from radixgrove.service.redis_rules import RedisUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +38,13 @@ _FORGET_DEMAND_MS = 60_000
 _EXPECT_SECONDS = 60.0
 
 
-class RedisAway(Exception):
-    """Redis did not answer, or answered nonsense."""
-
-
 class RedisStore:
     """Thread-safe; every call has the client's timeout."""
 
     def __init__(self, client: redis.Redis, prefix: str) -> None:
         self._client = client
         self._prefix = prefix
+        self._directory = BlockingDirectory(client, prefix)
         self._lock = threading.Lock()
         # By table and service: when the resource was created, and its entry. Older ones come first.
         self._tables: dict[str, dict[str, tuple[float, ModelEntry]]] = {}
@@ -63,12 +62,12 @@ class RedisStore:
         self._expected_until = time.monotonic() + _EXPECT_SECONDS
 
     def put(self, table: str, created: float, entry: ModelEntry) -> None:
-        """Routers serve what `entry` lists from now on. Raises RedisAway: they do not know yet."""
+        """Routers serve what `entry` lists. Raises RedisUnavailable: they do not know yet."""
         with self._lock:
             entries = self._table(table)
             awaited = entry.service in self._expected
             self._expected.discard(entry.service)
-            for name, others in self._tables.items():
+            for name, others in list(self._tables.items()):
                 if name != table and entry.service in others:
                     del others[entry.service]
                     self._write(name)
@@ -78,7 +77,7 @@ class RedisStore:
             entries[entry.service] = (created, entry)
             try:
                 self._write(table)
-            except RedisAway:
+            except RedisUnavailable:
                 # Not known to routers, so not known here: the next call tries again.
                 del entries[entry.service]
                 if awaited:
@@ -86,11 +85,11 @@ class RedisStore:
                 raise
 
     def drop(self, service: str) -> None:
-        """Routers forget the service. Raises RedisAway."""
+        """Routers forget the service. Raises RedisUnavailable."""
         with self._lock:
             self._table(SHARED)
             self._expected.discard(service)
-            for table, entries in self._tables.items():
+            for table, entries in list(self._tables.items()):
                 if service in entries:
                     del entries[service]
                     self._write(table)
@@ -99,17 +98,26 @@ class RedisStore:
         """Forgets deleted services, also those that a former leader wrote."""
         with self._lock:
             self._table(SHARED)
-            for table, entries in self._tables.items():
+            for table in self._dedicated():
+                self._table(table)
+            for table, entries in list(self._tables.items()):
                 gone = entries.keys() - set(services)
                 for service in gone:
                     del entries[service]
-                if gone:
+                if gone or (table != SHARED and not entries):
                     self._write(table)
+
+    def _dedicated(self) -> list[str]:
+        """Tables of dedicated routers, those that a former leader wrote among them."""
+        prefix = table_key(self._prefix, "")
+        scan = partial(self._client.scan_iter, match=f"{prefix}*", count=1000)
+        names = [key.decode().removeprefix(prefix) for key in self._call(lambda: list(scan()))]
+        return [name for name in names if name != SHARED]
 
     def rewrite(self) -> None:
         """Puts back what a Redis that lost its memory misses."""
         with self._lock:
-            for table in self._tables:
+            for table in list(self._tables):
                 if self._call(partial(self._client.get, self._key(table))) != self._encoded(table):
                     self._write(table)
 
@@ -117,22 +125,27 @@ class RedisStore:
         """Entries of a former leader stay until their service has been looked at."""
         if table in self._tables:
             return self._tables[table]
-        data = self._call(partial(self._client.get, self._key(table)))
         old: list[ModelEntry] = []
-        if isinstance(data, bytes):
+        try:
+            found = self._directory.table(table)
+        except ValueError:
+            logger.warning("the model table %s was malformed and is made anew", table)
+            found = ModelTable(entries=[])
+        if found is not None:
+            old = found.entries
             if table == SHARED:
                 self._expected.clear()
-            try:
-                old = ModelTable.decode(data).entries
-            except (ValueError, msgspec.DecodeError):
-                logger.warning("the model table %s was malformed and is made anew", table)
         entries = {entry.service: (float(place), entry) for place, entry in enumerate(old)}
         return self._tables.setdefault(table, entries)
 
     def _write(self, table: str) -> None:
         if table == SHARED and self._expected and time.monotonic() < self._expected_until:
             return  # `rewrite` comes by
-        self._call(partial(self._client.set, self._key(table), self._encoded(table)))
+        if table != SHARED and not self._tables[table]:  # its router goes with its service
+            self._call(partial(self._client.delete, self._key(table)))
+            del self._tables[table]
+        else:
+            self._call(partial(self._client.set, self._key(table), self._encoded(table)))
 
     def _encoded(self, table: str) -> bytes:
         entries = sorted(self._tables[table].items(), key=lambda item: (item[1][0], item[0]))
@@ -144,28 +157,27 @@ class RedisStore:
     # ---- leases and load -------------------------------------------------------------------------
 
     def holds_lease(self, service: str, replica_id: str) -> bool:
-        """Whether that replica's worker still renews its lease. Raises RedisAway."""
-        replicas, leases, now_ms = self._replicas(service)
-        registration = replicas.get(replica_id)
-        lease = leases.get(registration.generation) if registration else None
-        return lease is not None and lease.expires_ms > now_ms
+        """Whether that replica's worker still renews its lease. Raises RedisUnavailable."""
+        record = self._directory.service(service)
+        registration = record.registrations.get(replica_id)
+        return registration is not None and record.lease_of(registration) is not None
 
     def load(self, service: str, serving: Collection[str]) -> Load:
-        """Load over the replicas in `serving` that hold leases. Raises RedisAway."""
-        replicas, leases, now_ms = self._replicas(service)
+        """Load over the replicas in `serving` that hold leases. Raises RedisUnavailable."""
+        record = self._directory.service(service)
         reports, slots = [], []
         for replica_id in serving:
-            registration = replicas.get(replica_id)
-            lease = leases.get(registration.generation) if registration else None
-            if lease and lease.expires_ms > now_ms and lease.state is LeaseState.READY:
+            registration = record.registrations.get(replica_id)
+            lease = record.lease_of(registration) if registration is not None else None
+            if registration is not None and lease and lease.state is LeaseState.READY:
                 reports.append(lease.report)
-                slots.append(registration.max_running if registration else 0)
+                slots.append(registration.engine.max_running)
         used = [1 - r.pages_free / r.pages_total for r in reports if r.pages_total]
         return Load(
             replicas=len(reports),
             running=sum(report.running for report in reports),
             waiting=sum(report.waiting for report in reports),
-            held=self._held(service, now_ms),
+            held=self._held(service, record.now_ms),
             kv_used=sum(used) / len(used) if used else 0.0,
             slots=min(slots, default=0),
         )
@@ -187,41 +199,5 @@ class RedisStore:
             self._call(partial(self._client.hdel, demand_key(self._prefix), *stale))
         return total_demand(demands, service, now_ms)
 
-    def _replicas(self, service: str) -> tuple[dict[str, Registration], dict[str, Lease], int]:
-        keys = ServiceKeys(self._prefix, service)
-
-        def read() -> tuple[Mapping[bytes, bytes], Mapping[bytes, bytes], tuple[int, int]]:
-            with self._client.pipeline(transaction=False) as pipe:
-                pipe.hgetall(keys.replicas)
-                pipe.hgetall(keys.leases)
-                pipe.time()
-                replicas, leases, now = pipe.execute()
-            return replicas, leases, now
-
-        raw_replicas, raw_leases, now = self._call(read)
-        replicas: dict[str, Registration] = {}
-        for name, data in raw_replicas.items():
-            try:
-                replicas[name.decode()] = msgspec.json.decode(data, type=Registration)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
-        leases: dict[str, Lease] = {}
-        for name, data in raw_leases.items():
-            try:
-                leases[name.decode()] = Lease.unpack(data)
-            except ValueError:
-                continue
-        return replicas, leases, now[0] * 1000 + now[1] // 1000
-
-    @staticmethod
-    def _call(call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except redis.RedisError as error:
-            raise RedisAway(type(error).__name__) from error
-
-
-def connect(url: str, timeout: float) -> redis.Redis:
-    return redis.Redis.from_url(
-        url, socket_timeout=timeout, socket_connect_timeout=timeout, health_check_interval=30
-    )
+    def _call(self, call: Callable[[], T]) -> T:
+        return ask(self._client, call)

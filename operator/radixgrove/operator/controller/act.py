@@ -7,7 +7,7 @@ from typing import Any
 
 from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore
+from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.status_writer import StatusWriter, as_json
 from radixgrove.operator.controller.store import Key
@@ -18,6 +18,7 @@ from radixgrove.operator.render import group as render_group
 from radixgrove.operator.render import policies
 from radixgrove.operator.render.common import Service
 from radixgrove.protocol.model_table import SHARED, ModelEntry
+from radixgrove.service.redis_rules import RedisUnavailable
 
 Object = dict[str, Any]
 
@@ -52,11 +53,11 @@ class Actor:
         """Whether the group's worker has renewed its lease; False when Redis does not answer."""
         try:
             return self._redis.holds_lease(context.service.key, names.replica_id(group.name))
-        except RedisAway:
+        except RedisUnavailable:
             return False
 
     def forget(self, key: Key) -> None:
-        """Takes a service from the routers. Raises RedisAway."""
+        """Takes a service from the routers. Raises RedisUnavailable."""
         self._serving.pop(key, None)
         self._unused.pop(key, None)
         self._redis.drop(names.service_key(*key))

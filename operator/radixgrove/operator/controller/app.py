@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from radixgrove.operator.api import metrics, names
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore, connect
+from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller.autoscaler import Autoscaler
 from radixgrove.operator.controller.reconciler import Incomplete, Reconciler
@@ -23,6 +23,8 @@ from radixgrove.operator.controller.store import Key, Store, owner_key
 from radixgrove.operator.controller.workqueue import WorkQueue
 from radixgrove.operator.kube.client import Kube, KubeError, NotLeading
 from radixgrove.operator.kube.keys import REDIS_URL, Keys
+from radixgrove.service.redis_client import connect
+from radixgrove.service.redis_rules import RedisUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +221,7 @@ class App:
                     redis_side.keep_only({names.service_key(*key) for key in self.store.known()})
                     kept = True
                 redis_side.rewrite()
-            except RedisAway as error:
+            except RedisUnavailable as error:
                 logger.warning("model tables are not kept up: Redis: %s", error)
             if self._stopping.wait(_REWRITE_EVERY if kept else 1.0):
                 return

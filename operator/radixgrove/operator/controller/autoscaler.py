@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.status import AutoscalingStatus
-from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore
+from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.controller.store import Key, OtherService, Store
 from radixgrove.operator.kube.client import Kube, KubeError, NotLeading
 from radixgrove.operator.planning.autoscale import Load, decide
+from radixgrove.service.redis_rules import RedisUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Autoscaler:
     def _load(self, other_service: OtherService) -> Load | None:
         try:
             load = self._redis.load(other_service.service.key, self._serving(other_service.key))
-        except RedisAway as error:
+        except RedisUnavailable as error:
             logger.warning("no load of %s: %s", other_service.service.key, error)
             return None
         if other_service.spec.replicas > 0 and load.replicas == 0:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from radixgrove.operator.cluster.redis_store import RedisAway
 from radixgrove.operator.controller.store import Key
 from radixgrove.operator.kube.client import KubeError
 from radixgrove.operator.planning.service_view import ServiceView
 from radixgrove.operator.render.revision import InvalidEngine
+from radixgrove.service.redis_rules import RedisUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class ReconcileContext(ServiceView):
             yield
         except KubeError as error:
             self._failed(f"{error} ({error.status})"[:500])
-        except RedisAway as error:
+        except RedisUnavailable as error:
             logger.warning("%s/%s: Redis does not answer: %s", *self.key, error)
             self._failed("Redis does not answer; routers keep what they know")
         except InvalidEngine as error:  # of a revision that an older operator has accepted

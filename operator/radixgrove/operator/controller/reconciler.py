@@ -17,7 +17,7 @@ from radixgrove.operator.api import metrics, names, times
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.api.status import AutoscalingStatus, GroupPhase, InferenceServiceStatus
-from radixgrove.operator.cluster.redis_store import RedisAway, RedisStore
+from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller.act import Actor
 from radixgrove.operator.controller.context import ReconcileContext
@@ -35,6 +35,7 @@ from radixgrove.operator.planning.plan import Plan, PlanInput, as_placements, ma
 from radixgrove.operator.render import group as render_group
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.render.revision import InvalidEngine, first_mistake
+from radixgrove.service.redis_rules import RedisUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class Reconciler:
         metrics.forget(*key)
         try:
             self._actor.forget(key)
-        except RedisAway as error:
+        except RedisUnavailable as error:
             raise Incomplete(f"Redis does not answer: {error}") from error
 
     def _leave(self, body: Object, holder: str) -> None:

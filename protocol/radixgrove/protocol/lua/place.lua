@@ -26,7 +26,9 @@
 --       packed members of the prompt's blocks, router id, reservation id, prompt tokens,
 --       tokens a block, requests (sequences) to book, random seed, ceiling ms, a router's lease in ms
 -- Returns {index of the candidate from 1, matched blocks, of which host blocks, tokens booked,
---          time ms, load ms}; {0, leases on record} when no candidate is alive; {-1} when no cost is below the ceiling.
+--          time ms, load ms}; {-1} when no cost is below the ceiling; {0, how many} when no candidate
+--          may be chosen, and of how many a lease says so: it runs, or was ended. One that only ran
+--          out does not while the caller cannot tell why.
 local DECODE_TOKENS = 16 -- a running request delays a prefill about as much as these many tokens
 local CREDIT, MOST_CREDIT_MS = 9, 250
 local EPOCH_MS = 10000 -- longest life of a pending record; two keys take turns and expire
@@ -53,6 +55,7 @@ end
 if not live_router[me] then
   -- Before its first heartbeat: what it books counts for others at once, and ends with it.
   redis.call('ZADD', KEYS[5], now + tonumber(ARGV[10]), me)
+  redis.call('PEXPIRE', KEYS[5], 60000) -- as router_heartbeat.lua does
   live_router[me] = true
 end
 
@@ -87,18 +90,18 @@ local function load_ms(i, running, waiting, waiting_tokens)
   return load
 end
 
-local load, order, tie, on_record = {}, {}, {}, 0
+local load, order, tie, proven = {}, {}, {}, 0
 for i = 1, #candidates do
   if leases[i] then
-    on_record = on_record + 1
     local expires, state, running, waiting, waiting_tokens = struct.unpack('<dBI4I4I4', leases[i])
+    if expires == 0 or expires > now then proven = proven + 1 end
     if expires > now and state == 1 then
       load[i] = load_ms(i, running, waiting, waiting_tokens)
       order[#order + 1], tie[i] = i, math.random()
     end
   end
 end
-if #order == 0 then return {0, on_record} end
+if #order == 0 then return {0, proven} end
 table.sort(order, function(a, b)
   if load[a] ~= load[b] then return load[a] < load[b] end
   return tie[a] < tie[b]

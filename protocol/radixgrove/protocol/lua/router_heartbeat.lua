@@ -1,5 +1,6 @@
 -- A router renews its lease and overwrites its load with absolute values, so that whatever was
--- released twice or not at all heals within a heartbeat; load of dead routers is dropped.
+-- released twice or not at all heals within a heartbeat; load of dead routers is dropped. What
+-- routers write ends by itself when no router renews it any more.
 -- KEYS: routers, reserved, load of each generation…
 -- ARGV: router id, lease ms, msgpack of {
 --   generations = {generation…} in the order of the load keys,
@@ -48,4 +49,5 @@ for i = 1, #state.generations do
   if #dead > 0 then redis.call('HDEL', key, unpack(dead)) end
 end
 if #dead > 0 then redis.call('ZREM', KEYS[1], unpack(dead)) end
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, 60000) end
 return admitted

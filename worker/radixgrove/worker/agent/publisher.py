@@ -1,8 +1,8 @@
 """The worker's side of the routers' index: registration, lease, load and cache events in Redis.
 
-The agent owns one `Publisher` and hands it what the engine says; the publisher owns its connection
-and keeps Redis in step. Redis may be absent, go away, or come back empty at any time: nothing here
-ever blocks or fails the worker, and the index is rebuilt from a snapshot of the engine.
+The agent owns one `Publisher` and hands it what the engine says; the publisher owns its link and
+keeps Redis in step. Redis may be absent, go away, refuse writes or come back empty at any time:
+nothing here ever blocks or fails the worker, and the index is rebuilt from the engine's snapshot.
 """
 
 from __future__ import annotations
@@ -13,18 +13,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
 
 from radixgrove.protocol import index
-from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, BlockHasher, members
-from radixgrove.protocol.keys import ServiceKeys, services_key
+from radixgrove.protocol.blocks import BlockHasher
+from radixgrove.protocol.keys import TIERS, ServiceKeys, services_key
 from radixgrove.protocol.registry import (
     LEASE_SECONDS,
     LeaseState,
@@ -34,27 +30,18 @@ from radixgrove.protocol.registry import (
     disagreement,
     new_generation,
 )
-from radixgrove.worker.messages import (
-    Admitted,
-    CacheEvent,
-    CacheEvents,
-    CacheSnapshot,
-    Stats,
-)
+from radixgrove.service.complaints import Complaints
+from radixgrove.service.redis_link import RedisLink
+from radixgrove.service.redis_rules import RedisRefused, RedisUnavailable
+from radixgrove.service.redis_wire import Argument
+from radixgrove.worker.agent.index_feed import PIPELINE_BATCHES, IndexFeed
+from radixgrove.worker.messages import Admitted, CacheEvents, CacheSnapshot, Stats
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-REDIS_TIMEOUT = 2.0
-SNAPSHOT_TIMEOUT = 30.0  # from the request to the last chunk; then it is asked for again
-MAX_BUFFERED_MEMBERS = 1 << 18  # of events; beyond it they are dropped and a snapshot replaces them
-MAX_SNAPSHOT_MEMBERS = 1 << 22
+FIRST_TRY_SECONDS = 3.0  # for the registration at the start
 MAX_ADMITTED = 1 << 14
-PIPELINE_BATCHES = 16
-
-Argument = bytes | str | int | float
-Call = tuple[Sequence[str], Sequence[Argument]]  # keys, arguments
-Operation = tuple[bytes, bytes]  # b"+gpu", packed members
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +80,26 @@ class Publisher:
         *,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """Raises ValueError when the registration makes no sense."""
+        """Raises ValueError when the registration or the URL makes no sense."""
         registration.check()
         self._registration = registration
-        self._hasher = hasher
-        self._request_snapshot = request_snapshot
         self._ready = ready
         self._lease_ms = int(lease_seconds * 1000)
         self._prefix = redis_prefix
         self._keys = ServiceKeys(redis_prefix, registration.service)
-        self._redis = Redis.from_url(
+        self._link = RedisLink(
             redis_url,
-            socket_timeout=REDIS_TIMEOUT,
-            socket_connect_timeout=REDIS_TIMEOUT,
-            retry=Retry(NoBackoff(), 0),
-            single_connection_client=False,
-            max_connections=4,
+            self._keys.heartbeat(registration.replica_id),
+            "not publishing to the routers",
         )
+        self._feed = IndexFeed(hasher, request_snapshot)
+        self._complaints = Complaints(logger)
         self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
 
         self._generation = ""
         self._registered_ms = 0
-        self._connected = False
         self._registered = False
         self._superseded = False
         self._draining = False
@@ -126,17 +109,7 @@ class Publisher:
         self._stats_fresh = False
         self._next_heartbeat = 0.0
         self._admitted: deque[str] = deque(maxlen=MAX_ADMITTED)
-
-        self._domains: dict[str, int] = {}
-        self._events: deque[tuple[int, list[Operation]]] = deque()  # engine sequence, operations
-        self._buffered = 0
-        self._engine_sequence: int | None = None
         self._redis_sequence = 0
-        self._synchronised = False
-        self._snapshot: _Snapshot | None = None
-        self._snapshots_due = 0  # requested of the engine and not yet answered whole
-        self._resyncs = 0
-        self._dropped = 0
 
     # ---- the agent's side ------------------------------------------------------------------
 
@@ -147,11 +120,20 @@ class Publisher:
 
         Raises:
             RegistrationRefused: the service's living replicas disagree with this one, or the
-                Redis server may evict keys.
+                Redis server is none to work with.
         """
-        with contextlib.suppress(RedisError, OSError):
-            await self._register()
-        self._task = asyncio.create_task(self._run(), name="publisher")
+        self._tasks.append(asyncio.create_task(self._link.run(), name="redis"))
+        await self._link.wait_until_tried(FIRST_TRY_SECONDS)
+        try:
+            if self._link.unsuitable:
+                raise RegistrationRefused(self._link.problem)
+            if self._link.up:
+                with contextlib.suppress(RedisUnavailable, RedisRefused):
+                    await self._register()
+        except RegistrationRefused:
+            await self.close()
+            raise
+        self._tasks.append(asyncio.create_task(self._run(), name="publisher"))
 
     def apply(self, message: CacheEvents | CacheSnapshot | Admitted | Stats) -> None:
         """Takes one message of the engine, in the order they came. Never blocks."""
@@ -162,9 +144,9 @@ class Publisher:
                 # `<reservation>:<sequence>`: the first sequence to begin ends the reservation.
                 self._admitted.extend({name.rpartition(":")[0] for name in message.request_ids})
             case CacheEvents():
-                self._take_events(message)
+                self._feed.take_events(message)
             case CacheSnapshot():
-                self._take_snapshot(message)
+                self._feed.take_snapshot(message)
         self._wake.set()
 
     async def drain(self) -> bool:
@@ -173,8 +155,8 @@ class Publisher:
         if not self._registered:
             return False
         try:
-            answer = await self._call("drain", [self._keys.leases], [self._generation])
-        except (RedisError, OSError):
+            answer = await self._link.run_script("drain", [self._keys.leases], self._generation)
+        except (RedisUnavailable, RedisRefused):
             return False
         return bool(answer == index.OK)
 
@@ -182,118 +164,78 @@ class Publisher:
         """Ends the lease at once, as far as Redis can be reached, and frees the connection."""
         self._closing = True
         self._wake.set()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        connection, publishing = self._tasks[:1], self._tasks[1:]
+        await _end(publishing)
         if self._registered:
-            with contextlib.suppress(RedisError, OSError):
-                await self._call(
+            with contextlib.suppress(RedisUnavailable, RedisRefused):
+                await self._link.run_script(
                     "unregister",
                     [self._keys.replicas, self._keys.leases],
-                    [self._registration.replica_id, self._generation],
+                    self._registration.replica_id,
+                    self._generation,
                 )
         self._registered = False
-        await self._redis.aclose()
+        await _end(connection)
 
     def status(self) -> PublisherStatus:
         return PublisherStatus(
-            connected=self._connected,
+            connected=self._link.up,
             registered=self._registered,
-            synchronised=self._synchronised,
+            synchronised=self._feed.synchronised and self._link.up,
             draining=self._draining,
             generation=self._generation,
-            buffered_members=self._buffered,
-            resyncs=self._resyncs,
-            dropped_members=self._dropped,
-            problem=self._problem,
+            buffered_members=self._feed.buffered,
+            resyncs=self._feed.resyncs,
+            dropped_members=self._feed.dropped,
+            problem=self._problem or ("" if self._link.up else f"Redis: {self._link.problem}"),
         )
-
-    # ---- what the engine says --------------------------------------------------------------
-
-    def _operations(self, events: Sequence[CacheEvent]) -> list[Operation]:
-        operations = []
-        for event in events:
-            domain = self._domains.get(event.domain)
-            if domain is None:
-                domain = self._domains[event.domain] = self._hasher.domain64(event.domain)
-            if event.hashes:
-                sign = b"+" if event.stored else b"-"
-                operations.append((sign + event.tier.encode(), members(event.hashes, domain)))
-        return operations
-
-    def _take_events(self, message: CacheEvents) -> None:
-        expected = self._engine_sequence
-        self._engine_sequence = message.sequence
-        if expected is not None and message.sequence != expected + 1:
-            self._lose_track("events of the engine are missing")
-        operations = self._operations(message.events)
-        self._events.append((message.sequence, operations))
-        self._buffered += _count(operations)
-        if self._buffered > MAX_BUFFERED_MEMBERS:
-            self._lose_track("the event buffer is full")
-
-    def _take_snapshot(self, message: CacheSnapshot) -> None:
-        if self._snapshots_due != 1:  # the answer to a request that was given up
-            self._snapshots_due -= message.last and self._snapshots_due > 0
-            return
-        self._snapshots_due -= message.last
-        snapshot = self._snapshot
-        if snapshot is None:
-            return
-        snapshot.sequence = message.sequence
-        snapshot.operations.extend(self._operations(message.events))
-        snapshot.members += sum(len(event.hashes) // HASH_BYTES for event in message.events)
-        snapshot.complete = message.last
-        if snapshot.members > MAX_SNAPSHOT_MEMBERS:
-            logger.error("the engine's cache has too many blocks for the index")
-            snapshot.operations.clear()
-            snapshot.complete = False
-
-    def _lose_track(self, why: str) -> None:
-        """Forgets buffered events; a snapshot will replace them."""
-        if self._synchronised:
-            logger.warning("prefix index out of step: %s; sending a snapshot", why)
-            self._resyncs += 1
-        self._dropped += self._buffered
-        self._events.clear()
-        self._buffered = 0
-        self._synchronised = False
-        self._snapshot = None
-        self._wake.set()
 
     # ---- keeping Redis in step -------------------------------------------------------------
 
     async def _run(self) -> None:
+        """Until cancelled: whatever fails here is tried again, and never fails the worker."""
         backoff = 0.1
         while not self._closing:
             try:
+                if not self._link.up:
+                    await self._link.wait_until_up(HEARTBEAT_SECONDS)
+                    self._next_heartbeat = 0.0
+                    continue
                 await self._turn()
                 backoff = 0.1
             except RegistrationRefused as refusal:
                 self._fail(str(refusal))
                 await asyncio.sleep(LEASE_SECONDS)
-            except (RedisError, OSError) as error:
-                self._fail(f"Redis: {type(error).__name__}")
-                self._lose_track("the connection to Redis was lost")
+            except (RedisUnavailable, RedisRefused) as error:
+                self._fail(f"Redis: {error}")
+                self._lose_track("a call to Redis failed")
                 await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, 2.0)
+            except Exception:
+                logger.exception("publishing failed; it starts anew")
+                self._registered = False
+                self._lose_track("publishing failed")
+                await asyncio.sleep(LEASE_SECONDS)
 
     def _fail(self, problem: str) -> None:
-        if problem != self._problem:
-            logger.error("not publishing to the routers: %s", problem)
+        self._complaints.say("failing", f"not publishing to the routers: {problem}")
         self._problem = problem
-        self._connected = False
+        self._next_heartbeat = 0.0
+
+    def _lose_track(self, why: str) -> None:
+        self._feed.lose_track(why)
+        self._wake.set()
 
     async def _turn(self) -> None:
         """One round: lease and load if due, then admissions, snapshot, events; then wait."""
         if not self._registered:
             await self._register()
         now = time.monotonic()
-        if self._stats_fresh or now >= self._next_heartbeat or not self._connected:
+        if self._stats_fresh or now >= self._next_heartbeat:
             await self._heartbeat(now)
         if self._registered and not self._superseded:
             await self._send_admitted()
-            if self._synchronised:
+            if self._feed.synchronised:
                 await self._send_events()
             else:
                 await self._synchronise()
@@ -304,25 +246,24 @@ class Publisher:
                 )
         self._wake.clear()
 
+    # ---- lease -----------------------------------------------------------------------------
+
     async def _register(self) -> None:
-        await self._check_server()
         self._generation = new_generation()
         self._registered_ms = int(time.time() * 1000)
         registration = msgspec.structs.replace(self._registration, generation=self._generation)
         identity = msgspec.json.encode(registration.identity(), order="deterministic")
         keys = self._keys
-        answer = await self._call(
+        answer = await self._link.run_script(
             "register",
             [keys.identity, keys.replicas, keys.leases],
-            [
-                registration.replica_id,
-                self._generation,
-                msgspec.json.encode(registration),
-                identity,
-                self._lease_ms,
-                self._report().pack(),
-                int(self._state()),
-            ],
+            registration.replica_id,
+            self._generation,
+            registration.encode(),
+            identity,
+            self._lease_ms,
+            self._report().pack(),
+            int(self._state()),
         )
         if answer[0] == index.MISMATCH:
             theirs = msgspec.json.decode(answer[1], type=dict[str, str | int])
@@ -330,9 +271,9 @@ class Publisher:
                 f"service {registration.service!r} refuses this replica: "
                 + disagreement(registration.identity(), theirs)
             )
-        await self._redis.sadd(services_key(self._prefix), registration.service)
+        await self._link.call("SADD", services_key(self._prefix), registration.service)
         self._lose_track("registered anew")
-        self._registered = self._connected = True
+        self._registered = True
         self._superseded = False
         self._problem = ""
         self._next_heartbeat = 0.0
@@ -342,14 +283,6 @@ class Publisher:
             registration.service,
             self._generation,
         )
-
-    async def _check_server(self) -> None:
-        memory = await self._redis.info("memory")
-        policy = memory.get("maxmemory_policy", "noeviction")
-        if policy != "noeviction":
-            raise RegistrationRefused(
-                f"Redis has maxmemory-policy {policy}; the prefix index needs noeviction"
-            )
 
     def _report(self) -> LoadReport:
         stats = self._stats
@@ -378,19 +311,16 @@ class Publisher:
         self._stats_fresh = False
         self._next_heartbeat = now + HEARTBEAT_SECONDS
         keys = self._keys
-        answer = await self._call(
+        answer = await self._link.run_script(
             "heartbeat",
             [keys.replicas, keys.leases, keys.load(self._generation)],
-            [
-                self._registration.replica_id,
-                self._generation,
-                self._lease_ms,
-                int(self._state()),
-                self._report().pack(),
-                "1" if idle else "0",
-            ],
+            self._registration.replica_id,
+            self._generation,
+            self._lease_ms,
+            int(self._state()),
+            self._report().pack(),
+            "1" if idle else "0",
         )
-        self._connected = True
         if answer == index.UNKNOWN:
             self._registered = False
             self._next_heartbeat = 0.0
@@ -409,109 +339,69 @@ class Publisher:
             self._problem = ""
             self._draining = self._draining or answer == index.DRAINING
 
+    # ---- index -----------------------------------------------------------------------------
+
     async def _send_admitted(self) -> None:
         if not self._admitted:
             return
-        rate = self._registration.prefill_tokens_per_second
+        rate = self._registration.engine.prefill_tokens_per_second
         ids = [self._admitted.popleft() for _ in range(min(len(self._admitted), 1024))]
         keys = self._keys
-        await self._call(
+        await self._link.run_script(
             "admit",
             [keys.reserved, keys.load(self._generation), keys.leases],
-            [self._generation, 1000.0 / rate if rate > 0 else 0.0, *ids],
+            self._generation,
+            1000.0 / rate if rate > 0 else 0.0,
+            *ids,
         )
 
     async def _send_events(self) -> None:
         """Sends buffered events, a few batches a round trip."""
-        while self._events and self._synchronised:
-            batches = self._cut_batches()
-            keys = [
-                self._keys.leases,
-                self._keys.sequences,
-                self._keys.tree("gpu", self._generation),
-                self._keys.tree("host", self._generation),
-            ]
-            calls: list[Call] = []
-            for batch in batches:
+        keys = [self._keys.leases, self._keys.sequences, *self._trees()]
+        while self._feed.pending:
+            calls: list[tuple[Sequence[str], Sequence[Argument]]] = []
+            for batch in self._feed.cut_batches():
                 before, self._redis_sequence = self._redis_sequence, self._redis_sequence + 1
                 flat = [part for operation in batch for part in operation]
                 calls.append((keys, [self._generation, before, self._redis_sequence, *flat]))
-            if not calls:
+            if calls and not await self._apply("events", calls):
                 return
-            for answer in await self._pipeline("events", calls):
-                if not self._followed(answer):
-                    return
-
-    def _followed(self, answer: bytes) -> bool:
-        """Whether Redis took an update; if not, what follows from it is set in motion."""
-        if answer == index.OK:
-            return True
-        if answer == index.UNKNOWN:
-            self._registered = False
-        self._lose_track("Redis " + answer.decode("ascii", "replace"))
-        return False
-
-    def _cut_batches(self) -> list[list[Operation]]:
-        """Takes up to `PIPELINE_BATCHES` batches off the buffer, order kept."""
-        batches: list[list[Operation]] = []
-        batch: list[Operation] = []
-        room = index.BATCH_MEMBERS
-        while self._events and len(batches) < PIPELINE_BATCHES:
-            _, operations = self._events.popleft()
-            self._buffered -= _count(operations)
-            for kind, packed in operations:
-                while packed:
-                    part, packed = packed[: room * MEMBER_BYTES], packed[room * MEMBER_BYTES :]
-                    room -= len(part) // MEMBER_BYTES
-                    if batch and batch[-1][0] == kind:
-                        batch[-1] = (kind, batch[-1][1] + part)
-                    else:
-                        batch.append((kind, part))
-                    if room == 0:
-                        batches.append(batch)
-                        batch, room = [], index.BATCH_MEMBERS
-        if batch:
-            batches.append(batch)
-        return batches
 
     async def _synchronise(self) -> None:
-        """Asks the engine for its tree, or sends it once it is complete."""
-        now = time.monotonic()
-        snapshot = self._snapshot
-        if snapshot is None or now > snapshot.deadline:
-            # After a timeout the unanswered request counts as lost.
-            self._snapshots_due = self._snapshots_due + 1 if snapshot is None else 1
-            self._snapshot = _Snapshot(deadline=now + SNAPSHOT_TIMEOUT)
-            self._request_snapshot()
+        """Sends the engine's tree, once it is complete."""
+        snapshot = self._feed.snapshot()
+        if snapshot is None:
             return
-        if not snapshot.complete:
-            return
-        keys = [
-            self._keys.leases,
-            self._keys.sequences,
-            *(self._keys.tree(tier, self._generation) for tier in ("gpu", "host")),
-            *(self._keys.snapshot(tier, self._generation) for tier in ("gpu", "host")),
-        ]
-        arguments: list[list[bytes | str | int]] = [[self._generation, "begin"]]
-        size = index.SNAPSHOT_CHUNK_MEMBERS * MEMBER_BYTES
-        for kind, packed in snapshot.operations:
-            for offset in range(0, len(packed), size):
-                arguments.append([self._generation, kind[1:], packed[offset : offset + size]])
-        for start in range(0, len(arguments), PIPELINE_BATCHES):
-            calls = [(keys, part) for part in arguments[start : start + PIPELINE_BATCHES]]
-            for answer in await self._pipeline("snapshot", calls):
-                if not self._followed(answer):
-                    return
+        generation = self._generation
+        beside = [self._keys.snapshot(tier, generation) for tier in TIERS]
+        keys = [self._keys.leases, self._keys.sequences, *self._trees(), *beside]
+        parts: list[list[Argument]] = [[generation, "begin"]]
+        parts += [[generation, tier, packed] for tier, packed in snapshot.chunks()]
+        for start in range(0, len(parts), PIPELINE_BATCHES):
+            calls = [(keys, part) for part in parts[start : start + PIPELINE_BATCHES]]
+            if not await self._apply("snapshot", calls):
+                return
             await self._keep_lease()
         self._redis_sequence = 0
-        answer = await self._call("snapshot", keys, [self._generation, "commit", 0])
-        if self._snapshot is not snapshot or not self._followed(answer):
-            return  # a gap opened meanwhile: the next snapshot is on its way
-        while self._events and self._events[0][0] <= snapshot.sequence:
-            self._buffered -= _count(self._events.popleft()[1])
-        self._snapshot = None
-        self._synchronised = True
-        await self._send_events()
+        if not await self._apply("snapshot", [(keys, [generation, "commit", 0])]):
+            return
+        if self._feed.follows(snapshot):  # else the next snapshot is on its way
+            await self._send_events()
+
+    def _trees(self) -> list[str]:
+        return [self._keys.tree(tier, self._generation) for tier in TIERS]
+
+    async def _apply(
+        self, script: str, calls: Sequence[tuple[Sequence[str], Sequence[Argument]]]
+    ) -> bool:
+        """Whether Redis took all these updates; if not, what follows from it is set in motion."""
+        for answer in await self._link.run_scripts(script, calls):
+            if answer != index.OK:
+                if answer == index.UNKNOWN:
+                    self._registered = False
+                self._lose_track("Redis " + answer.decode("ascii", "replace"))
+                return False
+        return True
 
     async def _keep_lease(self) -> None:
         """A long snapshot must not cost the lease."""
@@ -519,38 +409,8 @@ class Publisher:
         if now >= self._next_heartbeat:
             await self._heartbeat(now)
 
-    # ---- Redis -----------------------------------------------------------------------------
 
-    async def _call(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        return (await self._pipeline(name, [(keys, args)]))[0]
-
-    async def _pipeline(self, name: str, calls: Sequence[Call]) -> list[Any]:
-        """Runs one script several times in one round trip; loads it when Redis lacks it."""
-        script = index.script(name)
-        for attempt in (0, 1):
-            pipeline = self._redis.pipeline(transaction=False)
-            for keys, args in calls:
-                pipeline.evalsha(script.sha, len(keys), *keys, *args)
-            try:
-                return await pipeline.execute()
-            except NoScriptError:
-                # A server without the script has run none of the calls.
-                if attempt:
-                    raise
-                await self._redis.script_load(script.text)
-        raise AssertionError("unreachable")
-
-
-@dataclass(slots=True)
-class _Snapshot:
-    """The engine's tree on its way from the engine to Redis."""
-
-    deadline: float  # monotonic
-    sequence: int = 0
-    operations: list[Operation] = field(default_factory=list)
-    members: int = 0
-    complete: bool = False
-
-
-def _count(operations: Sequence[Operation]) -> int:
-    return sum(len(packed) // MEMBER_BYTES for _, packed in operations)
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

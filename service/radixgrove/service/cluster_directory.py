@@ -1,0 +1,154 @@
+"""Who is there and what exists: registrations, leases and model tables as Redis holds them.
+
+What is malformed is left out and counted: it harms nothing but itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import redis
+
+from radixgrove.protocol.keys import ServiceKeys, services_key
+from radixgrove.protocol.model_table import ModelTable, table_key
+from radixgrove.protocol.registry import Lease, Registration
+from radixgrove.service.redis_client import ask
+from radixgrove.service.redis_link import RedisLink
+from radixgrove.service.redis_rules import RedisRefused
+
+T = TypeVar("T")
+
+AT_ONCE = 1024  # services: the link bounds the calls under way
+
+
+@dataclass(slots=True)
+class ServiceRecord:
+    """One service at one moment of Redis's clock."""
+
+    now_ms: int
+    registrations: dict[str, Registration] = field(default_factory=dict)  # by replica id
+    leases: dict[str, Lease] = field(default_factory=dict)  # by generation
+    malformed: int = 0  # entries of either kind
+
+    def lease_of(self, registration: Registration) -> Lease | None:
+        """The lease of that generation, if it still runs."""
+        lease = self.leases.get(registration.generation)
+        return lease if lease is not None and lease.expires_ms > self.now_ms else None
+
+
+def _record(
+    registrations: Iterable[tuple[bytes, bytes]],
+    leases: Iterable[tuple[bytes, bytes]],
+    clock: tuple[int, int],
+) -> ServiceRecord:
+    record = ServiceRecord(now_ms=int(clock[0]) * 1000 + int(clock[1]) // 1000)
+    for name, data in registrations:
+        try:
+            registration = Registration.decode(data)
+            if registration.replica_id != name.decode():
+                raise ValueError("registered under another name")
+            record.registrations[registration.replica_id] = registration
+        except ValueError:
+            record.malformed += 1
+    for name, data in leases:
+        try:
+            record.leases[name.decode()] = Lease.unpack(data)
+        except ValueError:
+            record.malformed += 1
+    return record
+
+
+class ClusterDirectory:
+    """For event loops, through a `RedisLink`.
+
+    Every method raises RedisUnavailable or RedisRefused; the latter, for one service's keys, says
+    nothing of the others.
+    """
+
+    def __init__(self, link: RedisLink, prefix: str) -> None:
+        self._link = link
+        self._prefix = prefix
+
+    async def services(self) -> tuple[set[str], list[bytes]]:
+        """Names under which replicas registered; and names that are none, not being UTF-8."""
+        names, unreadable = set(), []
+        for name in await self._link.call("SMEMBERS", services_key(self._prefix)):
+            try:
+                names.add(name.decode())
+            except UnicodeDecodeError:
+                unreadable.append(name)
+        return names, unreadable
+
+    async def service(self, name: str) -> ServiceRecord:
+        keys = ServiceKeys(self._prefix, name)
+        registrations, leases, clock = await asyncio.gather(
+            self._link.call("HGETALL", keys.replicas),
+            self._link.call("HGETALL", keys.leases),
+            self._link.call("TIME"),
+        )
+        return _record(_pairs(registrations), _pairs(leases), clock)
+
+    async def records(self, names: Iterable[str]) -> dict[str, ServiceRecord | RedisRefused]:
+        """Many services, read side by side; what Redis refuses of one stands in its place.
+
+        Raises:
+            RedisUnavailable: nothing could be read.
+        """
+        names = list(names)
+        found: dict[str, ServiceRecord | RedisRefused] = {}
+        outcomes = await side_by_side([self.service(name) for name in names])
+        for name, outcome in zip(names, outcomes, strict=True):
+            if isinstance(outcome, Exception) and not isinstance(outcome, RedisRefused):
+                raise outcome
+            found[name] = outcome
+        return found
+
+    async def table(self, name: str) -> ModelTable | None:
+        """The named model table; None when there is none. Raises ValueError: it is malformed."""
+        data = await self._link.call("GET", table_key(self._prefix, name))
+        return None if data is None else ModelTable.decode(data)
+
+
+class BlockingDirectory:
+    """For threads, through redis-py. Every method raises RedisUnavailable."""
+
+    def __init__(self, client: redis.Redis, prefix: str) -> None:
+        self._client = client
+        self._prefix = prefix
+
+    def service(self, name: str) -> ServiceRecord:
+        keys = ServiceKeys(self._prefix, name)
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.hgetall(keys.replicas)
+        pipeline.hgetall(keys.leases)
+        pipeline.time()
+        registrations, leases, clock = ask(self._client, pipeline.execute)
+        return _record(registrations.items(), leases.items(), clock)
+
+    def table(self, name: str) -> ModelTable | None:
+        """As of `ClusterDirectory`."""
+        data: Any = ask(self._client, partial(self._client.get, table_key(self._prefix, name)))
+        return None if data is None else ModelTable.decode(data)
+
+
+async def side_by_side(
+    work: Sequence[Coroutine[Any, Any, T]],
+) -> list[T | Exception]:
+    """Results or errors of all, in order: a Redis far away answers many as soon as one."""
+    outcomes: list[T | Exception] = []
+    for start in range(0, len(work), AT_ONCE):
+        part = work[start : start + AT_ONCE]
+        for outcome in await asyncio.gather(*part, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
+                raise outcome
+            outcomes.append(outcome)
+    return outcomes
+
+
+def _pairs(flat: list[bytes]) -> Iterable[tuple[bytes, bytes]]:
+    """Fields and values of a hash."""
+    return zip(flat[::2], flat[1::2], strict=True)

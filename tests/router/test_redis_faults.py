@@ -1,0 +1,420 @@
+"""A Redis that answers and is none to rely on: full, slow, with bad keys, or never tidied up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from radixgrove.protocol import index
+from radixgrove.protocol.blocks import members
+from radixgrove.protocol.keys import ServiceKeys, router_key, services_key
+from radixgrove.protocol.registry import Lease, LoadReport, Registration
+from radixgrove.protocol.settings import RouterSettings
+from radixgrove.router import janitor
+from radixgrove.router.fleet import Fleet
+from radixgrove.router.janitor import Janitor
+from radixgrove.router.placement import PlacementRequest, Placer
+from radixgrove.router.replicas import Breaker, Replica, Service
+from radixgrove.service.redis_link import RedisLink
+from radixgrove.worker.messages import Tier
+from tests.conftest import RedisServer, find_free_port
+from tests.redis_faults import REFUSALS, route, well
+from tests.router.conftest import MakeReplica, MakeRouter
+from tests.router.harness import Router, eventually, prompt
+from tests.router.publishing import HASHER, chain, registration, running
+
+PREFIX = "radixgrove"
+LONG_SERVICES = 10
+
+
+@contextlib.asynccontextmanager
+async def linked(url: str) -> AsyncIterator[RedisLink]:
+    link = RedisLink(url, router_key(PREFIX, "router"), "this is a test")
+    task = asyncio.create_task(link.run())
+    await link.wait_until_up(20)
+    try:
+        yield link
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _redis_up(router: Router) -> float:
+    return await router.metric("radixgrove_router_redis_up")
+
+
+def _leases_ran_out(server: RedisServer) -> bool:
+    seconds, micros = server.client.time()
+    now = seconds * 1000 + micros / 1000
+    leases = server.client.hgetall(ServiceKeys(PREFIX, "default").leases)
+    return all(Lease.unpack(lease).expires_ms < now for lease in leases.values())
+
+
+async def _placed_by_redis(router: Router) -> float:
+    text = (await router.get("/metrics")).body.decode()
+    lines = [line for line in text.splitlines() if "placements_total{" in line]
+    return sum(float(line.split()[-1]) for line in lines if 'decided="redis"' in line)
+
+
+# ---- writes are refused ------------------------------------------------------------------------
+
+
+async def test_requests_are_served_on_while_redis_is_full(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    """Its leases ran out because nothing could renew them: they prove nobody dead."""
+    replicas = [
+        await make_replica(redis_url=redis_server.url, replica_id=name) for name in ("r0", "r1")
+    ]
+    router = await make_router(redis_server)
+    assert (await router.complete(prompt(1))).status == 200
+    REFUSALS["OOM"](redis_server.client)
+    await eventually(lambda: _leases_ran_out(redis_server), what="the leases' end")
+    assert await _redis_up(router) == 0
+    answers = [await router.complete(prompt(100 + i)) for i in range(8)]
+    assert [answer.status for answer in answers] == [200] * 8
+    assert (await router.get("/readyz")).status == 200
+    # A router that starts now asks the registered replicas themselves, too.
+    second = await make_router(redis_server)
+    assert (await second.complete(prompt(200))).status == 200
+    # One that is gone is found out without its lease.
+    await replicas[1].stop()
+    replicas[1].behaviour.ready = False
+    states = {"r0": "ready", "r1": "not-ready"}
+    await eventually(lambda: _has_states(router, states), what="the dead replica to be noticed")
+
+    well(redis_server.client)
+    before = await _placed_by_redis(router)
+
+    async def placed() -> bool:
+        assert (await router.complete(prompt(300))).status == 200
+        return await _placed_by_redis(router) > before
+
+    await eventually(placed, what="placement by Redis")
+    assert await _redis_up(router) == 1
+
+
+async def _has_states(router: Router, states: dict[str, str]) -> bool:
+    found = {r["replica"]: r["state"] for r in (await router.status())["replicas"]}
+    return found == states
+
+
+async def test_a_publisher_goes_on_where_it_was_when_redis_takes_writes_again(
+    redis_server: RedisServer,
+) -> None:
+    async with running(redis_server.url) as engine:
+        await eventually(lambda: engine.publisher.status().synchronised)
+        generation = engine.publisher.status().generation
+        REFUSALS["NOREPLICAS"](redis_server.client)
+        await eventually(lambda: not engine.publisher.status().connected)
+        assert "NOREPLICAS" in engine.publisher.status().problem
+        await eventually(lambda: _leases_ran_out(redis_server))
+        well(redis_server.client)
+        await eventually(lambda: not _leases_ran_out(redis_server), what="the lease")
+        assert engine.publisher.status().generation == generation
+        await eventually(lambda: engine.publisher.status().problem == "")
+
+
+# ---- slow --------------------------------------------------------------------------------------
+
+
+def _service(*registrations: Registration) -> Service:
+    service = Service("default", ["m"])
+    replicas = [
+        Replica(r.replica_id, r.url, Breaker(5, 10.0), r, ready=True) for r in registrations
+    ]
+    service.set_replicas({replica.id: replica for replica in replicas})
+    return service
+
+
+async def test_a_placement_that_comes_too_late_is_given_back(redis_server: RedisServer) -> None:
+    settings = RouterSettings(redis_timeout=0.05)
+    keys = ServiceKeys(PREFIX, "default")
+    async with (
+        running(redis_server.url) as engine,
+        route(redis_server.port) as way,
+        linked(way.url) as link,
+    ):
+        found = Registration.decode(redis_server.client.hget(keys.replicas, "r0"))
+        service, placer = _service(found), Placer(settings, "router", link)
+        ask = PlacementRequest(161, members(chain(1, 10), HASHER.domain64("local")), 16)
+        placed = await placer.place(service, ask)
+        assert placed is not None
+        assert placed.decided == "redis"
+        placer.release(placed)
+        way.delay = 0.3
+        late = await placer.place(service, ask)
+        assert late is not None
+        assert late.decided == "degraded"
+        load = keys.load(engine.publisher.status().generation)
+        await eventually(lambda: redis_server.client.hlen(keys.reserved) > 0, what="the booking")
+        await eventually(lambda: redis_server.client.hlen(keys.reserved) == 0, what="its end")
+        await eventually(lambda: not redis_server.client.hexists(load, "router"))
+        placer.release(late)
+        assert service.replicas["r0"].in_flight == 0
+
+
+async def test_a_redis_that_is_slow_all_the_time_is_not_asked(redis_server: RedisServer) -> None:
+    async with (
+        running(redis_server.url) as engine,
+        route(redis_server.port) as way,
+        linked(way.url) as link,
+    ):
+        keys = ServiceKeys(PREFIX, "default")
+        found = Registration.decode(redis_server.client.hget(keys.replicas, "r0"))
+        service, placer = _service(found), Placer(RouterSettings(), "router", link)
+        way.delay = 0.2
+        await eventually(lambda: link.round_trip >= 0.2)
+        ask = PlacementRequest(10, b"", 16)
+        decisions = [await placer.place(service, ask) for _ in range(5)]
+        assert [d.decided for d in decisions if d is not None] == ["degraded"] * 5
+        assert redis_server.client.hlen(keys.reserved) == 0
+        assert link.up  # its heartbeats are taken all the same
+        way.delay = 0.0
+        await eventually(lambda: link.round_trip < 0.05)
+
+        async def by_redis() -> bool:
+            engine.pulse()  # one that is late for long counts as stuck
+            decision = await placer.place(service, ask)
+            return decision is not None and decision.decided == "redis"
+
+        await eventually(by_redis)
+
+
+async def test_services_are_looked_at_side_by_side(redis_server: RedisServer) -> None:
+    """One after the other, ten of them at half a second would outlast a lease."""
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(LONG_SERVICES):
+            await stack.enter_async_context(running(redis_server.url, service=f"s{number}"))
+        way = await stack.enter_async_context(route(redis_server.port))
+        way.delay = 0.5
+        link = await stack.enter_async_context(linked(way.url))
+        settings = RouterSettings(redis_url=way.url, cluster_secret="secret")
+        fleet = Fleet(settings, "router", link, aiohttp.ClientSession)
+        placer = Placer(settings, "router", link)
+        following = asyncio.create_task(fleet.run())
+        try:
+            await eventually(lambda: len(list(fleet.services)) == LONG_SERVICES, deadline=4)
+            assert fleet.ready()
+            async with asyncio.timeout(4):
+                await placer.heartbeat(fleet.services)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+    names = [ServiceKeys(PREFIX, f"s{number}").routers for number in range(LONG_SERVICES)]
+    assert redis_server.client.exists(*names) == LONG_SERVICES
+
+
+# ---- bad keys ----------------------------------------------------------------------------------
+
+
+async def test_a_bad_key_harms_its_own_service_only(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    await make_replica(redis_url=redis_server.url, replica_id="r0")
+    router = await make_router(redis_server)
+    client = redis_server.client
+    client.sadd(services_key(PREFIX), "aaa", b"\xff\xfe")
+    client.set(ServiceKeys(PREFIX, "aaa").leases, "no hash")
+    client.hset(ServiceKeys(PREFIX, "default").replicas, "r9", b'{"url": "http://[half"}')
+    client.hset(ServiceKeys(PREFIX, "default").leases, b"\xff", b"no lease")
+    await eventually(lambda: "'aaa' cannot be read" in router.log.read_text())
+    await make_replica(redis_url=redis_server.url, replica_id="r1")
+    states = {"r0": "ready", "r1": "ready"}
+    await eventually(lambda: _has_states(router, states), what="the new replica")
+    await eventually(lambda: not client.sismember(services_key(PREFIX), b"\xff\xfe"))
+    assert (await router.complete(prompt(1))).status == 200
+    assert await _redis_up(router) == 1
+
+
+async def test_a_shared_set_of_the_wrong_type_leaves_what_is_known(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    await make_replica(redis_url=redis_server.url, replica_id="r0")
+    router = await make_router(redis_server)
+    redis_server.client.set(services_key(PREFIX), "no set")
+    await eventually(lambda: "services cannot be read" in router.log.read_text())
+    # Its lease is followed on: were it not, it would have run out.
+    await eventually(lambda: _seen_again(router, redis_server))
+    assert (await router.complete(prompt(1))).status == 200
+
+
+async def _seen_again(router: Router, server: RedisServer) -> bool:
+    return await _has_states(router, {"r0": "ready"}) and not _leases_ran_out(server)
+
+
+# ---- every key has an end ----------------------------------------------------------------------
+
+
+def _register(server: RedisServer, service: str, lease_ms: int) -> tuple[ServiceKeys, Registration]:
+    """All that a replica, and a router that placed on it, leave in Redis."""
+    keys = ServiceKeys(PREFIX, service)
+    entry = registration(service=service, generation=os.urandom(8).hex())
+    identity = msgspec.json.encode(entry.identity())
+    arguments = ["r0", entry.generation, entry.encode(), identity, lease_ms]
+    with server.client.pipeline(transaction=False) as pipeline:
+        pipeline.eval(
+            index.script("register").text,
+            *(3, keys.identity, keys.replicas, keys.leases),
+            *(*arguments, LoadReport().pack(), 1),
+        )
+        pipeline.sadd(services_key(PREFIX), service)
+        pipeline.sadd(keys.tree("gpu", entry.generation), *range(20))
+        pipeline.sadd(keys.tree("host", entry.generation), *range(20))
+        pipeline.hset(keys.sequences, entry.generation, "3")
+        pipeline.zadd(keys.routers, {"router": 1.0})
+        pipeline.hset(keys.load(entry.generation), "router", "1 20")
+        pipeline.hset(keys.reserved, "res", f"router 20 {entry.generation} 1 0")
+        pipeline.execute()
+    return keys, entry
+
+
+async def test_a_thousand_services_that_came_and_went_leave_nothing(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of them left, half of them died; no model table lists any."""
+    monkeypatch.setattr(janitor, "LEASE_GRACE_SECONDS", 0.0)
+    client = redis_server.client
+    async with linked(redis_server.url) as link:
+        tidy = Janitor(link, PREFIX)
+        await tidy.clean()
+        client.script_load(index.script("register").text)
+        before, memory = set(client.keys()), client.info("memory")["used_memory"]
+        for number in range(1000):
+            leaves = number % 2 == 0
+            keys, entry = _register(redis_server, f"s{number}", 60_000 if leaves else 1)
+            if leaves:
+                client.eval(
+                    index.script("unregister").text,
+                    *(2, keys.replicas, keys.leases, "r0", entry.generation),
+                )
+        await tidy.measure()
+        assert len(client.keys()) > 8000
+        assert client.info("memory")["used_memory"] > memory + (1 << 20)
+        await tidy.clean()
+        assert set(client.keys()) == before
+        # Its table of keys shrinks, and buffers go, a while later.
+        await eventually(lambda: client.info("memory")["used_memory"] < memory + (1 << 18))
+
+
+async def test_a_service_that_lives_is_left_alone(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(janitor, "LEASE_GRACE_SECONDS", 0.0)
+    async with running(redis_server.url) as engine, linked(redis_server.url) as link:
+        engine.change(True, Tier.GPU, chain(1, 3))
+        await eventually(lambda: engine.in_step(redis_server.client))
+        before = set(redis_server.client.keys())
+        await Janitor(link, PREFIX).clean()
+        assert set(redis_server.client.keys()) == before
+        assert redis_server.client.smembers(services_key(PREFIX)) == {b"default"}
+
+
+async def test_leases_that_ran_out_while_redis_was_away_cost_no_index(
+    redis_server: RedisServer,
+) -> None:
+    """After an outage longer than the grace, a worker needs a moment to renew its lease."""
+    _register(redis_server, "s0", 1)
+    keys = ServiceKeys(PREFIX, "s0")
+    async with linked(redis_server.url) as link:
+        lease = redis_server.client.hgetall(keys.leases).popitem()
+        record = Lease._HEAD.pack(1.0, 1) + lease[1][Lease._HEAD.size :]
+        redis_server.client.hset(keys.leases, lease[0], record)
+        await Janitor(link, PREFIX).clean()
+        assert redis_server.client.hlen(keys.leases) == 1
+        link.since = time.monotonic() - janitor.LEASE_GRACE_SECONDS - 1
+        await Janitor(link, PREFIX).clean()
+    assert redis_server.client.hlen(keys.leases) == 0
+
+
+async def test_what_routers_write_ends_with_them(redis_server: RedisServer) -> None:
+    keys = ServiceKeys(PREFIX, "default")
+    async with running(redis_server.url) as engine, linked(redis_server.url) as link:
+        found = Registration.decode(redis_server.client.hget(keys.replicas, "r0"))
+        service, placer = _service(found), Placer(RouterSettings(), "router", link)
+        assert await placer.place(service, PlacementRequest(10, b"", 16)) is not None
+        await placer.heartbeat([service])
+        load = keys.load(engine.publisher.status().generation)
+        for key in (keys.routers, keys.reserved, load, router_key(PREFIX, "router")):
+            assert 0 < redis_server.client.pttl(key) <= 60_000, key
+
+
+async def test_how_full_redis_is_can_be_seen(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    redis_server.client.config_set("maxmemory", str(1 << 30))
+    await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server)
+    limit = "radixgrove_router_redis_max_bytes"
+
+    async def told() -> bool:
+        return await router.metric(limit) == 1 << 30
+
+    await eventually(told)
+    assert await router.metric("radixgrove_router_redis_keys") > 0
+    assert 0 < await router.metric("radixgrove_router_redis_used_bytes") < 1 << 30
+
+
+# ---- tasks and processes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", ["ends", "fails"])
+def test_a_task_that_ends_is_the_end_of_the_router(outcome: str, tmp_path: Path) -> None:
+    program = f"""
+import sys
+from radixgrove.protocol.settings import RouterSettings
+from radixgrove.router.fleet import Fleet
+from radixgrove.router.main import run_process
+async def run(self):
+    if {outcome!r} == "fails":
+        raise ValueError("unforeseen")
+Fleet.run = run
+sys.exit(run_process(RouterSettings(port=0, management_port={find_free_port()}), 0, None))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "one of its tasks did" in done.stderr
+
+
+def test_gauges_count_living_processes_only(tmp_path: Path) -> None:
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+
+    def python(program: str) -> str:
+        command = [sys.executable, "-c", program]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+
+    ended = """
+from radixgrove.router import metrics
+metrics.IN_FLIGHT.set(7)
+metrics.REPLICAS.labels("m", "ready").set(2)
+metrics.REDIS_UP.set(0)
+metrics.RETRIES.labels("connect").inc()
+"""
+    python(ended)
+    living = """
+from radixgrove.router import metrics
+from radixgrove.router.exposition import metrics_text
+metrics.IN_FLIGHT.set(1)
+metrics.REPLICAS.labels("m", "ready").set(0)
+metrics.REDIS_UP.set(1)
+print(metrics_text().decode())
+"""
+    lines = python(living).splitlines()
+    assert "radixgrove_router_requests_in_flight 1.0" in lines
+    assert 'radixgrove_router_replicas{model="m",state="ready"} 0.0' in lines
+    assert "radixgrove_router_redis_up 1.0" in lines
+    assert 'radixgrove_router_retries_total{reason="connect"} 1.0' in lines  # counters go on
