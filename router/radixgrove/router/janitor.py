@@ -21,7 +21,7 @@ from radixgrove.service.redis_rules import RedisRefused, RedisUnavailable, parse
 logger = logging.getLogger(__name__)
 
 JANITOR_SECONDS = 5.0
-LEASE_GRACE_SECONDS = 30.0  # a paused worker may come back to its sets
+LEASE_GRACE_SECONDS = 20.0  # a paused worker may come back to its sets
 MAX_RESERVATION_MS = 3_600_000
 
 
