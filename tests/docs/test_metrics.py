@@ -10,6 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from radixgrove.operator.api import metrics as operator_metrics
 from radixgrove.router import metrics as router_metrics
+from radixgrove.service.logs import count_drops
 from radixgrove.worker.engine.metrics import EngineMetrics
 from radixgrove.worker.frontend.metrics import FrontendMetrics
 from tests.checkout import ROOT
@@ -28,6 +29,7 @@ def registered() -> dict[str, Metric]:
     worker = CollectorRegistry()
     FrontendMetrics(worker)
     EngineMetrics(worker)
+    count_drops(worker)
     assert router_metrics.REQUESTS in REGISTRY._collector_to_names
     found = {}
     for registry in (worker, operator_metrics.REGISTRY, REGISTRY):
