@@ -37,7 +37,7 @@ def test_it_ends_with_an_error_and_caches_nothing(depth: int, step_tokens: int) 
     harness = poisoned(depth, max_step_tokens=step_tokens)
     fill(harness, "bad", BAD)
     assert_failed(harness, "bad")
-    assert harness.scheduler.memory.tree.num_pages == 0
+    assert harness.scheduler.memory.tree.residency.num_pages == 0
     assert harness.stats().pages_free == harness.config.num_pages
 
 
@@ -74,7 +74,7 @@ def test_pages_that_another_request_still_reads_go_with_the_last_of_them(depth: 
     harness.run()
     assert_failed(harness, "first")
     assert_failed(harness, "second")
-    assert harness.scheduler.memory.tree.num_pages == 0
+    assert harness.scheduler.memory.tree.residency.num_pages == 0
 
 
 def test_a_token_generated_later_spoils_only_what_follows_it() -> None:
@@ -91,7 +91,7 @@ def test_spoiled_pages_leave_the_host_as_well() -> None:
     harness = poisoned(num_host_pages=64, max_step_tokens=8)
     fill(harness, "bad", BAD)
     assert_failed(harness, "bad")
-    assert harness.scheduler.memory.tree.num_pages == 0
+    assert harness.scheduler.memory.tree.residency.num_pages == 0
     assert harness.stats().host_pages_used == 0
 
 

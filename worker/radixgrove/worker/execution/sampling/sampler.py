@@ -113,6 +113,7 @@ class Sampler:
         tokens = draw(logits, each, positions, self._state, need)
         offsets = torch.cat([first, first[-1:] + bound[-1:]])
         counts = self._table.append_proven(rows, tokens, offsets, limit, max(bounds))
+        tokens = _mark_invalid(logits, tokens)
         asking = [i for i, row_need in enumerate(needs) if row_need & _LOGPROBS]
         starts = np.cumsum([0, *bounds])
         index = [int(at) for i in asking for at in range(starts[i], starts[i + 1])]
@@ -131,10 +132,15 @@ class Sampler:
         positions = self._table.lens.index_select(0, rows).long()
         tokens = draw(logits, rows, positions, self._state, need)
         self._table.append(rows, tokens)
-        logit = logits.gather(1, tokens[:, None]).squeeze(1)
-        tokens = torch.where(logit > float("-inf"), tokens, INVALID_TOKEN)
+        tokens = _mark_invalid(logits, tokens)
         return tokens if out is None else out.copy_(tokens)
 
     def logprob_width(self, row: int) -> int:
         params = self._state.params[row]
         return 0 if params is None or params.logprobs is None else params.logprobs
+
+
+def _mark_invalid(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Tokens [S] int64 drawn from logits [S, V]; `INVALID_TOKEN` where these are NaN."""
+    logit = logits.gather(1, tokens[:, None]).squeeze(1)
+    return torch.where(logit > float("-inf"), tokens, INVALID_TOKEN)
