@@ -337,7 +337,7 @@ def test_flushing_drops_what_nobody_holds() -> None:
     harness.step()
     harness.submit(request("other", [9] * 8))
     harness.scheduler.flush_cache()
-    held = harness.scheduler.memory.tree
+    held = harness.scheduler.memory.tree.residency
     assert held.evictable == 0
     assert held.num_pages > 0
     harness.run()

@@ -76,6 +76,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     active: RunningRequest | None = None
     answered: bool = False  # its first message left
+    says_more: bool = True  # its next message holds more than tokens and an end
     cached_tokens: int | None = None  # of its first admission
     # Filled chunk by chunk; the first prompt token has no logprob.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

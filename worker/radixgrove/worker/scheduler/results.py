@@ -86,7 +86,10 @@ class Results:
             active.held = False
         if flight.chunks:
             self._take_chunks(flight, tokens, result.prompt_logprobs)
-        self._deliver(flight.sampled, tokens, result.logprobs)
+        if INVALID_TOKEN in result.tokens:
+            self._spoil(flight.sampled, tokens)
+        discarded = self._deliver(flight.sampled, tokens, result.logprobs)
+        self._counters.generated_tokens += len(result.tokens) - discarded
         if flight.bounds or result.counts is not None:
             self._shrink(flight, tokens)
 
@@ -137,46 +140,62 @@ class Results:
         sampled: list[RunningRequest],
         tokens: list[list[int]],
         logprobs: dict[int, list[TokenLogprobs]],
-    ) -> None:
-        """Each row's new tokens on their way to its frontend."""
+    ) -> int:
+        """Each row's new tokens on their way to its frontend; returns how many came too late."""
         outbox = self._lifecycle.outbox.waiting
-        generated = 0
+        discarded = 0
+        ended: list[Request] = []
         for active, new in zip(sampled, tokens, strict=True):
-            if not new or not active.live:
-                continue  # nothing yet, or it ended while this step was in flight
-            if INVALID_TOKEN in new:
-                self._spoil(active)
+            if not new or not active.live:  # nothing yet, or it ended while this step was in flight
+                discarded += len(new)
                 continue
             request = active.request
             output = request.output
             output += new
             message = Tokens(request_id=request.request_id, token_ids=new)
+            if request.says_more and not self._say_more(request, message, logprobs, active.row):
+                self._lifecycle.refuse(
+                    request, RefusalReason.INTERNAL, "The engine lost its logprobs."
+                )
+                continue
             if len(output) >= request.limit or not request.stop_ids.isdisjoint(new):
-                self._cut(request, message)
-            generated += len(new)
-            if request.wants_logprobs:
-                message.logprobs = logprobs.get(active.row, [])[: len(new)]
-                if len(message.logprobs) < len(new):
-                    reason = RefusalReason.INTERNAL
-                    self._lifecycle.refuse(request, reason, "The engine lost its logprobs.")
-                    continue
-            if not request.answered:
-                self._introduce(request, message)
-            if message.finish is not None:
-                self._lifecycle.finish(request)
+                discarded += self._cut(request, message)
+                if message.finish is not None:
+                    ended.append(request)
             outbox[request.frontend].append(message)
-        self._counters.generated_tokens += generated
+        for request in ended:
+            self._lifecycle.finish(request)
+        return discarded
 
-    def _spoil(self, active: RunningRequest) -> None:
-        """End a row whose values are not numbers, and drop what it has cached."""
-        active.spoiled = True
+    def _say_more(
+        self,
+        request: Request,
+        message: Tokens,
+        logprobs: dict[int, list[TokenLogprobs]],
+        row: int,
+    ) -> bool:
+        """Logprobs, and what only a first message says; False when there is not one a token."""
+        if request.wants_logprobs:
+            message.logprobs = logprobs.get(row, [])
+            if len(message.logprobs) != len(message.token_ids):
+                return False
+        if not request.answered:
+            self._introduce(request, message)
+        return True
+
+    def _spoil(self, sampled: list[RunningRequest], tokens: list[list[int]]) -> None:
+        """End rows whose values are not numbers, and drop what they have cached."""
         reason = RefusalReason.INTERNAL
-        self._lifecycle.refuse(active.request, reason, "The model's values overflowed (NaN).")
+        for active, new in zip(sampled, tokens, strict=True):
+            if active.live and INVALID_TOKEN in new:
+                active.spoiled = True
+                detail = "The model's values overflowed (NaN)."
+                self._lifecycle.refuse(active.request, reason, detail)
 
     @staticmethod
-    def _cut(request: Request, message: Tokens) -> None:
+    def _cut(request: Request, message: Tokens) -> int:
         """End the request where it ends within the message's tokens, if it does. They are the last
-        of its output; those behind the end are dropped from both."""
+        of its output; those behind the end are dropped from both, and counted."""
         output, new = request.output, message.token_ids
         before = len(output) - len(new)
         for count, token in enumerate(new, before + 1):
@@ -186,8 +205,12 @@ class Results:
             elif count >= request.limit:
                 message.finish = Finish.LENGTH
             if message.finish is not None:
+                dropped = len(output) - count
                 del output[count:], new[count - before :]
-                return
+                if message.logprobs is not None:
+                    del message.logprobs[count - before :]
+                return dropped
+        return 0
 
     def _shrink(self, flight: _Flight, tokens: list[list[int]]) -> None:
         """Rows that go on may yet get what this step did not yield."""
@@ -200,6 +223,7 @@ class Results:
     def _introduce(request: Request, message: Tokens) -> None:
         """What only a request's first message says."""
         request.answered = True
+        request.says_more = request.wants_logprobs
         message.cached_tokens = request.cached_tokens
         if request.submit.sampling.prompt_logprobs is not None:
             message.prompt_logprobs = request.prompt_logprobs
