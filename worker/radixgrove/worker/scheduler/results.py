@@ -87,7 +87,9 @@ class Results:
         if flight.chunks:
             self._take_chunks(flight, tokens, result.prompt_logprobs)
         if INVALID_TOKEN in result.tokens:
-            self._spoil(flight.sampled, tokens)
+            for active, new in zip(flight.sampled, tokens, strict=True):
+                if active.live and INVALID_TOKEN in new:
+                    self._spoil(active)
         discarded = self._deliver(flight.sampled, tokens, result.logprobs)
         self._counters.generated_tokens += len(result.tokens) - discarded
         if flight.bounds or result.counts is not None:
@@ -183,14 +185,11 @@ class Results:
             self._introduce(request, message)
         return True
 
-    def _spoil(self, sampled: list[RunningRequest], tokens: list[list[int]]) -> None:
-        """End rows whose values are not numbers, and drop what they have cached."""
+    def _spoil(self, active: RunningRequest) -> None:
+        """End a row whose values are not numbers, and drop what it has cached."""
+        active.spoiled = True
         reason = RefusalReason.INTERNAL
-        for active, new in zip(sampled, tokens, strict=True):
-            if active.live and INVALID_TOKEN in new:
-                active.spoiled = True
-                detail = "The model's values overflowed (NaN)."
-                self._lifecycle.refuse(active.request, reason, detail)
+        self._lifecycle.refuse(active.request, reason, "The model's values overflowed (NaN).")
 
     @staticmethod
     def _cut(request: Request, message: Tokens) -> int:

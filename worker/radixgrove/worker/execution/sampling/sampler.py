@@ -110,7 +110,7 @@ class Sampler:
         ahead = torch.arange(total, device=device) - first.index_select(0, item)
         each = rows.index_select(0, item)
         positions = self._table.lens.index_select(0, each) + ahead
-        tokens = draw(logits, each, positions, self._state, need)
+        tokens = draw(logits, each, positions, self._state, need).clamp(min=0)
         offsets = torch.cat([first, first[-1:] + bound[-1:]])
         counts = self._table.append_proven(rows, tokens, offsets, limit, max(bounds))
         tokens = _mark_invalid(logits, tokens)
