@@ -258,14 +258,15 @@ def measure(
 ) -> tuple[str, dict[str, Any]]:
     """Better of `runs`: the row of the table and the record.
 
-    The limit is that of `tp` H100s that share all bytes and FLOPs; other cards have none here.
+    The limit is that of `tp` cards that share all bytes and FLOPs, if their rates are known.
     """
     measured = [engine.run(workload) for _ in range(runs)]
     best = min(measured, key=lambda run: run.seconds)
     rate = workload.counted_tokens / best.seconds
     limit = None
-    if "H100" in engine.info.device:
-        seconds = workloads.least_seconds(workload, shape, workloads.H100) / tp
+    device = workloads.find_device(engine.info.device)
+    if device is not None:
+        seconds = workloads.least_seconds(workload, shape, device) / tp
         limit = workload.counted_tokens / seconds
     cached = best.cached_tokens / workload.input_tokens
     record = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -148,13 +149,33 @@ class MultiTurn:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Rates measured on the card."""
+    """Rates measured on the card: copies, and products of large matrices."""
 
     bytes_per_second: float
-    flops_per_second: float
+    flops_per_second: float  # of bfloat16
+    fp8_flops_per_second: float | None = None  # None: not measured
+
+    def product_rate(self, item_bytes: int) -> float:
+        """FLOP/s of products whose weights have so many bytes a value.
+
+        Raises:
+            ValueError: one byte, and the rate of FP8 has not been measured.
+        """
+        if item_bytes > 1:
+            return self.flops_per_second
+        if self.fp8_flops_per_second is None:
+            raise ValueError("the rate of FP8 has not been measured on this card")
+        return self.fp8_flops_per_second
 
 
 H100 = Device(bytes_per_second=2.94e12, flops_per_second=729e12)
+H200 = Device(bytes_per_second=4.3e12, flops_per_second=790e12, fp8_flops_per_second=1500e12)
+DEVICES = {"H100": H100, "H200": H200}
+
+
+def find_device(card: str) -> Device | None:
+    """The rates of a card by the name that CUDA gives it; None where there are none."""
+    return next((device for name, device in DEVICES.items() if name in card.split()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,33 +195,53 @@ class ModelShape:
     def kv_bytes_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_item_bytes
 
+    @property
+    def attention_flops_per_pair(self) -> float:
+        """Of a query and a key that it sees, in all layers: score and weighted value."""
+        return 4.0 * self.layers * self.heads * self.head_dim
+
 
 def least_seconds(workload: Workload, shape: ModelShape, device: Device) -> float:
-    """Bytes that decoding must move plus FLOPs that prefill must do, without overlap.
+    """Least time of prefill's FLOPs, then of decoding, one after the other.
 
-    Decoding reads the weights once a step, for as many steps as the longest output takes with all
-    requests together, and each request's whole context a token; shared prefixes are computed once,
-    and read once a step and group.
+    Decoding takes as many steps as the longest output, all requests together. The products of a
+    step take the longer of reading the weights once and multiplying its rows by them; attention
+    the longer of reading each request's whole context and multiplying it. Shared prefixes are
+    computed once, and read once a step and group.
+
+    Raises:
+        ValueError: weights have one byte a value, and the device's rate of FP8 is not known.
     """
-    steps = max(item.max_tokens for item in workload.items) - 1
-    weights = steps * (shape.matrix_parameters + shape.head_parameters) * shape.item_bytes
-    contexts = 0
-    flops = 0.0
+    product_rate = device.product_rate(shape.item_bytes)
+    parameters = shape.matrix_parameters + shape.head_parameters
+    reading = parameters * shape.item_bytes / device.bytes_per_second
+    decoded = sorted(item.max_tokens - 1 for item in workload.items)
+    products = 0.0
+    for step in range(decoded[-1]):
+        rows = len(decoded) - bisect_right(decoded, step)
+        products += max(reading, 2 * rows * parameters / product_rate)
+    read = attended = 0  # tokens of KV, summed over steps
+    computed, pairs = 0, 0.0  # tokens of prefill, and what each sees
     for item in workload.items:
-        own = len(item.token_ids) - item.shared
-        decoded = item.max_tokens - 1
-        contexts += decoded * own + decoded * (decoded + 1) // 2
-        flops += _prefill_flops(shape, own, item.shared) + 2 * shape.head_parameters
+        own, steps = len(item.token_ids) - item.shared, item.max_tokens - 1
+        own_contexts = steps * own + steps * (steps + 1) // 2
+        read += own_contexts
+        attended += own_contexts + steps * item.shared
+        computed += own
+        pairs += _visible_pairs(own, item.shared)
     if workload.groups:
         prefix = max(item.shared for item in workload.items)
-        contexts += workload.groups * steps * prefix
-        flops += workload.groups * _prefill_flops(shape, prefix, 0)
-    moved = weights + contexts * shape.kv_bytes_per_token
-    return moved / device.bytes_per_second + flops / device.flops_per_second
+        read += workload.groups * decoded[-1] * prefix
+        computed += workload.groups * prefix
+        pairs += workload.groups * _visible_pairs(prefix, 0)
+    reading_kv = read * shape.kv_bytes_per_token / device.bytes_per_second
+    attending = attended * shape.attention_flops_per_pair / device.flops_per_second
+    multiplied = computed * shape.matrix_parameters + len(workload.items) * shape.head_parameters
+    prefill = 2 * multiplied / product_rate
+    prefill += pairs * shape.attention_flops_per_pair / device.flops_per_second
+    return prefill + products + max(reading_kv, attending)
 
 
-def _prefill_flops(shape: ModelShape, tokens: int, cached: int) -> float:
-    """Of `tokens` after `cached` ones: two a parameter, four a visible pair and dimension."""
-    pairs = tokens * cached + tokens * (tokens + 1) / 2
-    attention = 4.0 * pairs * shape.layers * shape.heads * shape.head_dim
-    return 2.0 * tokens * shape.matrix_parameters + attention
+def _visible_pairs(tokens: int, cached: int) -> float:
+    """Of a query and a key, for `tokens` after `cached` ones."""
+    return tokens * cached + tokens * (tokens + 1) / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -79,13 +80,10 @@ def test_sums_of_conversations_are_those_of_their_turns(workloads: ModuleType, r
     assert set(histories.values()) == {workload.history_tokens(rounds)}
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"),
-    [("nano256", 10_014), ("bs1_decode", 195), ("prefill_32x8k", 45_261)],
-)
-def test_limits_of_an_8b_model(workloads: ModuleType, name: str, limit: int) -> None:
-    """Llama-3.1-8B on an H100: 15 GB of weights a step, 131,072 bytes of KV a token."""
-    shape = workloads.ModelShape(
+@pytest.fixture
+def llama_8b(workloads: ModuleType) -> Any:
+    """Llama-3.1-8B: 15 GB of weights a step, 131,072 bytes of KV a token."""
+    return workloads.ModelShape(
         matrix_parameters=6_979_321_856,
         head_parameters=525_336_576,
         layers=32,
@@ -93,15 +91,86 @@ def test_limits_of_an_8b_model(workloads: ModuleType, name: str, limit: int) -> 
         kv_heads=8,
         head_dim=128,
     )
-    assert shape.kv_bytes_per_token == 131_072
+
+
+@pytest.mark.parametrize(
+    ("card", "name", "limit"),
+    [
+        ("H100", "nano256", 10_014),
+        ("H100", "bs1_decode", 195),
+        ("H100", "prefill_32x8k", 45_261),
+        ("H200", "nano256", 13_290),
+        ("H200", "bs1_decode", 286),
+        ("H200", "bs64_decode", 14_100),
+        ("H200", "prefill_32x8k", 49_050),
+    ],
+)
+def test_limits_of_an_8b_model(
+    workloads: ModuleType, llama_8b: Any, card: str, name: str, limit: int
+) -> None:
     workload = workloads.WORKLOADS[name]()
-    seconds = workloads.least_seconds(workload, shape, workloads.H100)
+    device = workloads.find_device(f"NVIDIA {card}")
+    seconds = workloads.least_seconds(workload, llama_8b, device)
     assert workload.counted_tokens / seconds == pytest.approx(limit, rel=0.01)
-    halved = dataclasses.replace(shape, kv_item_bytes=1)
-    assert halved.kv_bytes_per_token == 65_536
-    saved = seconds - workloads.least_seconds(workload, halved, workloads.H100)
+
+
+def test_half_the_bytes_of_kv_save_their_reading(workloads: ModuleType, llama_8b: Any) -> None:
+    workload = workloads.nano256()
+    halved = dataclasses.replace(llama_8b, kv_item_bytes=1)
+    assert (llama_8b.kv_bytes_per_token, halved.kv_bytes_per_token) == (131_072, 65_536)
+    saved = workloads.least_seconds(workload, llama_8b, workloads.H100)
+    saved -= workloads.least_seconds(workload, halved, workloads.H100)
     contexts = sum(
         (item.max_tokens - 1) * (len(item.token_ids) + item.max_tokens / 2)
         for item in workload.items
     )
     assert saved == pytest.approx(contexts * 65_536 / 2.94e12, rel=1e-6)
+
+
+def test_a_step_of_many_rows_is_bound_by_multiplying(workloads: ModuleType, llama_8b: Any) -> None:
+    """256 rows of an 8B model: 4.9 ms of FLOPs on an H200, 3.5 ms of weights."""
+    tiny_kv = dataclasses.replace(llama_8b, layers=0)
+
+    def step(rows: int) -> float:
+        items = [workloads.Item([0], 2)] * rows
+        both = workloads.least_seconds(workloads.Workload("w", items), tiny_kv, workloads.H200)
+        items = [workloads.Item([0], 1)] * rows
+        return both - workloads.least_seconds(
+            workloads.Workload("w", items), tiny_kv, workloads.H200
+        )
+
+    parameters = llama_8b.matrix_parameters + llama_8b.head_parameters
+    assert step(64) == pytest.approx(2 * parameters / 4.3e12)
+    assert step(256) == pytest.approx(2 * 256 * parameters / 790e12)
+
+
+def test_a_prefix_is_read_once_a_group_and_step(workloads: ModuleType, llama_8b: Any) -> None:
+    workload = workloads.shared_prefix()
+    alone = dataclasses.replace(
+        workload, items=[dataclasses.replace(item, shared=0) for item in workload.items], groups=0
+    )
+    device = dataclasses.replace(workloads.H200, flops_per_second=1e30)
+    saved = workloads.least_seconds(alone, llama_8b, device)
+    saved -= workloads.least_seconds(workload, llama_8b, device)
+    assert saved == pytest.approx((512 - 32) * 2048 * 127 * 131_072 / 4.3e12, rel=1e-3)
+
+
+def test_weights_of_one_byte_are_multiplied_at_the_rate_of_fp8(
+    workloads: ModuleType, llama_8b: Any
+) -> None:
+    workload = workloads.prefill_32x8k()
+    fp8 = dataclasses.replace(llama_8b, item_bytes=1, layers=0)
+    bf16 = dataclasses.replace(llama_8b, layers=0)
+    ratio = workloads.least_seconds(workload, bf16, workloads.H200)
+    ratio /= workloads.least_seconds(workload, fp8, workloads.H200)
+    assert ratio == pytest.approx(1500 / 790)
+    with pytest.raises(ValueError, match="FP8"):
+        workloads.least_seconds(workload, fp8, workloads.H100)
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA GH200 480GB", None)],
+)
+def test_a_card_is_found_by_its_name(workloads: ModuleType, card: str, name: str | None) -> None:
+    assert workloads.find_device(card) is (workloads.DEVICES[name] if name else None)
