@@ -6,6 +6,10 @@ is dealt out to the programs in equal shares, as stream-K does with a product's 
 2023; for attention, Sanovar et al. 2024): whatever the lengths, all programs end together. Many
 rows have a program each instead. A layer is one launch, which may begin with q/k norm, RoPE and the
 store of the new K and V.
+
+Rows with a prefix in common can read it once for all of them (as in Hydragen, Juravsky et al. 2024,
+and ChunkAttention, Ye et al. 2024): a kernel before attends to the prefix with the queries of a
+tile of rows, and the rows' own programs go on from what it leaves.
 """
 
 from __future__ import annotations
@@ -38,27 +42,32 @@ class DecodeConfig:
         programs: on each multiprocessor, up to `MAX_PROGRAMS`.
         least: blocks that a program takes at least; the programs beyond have nothing to do.
         merge: parts of a pair that are loaded at once when they are merged. A small batch has many,
-            and waits for each round; a large one has few, and needs the registers.
+            and waits for each round.
     """
 
     block_n: int = 64
-    stages: int = 3
+    stages: int = 2
     warps: int = 2
     programs: int = 4
     least: int = 1
     merge: int = 1
 
 
-# On an H100 the best of 77 for 16 to 256 rows of 200 to 2,000 tokens, or within 2 % of it; and of
-# 462 for up to 8 rows, where short blocks spread a row over more programs.
+# On an H200 the best, or within 2 % of it, of 130 for 16 to 256 rows of 200 to 1,800 tokens. Up to
+# 8 rows, short blocks spread a row over more programs.
 _MANY_ROWS = DecodeConfig()
-_FEW_ROWS = DecodeConfig(block_n=32, stages=4, warps=4, programs=3, least=2)
-_FEW = 8
+_SOME_ROWS = DecodeConfig(block_n=32, stages=3)
+_FEW_ROWS = DecodeConfig(block_n=32, stages=4, warps=4, programs=3, least=2, merge=8)
+_FEW, _SOME = 8, 64
+# Of pairs with a program each, and of tiles of rows with a prefix in common.
+_WHOLE = DecodeConfig(stages=3, warps=4)
+_TILES = DecodeConfig(stages=3, warps=4, programs=2)
 # From so many pairs (row, KV head) a program on, each pair has a program of its own: that balances
 # well enough, and rows with a prefix in common, whose programs of one KV head run at the same time,
 # then find it in the L2 cache.
 _WHOLE_PAIRS = 3
 _WIDE = DecodeConfig(block_n=32, stages=2, warps=4)  # float32 takes twice the shared memory
+_TILE_QUERIES = 64  # of rows with a prefix in common that one program multiplies at once
 
 
 def decode_attention_reference(
@@ -110,13 +119,18 @@ def _attend_run(
 ):
     """Online softmax over tokens start..stop of a row: best score, norm, and weighted values."""
     dim = tl.arange(0, BLOCK_D)
+    lane = tl.arange(0, BLOCK_N)
     best = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
     norm = tl.zeros((BLOCK_G,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
+    # A tile's pages are read a tile earlier, so that the pipeline's stages are all of K and V.
+    next_page = tl.load(table + (start + lane) // PAGE, mask=start + lane < stop, other=0)
     for first in range(start, stop, BLOCK_N):
-        token = first + tl.arange(0, BLOCK_N)
+        token = first + lane
         inside = token < stop
-        page = tl.load(table + token // PAGE, mask=inside, other=0).to(tl.int64)
+        page = next_page.to(tl.int64)
+        later = token + BLOCK_N
+        next_page = tl.load(table + later // PAGE, mask=later < stop, other=0)
         place = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * HEAD_DIM
         k = tl.load(
             k_pages_ptr + place[None, :] + dim[:, None],
@@ -140,7 +154,42 @@ def _attend_run(
     return best, norm, acc
 
 
-@jit(varying=("rows_ptr", "kv_lens_ptr"))
+@jit
+def _store_result(
+    best,
+    norm,
+    acc,
+    heads,
+    inside,
+    prefix,
+    state_ptr,
+    state_stats_ptr,
+    state_heads,
+    out_ptr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PREFIX: tl.constexpr,
+):
+    """The result of `heads`, whose softmax goes on from what was left of their prefix."""
+    dim = tl.arange(0, BLOCK_D)
+    mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
+    if PREFIX:
+        known = inside & (prefix > 0)
+        other_best = tl.load(state_stats_ptr + heads, mask=known, other=float("-inf"))
+        other_norm = tl.load(state_stats_ptr + state_heads + heads, mask=known, other=0.0)
+        other = tl.load(
+            state_ptr + heads[:, None] * BLOCK_D + dim[None, :], mask=known[:, None], other=0.0
+        )
+        new_best = tl.maximum(best, other_best)
+        shrink, weight = tl.exp2(best - new_best), tl.exp2(other_best - new_best)
+        norm = norm * shrink + other_norm * weight
+        acc = acc * shrink[:, None] + other * weight[:, None]
+    out = acc / norm[:, None]
+    target = heads[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit(varying=("rows_ptr", "kv_lens_ptr", "prefix_lens_ptr", "state_heads"))
 def _decode_kernel(
     source_ptr,
     source_stride,
@@ -153,9 +202,13 @@ def _decode_kernel(
     kv_lens_ptr,
     page_table_ptr,
     out_ptr,
+    prefix_lens_ptr,
+    state_ptr,
+    state_stats_ptr,
     table_stride,
     scale_log2,
     eps,
+    state_heads,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -166,21 +219,21 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     RAW: tl.constexpr,
     NORM: tl.constexpr,
+    PREFIX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: the query heads of one KV head of one row."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     group = tl.arange(0, BLOCK_G)
-    dim = tl.arange(0, BLOCK_D)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    in_group = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    target = ((row.to(tl.int64) * KV_HEADS + kv_head) * GROUP + group)[:, None] * HEAD_DIM
-    target += dim[None, :]
     table = page_table_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride
     kv_len = tl.load(kv_lens_ptr + row)
+    prefix = 0
+    if PREFIX:
+        prefix = tl.load(prefix_lens_ptr + row)
     q = decode_queries(
         source_ptr,
         source_stride,
@@ -204,13 +257,13 @@ def _decode_kernel(
         RAW,
         NORM,
     )
-    _, norm, acc = _attend_run(
+    best, norm, acc = _attend_run(
         q,
         k_pages_ptr,
         v_pages_ptr,
         table,
         kv_head,
-        0,
+        prefix,
         kv_len,
         scale_log2,
         KV_HEADS,
@@ -221,11 +274,125 @@ def _decode_kernel(
         BLOCK_N,
         PRECISION,
     )
-    out = acc / norm[:, None]
-    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=in_group)
+    _store_result(
+        best,
+        norm,
+        acc,
+        (row.to(tl.int64) * KV_HEADS + kv_head) * GROUP + group,
+        group < GROUP,
+        prefix,
+        state_ptr,
+        state_stats_ptr,
+        state_heads,
+        out_ptr,
+        HEAD_DIM,
+        BLOCK_D,
+        PREFIX,
+    )
 
 
-@jit(varying=("rows_ptr", "kv_lens_ptr", "tokens_ptr", "batch", "least"))
+@jit
+def _find_pair(unit, item, lens, ends, KV_HEADS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the block with the number `unit`: the item, its length, the KV head, the block's place in
+    the pair's run, and where that run begins and ends."""
+    index = tl.sum((ends <= unit).to(tl.int32), axis=0)
+    is_item = item == index
+    end = tl.sum(tl.where(is_item, ends, 0), axis=0)
+    length = tl.sum(tl.where(is_item, lens, 0), axis=0)
+    blocks = tl.cdiv(length, BLOCK_N)
+    place = unit - (end - blocks * KV_HEADS)
+    first_block = place % blocks
+    pair_start = unit - first_block
+    return index, length, place // blocks, first_block, pair_start, pair_start + blocks
+
+
+@jit
+def _leave_part(
+    best,
+    norm,
+    acc,
+    pair,
+    pair_start,
+    program,
+    share,
+    partial_ptr,
+    stats_ptr,
+    counter_ptr,
+    ROWS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Leave a pair's part for the program that will merge them; how many have been left before.
+
+    A share holds at most two parts of pairs that it does not hold whole: slot 0 is for the pair
+    that began before it, slot 1 for the one that goes on after it.
+    """
+    group = tl.arange(0, BLOCK_G)
+    dim = tl.arange(0, BLOCK_D)
+    slot = (2 * program + (pair_start >= program * share).to(tl.int32)).to(tl.int64)
+    inner = group[:, None] * BLOCK_D + dim[None, :]
+    tl.store(partial_ptr + slot * ROWS * BLOCK_D + inner, acc, mask=(group < ROWS)[:, None])
+    tl.store(stats_ptr + slot * 2 * ROWS + group, best, mask=group < ROWS)
+    tl.store(stats_ptr + slot * 2 * ROWS + ROWS + group, norm, mask=group < ROWS)
+    tl.debug_barrier()
+    return tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
+
+
+@jit
+def _merge_parts(
+    pair_start,
+    first_program,
+    last_program,
+    share,
+    partial_ptr,
+    stats_ptr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """What `_leave_part` left of one pair: best score, norm and weighted values of its queries."""
+    query = tl.arange(0, BLOCK_R)
+    dim = tl.arange(0, BLOCK_D)
+    inside = query < ROWS
+    inner = query[:, None] * BLOCK_D + dim[None, :]
+    best = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
+    norm = tl.zeros((BLOCK_R,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
+    for first in range(first_program, last_program + 1, MERGE):
+        owner = first + tl.arange(0, MERGE)
+        there = (owner <= last_program)[:, None] & inside[None, :]
+        slots = (2 * owner + (pair_start >= owner * share).to(tl.int32)).to(tl.int64)
+        stats = stats_ptr + slots[:, None] * 2 * ROWS + query[None, :]
+        bests = tl.load(stats, mask=there, other=float("-inf"), cache_modifier=".cg")
+        norms = tl.load(stats + ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        parts = tl.load(
+            partial_ptr + slots[:, None, None] * ROWS * BLOCK_D + inner[None, :, :],
+            mask=there[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_best = tl.maximum(best, tl.max(bests, axis=0))
+        # Queries past the last have no score at all.
+        shrink = tl.where(inside, tl.exp2(best - new_best), 0.0)
+        weights = tl.where(inside[None, :], tl.exp2(bests - new_best[None, :]), 0.0)
+        norm = norm * shrink + tl.sum(norms * weights, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
+        best = new_best
+    return best, norm, acc
+
+
+@jit(
+    varying=(
+        "rows_ptr",
+        "kv_lens_ptr",
+        "tokens_ptr",
+        "prefix_lens_ptr",
+        "state_heads",
+        "batch",
+        "least",
+    )
+)
 def _shared_decode_kernel(
     source_ptr,
     source_stride,
@@ -238,13 +405,17 @@ def _shared_decode_kernel(
     kv_lens_ptr,
     page_table_ptr,
     out_ptr,
+    prefix_lens_ptr,
+    state_ptr,
+    state_stats_ptr,
+    table_stride,
+    scale_log2,
+    eps,
+    state_heads,
     partial_ptr,
     stats_ptr,
     counter_ptr,
     tokens_ptr,
-    table_stride,
-    scale_log2,
-    eps,
     batch,
     least,
     KV_HEADS: tl.constexpr,
@@ -253,12 +424,14 @@ def _shared_decode_kernel(
     PAGE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MERGE: tl.constexpr,
     PRECISION: tl.constexpr,
     RAW: tl.constexpr,
     NORM: tl.constexpr,
+    PREFIX: tl.constexpr,
     INDEXED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -271,12 +444,10 @@ def _shared_decode_kernel(
     program = tl.program_id(0)
     item = tl.arange(0, BLOCK_B)
     group = tl.arange(0, BLOCK_G)
-    dim = tl.arange(0, BLOCK_D)
-    in_group = (group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    inner = group[:, None] * BLOCK_D + dim[None, :]
-    area: tl.constexpr = GROUP * BLOCK_D
     # Lengths do not come from the kernel before, so they are read while it ends.
     lens = tl.load(kv_lens_ptr + item, mask=item < batch, other=0)
+    if PREFIX:
+        lens -= tl.load(prefix_lens_ptr + item, mask=item < batch, other=0)
     blocks = (lens + BLOCK_N - 1) // BLOCK_N
     ends = tl.cumsum(blocks, axis=0) * KV_HEADS
     total = tl.sum(blocks, axis=0) * KV_HEADS
@@ -287,24 +458,18 @@ def _shared_decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     while unit < stop_unit:
-        row = tl.sum((ends <= unit).to(tl.int32), axis=0)
-        is_row = item == row
-        row_end = tl.sum(tl.where(is_row, ends, 0), axis=0)
-        kv_len = tl.sum(tl.where(is_row, lens, 0), axis=0)
-        row_blocks = tl.cdiv(kv_len, BLOCK_N)
-        place_in_row = unit - (row_end - row_blocks * KV_HEADS)
-        kv_head = place_in_row // row_blocks
-        first_block = place_in_row % row_blocks
-        pair_start = unit - first_block
-        pair_end = pair_start + row_blocks
+        row, length, kv_head, first_block, pair_start, pair_end = _find_pair(
+            unit, item, lens, ends, KV_HEADS, BLOCK_N
+        )
         count = tl.minimum(pair_end, stop_unit) - unit
-
-        pair = (row * KV_HEADS + kv_head).to(tl.int64)
+        prefix = 0
+        if PREFIX:
+            prefix = tl.load(prefix_lens_ptr + row)
+        kv_len = prefix + length
         token = row
         if INDEXED:
             token = tl.load(tokens_ptr + row)
-        heads = (token.to(tl.int64) * KV_HEADS + kv_head) * GROUP + group
-        target = heads[:, None] * HEAD_DIM + dim[None, :]
+        first_head = (token.to(tl.int64) * KV_HEADS + kv_head) * GROUP
         table = page_table_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride
         q = decode_queries(
             source_ptr,
@@ -329,7 +494,7 @@ def _shared_decode_kernel(
             RAW,
             NORM,
         )
-        start = first_block * BLOCK_N
+        start = prefix + first_block * BLOCK_N
         best, norm, acc = _attend_run(
             q,
             k_pages_ptr,
@@ -351,47 +516,193 @@ def _shared_decode_kernel(
         first_program = pair_start // share
         last_program = (pair_end - 1) // share
         if first_program == last_program:
-            out = acc / norm[:, None]
-            tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=in_group)
+            _store_result(
+                best,
+                norm,
+                acc,
+                first_head + group,
+                group < GROUP,
+                prefix,
+                state_ptr,
+                state_stats_ptr,
+                state_heads,
+                out_ptr,
+                HEAD_DIM,
+                BLOCK_D,
+                PREFIX,
+            )
         else:
-            # A share holds at most two parts of pairs that it does not hold whole: slot 0 is for
-            # the pair that began before it, slot 1 for the one that goes on after it.
-            slot = (2 * program + (pair_start >= program * share).to(tl.int32)).to(tl.int64)
-            tl.store(partial_ptr + slot * area + inner, acc, mask=in_group)
-            tl.store(stats_ptr + slot * (2 * BLOCK_G) + group, best)
-            tl.store(stats_ptr + slot * (2 * BLOCK_G) + BLOCK_G + group, norm)
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
+            pair = (row * KV_HEADS + kv_head).to(tl.int64)
+            arrived = _leave_part(
+                best,
+                norm,
+                acc,
+                pair,
+                pair_start,
+                program,
+                share,
+                partial_ptr,
+                stats_ptr,
+                counter_ptr,
+                GROUP,
+                BLOCK_G,
+                BLOCK_D,
+            )
             if arrived == last_program - first_program:
                 tl.store(counter_ptr + pair, 0)
-                best = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
-                norm = tl.zeros((BLOCK_G,), dtype=tl.float32)
-                acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
-                for first_part in range(first_program, last_program + 1, MERGE):
-                    owner = first_part + tl.arange(0, MERGE)
-                    there = owner <= last_program
-                    slots = (2 * owner + (pair_start >= owner * share).to(tl.int32)).to(tl.int64)
-                    stats = stats_ptr + slots[:, None] * (2 * BLOCK_G) + group[None, :]
-                    bests = tl.load(
-                        stats, mask=there[:, None], other=float("-inf"), cache_modifier=".cg"
-                    )
-                    norms = tl.load(
-                        stats + BLOCK_G, mask=there[:, None], other=0.0, cache_modifier=".cg"
-                    )
-                    parts = tl.load(
-                        partial_ptr + slots[:, None, None] * area + inner[None, :, :],
-                        mask=there[:, None, None] & in_group[None, :, :],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    new_best = tl.maximum(best, tl.max(bests, axis=0))
-                    shrink = tl.exp2(best - new_best)
-                    weights = tl.exp2(bests - new_best[None, :])
-                    norm = norm * shrink + tl.sum(norms * weights, axis=0)
-                    acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
-                    best = new_best
-                out = acc / norm[:, None]
-                tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=in_group)
+                best, norm, acc = _merge_parts(
+                    pair_start,
+                    first_program,
+                    last_program,
+                    share,
+                    partial_ptr,
+                    stats_ptr,
+                    GROUP,
+                    BLOCK_R,
+                    BLOCK_D,
+                    MERGE,
+                )
+                query = tl.arange(0, BLOCK_R)
+                _store_result(
+                    best,
+                    norm,
+                    acc,
+                    first_head + query,
+                    query < GROUP,
+                    prefix,
+                    state_ptr,
+                    state_stats_ptr,
+                    state_heads,
+                    out_ptr,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    PREFIX,
+                )
+        unit += count
+
+
+@jit(varying=("rows_ptr", "tiles_ptr", "tile_lens_ptr", "state_heads", "tiles"))
+def _prefix_kernel(
+    q_ptr,
+    k_pages_ptr,
+    v_pages_ptr,
+    rows_ptr,
+    page_table_ptr,
+    tiles_ptr,
+    tile_lens_ptr,
+    state_ptr,
+    state_stats_ptr,
+    partial_ptr,
+    stats_ptr,
+    counter_ptr,
+    table_stride,
+    scale_log2,
+    state_heads,
+    tiles,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As `_shared_decode_kernel`, with tiles of rows for rows, and their prefix for their KV.
+
+    The unfinished softmax of each head is left in the state.
+    """
+    program = tl.program_id(0)
+    item = tl.arange(0, BLOCK_B)
+    group = tl.arange(0, BLOCK_G)
+    dim = tl.arange(0, BLOCK_D)
+    queries: tl.constexpr = TILE_ROWS * GROUP
+    # Tiles have been there since before the step.
+    lens = tl.load(tile_lens_ptr + item, mask=item < tiles, other=0)
+    blocks = (lens + BLOCK_N - 1) // BLOCK_N
+    ends = tl.cumsum(blocks, axis=0) * KV_HEADS
+    total = tl.sum(blocks, axis=0) * KV_HEADS
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), 1)
+    unit = program * share
+    stop_unit = tl.minimum(unit + share, total)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    while unit < stop_unit:
+        tile, length, kv_head, first_block, pair_start, pair_end = _find_pair(
+            unit, item, lens, ends, KV_HEADS, BLOCK_N
+        )
+        count = tl.minimum(pair_end, stop_unit) - unit
+        members = tiles_ptr + tile * TILE_ROWS
+        member = tl.load(members + group // GROUP, mask=group < queries, other=-1)
+        there = member >= 0
+        heads = (member.to(tl.int64) * KV_HEADS + kv_head) * GROUP + group % GROUP
+        q = tl.load(
+            q_ptr + heads[:, None] * HEAD_DIM + dim[None, :],
+            mask=there[:, None] & (dim < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        row = tl.load(rows_ptr + tl.load(members))
+        start = first_block * BLOCK_N
+        best, norm, acc = _attend_run(
+            q,
+            k_pages_ptr,
+            v_pages_ptr,
+            page_table_ptr + row.to(tl.int64) * table_stride,
+            kv_head,
+            start,
+            tl.minimum(start + count * BLOCK_N, length),
+            scale_log2,
+            KV_HEADS,
+            HEAD_DIM,
+            PAGE,
+            BLOCK_G,
+            BLOCK_D,
+            BLOCK_N,
+            PRECISION,
+        )
+        first_program = pair_start // share
+        last_program = (pair_end - 1) // share
+        complete = first_program == last_program
+        if not complete:
+            pair = (tile * KV_HEADS + kv_head).to(tl.int64)
+            arrived = _leave_part(
+                best,
+                norm,
+                acc,
+                pair,
+                pair_start,
+                program,
+                share,
+                partial_ptr,
+                stats_ptr,
+                counter_ptr,
+                queries,
+                BLOCK_G,
+                BLOCK_D,
+            )
+            complete = arrived == last_program - first_program
+            if complete:
+                tl.store(counter_ptr + pair, 0)
+                best, norm, acc = _merge_parts(
+                    pair_start,
+                    first_program,
+                    last_program,
+                    share,
+                    partial_ptr,
+                    stats_ptr,
+                    queries,
+                    BLOCK_G,
+                    BLOCK_D,
+                    1,
+                )
+        if complete:
+            tl.store(state_ptr + heads[:, None] * BLOCK_D + dim[None, :], acc, mask=there[:, None])
+            tl.store(state_stats_ptr + heads, best, mask=there)
+            tl.store(state_stats_ptr + state_heads + heads, norm, mask=there)
         unit += count
 
 
@@ -413,10 +724,57 @@ class DecodeWorkspace:
         self.partials = torch.empty(
             slots * group * max(16, next_power_of_2(head_dim)), dtype=torch.float32, device=device
         )
-        self.stats = torch.empty(
-            slots * 2 * max(16, next_power_of_2(group)), dtype=torch.float32, device=device
+        self.stats = torch.empty(slots * 2 * group, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device)
+
+
+class PrefixWorkspace:
+    """What `SharedPrefixes` need beside them: parts as in `DecodeWorkspace`, and each row's state.
+
+    Attributes:
+        state: [B * H * BLOCK_D] float32, weighted values of each head before they are divided.
+        state_stats: [2 * B * H] float32, best scores, then norms.
+    """
+
+    def __init__(
+        self, max_batch: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> None:
+        self.state_heads = max_batch * num_heads
+        block_d = max(16, next_power_of_2(head_dim))
+        queries = tile_rows(num_heads, num_kv_heads) * (num_heads // num_kv_heads)
+        slots = 2 * _multiprocessors(device) * _TILES.programs
+
+        def empty(size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.float32, device=device)
+
+        self.partials, self.stats = empty(slots * queries * block_d), empty(slots * 2 * queries)
+        self.state, self.state_stats = (
+            empty(self.state_heads * block_d),
+            empty(2 * self.state_heads),
         )
         self.counters = torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device)
+
+
+def tile_rows(num_heads: int, num_kv_heads: int) -> int:
+    """Rows with a prefix in common that are attended to at once."""
+    return max(1, _TILE_QUERIES // (num_heads // num_kv_heads))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Prefixes that rows of a batch have in common, on the device.
+
+    Attributes:
+        tiles: [T, `tile_rows`] int32, indices of rows of the batch whose first pages are the same;
+            -1 beyond a tile's last. A row is in one tile at most.
+        tile_lens: [T] int32, how many tokens these pages hold: full pages; 0: the tile is empty.
+        row_lens: [B] int32, the same of each row's tile, and less than its length; 0: it has none.
+    """
+
+    tiles: Tensor
+    tile_lens: Tensor
+    row_lens: Tensor
+    workspace: PrefixWorkspace
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -435,6 +793,7 @@ def decode_attention(
     workspace: DecodeWorkspace,
     *,
     tokens: Tensor | None = None,
+    prefixes: SharedPrefixes | None = None,
     config: DecodeConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -447,6 +806,8 @@ def decode_attention(
         page_table: [max_rows, max_pages] int32.
         tokens: [B] int32, where each row's query is in q, and its result in the output; rows
             without KV have none. The other places of the output are left as they were.
+        prefixes: what rows have in common and is read once for all of them, by a kernel of its own;
+            not with `tokens`. The result is the same up to rounding.
         config: tile, pipeline and programs, by default what suits B; any gives the same result up
             to rounding.
         out: where to write, as the returned tensor; allocated when None.
@@ -456,13 +817,66 @@ def decode_attention(
         lengths.
 
     Raises:
-        ValueError: B exceeds the workspace.
+        ValueError: B exceeds the workspace, or there are both `tokens` and `prefixes`.
     """
+    if tokens is not None and prefixes is not None:
+        raise ValueError("rows with prefixes in common have their queries in the batch's order")
     if out is None:
         out = torch.empty_like(q)
-    inputs = _Inputs(q, q.stride(0), q, q, q, eps=0.0, raw=False, norm=False, tokens=tokens)
+    if prefixes is not None and len(q):
+        _attend_prefixes(q, pages, rows, page_table, scale, prefixes)
+    inputs = _Inputs(
+        q, q.stride(0), q, q, q, eps=0.0, raw=False, norm=False, tokens=tokens, prefixes=prefixes
+    )
     _launch(inputs, pages, rows, kv_lens, page_table, scale, workspace, config, out)
     return out
+
+
+def _attend_prefixes(
+    q: Tensor,
+    pages: Tensor,
+    rows: Tensor,
+    page_table: Tensor,
+    scale: float,
+    prefixes: SharedPrefixes,
+) -> None:
+    """Leave the softmax of every row over its tile's prefix in the state."""
+    _, heads, head_dim = q.shape
+    page_size, kv_heads = pages.shape[2:4]
+    workspace = prefixes.workspace
+    wide = q.dtype == torch.float32
+    config = _WIDE if wide else _TILES
+    _prefix_kernel[(_multiprocessors(q.device) * _TILES.programs,)](
+        q,
+        pages[0],
+        pages[1],
+        rows,
+        page_table,
+        prefixes.tiles,
+        prefixes.tile_lens,
+        workspace.state,
+        workspace.state_stats,
+        workspace.partials,
+        workspace.stats,
+        workspace.counters,
+        page_table.stride(0),
+        scale * LOG2_E,
+        workspace.state_heads,
+        len(prefixes.tile_lens),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE=page_size,
+        TILE_ROWS=prefixes.tiles.shape[1],
+        BLOCK_B=next_power_of_2(len(prefixes.tile_lens)),
+        BLOCK_G=max(16, next_power_of_2(prefixes.tiles.shape[1] * (heads // kv_heads))),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
+        BLOCK_N=config.block_n,
+        PRECISION="ieee" if wide else "tf32",
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **pdl(q),
+    )
 
 
 def rope_decode_attention(
@@ -521,6 +935,7 @@ class _Inputs:
     raw: bool
     norm: bool
     tokens: Tensor | None = None
+    prefixes: SharedPrefixes | None = None
 
 
 def _launch(
@@ -541,25 +956,31 @@ def _launch(
         return
     if batch > workspace.max_batch:
         raise ValueError(f"batch {batch} exceeds the workspace's {workspace.max_batch}")
+    programs = workspace.multiprocessors * (config or _MANY_ROWS).programs
+    # Of indexed rows any number may have no KV, which only the shares account for.
+    whole = inputs.tokens is None and batch * kv_heads >= _WHOLE_PAIRS * programs
     wide = out.dtype == torch.float32
     if config is None:
-        config = _WIDE if wide else _FEW_ROWS if batch <= _FEW else _MANY_ROWS
+        config = _WIDE if wide else _WHOLE if whole else _by_rows(batch)
+    group = heads // kv_heads
+    prefixes = inputs.prefixes
     geometry = {
         "KV_HEADS": kv_heads,
-        "GROUP": heads // kv_heads,
+        "GROUP": group,
         "HEAD_DIM": head_dim,
         "PAGE": page_size,
-        "BLOCK_G": max(16, next_power_of_2(heads // kv_heads)),
+        "BLOCK_G": max(16, next_power_of_2(group)),
         "BLOCK_D": max(16, next_power_of_2(head_dim)),
         "BLOCK_N": config.block_n,
         "PRECISION": "ieee" if wide else "tf32",
         "RAW": inputs.raw,
         "NORM": inputs.norm,
+        "PREFIX": prefixes is not None,
         "num_warps": config.warps,
         "num_stages": config.stages,
         **pdl(out),
     }
-    tensors = (
+    arguments = (
         inputs.source,
         inputs.stride,
         inputs.cos_sin,
@@ -571,24 +992,32 @@ def _launch(
         kv_lens,
         page_table,
         out,
+        prefixes.row_lens if prefixes is not None else rows,
+        prefixes.workspace.state if prefixes is not None else out,
+        prefixes.workspace.state_stats if prefixes is not None else out,
+        page_table.stride(0),
+        scale * LOG2_E,
+        inputs.eps,
+        prefixes.workspace.state_heads if prefixes is not None else 0,
     )
-    numbers = (page_table.stride(0), scale * LOG2_E, inputs.eps)
-    programs = workspace.multiprocessors * config.programs
-    # Of indexed rows any number may have no KV, which only the shares account for.
-    if inputs.tokens is None and batch * kv_heads >= _WHOLE_PAIRS * programs:
-        _decode_kernel[(batch, kv_heads)](*tensors, *numbers, **geometry)
+    if whole:
+        _decode_kernel[(batch, kv_heads)](*arguments, **geometry)
         return
-    _shared_decode_kernel[(programs,)](
-        *tensors,
+    _shared_decode_kernel[(workspace.multiprocessors * config.programs,)](
+        *arguments,
         workspace.partials,
         workspace.stats,
         workspace.counters,
         rows if inputs.tokens is None else inputs.tokens,
-        *numbers,
         batch,
         config.least,
         BLOCK_B=workspace.block_b,
+        BLOCK_R=next_power_of_2(group),
         MERGE=config.merge,
         INDEXED=inputs.tokens is not None,
         **geometry,
     )
+
+
+def _by_rows(batch: int) -> DecodeConfig:
+    return _FEW_ROWS if batch <= _FEW else _SOME_ROWS if batch <= _SOME else _MANY_ROWS
