@@ -57,7 +57,7 @@ class DecodeConfig:
 # 8 rows, short blocks spread a row over more programs.
 _MANY_ROWS = DecodeConfig()
 _SOME_ROWS = DecodeConfig(block_n=32, stages=3)
-_FEW_ROWS = DecodeConfig(block_n=32, stages=4, warps=4, programs=3, least=2, merge=8)
+_FEW_ROWS = DecodeConfig(block_n=32, stages=3, warps=4, programs=3, least=2, merge=8)
 _FEW, _SOME = 8, 64
 # Of pairs with a program each, and of tiles of rows with a prefix in common.
 _WHOLE = DecodeConfig(stages=3, warps=4)
@@ -550,7 +550,7 @@ def _shared_decode_kernel(
             )
             if arrived == last_program - first_program:
                 tl.store(counter_ptr + pair, 0)
-                best, norm, acc = _merge_parts(
+                all_best, all_norm, all_acc = _merge_parts(
                     pair_start,
                     first_program,
                     last_program,
@@ -564,9 +564,9 @@ def _shared_decode_kernel(
                 )
                 query = tl.arange(0, BLOCK_R)
                 _store_result(
-                    best,
-                    norm,
-                    acc,
+                    all_best,
+                    all_norm,
+                    all_acc,
                     first_head + query,
                     query < GROUP,
                     prefix,

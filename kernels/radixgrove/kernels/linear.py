@@ -37,11 +37,13 @@ MAX_SKINNY_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """Rows of the weight a program owns, the step along K, and warps."""
+    """Rows of the weight a program owns, the step along K, warps, and stages of the pipeline of
+    tiles after the first."""
 
     rows: int = 4
     block_k: int = 1024
     warps: int = 4
+    stages: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class SkinnyConfig:
     splits: int = 1
     stages: int = 4
     warps: int = 4
+    ahead: bool = False
 
     def shared_memory_bytes(self, tokens: int, itemsize: int, *, silu: bool) -> int:
         """What a program takes: tiles of the weight and of x in every stage."""
@@ -85,6 +88,12 @@ def linear_reference(
 
 
 @jit
+def _folded(products):
+    """[N, K] -> [N, K / 8]: sums of what a thread loads at once, so that they take few registers."""
+    return tl.sum(tl.reshape(products, (products.shape[0], products.shape[1] // 8, 8)), axis=2)
+
+
+@jit
 def _gemv_kernel(
     x_ptr,
     weight_ptr,
@@ -101,40 +110,50 @@ def _gemv_kernel(
     RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK_K)
     alive = row < n
-    weights = weight_ptr + row.to(tl.int64)[:, None] * k + lane[None, :]
+    # Rows past the end read row 0 rather than carry a mask through the pipeline.
+    weights = weight_ptr + tl.where(alive, row, 0).to(tl.int64)[:, None] * k + lane[None, :]
     upper = weights + tl.cast(n, tl.int64) * k  # the `up` half of a fused gate/up weight
-    first = alive[:, None] & (lane < k)[None, :]
-    # Weights do not depend on the kernel before: their first tile is under way while it ends.
+    # Weights do not depend on the kernel before: their first tile is under way while it ends, and
+    # is multiplied last, so that the tiles after it are asked for without waiting for it.
+    first = (lane < k)[None, :]
     tile = tl.load(weights, mask=first, other=0.0)
     upper_tile = tl.load(upper, mask=first, other=0.0) if SILU else tile
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    total = tl.zeros((ROWS, BLOCK_K), dtype=tl.float32)
-    upper_total = tl.zeros((ROWS, BLOCK_K), dtype=tl.float32)
-    squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    for offset in range(0, k, BLOCK_K):
-        ahead = offset + BLOCK_K
-        next_mask = alive[:, None] & (ahead + lane < k)[None, :]
-        next_tile = tl.load(weights + ahead, mask=next_mask, other=0.0)
-        x = tl.load(x_ptr + offset + lane, mask=offset + lane < k, other=0.0).to(tl.float32)
-        if NORM:
-            squares += x * x
-            x *= tl.load(norm_ptr + offset + lane, mask=offset + lane < k, other=0.0).to(tl.float32)
-        total += tile.to(tl.float32) * x[None, :]
-        if SILU:
-            upper_total += upper_tile.to(tl.float32) * x[None, :]
-            upper_tile = tl.load(upper + ahead, mask=next_mask, other=0.0)
-        tile = next_tile
-    y = tl.sum(total, axis=1)
-    upper_y = tl.sum(upper_total, axis=1) if SILU else y
+    total = tl.zeros((ROWS, BLOCK_K // 8), dtype=tl.float32)
+    upper_total = tl.zeros((ROWS, BLOCK_K // 8), dtype=tl.float32)
+    squares = tl.zeros((1, BLOCK_K // 8), dtype=tl.float32)
+    if not ONE_TILE:
+        for offset in tl.range(BLOCK_K, k, BLOCK_K, num_stages=STAGES):
+            inside = offset + lane < k
+            x = tl.load(x_ptr + offset + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
+            w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
+            if NORM:
+                squares += _folded(x * x)
+                norm = tl.load(norm_ptr + offset + lane, mask=inside, other=0.0)
+                x *= norm.to(tl.float32)[None, :]
+            total += _folded(w.to(tl.float32) * x)
+            if SILU:
+                u = tl.load(upper + offset, mask=inside[None, :], other=0.0)
+                upper_total += _folded(u.to(tl.float32) * x)
+    x = tl.load(x_ptr + lane, mask=lane < k, other=0.0).to(tl.float32)[None, :]
     if NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / k + eps)
+        squares += _folded(x * x)
+        x *= tl.load(norm_ptr + lane, mask=lane < k, other=0.0).to(tl.float32)[None, :]
+    y = tl.sum(total + _folded(tile.to(tl.float32) * x), axis=1)
+    upper_y = y
+    if SILU:
+        upper_y = tl.sum(upper_total + _folded(upper_tile.to(tl.float32) * x), axis=1)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / k + eps)
         y *= scale
         upper_y *= scale
     if BIAS:
@@ -195,6 +214,8 @@ def gemv(
         RESIDUAL=residual is not None,
         ROWS=config.rows,
         BLOCK_K=config.block_k,
+        ONE_TILE=config.block_k >= k,
+        STAGES=config.stages,
         num_warps=config.warps,
         **pdl(x),
     )
@@ -222,6 +243,7 @@ def _skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -239,10 +261,20 @@ def _skinny_kernel(
     stop = tl.minimum(start + k_split, k)
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     upper_total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    first = start + lane < stop
+    rest = start
+    if AHEAD:
+        # As in `gemv`: a first tile is under way while the kernel before ends, and multiplied last.
+        first_w = tl.load(weights + start, mask=first[None, :], other=0.0)
+        if SILU:
+            first_upper = tl.load(
+                weights + tl.cast(n, tl.int64) * k + start, mask=first[None, :], other=0.0
+            )
+        rest = start + BLOCK_K
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    for offset in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
+    for offset in tl.range(rest, stop, BLOCK_K, num_stages=STAGES):
         inside = offset + lane < stop
         w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
         x = tl.load(inputs + offset, mask=inside[:, None], other=0.0)
@@ -252,6 +284,11 @@ def _skinny_kernel(
                 weights + tl.cast(n, tl.int64) * k + offset, mask=inside[None, :], other=0.0
             )
             upper_total = tl.dot(upper, x, upper_total, input_precision=PRECISION)
+    if AHEAD:
+        x = tl.load(inputs + start, mask=first[:, None], other=0.0)
+        total = tl.dot(first_w, x, total, input_precision=PRECISION)
+        if SILU:
+            upper_total = tl.dot(first_upper, x, upper_total, input_precision=PRECISION)
     last = True
     if SPLITS > 1:
         # Every split leaves its share; the last one to arrive sums them in a fixed order.
@@ -359,6 +396,7 @@ def skinny(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
+        AHEAD=config.ahead,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         **pdl(x),
