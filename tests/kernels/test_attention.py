@@ -74,7 +74,6 @@ def test_decode(
         warps=st.just(1),
         programs=st.integers(1, MAX_PROGRAMS),
         least=st.integers(1, 5),
-        merge=st.sampled_from([1, 2, 4]),
     ),
 )
 def test_decode_deals_any_lengths_to_any_number_of_programs(

@@ -248,15 +248,16 @@ class TestCandidates:
         assert [choice.skinny.splits for choice in ours if choice.skinny] == [splits]
 
     def test_our_kernels_end_where_libraries_are_better(self, hopper: Any) -> None:
-        def ours(bucket: int, **options: Any) -> list[int]:
+        def ours(bucket: int, **options: Any) -> list[tuple[int, int]]:
             found = autotune._candidates(bucket, projection(8192, 32, **options), hopper)
-            return [choice.skinny.block_k for choice in found if choice.skinny is not None]
+            own = [choice.skinny for choice in found if choice.skinny is not None]
+            return [(config.block_k, config.splits) for config in own]
 
-        assert ours(64) == ours(64, residual=True) == [128]
-        assert ours(32, silu=True) == [128]
-        assert ours(64, silu=True) == [128, 64]
+        assert ours(64) == ours(64, residual=True) == [(128, 1)]
+        assert ours(32, silu=True) == [(128, 2)]
+        assert ours(64, silu=True) == [(128, 2), (128, 1), (64, 2), (64, 1)]
         assert ours(96) == ours(96, residual=True) == []
-        assert ours(128, silu=True) == [64], "wider tiles have no room"
+        assert ours(128, silu=True) == [(64, 2), (64, 1)], "wider tiles have no room"
         assert ours(192, silu=True) == []
 
     @pytest.mark.parametrize(

@@ -158,7 +158,6 @@ def test_any_page_size(lengths: list[int], page_size: int, device: torch.device)
         warps=st.just(1),
         programs=st.integers(1, MAX_PROGRAMS),
         least=st.integers(1, 5),
-        merge=st.sampled_from([1, 4]),
     ),
 )
 def test_the_program_with_the_last_block_stores_first(

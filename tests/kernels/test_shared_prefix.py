@@ -9,7 +9,6 @@ from torch import Tensor
 from radixgrove.kernels import decode
 from radixgrove.kernels.decode import (
     DecodeWorkspace,
-    PrefixWorkspace,
     SharedPrefixes,
     decode_attention,
     decode_attention_reference,
@@ -53,10 +52,13 @@ class Case:
         self.q = torch.randn(len(lengths), heads, head_dim, device=device).to(dtype)
         self.prefixes = self._tiles(groups, tile_rows(heads, kv_heads))
         self.workspace = DecodeWorkspace(len(lengths), heads, kv_heads, head_dim, device)
+        parts = self.workspace.prefixes
+        for part in (parts.state, parts.state_stats, parts.partials, parts.stats):
+            part.fill_(float("nan"))
 
     def _tiles(self, groups: list[tuple[int, list[int]]], width: int) -> SharedPrefixes:
         """Groups cut into tiles, one tile more than there are, and rows that have none."""
-        batch, heads, head_dim = self.q.shape
+        batch = len(self.q)
         tiles, lens = [], []
         row_lens = [0] * batch
         for pages, members in groups:
@@ -72,10 +74,7 @@ class Case:
         def integers(values: list[int] | list[list[int]]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.q.device)
 
-        workspace = PrefixWorkspace(batch, heads, self.kv.pages.shape[3], head_dim, self.q.device)
-        for part in (workspace.state, workspace.state_stats, workspace.partials, workspace.stats):
-            part.fill_(float("nan"))
-        return SharedPrefixes(integers(tiles), integers(lens), integers(row_lens), workspace)
+        return SharedPrefixes(integers(tiles), integers(lens), integers(row_lens))
 
     def run(self, prefixes: SharedPrefixes | None) -> Tensor:
         kv = self.kv
@@ -99,7 +98,7 @@ class Case:
     def check(self) -> None:
         for _ in range(2):  # the second run finds the counters as the first left them
             assert_close(self.run(self.prefixes).to(self.q.dtype), self.exact())
-            assert not self.prefixes.workspace.counters.any()
+            assert not self.workspace.prefixes.counters.any()
             assert not self.workspace.counters.any()
 
 
@@ -128,7 +127,7 @@ def test_a_prefix_that_many_programs_share(
     monkeypatch.setattr(decode, "_multiprocessors", lambda _device: 8)
     case = Case([900, 801, 810], [(50, [2, 0, 1])], dtype=torch.float32, device=device)
     case.check()
-    parts = case.prefixes.workspace.stats.isfinite().sum()
+    parts = case.workspace.prefixes.stats.isfinite().sum()
     assert parts > 2 * 8, "each KV head's prefix should reach into many shares"
 
 

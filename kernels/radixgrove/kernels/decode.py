@@ -41,8 +41,6 @@ class DecodeConfig:
         block_n: KV tokens that a program takes at a time, with `stages` of them in flight.
         programs: on each multiprocessor, up to `MAX_PROGRAMS`.
         least: blocks that a program takes at least; the programs beyond have nothing to do.
-        merge: parts of a pair that are loaded at once when they are merged. A small batch has many,
-            and waits for each round.
     """
 
     block_n: int = 64
@@ -50,14 +48,13 @@ class DecodeConfig:
     warps: int = 2
     programs: int = 4
     least: int = 1
-    merge: int = 1
 
 
 # On an H200 the best, or within 2 % of it, of 130 for 16 to 256 rows of 200 to 1,800 tokens. Up to
 # 8 rows, short blocks spread a row over more programs.
 _MANY_ROWS = DecodeConfig()
 _SOME_ROWS = DecodeConfig(block_n=32, stages=3)
-_FEW_ROWS = DecodeConfig(block_n=32, stages=3, warps=4, programs=3, least=2, merge=8)
+_FEW_ROWS = DecodeConfig(block_n=32, stages=3, warps=4, programs=3, least=2)
 _FEW, _SOME = 8, 64
 # Of pairs with a program each, and of tiles of rows with a prefix in common.
 _WHOLE = DecodeConfig(stages=3, warps=4)
@@ -349,7 +346,6 @@ def _merge_parts(
     ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    MERGE: tl.constexpr,
 ):
     """What `_leave_part` left of one pair: best score, norm and weighted values of its queries."""
     query = tl.arange(0, BLOCK_R)
@@ -359,25 +355,21 @@ def _merge_parts(
     best = tl.full((BLOCK_R,), float("-inf"), dtype=tl.float32)
     norm = tl.zeros((BLOCK_R,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
-    for first in range(first_program, last_program + 1, MERGE):
-        owner = first + tl.arange(0, MERGE)
-        there = (owner <= last_program)[:, None] & inside[None, :]
-        slots = (2 * owner + (pair_start >= owner * share).to(tl.int32)).to(tl.int64)
-        stats = stats_ptr + slots[:, None] * 2 * ROWS + query[None, :]
-        bests = tl.load(stats, mask=there, other=float("-inf"), cache_modifier=".cg")
-        norms = tl.load(stats + ROWS, mask=there, other=0.0, cache_modifier=".cg")
-        parts = tl.load(
-            partial_ptr + slots[:, None, None] * ROWS * BLOCK_D + inner[None, :, :],
-            mask=there[:, :, None],
+    for owner in range(first_program, last_program + 1):
+        slot = (2 * owner + (pair_start >= owner * share).to(tl.int32)).to(tl.int64)
+        stats = stats_ptr + slot * 2 * ROWS + query
+        part_best = tl.load(stats, mask=inside, other=0.0, cache_modifier=".cg")
+        part_norm = tl.load(stats + ROWS, mask=inside, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial_ptr + slot * ROWS * BLOCK_D + inner,
+            mask=inside[:, None],
             other=0.0,
             cache_modifier=".cg",
         )
-        new_best = tl.maximum(best, tl.max(bests, axis=0))
-        # Queries past the last have no score at all.
-        shrink = tl.where(inside, tl.exp2(best - new_best), 0.0)
-        weights = tl.where(inside[None, :], tl.exp2(bests - new_best[None, :]), 0.0)
-        norm = norm * shrink + tl.sum(norms * weights, axis=0)
-        acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
+        new_best = tl.maximum(best, part_best)
+        shrink, weight = tl.exp2(best - new_best), tl.exp2(part_best - new_best)
+        norm = norm * shrink + part_norm * weight
+        acc = acc * shrink[:, None] + part * weight[:, None]
         best = new_best
     return best, norm, acc
 
@@ -427,7 +419,6 @@ def _shared_decode_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MERGE: tl.constexpr,
     PRECISION: tl.constexpr,
     RAW: tl.constexpr,
     NORM: tl.constexpr,
@@ -560,7 +551,6 @@ def _shared_decode_kernel(
                     GROUP,
                     BLOCK_R,
                     BLOCK_D,
-                    MERGE,
                 )
                 query = tl.arange(0, BLOCK_R)
                 _store_result(
@@ -697,7 +687,6 @@ def _prefix_kernel(
                     queries,
                     BLOCK_G,
                     BLOCK_D,
-                    1,
                 )
         if complete:
             tl.store(state_ptr + heads[:, None] * BLOCK_D + dim[None, :], acc, mask=there[:, None])
@@ -726,10 +715,11 @@ class DecodeWorkspace:
         )
         self.stats = torch.empty(slots * 2 * group, dtype=torch.float32, device=device)
         self.counters = torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device)
+        self.prefixes = PrefixWorkspace(max_batch, num_heads, num_kv_heads, head_dim, device)
 
 
 class PrefixWorkspace:
-    """What `SharedPrefixes` need beside them: parts as in `DecodeWorkspace`, and each row's state.
+    """What prefixes in common need: parts as in `DecodeWorkspace`, and the state they leave.
 
     Attributes:
         state: [B * H * BLOCK_D] float32, weighted values of each head before they are divided.
@@ -748,10 +738,8 @@ class PrefixWorkspace:
             return torch.empty(size, dtype=torch.float32, device=device)
 
         self.partials, self.stats = empty(slots * queries * block_d), empty(slots * 2 * queries)
-        self.state, self.state_stats = (
-            empty(self.state_heads * block_d),
-            empty(2 * self.state_heads),
-        )
+        self.state = empty(self.state_heads * block_d)
+        self.state_stats = empty(2 * self.state_heads)
         self.counters = torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device)
 
 
@@ -767,14 +755,14 @@ class SharedPrefixes:
     Attributes:
         tiles: [T, `tile_rows`] int32, indices of rows of the batch whose first pages are the same;
             -1 beyond a tile's last. A row is in one tile at most.
-        tile_lens: [T] int32, how many tokens these pages hold: full pages; 0: the tile is empty.
-        row_lens: [B] int32, the same of each row's tile, and less than its length; 0: it has none.
+        tile_lens: [T] int32, how many tokens these pages hold; 0: the tile is empty.
+        row_lens: [at least B] int32, the same of each row's tile, less than the row's length; 0: it
+            has none.
     """
 
     tiles: Tensor
     tile_lens: Tensor
     row_lens: Tensor
-    workspace: PrefixWorkspace
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -824,7 +812,7 @@ def decode_attention(
     if out is None:
         out = torch.empty_like(q)
     if prefixes is not None and len(q):
-        _attend_prefixes(q, pages, rows, page_table, scale, prefixes)
+        _attend_prefixes(q, pages, rows, page_table, scale, prefixes, workspace.prefixes)
     inputs = _Inputs(
         q, q.stride(0), q, q, q, eps=0.0, raw=False, norm=False, tokens=tokens, prefixes=prefixes
     )
@@ -839,11 +827,11 @@ def _attend_prefixes(
     page_table: Tensor,
     scale: float,
     prefixes: SharedPrefixes,
+    workspace: PrefixWorkspace,
 ) -> None:
     """Leave the softmax of every row over its tile's prefix in the state."""
     _, heads, head_dim = q.shape
     page_size, kv_heads = pages.shape[2:4]
-    workspace = prefixes.workspace
     wide = q.dtype == torch.float32
     config = _WIDE if wide else _TILES
     _prefix_kernel[(_multiprocessors(q.device) * _TILES.programs,)](
@@ -993,12 +981,12 @@ def _launch(
         page_table,
         out,
         prefixes.row_lens if prefixes is not None else rows,
-        prefixes.workspace.state if prefixes is not None else out,
-        prefixes.workspace.state_stats if prefixes is not None else out,
+        workspace.prefixes.state,
+        workspace.prefixes.state_stats,
         page_table.stride(0),
         scale * LOG2_E,
         inputs.eps,
-        prefixes.workspace.state_heads if prefixes is not None else 0,
+        workspace.prefixes.state_heads,
     )
     if whole:
         _decode_kernel[(batch, kv_heads)](*arguments, **geometry)
@@ -1013,7 +1001,6 @@ def _launch(
         config.least,
         BLOCK_B=workspace.block_b,
         BLOCK_R=next_power_of_2(group),
-        MERGE=config.merge,
         INDEXED=inputs.tokens is not None,
         **geometry,
     )

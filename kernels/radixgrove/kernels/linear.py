@@ -5,7 +5,9 @@ With few tokens a product costs the time its weights take to arrive, so what cou
 flight on every multiprocessor and the number of launches:
 
 - `gemv` (one token) keeps the product on CUDA cores, folds the RMSNorm before it into the same pass
-  (the scale factors out of the sum), and SiLU-and-multiply or the residual addition into its end.
+  (the scale factors out of the sum), and SiLU-and-multiply or the residual addition into its end. A
+  program's first tile of weights is in registers before the kernel before has ended, the others are
+  copied ahead asynchronously.
 - `skinny` (up to 128 tokens) puts the weights on the tensor cores' long side, splits the reduction
   when there are too few tiles for the chip, and folds the same endings in. Past 128 tokens every
   program would read more of x than of its weights.
@@ -33,17 +35,16 @@ from radixgrove.kernels.activation import silu_and_mul_reference
 from radixgrove.kernels.norm import rms_norm_reference
 
 MAX_SKINNY_TOKENS = 128
+_GEMV_STAGES = 3  # of the pipeline of tiles after a program's first
 
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """Rows of the weight a program owns, the step along K, warps, and stages of the pipeline of
-    tiles after the first."""
+    """Rows of the weight a program owns, the step along K, and warps."""
 
     rows: int = 4
     block_k: int = 1024
     warps: int = 4
-    stages: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,6 @@ class SkinnyConfig:
     splits: int = 1
     stages: int = 4
     warps: int = 4
-    ahead: bool = False
 
     def shared_memory_bytes(self, tokens: int, itemsize: int, *, silu: bool) -> int:
         """What a program takes: tiles of the weight and of x in every stage."""
@@ -89,7 +89,7 @@ def linear_reference(
 
 @jit
 def _folded(products):
-    """[N, K] -> [N, K / 8]: sums of what a thread loads at once, so that they take few registers."""
+    """[N, K] -> [N, K / 8]: sums of what a thread loads at once; few registers hold them."""
     return tl.sum(tl.reshape(products, (products.shape[0], products.shape[1] // 8, 8)), axis=2)
 
 
@@ -215,7 +215,7 @@ def gemv(
         ROWS=config.rows,
         BLOCK_K=config.block_k,
         ONE_TILE=config.block_k >= k,
-        STAGES=config.stages,
+        STAGES=_GEMV_STAGES,
         num_warps=config.warps,
         **pdl(x),
     )
@@ -243,7 +243,6 @@ def _skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -261,20 +260,10 @@ def _skinny_kernel(
     stop = tl.minimum(start + k_split, k)
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     upper_total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    first = start + lane < stop
-    rest = start
-    if AHEAD:
-        # As in `gemv`: a first tile is under way while the kernel before ends, and multiplied last.
-        first_w = tl.load(weights + start, mask=first[None, :], other=0.0)
-        if SILU:
-            first_upper = tl.load(
-                weights + tl.cast(n, tl.int64) * k + start, mask=first[None, :], other=0.0
-            )
-        rest = start + BLOCK_K
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    for offset in tl.range(rest, stop, BLOCK_K, num_stages=STAGES):
+    for offset in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
         inside = offset + lane < stop
         w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
         x = tl.load(inputs + offset, mask=inside[:, None], other=0.0)
@@ -284,11 +273,6 @@ def _skinny_kernel(
                 weights + tl.cast(n, tl.int64) * k + offset, mask=inside[None, :], other=0.0
             )
             upper_total = tl.dot(upper, x, upper_total, input_precision=PRECISION)
-    if AHEAD:
-        x = tl.load(inputs + start, mask=first[:, None], other=0.0)
-        total = tl.dot(first_w, x, total, input_precision=PRECISION)
-        if SILU:
-            upper_total = tl.dot(first_upper, x, upper_total, input_precision=PRECISION)
     last = True
     if SPLITS > 1:
         # Every split leaves its share; the last one to arrive sums them in a fixed order.
@@ -396,7 +380,6 @@ def skinny(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
-        AHEAD=config.ahead,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         **pdl(x),

@@ -10,6 +10,8 @@ from typing import NotRequired, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from radixgrove.kernels.decode import SharedPrefixes
+
 
 @dataclass(slots=True, kw_only=True)
 class AttentionBatch:
@@ -33,6 +35,7 @@ class AttentionBatch:
     positions: Tensor  # [T] int64
     q_lens_host: list[int] = field(default_factory=list)  # [P] (decodes are 1 each)
     kv_lens_host: list[int] = field(default_factory=list)  # [P + D]
+    prefixes: SharedPrefixes | None = None  # of decode rows, where `prefix_tile_rows` allows
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +70,9 @@ class AttentionBackend(ABC):
     (K at index 0, V at 1; the last page is scratch, written by padding and never read), in the
     model's dtype or in float8, which is widened to the model's as it is read.
     """
+
+    # Decode rows of which a prefix in common is read at once; fewer than 2: batches have none.
+    prefix_tile_rows = 1
 
     def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
         self.pool = pool

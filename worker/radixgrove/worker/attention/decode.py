@@ -10,7 +10,12 @@ from torch import Tensor
 
 from radixgrove.kernels._triton import next_power_of_2
 from radixgrove.kernels.attention import ExtendConfig, extend_attention
-from radixgrove.kernels.decode import DecodeWorkspace, decode_attention, rope_decode_attention
+from radixgrove.kernels.decode import (
+    DecodeWorkspace,
+    decode_attention,
+    rope_decode_attention,
+    tile_rows,
+)
 from radixgrove.worker.attention.base import (
     AttentionBackend,
     AttentionBatch,
@@ -73,6 +78,7 @@ class PagedDecode:
             batch.page_table,
             self._scale,
             self._workspace,
+            prefixes=batch.prefixes,
             out=out,
         )
 
@@ -136,6 +142,7 @@ class DecodingBackend(AttentionBackend):
     def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
         super().__init__(pool, **geometry)
         self._decode = PagedDecode(pool, self.num_heads, self.scale)
+        self.prefix_tile_rows = tile_rows(self.num_heads, self.num_kv_heads)
 
     def plan(self, batch: AttentionBatch) -> None:
         self._batch, self._padded = batch, None
@@ -148,7 +155,7 @@ class DecodingBackend(AttentionBackend):
     def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
         self._batch, self._padded = batch, None
         self._decode.plan_captured()
-        self.takes_qkv = padded <= FUSED_ROWS
+        self.takes_qkv = padded <= FUSED_ROWS and batch.prefixes is None
 
     def plan_padded(self, padded: PaddedBatch, batch: AttentionBatch) -> None:
         self._padded = padded

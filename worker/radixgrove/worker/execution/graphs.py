@@ -4,7 +4,7 @@ A decode step is three pieces, in order: plan the attention (not captured: it ma
 mirrors), gather the inputs from the request table and compute the logits (captured as one, since
 the GPU stands still for some microseconds between two graphs), sample and append (captured when
 nothing needs editing; a grammar mask has its place before it). A batch is padded to the next size
-of the ladder with the dummy row.
+of the ladder with the dummy row. Steps whose rows have prefixes in common have graphs of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from radixgrove.kernels import ops
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
+from radixgrove.worker.execution.prefixes import PrefixInputs
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import EDITS, SamplingFeatures
 from radixgrove.worker.execution.table import RequestTable
@@ -38,6 +39,8 @@ _SAMPLING = tuple(
     )
 )
 _EAGER = EDITS | int(SamplingFeatures.LOGPROBS)
+# Smaller batches have nothing to gain from prefixes in common.
+_FEWEST_GROUPED = 4
 Replay = Callable[[], None]
 Report = Callable[[str, float], None]
 
@@ -127,7 +130,13 @@ class DecodeGraphs:
         self._known_logits = self._logits[:, : model.known_tokens]
         attention.prepare_capture(largest, table.pages.shape[1])
         self._recorder = recorder
-        self._forward: dict[int, Replay] = {}
+        self._prefixes: PrefixInputs | None = None
+        if attention.prefix_tile_rows > 1:
+            self._prefixes = PrefixInputs(table, largest, attention.prefix_tile_rows)
+        # Whether the rows that were looked at last have prefixes in common.
+        self._grouped = False
+        self._looked_at: tuple[int, list[int]] = 0, []
+        self._forward: dict[tuple[int, bool], Replay] = {}
         self._sample: dict[tuple[int, int], Replay] = {}
 
     def _full(self, length: int, value: int, dtype: torch.dtype) -> Tensor:
@@ -143,11 +152,15 @@ class DecodeGraphs:
 
     def _capture(self, size: int) -> None:
         record = self._recorder.record
-        batch = self._batch([self._table.dummy_row] * size, size)
-        self._attention.plan_captured(batch, size)
-        self._forward[size] = record(lambda: self._compute(batch, size))
+        for grouped in (False, True) if self._groups(size) else (False,):
+            batch = self._batch([self._table.dummy_row] * size, size, grouped)
+            self._attention.plan_captured(batch, size)
+            self._forward[size, grouped] = record(lambda batch=batch: self._compute(batch, size))  # type: ignore[misc]
         for need in _SAMPLING:
             self._sample[size, need] = record(lambda need=need: self._draw(size, need))  # type: ignore[misc]
+
+    def _groups(self, size: int) -> bool:
+        return self._prefixes is not None and size >= _FEWEST_GROUPED
 
     def _gather_inputs(self, size: int) -> None:
         table = self._table
@@ -180,7 +193,7 @@ class DecodeGraphs:
         logits, rows = self._known_logits[:size], self._rows[:size]
         self._sampler.draw_and_append(logits, rows, need, out=self._tokens[:size])
 
-    def _batch(self, rows: list[int], size: int) -> AttentionBatch:
+    def _batch(self, rows: list[int], size: int, grouped: bool) -> AttentionBatch:
         return AttentionBatch(
             num_prefills=0,
             num_decodes=len(rows),
@@ -192,6 +205,7 @@ class DecodeGraphs:
             slots=self._slots[:size],
             positions=self._positions[:size],
             kv_lens_host=[self._table.host_lens[row] for row in rows],
+            prefixes=self._prefixes.tensors if grouped and self._prefixes is not None else None,
         )
 
     def release(self) -> None:
@@ -207,10 +221,11 @@ class DecodeGraphs:
         self.replays += 1
         size = self._padded(rows)
         self._set_rows(rows, size)
+        grouped = self._group_rows(rows, size)
         if not self._recorder.on_cuda:  # where attention plans from what is gathered
             self._gather_inputs(size)
-        self._attention.plan_captured(self._batch(rows, size), size)
-        self._forward[size]()
+        self._attention.plan_captured(self._batch(rows, size, grouped), size)
+        self._forward[size, grouped]()
 
     def sample(self, rows: list[int], fetched: Callable[[], None]) -> Sampled:
         """The rest of the step whose `forward` was the last.
@@ -237,3 +252,14 @@ class DecodeGraphs:
         if self._rows_host[:size] != padded:
             self._rows[:size].copy_(to_device(np.array(padded, dtype=np.int64), self._device))
             self._rows_host[:size] = padded
+
+    def _group_rows(self, rows: list[int], size: int) -> bool:
+        """Bring the prefixes that rows have in common up to date; whether there are any."""
+        if not self._groups(size) or self._prefixes is None:
+            return False
+        # The same rows of the table may hold other requests than before.
+        now = self._table.entered, rows
+        if now != self._looked_at:
+            self._looked_at = now
+            self._grouped = self._prefixes.fill(rows)
+        return self._grouped

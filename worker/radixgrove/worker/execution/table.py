@@ -28,6 +28,9 @@ class RequestTable:
         pages: [max_rows + 1, max_pages] int32.
         host_lens: what `lens` will be at most after all launched steps; exact where each of them
             adds one token a row.
+        host_pages: `pages` on the host, [max_rows + 1, max_pages] int32.
+        entered: how many rows have been entered so far, which tells one request in a row from the
+            next.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class RequestTable:
             (max_rows + 1, max_pages), scratch_page, dtype=torch.int32, device=device
         )
         self.host_lens = [1] * (max_rows + 1)
+        self.host_pages = np.full((max_rows + 1, max_pages), scratch_page, dtype=np.int32)
+        self.entered = 0
         self._num_pages = [0] * max_rows
         self._device = device
 
@@ -72,12 +77,14 @@ class RequestTable:
             self._num_pages[row] += 1
         if places:
             rows, columns, pages = np.array(places, dtype=np.int64).T
+            self.host_pages[rows, columns] = pages
             packed = to_device(
                 np.stack([rows * self.pages.shape[1] + columns, pages]), self._device
             )
             self.pages.view(-1).index_copy_(0, packed[0], packed[1].int())
 
     def _enter(self, new_rows: list[NewRow]) -> None:
+        self.entered += len(new_rows)
         tokens = np.concatenate([np.frombuffer(new.token_ids, dtype="<i4") for new in new_rows])
         known = to_device(tokens, self._device)
         begin = 0
