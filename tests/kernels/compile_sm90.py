@@ -182,6 +182,7 @@ def launch_paged(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
             1.0,
             decode.DecodeWorkspace(count, heads, kv_heads, dim, torch.device("cpu")),
         )
+    launch_prefixes(zeros(4, heads, dim), layer, table)
     decode.rope_decode_attention(
         zeros(4, (heads + 2 * kv_heads) * dim),
         zeros(64, dim, kind=torch.float32),
@@ -208,6 +209,27 @@ def launch_paged(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         attention.extend_attention(
             zeros(4, heads, dim), layer, index32[:1], indptr[:2], index32[:1], table, 1.0, longest
         )
+
+
+def launch_prefixes(q: torch.Tensor, layer: torch.Tensor, table: torch.Tensor) -> None:
+    """Decode attention of rows with prefixes in common, as many as `q` has."""
+    count, heads, dim = q.shape
+    kv_heads = layer.shape[3]
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    tiles = integers(2, decode.tile_rows(heads, kv_heads))
+    decode.decode_attention(
+        q,
+        layer,
+        integers(count),
+        integers(count),
+        table,
+        1.0,
+        decode.DecodeWorkspace(count, heads, kv_heads, dim, torch.device("cpu")),
+        prefixes=decode.SharedPrefixes(tiles, integers(2), integers(count)),
+    )
 
 
 def launch_linear(dtype: torch.dtype, hidden: int) -> None:
@@ -270,6 +292,7 @@ def launch_decode(heads: int, kv_heads: int, dim: int, *, norm: bool) -> None:
             decode.DecodeWorkspace(count, heads, kv_heads, dim, torch.device("cpu")),
             *(zeros(2, dim).unbind() if norm else ()),
         )
+        launch_prefixes(zeros(count, heads, dim), zeros(2, 8, 16, kv_heads, dim), table)
 
 
 def launch_sampling() -> None:

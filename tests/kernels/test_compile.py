@@ -21,6 +21,7 @@ KERNELS = {
     "_gemv_kernel",
     "_kv_indices_kernel",
     "_penalize_kernel",
+    "_prefix_kernel",
     "_race_kernel",
     "_race_winner_kernel",
     "_rms_norm_kernel",
@@ -79,7 +80,9 @@ def test_products_for_hopper_keep_their_sums_in_registers(cache: Path) -> None:
 def test_decode_from_a_projection_keeps_to_its_registers(cache: Path) -> None:
     """At the shapes of Qwen3-0.6B and Llama-3.1-8B: as many blocks fit as without RoPE and norm."""
     kernels = compiled(cache, "decode")
-    assert {name for name, *_ in kernels} == {"_decode_kernel", "_shared_decode_kernel"}
+    fitting = {"_decode_kernel": 3, "_shared_decode_kernel": 4, "_prefix_kernel": 2}
+    assert {name for name, *_ in kernels} == set(fitting)
     for name, registers, stack, shared in kernels:
         assert stack == 0, f"{name} spills {stack} bytes at {registers} registers"
-        assert shared <= 40_000, f"{name}: no more than five blocks fit beside each other"
+        most = SHARED_MEMORY_BYTES // fitting[name] - 1024  # the system takes some of each block's
+        assert shared <= most, f"{name}: {fitting[name]} blocks do not fit beside each other"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,17 +14,26 @@ from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.worker.attention.base import AttentionBatch, PaddedBatch
 from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
 from radixgrove.worker.attention.triton import TritonAttention
+from radixgrove.worker.execution.prefixes import PrefixInputs
+from radixgrove.worker.execution.table import RequestTable
 
 KERNELS = [
     (attention, "_extend_kernel"),
     (decode, "_decode_kernel"),
+    (decode, "_prefix_kernel"),
     (decode, "_shared_decode_kernel"),
     (rope, "_rope_store_kernel"),
 ]
 ROWS, PAGES, PAGE = 256, 48, 16
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 32
 # Of positional arguments, by kernel: those that Triton does not specialise on.
-_VARYING = {"_extend_kernel": {10}, "_shared_decode_kernel": {18, 19}, "_rope_store_kernel": {9}}
+_VARYING = {
+    "_decode_kernel": {17},
+    "_extend_kernel": {10},
+    "_prefix_kernel": {14, 15},
+    "_rope_store_kernel": {9},
+    "_shared_decode_kernel": {17, 22, 23},
+}
 Launches = set[tuple[Any, ...]]
 
 
@@ -70,6 +80,10 @@ def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None) -> None:
     backend.prepare_capture(ROWS, PAGES)
     table = zeros(ROWS + 1, PAGES)
     width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    requests = RequestTable(
+        max_rows=ROWS, max_model_len=PAGE, page_size=PAGE, scratch_page=0, device=pool.device
+    )
+    prefixes = PrefixInputs(requests, ROWS, backend.prefix_tile_rows).tensors
     for rows in (1, 8, 9, 64, 65, 197, 198, ROWS):
         tokens = zeros(rows, kind=torch.int64)
         batch = AttentionBatch(
@@ -91,6 +105,9 @@ def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None) -> None:
             backend.attend_qkv(0, qkv, (angles, tokens), norm, norm, 1e-6)
         # As beside chunks, however few they are.
         backend.attend(0, zeros(rows, HEADS, HEAD_DIM, kind=dtype), qkv)
+        if rows > 1:
+            backend.plan_captured(replace(batch, prefixes=prefixes), rows)
+            backend.attend(0, zeros(rows, HEADS, HEAD_DIM, kind=dtype), qkv)
     for longest, count in ((16, 1), (17, 1), (64, 40), (65, 1), (300, 40), (2000, ROWS)):
         backend.plan(
             AttentionBatch(

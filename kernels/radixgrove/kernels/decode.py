@@ -53,9 +53,8 @@ class DecodeConfig:
 # On an H200 the best, or within 2 % of it, of 130 for 16 to 256 rows of 200 to 1,800 tokens. Up to
 # 8 rows, short blocks spread a row over more programs.
 _MANY_ROWS = DecodeConfig()
-_SOME_ROWS = DecodeConfig(block_n=32, stages=3)
 _FEW_ROWS = DecodeConfig(block_n=32, stages=3, warps=4, programs=3, least=2)
-_FEW, _SOME = 8, 64
+_FEW = 8
 # Of pairs with a program each, and of tiles of rows with a prefix in common.
 _WHOLE = DecodeConfig(stages=3, warps=4)
 _TILES = DecodeConfig(stages=3, warps=4, programs=2)
@@ -949,7 +948,8 @@ def _launch(
     whole = inputs.tokens is None and batch * kv_heads >= _WHOLE_PAIRS * programs
     wide = out.dtype == torch.float32
     if config is None:
-        config = _WIDE if wide else _WHOLE if whole else _by_rows(batch)
+        few = _FEW_ROWS if batch <= _FEW else _MANY_ROWS
+        config = _WIDE if wide else _WHOLE if whole else few
     group = heads // kv_heads
     prefixes = inputs.prefixes
     geometry = {
@@ -1004,7 +1004,3 @@ def _launch(
         INDEXED=inputs.tokens is not None,
         **geometry,
     )
-
-
-def _by_rows(batch: int) -> DecodeConfig:
-    return _FEW_ROWS if batch <= _FEW else _SOME_ROWS if batch <= _SOME else _MANY_ROWS

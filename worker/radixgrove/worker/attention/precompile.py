@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels.attention import ExtendConfig, extend_attention
-from radixgrove.kernels.decode import DecodeWorkspace, decode_attention, rope_decode_attention
+from radixgrove.kernels.decode import (
+    DecodeWorkspace,
+    SharedPrefixes,
+    decode_attention,
+    rope_decode_attention,
+    tile_rows,
+)
 from radixgrove.kernels.rope import rope_store
 from radixgrove.worker.attention.decode import (
     FUSED_ROWS,
@@ -50,9 +56,11 @@ def compile_jobs(shape: AttentionShape, device: torch.device) -> list[Callable[[
     steps = _Steps(shape, device)
     lengths = _CHUNK_LENGTHS if shape.extends else ()
     return [
-        partial(steps.decode, 1),
-        partial(steps.decode, min(_MANY, shape.max_rows)),
-        partial(steps.decode, shape.max_rows),
+        *(
+            partial(steps.decode, min(rows, shape.max_rows), grouped)
+            for rows in (1, _MANY, shape.max_rows)
+            for grouped in (False, True)
+        ),
         steps.decode_padded,
         partial(steps.rope_decode, 1),
         partial(steps.rope_decode, min(FUSED_ROWS, shape.max_rows)),
@@ -90,8 +98,14 @@ class _Steps:
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         return torch.zeros(tokens, width, dtype=shape.dtype, device=self._device)
 
-    def decode(self, rows: int) -> None:
-        lens = self._integers(rows) + 1
+    def decode(self, rows: int, grouped: bool = False) -> None:
+        shape, lens = self._shape, self._integers(rows) + 1
+        width = tile_rows(shape.heads, shape.kv_heads)
+        prefixes = None
+        if grouped and width > 1:
+            tiles = max(1, shape.max_rows // 2)
+            members = self._integers(tiles, width) - 1
+            prefixes = SharedPrefixes(members, self._integers(tiles), self._integers(rows))
         decode_attention(
             self._queries(rows),
             self._pages,
@@ -100,6 +114,7 @@ class _Steps:
             self._table,
             1.0,
             self._workspace,
+            prefixes=prefixes,
         )
 
     def decode_padded(self) -> None:

@@ -35,14 +35,16 @@ class Group:
         return (len(self.rows) - 1) * self.pages
 
 
-def best_groups(pages: NDArray[np.int32], counts: NDArray[np.int64]) -> list[Group]:
+def best_groups(
+    pages: NDArray[np.int32], rows: NDArray[np.int64], counts: NDArray[np.int64]
+) -> list[Group]:
     """Disjoint groups of rows that together save the most pages.
 
     Args:
-        pages: [B, at least max(counts)], pages of each row.
-        counts: [B], how many of them others may have too.
+        pages: [rows of the table, pages of a row], of which a batch has `rows` [B].
+        counts: [B], how many of a row's first pages others may have too.
     """
-    first = np.where(counts > 0, pages[:, 0], -1 - np.arange(len(counts)))
+    first = np.where(counts > 0, pages[rows, 0], -1 - np.arange(len(rows)))
     _, inverse, sizes = np.unique(first, return_inverse=True, return_counts=True)
     candidates = np.flatnonzero(sizes[inverse] > 1)
     if not len(candidates):
@@ -51,7 +53,7 @@ def best_groups(pages: NDArray[np.int32], counts: NDArray[np.int64]) -> list[Gro
     # Whatever is behind a row's own pages is like nothing else.
     known = np.arange(longest) < counts[candidates, None]
     unique = -1 - candidates.astype(np.int32)[:, None]
-    table = np.where(known, pages[candidates, :longest], unique)
+    table = np.where(known, pages[rows[candidates], :longest], unique)
     order = sorted(range(len(table)), key=[row.tobytes() for row in table].__getitem__)
     table = table[order]
     differs = table[1:] != table[:-1]
@@ -61,32 +63,38 @@ def best_groups(pages: NDArray[np.int32], counts: NDArray[np.int64]) -> list[Gro
 
 @dataclass(slots=True)
 class _Node:
-    """Neighbours in sorted order with `pages` in common, and the best groups within."""
+    """Neighbours in sorted order with `pages` in common: groups of more, and rows in none."""
 
     pages: int
-    first: int
     groups: list[Group] = field(default_factory=list)
+    loose: list[int] = field(default_factory=list)
 
-    def closed(self, rows: list[int]) -> list[Group]:
-        """The best groups once all its rows are known: itself, or those within."""
-        whole = Group(rows, self.pages)
-        return [whole] if whole.saved >= sum(group.saved for group in self.groups) else self.groups
+    def close(self) -> None:
+        """Once all rows are known: put those that save more that way into a group of the node's."""
+        dissolved = [group for group in self.groups if len(group.rows) * self.pages > group.saved]
+        pool = Group([*self.loose, *(row for group in dissolved for row in group.rows)], self.pages)
+        apart = Group(self.loose, self.pages)
+        if pool.saved <= sum(group.saved for group in dissolved) + max(0, apart.saved):
+            pool, dissolved = apart, []
+        if len(pool.rows) > 1:
+            self.groups = [group for group in self.groups if group not in dissolved] + [pool]
+            self.loose = []
 
 
 def _choose(rows: list[int], common: list[int]) -> list[Group]:
     """The best groups of sorted rows, of which neighbours have `common` pages in common."""
-    stack = [_Node(0, 0)]
-    for end, pages in enumerate([*common, 0], start=1):
-        first = end - 1
-        within: list[Group] = []
+    stack = [_Node(0)]
+    for row, pages in zip(rows, [*common, 0], strict=True):
+        if stack[-1].pages < pages:
+            stack.append(_Node(pages))
+        stack[-1].loose.append(row)
         while stack[-1].pages > pages:
             node = stack.pop()
-            node.groups += within
-            first = node.first
-            within = node.closed(rows[first:end])
-        if stack[-1].pages < pages:
-            stack.append(_Node(pages, first))
-        stack[-1].groups += within
+            node.close()
+            if stack[-1].pages < pages:
+                stack.append(_Node(pages))
+            stack[-1].groups += node.groups
+            stack[-1].loose += node.loose
     return stack[0].groups
 
 
@@ -120,7 +128,7 @@ class PrefixInputs:
         size = self._table.page_size
         # The page of a row's last token is its own.
         counts = np.array([(self._table.host_lens[row] - 1) // size for row in rows])
-        groups = best_groups(self._table.host_pages[rows], counts)
+        groups = best_groups(self._table.host_pages, np.array(rows), counts)
         groups = [group for group in groups if group.saved * size >= _LEAST_OF_GROUP]
         return groups if sum(group.saved for group in groups) * size >= _LEAST else []
 
