@@ -188,9 +188,47 @@ def bench_attention() -> None:
         for batch, context in ((1, 640), (1, 8192), (64, 400), (64, 4096), (256, 800)):
             q, pages, where = decode_inputs(shape, batch, context)
             moved = batch * context * shape.kv_heads * shape.head_dim * 4
-            call = partial(decode.decode_attention, q, pages, *where)
-            show("decode", f"{shape.name} {batch}x{context}", microseconds([call] * 4), moved)
+            calls = [partial(decode.decode_attention, q, p, *where) for p in cold_pools(pages)]
+            show("decode", f"{shape.name} {batch}x{context}", microseconds(calls), moved)
+        for groups, size in ((32, 8), (16, 16), (1, 64)):
+            bench_prefixes(shape, groups, size, prefix=2048, own=192)
         bench_extend(shape)
+
+
+def cold_pools(pages: Tensor) -> list[Tensor]:
+    """So many that the L2 cache holds none of them when its turn comes again."""
+    copies = min(64, max(2, int(2.5e8 / pages.nbytes) + 1))
+    return [pages, *(pages.clone() for _ in range(copies - 1))]
+
+
+def bench_prefixes(shape: Shape, groups: int, size: int, prefix: int, own: int) -> None:
+    """Decode of rows that have a prefix in common, each reading it, and read once for all."""
+    batch, context = groups * size, prefix + own
+    shared, private = prefix // PAGE, own // PAGE
+    total = groups * shared + batch * private
+    pages = random(2, total, PAGE, shape.kv_heads, shape.head_dim)
+    order = torch.randperm(total, device="cuda").int()
+    common = order[: groups * shared].view(groups, 1, shared).expand(-1, size, -1)
+    behind = order[groups * shared :].view(groups, size, private)
+    table = torch.cat((common, behind), dim=2).reshape(batch, -1).contiguous()
+    rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+    lens = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    width = decode.tile_rows(shape.heads, shape.kv_heads)
+    tiles = torch.full((groups * -(-size // width), width), -1, dtype=torch.int32, device="cuda")
+    tiles.view(groups, -1)[:, :size] = rows.view(groups, size)
+    prefixes = decode.SharedPrefixes(tiles, lens.new_full((len(tiles),), prefix), lens - own)
+    q = random(batch, shape.heads, shape.head_dim)
+    workspace = decode.DecodeWorkspace(batch, shape.heads, shape.kv_heads, shape.head_dim, q.device)
+    label = f"{shape.name} {groups}x{size} {prefix}+{own}"
+    moved = (groups * prefix + batch * own) * shape.kv_heads * shape.head_dim * 4
+    for name, given in (("decode", None), ("decode, prefixes once", prefixes)):
+        calls = [
+            partial(
+                decode.decode_attention, q, p, rows, lens, table, 0.1, workspace, prefixes=given
+            )
+            for p in cold_pools(pages)
+        ]
+        show(name, label, microseconds(calls), moved)
 
 
 def decode_inputs(shape: Shape, batch: int, context: int) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
