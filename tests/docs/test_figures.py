@@ -18,7 +18,7 @@ KEYS = {
     *("device", "commit", "date"),
 }
 _FIGURE = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?! ?×)")
-_RATIOS = {"of offline"}  # columns of figures over each other
+_RATIOS = {"of offline", "of the limit"}  # columns of figures over each other
 
 
 def lines() -> list[tuple[str, dict[str, Any]]]:
