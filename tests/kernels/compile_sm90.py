@@ -246,8 +246,8 @@ def launch_linear(dtype: torch.dtype, hidden: int) -> None:
 def launch_products(hidden: int, inner: int, qkv: int, attended: int, vocab: int) -> None:
     """Our kernels for a decoder layer and the head, at the token counts that have some."""
 
-    def projection(decode_inputs: int, columns: int, **options: bool) -> Projection:
-        return Projection([torch.empty(decode_inputs, columns, dtype=torch.bfloat16)], **options)
+    def projection(rows: int, columns: int, **options: bool) -> Projection:
+        return Projection([torch.empty(rows, columns, dtype=torch.bfloat16)], **options)
 
     layer = (
         projection(qkv, hidden),
@@ -310,7 +310,7 @@ def launch_sampling() -> None:
     where: dict[str, Any] = {"rows": index64, "history": history, "out": index64.clone()}
     sample.argmax(logits, **where)
     least = top_k_top_p.sampling_thresholds(
-        logits, floats[:, 0], integers[:, 1], floats[:, 1], floats[:, 2], decode_inputs=index64
+        logits, floats[:, 0], integers[:, 1], floats[:, 1], floats[:, 2], rows=index64
     )
     for filtered in (None, least):
         columns = (floats[:, 0], integers[:, 0], history.lens)

@@ -142,7 +142,8 @@ class DecodingBackend(AttentionBackend):
     def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
         super().__init__(pool, **geometry)
         self._decode = PagedDecode(pool, self.num_heads, self.scale)
-        self.prefix_tile_rows = tile_rows(self.num_heads, self.num_kv_heads)
+        if self.dtype != torch.float32:  # whose tiles do not fit into registers
+            self.prefix_tile_rows = tile_rows(self.num_heads, self.num_kv_heads)
 
     def plan(self, batch: AttentionBatch) -> None:
         self._batch, self._padded = batch, None
