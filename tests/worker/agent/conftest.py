@@ -23,6 +23,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from tests.checkout import ROOT
 from tests.conftest import wait_until
 
 HERE = Path(__file__).parent
@@ -40,7 +41,7 @@ class AgentProcess:
             [sys.executable, str(HERE / "run_agent.py"), json.dumps(settings)],
             env={
                 **os.environ,
-                "PYTHONPATH": str(HERE),
+                "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}",
                 "TMPDIR": str(notes),
                 "WALL_CLOCK_SHIFT": str(self._clock),
             },

@@ -1,4 +1,4 @@
-"""An engine without a model, for the agent's tests: it starts, pulses, and misbehaves on request.
+"""A process with the fake engine, for the agent's tests: it pulses, and misbehaves on request.
 
 Run as `python -m fake_engine RUNTIME_DIR RANK`. Files in the runtime directory's parent steer it:
 `chatty` makes it print 2 MB, `die-at-start` makes it exit with an error. A message `Abort` of one
@@ -12,9 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
-import zmq
-
 from radixgrove.service import logs
 from radixgrove.worker.messages import (
     Abort,
@@ -22,10 +19,10 @@ from radixgrove.worker.messages import (
     EngineState,
     PhaseReport,
     Stats,
-    ToAgent,
     ToEngine,
 )
 from radixgrove.worker.runtime import Runtime
+from tests.worker.fake_engine import FakeEngine
 
 _STEPS = {"long-step": 1.0, "step-of-a-minute": 60.0}
 INFO = EngineInfo(
@@ -45,6 +42,15 @@ INFO = EngineInfo(
     host_tokens_per_second=5000.0,
 )
 
+PULSE = Stats(
+    state=EngineState.READY,
+    ticks=0,
+    steps=0,
+    step_remaining=None,
+    pages_total=64,
+    host_pages_total=640,
+)
+
 
 def main() -> None:
     directory = Path(sys.argv[1])
@@ -60,40 +66,18 @@ def main() -> None:
     if rank > 0:
         while True:
             time.sleep(1)
-    context = zmq.Context()
-    inbox = context.socket(zmq.PULL)
-    inbox.bind(runtime.engine_socket)
-    agent = context.socket(zmq.PUSH)
-    agent.connect(runtime.agent_socket)
-    decoder = msgspec.msgpack.Decoder(ToEngine)
+    engine = FakeEngine(runtime, lambda _: [], [runtime.agent_socket], PULSE)
+    engine.infos.put(PhaseReport(EngineState.LOADING, "reading weights", 0.5))
+    engine.infos.put(INFO)
 
-    def tell(message: ToAgent) -> None:
-        agent.send(msgspec.msgpack.encode(message))
+    def heard(message: ToEngine) -> None:
+        with (notes / "engine-heard").open("a") as file:
+            file.write(f"{type(message).__name__}\n")
+        if isinstance(message, Abort) and message.request_id in _STEPS:
+            engine.hang(_STEPS[message.request_id])
 
-    tell(PhaseReport(EngineState.LOADING, "reading weights", 0.5))
-    tell(INFO)
-    ticks = 0
-    deadline = None
-    while True:
-        ticks += deadline is None
-        state = EngineState.READY
-        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        tell(
-            Stats(
-                state=state,
-                ticks=ticks,
-                steps=0,
-                step_remaining=remaining,
-                pages_total=64,
-                host_pages_total=640,
-            )
-        )
-        if inbox.poll(100):
-            message = decoder.decode(inbox.recv())
-            with (notes / "engine-heard").open("a") as file:
-                file.write(f"{type(message).__name__}\n")
-            if isinstance(message, Abort) and message.request_id in _STEPS:
-                deadline = time.monotonic() + _STEPS[message.request_id]
+    engine.heard = heard
+    engine.run()
 
 
 if __name__ == "__main__":

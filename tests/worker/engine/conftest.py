@@ -68,7 +68,7 @@ class EngineProcess:
             "PROMETHEUS_MULTIPROC_DIR": str(self.metrics),
         }
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/worker/engine/fake_engine.py"), str(directory)],
+            [sys.executable, str(ROOT / "tests/worker/engine/on_fake_executor.py"), str(directory)],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,

@@ -21,7 +21,7 @@ from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.worker.messages import Submit
 from radixgrove.worker.runtime import Runtime
 from tests.conftest import find_free_port, wait_until
-from tests.worker.frontend.fake_engine import FakeEngine
+from tests.worker.fake_engine import FakeEngine
 
 MODEL = "org/demo"
 ALIAS = "demo-alias"
@@ -92,7 +92,7 @@ def running_frontend(model_dir: Path, **settings: Any) -> Iterator[Frontend]:
         runtime = Runtime(directory, WorkerSettings.model_validate(options), model_dir)
         runtime.metrics_dir.mkdir()
         runtime.write()
-        engine = FakeEngine(runtime, lambda _: [])
+        engine = FakeEngine(runtime, lambda _: [], [runtime.frontend_socket(0)])
         engine.start()
         log = directory / "log"
         with log.open("wb") as output:

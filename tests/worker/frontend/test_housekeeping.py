@@ -20,7 +20,7 @@ from radixgrove.worker.frontend.app import Frontend
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.model import ServedModel
 from radixgrove.worker.runtime import Runtime
-from tests.worker.frontend.fake_engine import FakeEngine
+from tests.worker.fake_engine import FakeEngine
 
 BODY = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 50}
 SCOPE: dict[str, Any] = {
@@ -54,7 +54,11 @@ async def running(model_dir: Path) -> AsyncIterator[tuple[Frontend, FakeEngine]]
         frontend = Frontend(
             settings, ServedModel.load(model_dir, settings), client, ApiKeys.load(None)
         )
-        engine = FakeEngine(runtime, lambda _: [1000 + i for i in range(50)])
+        engine = FakeEngine(
+            runtime,
+            lambda _: [1000 + i for i in range(50)],
+            [runtime.frontend_socket(0)],
+        )
         client.start()
         engine.start()
         housekeeping = asyncio.create_task(frontend.housekeeping())

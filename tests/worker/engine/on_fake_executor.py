@@ -1,4 +1,4 @@
-"""An engine process on the fake executor: `python tests/worker/engine/fake_engine.py RUNTIME_DIR`.
+"""An engine process on the fake executor: `python on_fake_executor.py RUNTIME_DIR`.
 
 The environment variable FAKE_ENGINE (JSON) sets the executor's size and makes it fail or stall.
 """

@@ -17,14 +17,27 @@ from radixgrove.worker.messages import (
     EngineState,
     Finish,
     Outputs,
+    PhaseReport,
     Refused,
     Stats,
     Submit,
+    ToAgent,
     ToEngine,
+    ToFrontend,
     TokenLogprobs,
     Tokens,
 )
 from radixgrove.worker.runtime import Runtime
+
+PULSE = Stats(
+    state=EngineState.READY,
+    ticks=0,
+    steps=0,
+    step_remaining=None,
+    pages_total=100,
+    pages_free=60,
+    pages_evictable=30,
+)
 
 
 @dataclass
@@ -39,25 +52,31 @@ class FakeEngine:
     """Generates `script(submit)`, one token a step for every sequence, then EOS unless cut short.
 
     `step_seconds` slows it down, `paused` stops it between two tokens, `refuse` turns sequences
-    away, `max_steps` lets every sequence get that many tokens before it stands still.
+    away, `hang` begins a step that never ends. What it says goes to the sockets at `peers`.
     """
 
     runtime: Runtime
     script: Callable[[Submit], list[int]]
+    peers: list[str]
+    pulse: Stats = PULSE
+    heard: Callable[[ToEngine], None] = lambda _: None
     step_seconds: float = 0.0
     cached_tokens: int = 0
     refuse: Callable[[Submit], Refused | None] = lambda _: None
     submits: list[Submit] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
-    infos: queue.SimpleQueue[EngineInfo] = field(default_factory=queue.SimpleQueue)  # to be sent
+    infos: queue.SimpleQueue[PhaseReport | EngineInfo] = field(
+        default_factory=queue.SimpleQueue
+    )  # to be sent
     running: dict[str, _Running] = field(default_factory=dict)
     paused: threading.Event = field(default_factory=threading.Event)
     silent: threading.Event = field(default_factory=threading.Event)  # no Stats any more
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
+    _step_ends: float | None = None  # on the monotonic clock
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="fake engine", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="fake engine", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -75,19 +94,30 @@ class FakeEngine:
         self.submits.clear()
         self.aborts.clear()
 
+    def hang(self, seconds: float) -> None:
+        """Announce a step that may take so long, and never end it."""
+        self._step_ends = time.monotonic() + seconds
+
     # ---- the loop --------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Until `stop`, in the thread of the caller."""
         context = zmq.Context()
         inbox = context.socket(zmq.PULL)
         inbox.bind(self.runtime.engine_socket)
-        outbox = context.socket(zmq.PUSH)
-        outbox.connect(self.runtime.frontend_socket(0))
-        outbox.setsockopt(zmq.LINGER, 0)
+        outboxes = [context.socket(zmq.PUSH) for _ in self.peers]
+        for outbox, address in zip(outboxes, self.peers, strict=True):
+            outbox.connect(address)
+            outbox.setsockopt(zmq.LINGER, 0)
+
+        def tell(message: ToAgent | ToFrontend) -> None:
+            for outbox in outboxes:
+                outbox.send(msgspec.msgpack.encode(message))
+
         decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         ticks, last_stats = 0, 0.0
         while not self._stop.is_set():
-            ticks += 1
+            ticks += self._step_ends is None
             busy = bool(self.running) and not self.paused.is_set()
             outputs: list[Tokens | Refused] = []
             if inbox.poll(0 if busy else 5):
@@ -95,28 +125,25 @@ class FakeEngine:
             elif busy:
                 outputs += self._step()
             if outputs:
-                outbox.send(msgspec.msgpack.encode(Outputs(outputs)))
+                tell(Outputs(outputs))
             while not self.infos.empty():
-                outbox.send(msgspec.msgpack.encode(self.infos.get()))
-            now = time.time()
+                tell(self.infos.get())
+            now = time.monotonic()
             if now - last_stats > 0.1 and not self.silent.is_set():
                 last_stats = now
-                stats = Stats(
-                    state=EngineState.READY,
-                    ticks=ticks,
-                    steps=ticks,
-                    step_remaining=None,
-                    running=len(self.running),
-                    pages_total=100,
-                    pages_free=60,
-                    pages_evictable=30,
-                )
-                outbox.send(msgspec.msgpack.encode(stats))
+                tell(self._stats(ticks, now))
         inbox.close(0)
-        outbox.close(0)
+        for outbox in outboxes:
+            outbox.close(0)
         context.term()
 
+    def _stats(self, ticks: int, now: float) -> Stats:
+        remaining = None if self._step_ends is None else max(0.0, self._step_ends - now)
+        changes = {"ticks": ticks, "steps": ticks, "running": len(self.running)}
+        return msgspec.structs.replace(self.pulse, step_remaining=remaining, **changes)
+
     def _take(self, message: ToEngine) -> list[Tokens | Refused]:
+        self.heard(message)
         if isinstance(message, Submit):
             self.submits.append(message)
             refused = self.refuse(message)
