@@ -13,9 +13,10 @@ import aiohttp
 import pytest
 
 from radixgrove.operator.api.spec import Router
-from radixgrove.operator.cluster.redis_store import RedisStore, connect
+from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.render.router import router_objects
 from radixgrove.protocol.model_table import SHARED, ModelEntry
+from radixgrove.service.redis_client import connect
 from tests.conftest import RedisServer, find_free_port
 from tests.operator.operator_builders import CONFIG, SERVICE
 from tests.router.harness import INTERNAL_KEY, SimulatedReplica, completion, eventually, prompt
