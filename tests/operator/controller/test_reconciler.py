@@ -105,6 +105,24 @@ def test_a_service_is_made_served_and_then_left_alone() -> None:
     assert "Serving" in operator.events()
 
 
+def test_a_group_whose_pods_are_late_says_why_they_are_refused() -> None:
+    operator = Operator(**TWO_NODES)
+    operator.context()
+    (group,) = operator.kube.of("StatefulSet")
+    meta = group["metadata"]
+    refused = {"reason": "FailedCreate", "message": "capability IPC_LOCK is forbidden"}
+    about = {"involvedObject": {"name": meta["name"], "uid": meta["uid"]}}
+    where = {"namespace": KEY[0], "name": "refused"}
+    operator.kube.add({"kind": "Event", "metadata": where, **about, **refused})
+    meta["creationTimestamp"] = "2999-01-01T00:00:00Z"  # too young to be late
+    operator.context()
+    assert "PodRefused" not in operator.condition()
+    meta["creationTimestamp"] = STARTED
+    operator.context()
+    assert operator.condition() == "False/PodRefused"
+    assert "IPC_LOCK" in operator.message()
+
+
 def test_a_pod_on_an_unreachable_node_is_moved_unless_its_worker_renews_its_lease() -> None:
     operator = Operator(**TWO_NODES)
     operator.settle()

@@ -395,6 +395,13 @@ EVENTS: dict[str, Callable[[Cluster], object]] = {
 }
 
 
+def test_a_plan_asks_for_the_earliest_of_its_next_looks() -> None:
+    plan = Plan(last_attempt=0)
+    for when in (3.0, 1.0, 2.0):
+        plan.requeue_by(when)
+    assert plan.requeue_at == 1.0
+
+
 @examples(1000)
 @given(st.integers(1, 2), st.lists(st.sampled_from(sorted(EVENTS)), max_size=25))
 def test_whatever_happens_it_converges_without_leftovers(nodes: int, events: list[str]) -> None:

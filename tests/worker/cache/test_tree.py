@@ -142,6 +142,7 @@ def test_pages_of_a_path_in_use_are_not_evicted() -> None:
     assert cache.cached([5, 6]) == 0
     cache.tree.residency.unlock(node)
     assert cache.tree.residency.evict(99) == 2
+    assert cache.tree.residency.evicted == 1 + 2
     assert cache.pool.free == 32
     assert list(cache.tree.nodes()) == []
 
