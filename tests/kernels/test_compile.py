@@ -14,19 +14,19 @@ pytest.importorskip("triton")
 KERNELS = {
     "_all_reduce_kernel",
     "_copy_pages_kernel",
-    "_decode_kernel",
+    "decode_kernel",
     "_extend_kernel",
     "_gather_kernel",
     "_gather_rows_kernel",
     "_gemv_kernel",
     "_kv_indices_kernel",
     "_penalize_kernel",
-    "_prefix_kernel",
+    "prefix_kernel",
     "_race_kernel",
     "_race_winner_kernel",
     "_rms_norm_kernel",
     "_rope_store_kernel",
-    "_shared_decode_kernel",
+    "shared_decode_kernel",
     "_silu_and_mul_kernel",
     "_skinny_kernel",
     "_thresholds_kernel",
@@ -80,7 +80,7 @@ def test_products_for_hopper_keep_their_sums_in_registers(cache: Path) -> None:
 def test_decode_from_a_projection_keeps_to_its_registers(cache: Path) -> None:
     """At the shapes of Qwen3-0.6B and Llama-3.1-8B: as many blocks fit as without RoPE and norm."""
     kernels = compiled(cache, "decode")
-    fitting = {"_decode_kernel": 3, "_shared_decode_kernel": 4, "_prefix_kernel": 2}
+    fitting = {"decode_kernel": 3, "shared_decode_kernel": 4, "prefix_kernel": 2}
     assert {name for name, *_ in kernels} == set(fitting)
     for name, registers, stack, shared in kernels:
         # Four registers at most: more would be part of the sums, in every block of KV.

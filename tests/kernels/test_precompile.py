@@ -19,20 +19,20 @@ from radixgrove.worker.execution.table import RequestTable
 
 KERNELS = [
     (attention, "_extend_kernel"),
-    (decode, "_decode_kernel"),
-    (decode, "_prefix_kernel"),
-    (decode, "_shared_decode_kernel"),
+    (decode, "decode_kernel"),
+    (decode, "prefix_kernel"),
+    (decode, "shared_decode_kernel"),
     (rope, "_rope_store_kernel"),
 ]
 ROWS, PAGES, PAGE = 256, 48, 16
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 32
 # Of positional arguments, by kernel: those that Triton does not specialise on.
 _VARYING = {
-    "_decode_kernel": {17},
+    "decode_kernel": {17},
     "_extend_kernel": {10},
-    "_prefix_kernel": {14, 15},
+    "prefix_kernel": {14, 15},
     "_rope_store_kernel": {9},
-    "_shared_decode_kernel": {17, 22, 23},
+    "shared_decode_kernel": {17, 22, 23},
 }
 Launches = set[tuple[Any, ...]]
 
