@@ -88,14 +88,14 @@ def test_a_failed_build_leaves_no_program(compiler: Compiler) -> None:
 
 def test_an_old_compiler_is_named(compiler: Compiler) -> None:
     compiler.install(version="go1.19.8")
-    with pytest.raises(build.BuildError, match=r"Go 1\.26 or newer .* found 1\.19\.8"):
+    with pytest.raises(build.BuildError, match=r"Go 1\.21 or newer .* found 1\.19\.8"):
         build.ensure([PROGRAM], report=lambda _: None)
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(build.BuildError, match=r"Go 1\.26 .* not on PATH"):
+    with pytest.raises(build.BuildError, match=r"Go 1\.21 .* not on PATH"):
         build.ensure([PROGRAM], report=lambda _: None)
 
 
@@ -109,3 +109,14 @@ def test_the_key_follows_sources_and_flags(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(build, "BUILD_FLAGS", ("-other",))
     keys.append(build.build_key())
     assert len(set(keys)) == len(keys)
+
+
+def test_helm_says_the_version_that_is_pinned() -> None:
+    pinned = (build.SOURCES / "kubernetes/go.mod").read_text()
+    assert f"helm.sh/helm/v3 {build.HELM_VERSION} " in pinned
+    assert f"version.version={build.HELM_VERSION}" in build.LINKER_FLAGS
+
+
+def test_the_demonstration_builds_no_pretended_nodes() -> None:
+    assert build.KWOK not in build.DEMONSTRATION
+    assert set(build.PROGRAMS) == {*build.DEMONSTRATION, build.KWOK}

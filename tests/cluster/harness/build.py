@@ -21,7 +21,9 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent.parent / "binaries"
 KUBERNETES_VERSION = "v1.35.4"
-GO_NEEDED = (1, 26)
+HELM_VERSION = "v3.20.2"
+# From this version on Go fetches the one that go.mod names by itself.
+GO_NEEDED = (1, 21)
 
 # Without the version a server calls itself v0.0.0-master, and a chart's `kubeVersion` refuses it.
 _VERSION_PACKAGE = "k8s.io/component-base/version"
@@ -29,6 +31,7 @@ _MAJOR, _MINOR, _ = KUBERNETES_VERSION.removeprefix("v").split(".")
 LINKER_FLAGS = (
     f"-s -w -X {_VERSION_PACKAGE}.gitVersion={KUBERNETES_VERSION}"
     f" -X {_VERSION_PACKAGE}.gitMajor={_MAJOR} -X {_VERSION_PACKAGE}.gitMinor={_MINOR}"
+    f" -X helm.sh/helm/v3/internal/version.version={HELM_VERSION}"
 )
 BUILD_FLAGS = ("-mod=readonly", "-buildvcs=false", "-trimpath", "-ldflags", LINKER_FLAGS)
 
@@ -66,11 +69,10 @@ NODE = (
         "kube-router", "kubernetes", "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"
     ),
 )
-TOOLS = (
-    Program("helm", "kubernetes", "helm.sh/helm/v3/cmd/helm"),
-    Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok"),
-)
-PROGRAMS = (*CONTROL_PLANE, *NODE, *TOOLS)
+HELM = Program("helm", "kubernetes", "helm.sh/helm/v3/cmd/helm")
+KWOK = Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok")
+DEMONSTRATION = (*CONTROL_PLANE, *NODE, HELM)
+PROGRAMS = (*DEMONSTRATION, KWOK)
 
 
 def cache_directory() -> Path:

@@ -97,7 +97,7 @@ class PretendedNodes:
 
     def _command(self, stages: Path) -> list[str]:
         return [
-            str(build.ensure(build.TOOLS) / "kwok"),
+            str(build.ensure((build.KWOK,)) / build.KWOK.name),
             f"--kubeconfig={self._control_plane.kubeconfig_of(KWOK)}",
             f"--config={stages}",
             f"--manage-nodes-with-label-selector={LABEL}",

@@ -115,7 +115,7 @@ def helm(cluster: Cluster, *arguments: str) -> str:
     home = cluster.control_plane.path / "helm"
     kinds = ("CACHE", "CONFIG", "DATA")
     environment = {**os.environ, **{f"HELM_{k}_HOME": str(home / k.lower()) for k in kinds}}
-    program = build.ensure(build.TOOLS) / "helm"
+    program = build.ensure((build.HELM,)) / build.HELM.name
     outcome = subprocess.run(
         [str(program), f"--kubeconfig={cluster.kubeconfig}", *arguments],
         env=environment,
