@@ -216,7 +216,9 @@ def test_show_is_what_a_file_would_hold() -> None:
 def test_no_setting_is_ignored_by_its_part(part: str, folders: tuple[str, ...]) -> None:
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     source = "".join(path.read_text() for path in files)
-    read = set(re.findall(r"(?:settings|worker)\.(\w+)", source))
+    definition = (ROOT / "protocol/radixgrove/protocol/settings.py").read_text()
+    derived = re.findall(r"self\.(\w+) or ", definition)  # as defaults by device are
+    read = {*re.findall(r"(?:settings|worker)\.(\w+)", source), *derived}
     assert PARTS[part].model_fields.keys() - read == set()
 
 

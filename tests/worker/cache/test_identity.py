@@ -64,7 +64,7 @@ def test_a_registration_tells_routers_the_kvs_dtype(demo_model_dir: Path) -> Non
         )
         for kv_dtype in ("bfloat16", "fp8_e4m3")
     ]
-    assert [item.kv_dtype for item in registered] == ["bfloat16", "fp8_e4m3"]
+    assert [item.engine.kv_dtype for item in registered] == ["bfloat16", "fp8_e4m3"]
     assert registered[0].namespace != registered[1].namespace
     assert registered[0].root != registered[1].root
     assert registered[0].identity() == registered[1].identity(), "both may serve the same clients"
