@@ -19,9 +19,9 @@ sys.path.insert(0, str(results.ROOT))
 
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kwok import PretendedNodes
+from tests.conftest import RedisServer
 from tests.operator.operator_process import (
     OperatorProcess,
-    RedisServer,
     install,
     namespace_with_models,
 )

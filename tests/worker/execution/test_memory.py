@@ -16,7 +16,7 @@ from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
 from radixgrove.service.machine import memory_limit
 from radixgrove.worker.engine.executor import build_executor
-from radixgrove.worker.execution import build
+from radixgrove.worker.execution import trial
 from radixgrove.worker.execution.choices import fit_length
 from radixgrove.worker.execution.memory import (
     GIB,
@@ -151,7 +151,7 @@ def test_graphs_are_counted_with_their_static_buffers(
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2000))
-    assert build._graph_bytes(capture, sizes, torch.device("cuda", 0)) == expected
+    assert trial._graph_bytes(capture, sizes, torch.device("cuda", 0)) == expected
 
 
 def test_default_length_shrinks_to_the_pool_but_an_explicit_one_is_refused() -> None:
