@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
 from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.plan import Executor
-from tests.worker.execution import prompts
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +24,3 @@ def demo_executor(demo_model_dir: Path) -> Iterator[Executor]:
     executor, _ = build_executor(settings, demo_model_dir, lambda phase: None)
     yield executor
     executor.close()
-
-
-@pytest.fixture(scope="session")
-def demo_prompts(demo_model_dir: Path) -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
-    return [tokenizer.encode(text).ids for text in prompts.TEXTS]
