@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from radixgrove.worker.agent import demo_model
-from tests.cluster.harness import pods, release
+from tests.cluster.harness import build, pods, release
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.served import Served
 from tests.cluster.harness.volumes import Mounts, claim_directory, claim_environment
@@ -23,6 +23,7 @@ _QUESTION = "What is the capital of France? Answer with one word."
 
 def run() -> None:
     """Shows the whole way on a real cluster and returns when interrupted."""
+    build.ensure(build.DEMONSTRATION)
     with Cluster(nodes=2) as cluster:
         _say(f"two nodes are ready: {', '.join(node.name for node in cluster.nodes)}")
         release.build_images(cluster)
