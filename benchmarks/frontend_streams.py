@@ -67,7 +67,7 @@ class TokenSource:
         self._steps = self._ticks = 0
 
     def pulse(self) -> None:
-        self._ticks += 1  # an engine whose ticks stand still is given up
+        self._ticks += 1  # frontends give up an engine without new ticks
         self._send(
             Stats(
                 state=EngineState.READY, ticks=self._ticks, steps=self._steps, step_remaining=None

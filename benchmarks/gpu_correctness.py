@@ -76,7 +76,7 @@ class Generated:
 
 
 class Subject:
-    """One engine, whose plans are counted."""
+    """One engine, with a count of its plans."""
 
     def __init__(self, model_dir: Path, dtype: DType, backend: str, **options: Any) -> None:
         settings = WorkerSettings(

@@ -78,7 +78,7 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections reused by whoever needs one."""
+    """Connections that are reused by any sender."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -1,4 +1,4 @@
-"""Many conversations on a worker whose GPU holds a part of them: what a host tier is for.
+"""Many conversations on a worker with room for a part of them: what a host tier is for.
 
     python benchmarks/multi_turn.py --model llama-3.1-8b --host-gib 74.5 0
 
@@ -176,7 +176,7 @@ def prefix_count(prefix_tokens: int, kv_tokens: int) -> int:
 
 @dataclass(slots=True)
 class Visits:
-    """Requests whose prefix was, or should have been, in one place."""
+    """Requests with a prefix that was, or should have been, in one place."""
 
     place: str
     cached_tokens: int  # each should have found

@@ -1,6 +1,6 @@
 """The prefix index in Redis: bytes a placement, and the time of a placement call.
 
-Prompts of 24, 1,024 and 6,250 blocks over 4 and 64 replicas, whose matched depths are spread
+Prompts of 24, 1,024 and 6,250 blocks over 4 and 64 replicas, with matched depths that are spread
 evenly; with and without 64 replicas publishing 1,000 blocks a second each. Server time is Redis's
 own (`commandstats`), of a placement and its release together; latency is that of a placement
 through the router's own client, one call after the other.

@@ -156,7 +156,7 @@ class Device:
     fp8_flops_per_second: float | None = None  # None: not measured
 
     def product_rate(self, item_bytes: int) -> float:
-        """FLOP/s of products whose weights have so many bytes a value.
+        """FLOP/s of products with weights of so many bytes a value.
 
         Raises:
             ValueError: one byte, and the rate of FP8 has not been measured.

@@ -102,7 +102,7 @@ def demo_model_dir() -> Path:
 def find_free_port() -> int:
     """A port of the loopback interface that was free a moment ago.
 
-    It lies below the range from which the kernel takes ports for clients and for port 0: nobody
+    It lies below the range from which the kernel takes ports for clients and for port 0: no program
     gets it by chance before it is used. (Hypothesis seeds the ordinary generator.)
     """
     draw = random.SystemRandom()

@@ -24,7 +24,7 @@ def multi_turn(script: Callable[[str], ModuleType]) -> ModuleType:
 
 
 class Endpoint(BaseHTTPRequestHandler):
-    """A model whose tokens are the prompt's length and a sum of it; one prompt at a time fails."""
+    """A model that answers with the prompt's length and a sum of it; one prompt at a time fails."""
 
     prompts: list[list[int]] = []
     failing = 0  # the length of prompts that get an error

@@ -405,7 +405,7 @@ def test_an_operators_alerts_are_of_its_own_installation() -> None:
     for alert in ("RadixgroveOperatorWithoutLeader", "RadixgroveOperatorErrors"):
         matchers = dict(re.findall(r'(\w+)="([^"]*)"', alerts("prod")[alert]))
         assert (matchers["namespace"], matchers["job"]) == place
-    assert "vector(0)" in alerts()["RadixgroveOperatorWithoutLeader"], "also when nobody scrapes it"
+    assert "vector(0)" in alerts()["RadixgroveOperatorWithoutLeader"], "also when it is not scraped"
     assert "by (namespace, job)" in alerts()["RadixgroveRouterWithoutRedis"]
     assert "@" not in "".join(alerts().values())
 

@@ -1,4 +1,4 @@
-"""The commands that talk to a running cluster, against an endpoint that says what it is told."""
+"""The commands that talk to a running cluster, against an endpoint with canned answers."""
 
 from __future__ import annotations
 

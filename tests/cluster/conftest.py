@@ -99,5 +99,5 @@ def worker_mounts(cluster: Cluster) -> Mounts:
 
 @pytest.fixture(scope="session")
 def client(cluster: Cluster, worker_mounts: Mounts, environment_image: str) -> Client:
-    """A pod of nobody in particular, from which requests are sent."""
+    """A pod outside the product, from which requests are sent."""
     return Client.start(cluster.kubectl, demo.NAMESPACE, environment_image, worker_mounts)

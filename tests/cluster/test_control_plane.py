@@ -83,7 +83,7 @@ def test_what_is_read_without_kubectl_is_what_kubectl_says(
 def test_what_is_missing_is_missing_without_kubectl_too(control_plane: ControlPlane) -> None:
     kubectl = control_plane.kubectl
     assert kubectl.get("configmap", "missing") is None
-    assert kubectl.items("configmaps", "--selector=nobody=has") == []
+    assert kubectl.items("configmaps", "--selector=none=has") == []
     with pytest.raises(KubectlError, match='configmaps "missing" not found'):
         kubectl.json("get", "configmap", "missing")
     with pytest.raises(KubectlError, match='have a resource type "nothings"'):

@@ -108,7 +108,7 @@ def test_a_group_out_of_its_budget_is_kept_for_diagnosis_and_not_served(
     )
     assert status["lastAttempt"] == before["lastAttempt"]
     assert [pod.uid for pod in groups.members(pair)] == [pod.uid for pod in pods]
-    # The router holds what nobody can answer for a minute; its clients give up before.
+    # The router holds a request without a replica for a minute; its clients give up before.
     with Traffic(client, status["url"], pair.name, clients=2, patience=10) as traffic:
         traffic.wait_for_more(2)
         assert [outcome.text for outcome in traffic.outcomes if not outcome.failure] == []

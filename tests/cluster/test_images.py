@@ -52,7 +52,7 @@ def test_a_recipe_changes_with_what_the_image_is_made_of_and_with_nothing_else(
     recipe = Recipe("localhost/part:1", dockerfile, tmp_path)
     key = recipe.key()
 
-    (tmp_path / "two.txt").write_text("which nobody copies")
+    (tmp_path / "two.txt").write_text("which is not copied")
     cached = code.parent / "__pycache__" / "module.pyc"
     cached.parent.mkdir()
     cached.write_text("which no image gets")

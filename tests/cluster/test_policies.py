@@ -39,7 +39,7 @@ for where in sys.argv[1:]:
 
 @pytest.fixture
 def served(installed: Cluster, worker_mounts: Mounts) -> Iterator[Served]:
-    """A service whose pods also listen where ranks of a group would meet."""
+    """A service with pods that also listen where ranks of a group would meet."""
     spec = demo.spec(worker_mounts, 1, engine=ENGINE)
     spec["podOverrides"]["spec"]["containers"] += [
         {
@@ -65,7 +65,7 @@ def served(installed: Cluster, worker_mounts: Mounts) -> Iterator[Served]:
 def stranger(
     installed: Cluster, namespace: str, environment_image: str, client: Client
 ) -> list[Client]:
-    """Pods of nobody: one beside the workers, one in a namespace of its own."""
+    """Pods of no service: one beside the workers, one in a namespace of its own."""
     manifest = pods.pod("stranger", environment_image, ["sleep", "infinity"])
     installed.kubectl.apply(manifest, namespace=namespace)
     pods.wait_until_ready(installed.kubectl, namespace, "stranger")
@@ -152,7 +152,7 @@ def test_scrapers_that_the_values_name_reach_metrics_and_nothing_else(
             targets = [*sorted(open_to_scrapers), *closed]
             return reached(stranger, targets) == [set(), open_to_scrapers]
 
-        wait_until(as_allowed, "the scraper, and nobody else, reaches metrics")
+        wait_until(as_allowed, "the scraper, and no other pod, reaches metrics")
     finally:
         release.install(installed)
 
@@ -174,7 +174,7 @@ def test_a_service_whose_pods_are_refused_says_so(
     spec = demo.spec(worker_mounts, 1) | {"model": {"source": "file:///models/small"}}
     service.apply(spec)
     try:
-        # In the API server's words, whose first may be of a service account that is still made.
+        # In the API server's words; the first may be of a service account that is still made.
         service.wait(
             lambda s: (
                 reason(s, "Ready") == "False/PodRefused"

@@ -45,7 +45,7 @@ for _ in range(3):
 
 
 def test_groups_stay_together_and_in_order(tmp_path: Path) -> None:
-    """Asked of pytest-xdist itself, which may lose what it is told without a word."""
+    """Asked of pytest-xdist itself, which may lose an option without a word."""
     log, folder = tmp_path / "log", tmp_path / "tests" / "cluster"
     folder.mkdir(parents=True)
     (tmp_path / "conftest.py").write_text(_CONFTEST)

@@ -129,7 +129,7 @@ def test_a_killed_owner_leaves_nothing_after_the_next_start(
     with Owner(tmp_path, "cluster", "Cluster", "nodes=1") as owner:
         name = owner.wait_for_name("rg")
         wait_until(lambda: moment(name), moment.__name__, interval=0.01)
-        with state.sweeping():  # nobody else, meanwhile
+        with state.sweeping():  # no other sweep meanwhile
             owner.kill()
             assert any("process" in what for what in remains(name)), "it outlives its owner"
     state.sweep()
@@ -141,7 +141,7 @@ def test_a_killed_owner_of_a_control_plane_leaves_nothing(tmp_path: Path) -> Non
     with Owner(tmp_path, "control_plane", "ControlPlane") as owner:
         owner.wait_until_running()
         name = owner.wait_for_name("control-plane")
-        with state.sweeping():  # nobody else, meanwhile
+        with state.sweeping():  # no other sweep meanwhile
             owner.kill()
             assert any("process" in what for what in remains(name))
     state.sweep()

@@ -54,7 +54,7 @@ class UpProcess:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def find(self, *words: str) -> psutil.Process:
-        """The one descendant whose command line has all `words`."""
+        """The one descendant with all `words` in its command line."""
         found = [
             process
             for process in self.descendants()

@@ -1,4 +1,4 @@
-"""Tenants of one cluster under eviction pressure: nobody sees what another has cached.
+"""Tenants of one cluster under eviction pressure: none sees what another has cached.
 
 The same prompts come from several tenants, in a pool far too small for them. Whatever a client can
 observe without a clock (reported cached tokens, the router's expectation, the text) must follow

@@ -40,7 +40,7 @@ def assert_close(out: Tensor, reference: Tensor, bound: float | None = None) -> 
 
 @dataclass
 class PagedKv:
-    """Rows with scattered pages in a pool whose unused places are NaN."""
+    """Rows with scattered pages in a pool; its unused places are NaN."""
 
     pages: Tensor  # [2, num_pages, page_size, KV, D]
     rows: Tensor

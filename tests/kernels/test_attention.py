@@ -258,7 +258,7 @@ def beside_pages(kv: Tensor, pool: Tensor) -> Tensor:
 
 
 class Step:
-    """A step over paged rows whose newest KV still has to be stored by the backend."""
+    """A step over paged rows; the backend still has to store their newest KV."""
 
     def __init__(
         self,

@@ -219,7 +219,7 @@ class TestFastest:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Scratch of a device of 132 multiprocessors whose cuBLASLt knows two algorithms."""
+    """Scratch of a device of 132 multiprocessors; its cuBLASLt knows two algorithms."""
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     asked: list[torch.dtype] = []

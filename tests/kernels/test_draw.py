@@ -123,7 +123,7 @@ def test_a_step_launches_few_kernels(
 
 
 class _Counted:
-    """A kernel whose launches are written down."""
+    """A kernel that records its launches."""
 
     def __init__(self, kernel: object, name: str, launches: list[str]) -> None:
         self._kernel, self._name, self._launches = kernel, name, launches

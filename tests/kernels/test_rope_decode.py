@@ -18,7 +18,7 @@ EPS, SCALE = 1e-5, 0.3
 
 
 class Case:
-    """Rows whose newest K and V are still in the projection: their places in the pages are NaN."""
+    """Rows with their newest K and V in the projection still: the places in the pages are NaN."""
 
     def __init__(
         self,

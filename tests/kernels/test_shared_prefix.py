@@ -21,7 +21,7 @@ PAGE, SCALE = 16, 0.3
 
 
 class Case:
-    """Rows of a batch whose first pages are those of others.
+    """Rows of a batch that have their first pages in common.
 
     `groups`: pages of a prefix, and the batch's rows that have it.
     """

@@ -10,7 +10,7 @@ from radixgrove.protocol.model_table import ModelEntry
 
 
 class Table:
-    """Stands for Redis: what routers are told, and who still holds a lease."""
+    """Stands for Redis: the routers' model table, and who still holds a lease."""
 
     def __init__(self) -> None:
         self.entries: dict[str, ModelEntry] = {}

@@ -48,7 +48,7 @@ def sets(plane: ControlPlane, namespace: str) -> list[str]:
     return sorted(item["metadata"]["name"] for item in found)
 
 
-def told(server: RedisServer, service: str) -> list[str]:
+def routable(server: RedisServer, service: str) -> list[str]:
     """The attempts of a service that routers may use; a table may follow the status."""
     entry = table(server).get(service)
     return sorted(entry.attempts) if entry else []

@@ -82,10 +82,10 @@ async def test_known_models_without_replicas_are_503_and_unknown_ones_404(
     held.cancel()
     for model in ("starting", "starting-alias"):
         assert refused_for_now(await ask(router, model))
-    unknown = await ask(router, "nobody")
+    unknown = await ask(router, "absent")
     assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
     assert (await router.get("/v1/models/off")).status == 200
-    assert (await router.get("/v1/models/nobody")).status == 404
+    assert (await router.get("/v1/models/absent")).status == 404
 
 
 async def test_router_that_has_not_read_the_table_is_not_ready_and_calls_no_model_unknown(
@@ -100,7 +100,7 @@ async def test_router_that_has_not_read_the_table_is_not_ready_and_calls_no_mode
     with connect(redis_server.url, 5.0) as connection:
         RedisStore(connection, PREFIX).put(SHARED, 1.0, entry("starting", "starting-0"))
     await eventually(lambda: router.answers(alone), what="the router is ready")
-    assert (await ask(router, "nobody")).status == 404
+    assert (await ask(router, "absent")).status == 404
 
 
 async def test_unknown_model_beside_a_single_sleeping_one_is_404_at_once(
@@ -110,7 +110,7 @@ async def test_unknown_model_beside_a_single_sleeping_one_is_404_at_once(
     router = await make_router(redis_server, ready=False, model_table=SHARED, queue_timeout=30.0)
     await eventually(lambda: _is(models(router), ["sleeper", "sleeper-alias"]))
     async with asyncio.timeout(5):
-        assert (await ask(router, "nobody")).status == 404
+        assert (await ask(router, "absent")).status == 404
 
 
 async def test_held_request_is_seen_by_the_operator_and_answered_once_a_replica_is_there(

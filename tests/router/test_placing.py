@@ -50,7 +50,7 @@ async def test_new_prompts_spread_over_equally_loaded_replicas(
 async def test_burst_with_one_new_prefix_stays_together(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:
-    """Nobody has published the prefix yet: the pending record alone keeps the burst together."""
+    """No replica has published the prefix yet: pending records alone keep the burst together."""
     replicas = await _pair(make_replica, redis_server)
     router = await make_router(redis_server)
     answers = await asyncio.gather(

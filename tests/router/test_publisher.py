@@ -183,7 +183,7 @@ async def test_mismatch_is_refused_by_name(redis_server: RedisServer) -> None:
         with pytest.raises(RegistrationRefused, match=r"index_block is 32 here and 16 there"):
             await other.publisher.start()
         await other.publisher.close()
-    # Nobody is left to disagree with.
+    # No replica is left to disagree with.
     async with running(redis_server.url, replica_id="r1", index_block=32):
         pass
 

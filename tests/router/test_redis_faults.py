@@ -72,7 +72,7 @@ async def _placed_by_redis(router: Router) -> float:
 async def test_requests_are_served_on_while_redis_is_full(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:
-    """Its leases ran out because nothing could renew them: they prove nobody dead."""
+    """Its leases ran out because nothing could renew them: they prove no replica dead."""
     replicas = [
         await make_replica(redis_url=redis_server.url, replica_id=name) for name in ("r0", "r1")
     ]
@@ -357,10 +357,10 @@ async def test_how_full_redis_is_can_be_seen(
     router = await make_router(redis_server)
     limit = "radixgrove_router_redis_max_bytes"
 
-    async def told() -> bool:
+    async def knows_limit() -> bool:
         return await router.metric(limit) == 1 << 30
 
-    await eventually(told)
+    await eventually(knows_limit)
     assert await router.metric("radixgrove_router_redis_keys") > 0
     assert 0 < await router.metric("radixgrove_router_redis_used_bytes") < 1 << 30
 

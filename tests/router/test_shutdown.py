@@ -1,4 +1,4 @@
-"""How a router leaves: nobody who is still connected gets an error for it."""
+"""How a router leaves: no client that is still connected gets an error for it."""
 
 from __future__ import annotations
 

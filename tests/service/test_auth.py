@@ -32,7 +32,7 @@ def test_the_key_decides_the_principal(tmp_path: Path) -> None:
     "header", [None, "", "Bearer", "Bearer ", "Bearer wrong", "a-key", "Basic a-key", "Bearer é"]
 )
 def test_without_a_known_key_nobody_gets_in(tmp_path: Path, header: str | None) -> None:
-    for known in (keys(tmp_path, "alice: a-key\n"), keys(tmp_path, "# nobody yet\n")):
+    for known in (keys(tmp_path, "alice: a-key\n"), keys(tmp_path, "# none yet\n")):
         with pytest.raises(ApiError) as error:
             known.authenticate(header)
         assert error.value.status == 401

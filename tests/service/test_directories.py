@@ -65,7 +65,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_next_start_sweeps_what_killed_owners_left_and_nothing_else(base: Path) -> None:
     killed, living = Owner(base), Owner(base)
     left, kept = killed.directory, living.directory
-    (base / f"{PREFIX}strange").mkdir()  # no lock: nobody knows whose it is
+    (base / f"{PREFIX}strange").mkdir()  # no lock: of an unknown owner
     killed.kill()
     assert left.exists()
     remove_abandoned(base, PREFIX)

@@ -1,4 +1,4 @@
-"""Log lines: one a record, forged by nobody's text, and never waited for."""
+"""Log lines: one a record, forged by no text, and never waited for."""
 
 from __future__ import annotations
 

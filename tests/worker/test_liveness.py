@@ -17,7 +17,7 @@ def stats(
 
 
 class Watcher:
-    """A liveness whose time a test sets, looked at four times a second."""
+    """A liveness at times that a test sets, looked at four times a second."""
 
     def __init__(self) -> None:
         self.now = 5000.0

@@ -20,7 +20,7 @@ _MAX_ANSWER = 64 << 20
 
 
 class Unreachable(click.ClickException):
-    """Nobody answers, or not as a Radixgrove would; or the key is refused."""
+    """There is no answer, or not one of Radixgrove; or the key is refused."""
 
     exit_code = exit_codes.UNREACHABLE
 

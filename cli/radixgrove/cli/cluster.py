@@ -261,7 +261,7 @@ def _secret(parts: UpParts, name: str) -> SecretStr:
 
 
 def _check_port_free(settings: RouterSettings) -> None:
-    """The router's port, before minutes of loading; 0 cannot be told to anyone."""
+    """The router's port, before minutes of loading; clients could not know a port chosen by 0."""
     if settings.port == 0:
         raise ClusterError("`up` needs a port for its endpoint: --port 8000")
     with contextlib.closing(socket.socket()) as probe:

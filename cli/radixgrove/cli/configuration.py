@@ -55,7 +55,7 @@ class Resolved(Generic[S]):
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A parsed file whose keys are all known."""
+    """A parsed file; all its keys are known."""
 
     name: str
     common: dict[str, Any]

@@ -3,6 +3,6 @@
 OK = 0
 FAILED = 1  # the work itself failed: a start, a check, a child
 USAGE = 2  # unknown flag, wrong setting
-UNREACHABLE = 3  # nobody answers at the given URL, or it refuses the key
+UNREACHABLE = 3  # no answer from the given URL, or it refuses the key
 STUCK = 4  # a worker's engine was stuck and has been killed
 INTERRUPTED = 130

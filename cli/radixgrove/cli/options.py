@@ -31,7 +31,7 @@ def setting_options(*parts: str, without: Iterable[str] = ()) -> list[click.Para
 
 
 class SettingsCommand(click.Command):
-    """A command whose `--help` shows everyday settings only, and `--help-all` all of them."""
+    """A command: its `--help` shows everyday settings only, and `--help-all` all of them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

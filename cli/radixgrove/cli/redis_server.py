@@ -59,7 +59,7 @@ class EmbeddedRedis:
 
 
 def free_ports(count: int, taken: Collection[int] = ()) -> list[int]:
-    """Different ports of the loopback interface that nobody holds, none of them in `taken`."""
+    """Different free ports of the loopback interface, none of them in `taken`."""
     found: list[int] = []
     with contextlib.ExitStack() as held:
         while len(found) < count:

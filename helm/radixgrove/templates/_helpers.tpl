@@ -20,7 +20,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 
 {{- /*
-One image: registry, repository, and a digest or else a tag. A repository whose first part is a host
+One image: registry, repository, and a digest or else a tag. A repository with a host as its first part
 (it has a dot or a port, or is localhost) names its registry itself.
 */ -}}
 {{- define "radixgrove.image" -}}

@@ -36,7 +36,7 @@ def jit(*, varying: tuple[str, ...]) -> Callable[[Callable[..., Any]], Any]: ...
 def jit(function: Callable[..., Any] | None = None, *, varying: tuple[str, ...] = ()) -> Any:
     """`triton.jit` where Triton exists.
 
-    `varying` names arguments whose value or alignment changes from step to step: nothing is
+    `varying` names arguments that change in value or alignment from step to step: nothing is
     compiled anew for them while requests wait.
     """
 

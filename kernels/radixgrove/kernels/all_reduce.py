@@ -3,8 +3,8 @@
 
 Each rank writes its part into its buffer, tells the others, waits for their word, and sums all
 parts in the order of the ranks ("one-shot"), so that every rank gets the same bits. Two halves of
-the buffer take turns: whoever writes a half again knows that all have met once since it was read,
-so no second meeting is needed.
+the buffer take turns: before a half is written again, all have met once since it was read, so no
+second meeting is needed.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _all_reduce_kernel(
         heard = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + program * SIZE
         for peer in tl.static_range(SIZE):
             if peer != RANK:
-                told = tl.load(flags_ptr + peer).to(tl.pointer_type(tl.int32))
-                tl.atomic_xchg(told + program * SIZE + RANK, meeting, sem="release", scope="sys")
+                theirs = tl.load(flags_ptr + peer).to(tl.pointer_type(tl.int32))
+                tl.atomic_xchg(theirs + program * SIZE + RANK, meeting, sem="release", scope="sys")
         for peer in tl.static_range(SIZE):
             if peer != RANK:
                 # A peer may be one meeting ahead; the difference also survives the wrap-around.

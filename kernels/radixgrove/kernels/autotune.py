@@ -158,7 +158,7 @@ class LinearTuner:
             _submit(executor, [*others, *jobs.values()], device)
             try:
                 yield
-            except BaseException:  # nobody needs the rest
+            except BaseException:  # the rest is of no use
                 executor.shutdown(wait=False, cancel_futures=True)
                 raise
         torch.cuda.synchronize(device)
@@ -197,7 +197,7 @@ class LinearTuner:
 
 
 def bucket_of(tokens: int) -> int:
-    """The measured token count whose choice `tokens` take."""
+    """The measured token count from which `tokens` take their choice."""
     return BUCKETS[min(bisect_left(BUCKETS, tokens), len(BUCKETS) - 1)]
 
 

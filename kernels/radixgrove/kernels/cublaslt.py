@@ -4,8 +4,8 @@ cuBLAS ranks its algorithms by a model of the device; timing the first few of th
 for many shapes. This binds as much of cuBLASLt (NVIDIA's cuBLAS documentation, "Using the cuBLASLt
 API") as that needs, in the copy of the library that torch has loaded.
 
-An algorithm is 64 opaque bytes, which are valid for one version of the library only: whoever keeps
-them keeps `version()` with them.
+An algorithm is 64 opaque bytes, which are valid for one version of the library only: `version()`
+has to be kept with them.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ _FEW = 8
 _WHOLE = DecodeConfig(stages=3, warps=4)
 _TILES = DecodeConfig(stages=3, warps=4, programs=2)
 # From so many pairs (row, KV head) a program on, each pair has a program of its own: that balances
-# well enough, and rows with a prefix in common, whose programs of one KV head run at the same time,
+# well enough, and the programs of one KV head run at the same time: rows with a prefix in common
 # then find it in the L2 cache.
 _WHOLE_PAIRS = 3
 _WIDE = DecodeConfig(block_n=32, stages=2, warps=4)  # float32 takes twice the shared memory
@@ -148,7 +148,7 @@ class SharedPrefixes:
     """Prefixes that rows of a batch have in common, on the device.
 
     Attributes:
-        tiles: [T, `tile_rows`] int32, indices of rows of the batch whose first pages are the same;
+        tiles: [T, `tile_rows`] int32, indices of rows of the batch with the same first pages;
             -1 beyond a tile's last. A row is in one tile at most.
         tile_lens: [T] int32, how many tokens these pages hold; 0: the tile is empty.
         row_lens: [at least B] int32, the same of each row's tile, less than the row's length; 0: it
@@ -283,7 +283,7 @@ def rope_decode_attention(
         qkv: [B, (H + 2 KV) * D], heads of q, then k, then v; rows may be strided. Only read.
         cos_sin: [max_position, D] float32: D/2 cosines, then D/2 sines; row b's token has the
             position `kv_lens[b] - 1`, and the place in the pages that the table gives it. Rows may
-            share the page of that place only where nobody reads it (padding, the scratch page).
+            share the page of that place only where it is never read (padding, the scratch page).
         q_norm, k_norm: [D] each, both or none.
 
     The other arguments, the result and what is raised are those of `decode_attention`.

@@ -78,7 +78,7 @@ def store_result(
     BLOCK_D: tl.constexpr,
     PREFIX: tl.constexpr,
 ):
-    """The result of `heads`, whose softmax goes on from what was left of their prefix."""
+    """The result of `heads`; their softmax goes on from what was left of their prefix."""
     dim = tl.arange(0, BLOCK_D)
     mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
     if PREFIX:

@@ -36,7 +36,7 @@ def _gather_kernel(
 def embed(weight: Tensor, token_ids: Tensor, first: int = 0) -> Tensor:
     """Rows of an embedding table; zeros for ids outside this shard.
 
-    Also gathers the hidden states whose logits are wanted (`weight` = hidden states).
+    Also gathers the hidden states of the wanted logits (`weight` = hidden states).
 
     Args:
         weight: [rows, width] contiguous: ids `first` .. `first + rows - 1`.

@@ -6,8 +6,8 @@ sampler (`race.py`) computes the same bits.
 
 A 64-bit key is mixed from (seed, position) by `mix`, the 32-bit finalizer "lowbias32" of Chris
 Wellons' hash prospector (multiplications and xor-shifts). Each index then goes through one such
-finalizer, with a word of the key before each of its multiplications: streams whose first words are
-close do not share numbers, since their second words differ.
+finalizer, with a word of the key before each of its multiplications: streams with close first
+words do not share numbers, since their second words differ.
 """
 
 from __future__ import annotations

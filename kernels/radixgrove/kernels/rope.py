@@ -157,7 +157,7 @@ def rope_store(
             through the pages.
         cos_sin: [max_position, D] float32: D/2 cosines, then D/2 sines.
         positions: [T] int64. slots: [T] int64, `page * page_size + offset`, distinct except for
-            the scratch page, whose content is undefined.
+            the scratch page, which holds nothing defined.
         pages: [2, num_pages, page_size, KV, D] contiguous, qkv's dtype or float8: one layer of
             the pool.
         q_norm, k_norm: [D] each, both or none.

@@ -55,7 +55,7 @@ def _weight(x, best, scale, COUNT: tl.constexpr):
 
 @jit
 def _mass_at_least(logits_ptr, vocab, pivot, best, scale, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Over logits whose ordered key is >= pivot: how many (COUNT), or their summed weight."""
+    """Over logits with an ordered key >= pivot: how many (COUNT), or their summed weight."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, vocab, BLOCK):
@@ -78,7 +78,7 @@ def _largest_pivot(
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Largest key in [low, key(best)] whose `_mass_at_least` reaches `target`.
+    """Largest key in [low, key(best)] at which `_mass_at_least` reaches `target`.
 
     A pass over the row tries three pivots, which leaves a quarter of the range. Keys of a type with
     fewer bits than float32 are multiples of `1 << SHIFT`, and only those are tried.
@@ -287,7 +287,7 @@ def sampling_thresholds(
         top_k: [B] int32 or int64, 0 is off. top_p, min_p: [B] float32, 1 and 0 are off.
         rows: [B] int64; with it parameters are [R], and row i of the batch takes those of
             `rows[i]`. They may be strided; those in float32 alike.
-        candidates: rows whose survivors are fewer are searched much faster.
+        candidates: rows with fewer survivors than this are searched much faster.
 
     Returns:
         [B] float32; -inf where nothing is filtered.

@@ -1,7 +1,7 @@
 """Token blocks and their identity: a keyed hash chain.
 
 A block is `block_size` consecutive token ids. Its identity is the chain (parent, tokens, extra),
-keyed with the cluster's secret so that nobody without it can predict or forge one. The sharing
+keyed with the cluster's secret: without it, no hash can be predicted or forged. The sharing
 domain is deliberately not part of it: the same text has the same hash for every tenant, and the
 domain is a field beside it (`member`).
 """

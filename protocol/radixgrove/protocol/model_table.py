@@ -1,7 +1,7 @@
 """Which models exist: the table that the operator writes into Redis and routers obey.
 
 Workers' leases say who serves; this table says what may be served, by whom. A registered replica
-whose id is not among the listed attempts of its service belongs to a group that was replaced or is
+that is not among the listed attempts of its service belongs to a group that was replaced or is
 draining: a router sends it nothing new. The attempt is thus the fencing token of a group.
 
     {prefix}:models:<table>    STRING  JSON of `ModelTable`; table "shared" is the shared router's

@@ -175,7 +175,7 @@ class WorkerSettings(Settings):
     frontends: int = _field(1, "HTTP processes.", ge=1, le=64)
     service: str = _field(
         "default",
-        "Name of the service whose replicas share an index; one service serves one model.",
+        "Name of the service: its replicas share an index, and serve one model.",
         pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$",
     )
     replica_id: str | None = _field(
@@ -249,7 +249,7 @@ class WorkerSettings(Settings):
         "Order of the waiting queue; `longest-output` is for batches that wait as a whole.",
     )
     eviction_policy: EvictionPolicy = _field(EvictionPolicy.LRU, "Which cached page goes first.")
-    sharing: Sharing = _field(Sharing.PRIVATE, "Who may use whose cached prefixes.")
+    sharing: Sharing = _field(Sharing.PRIVATE, "Which principals share cached prefixes.")
     prefix_cache: bool = _field(True, "Keep finished pages for later requests.")
     host_cache_gib: float = _field(
         0.0,

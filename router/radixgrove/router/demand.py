@@ -24,7 +24,7 @@ class DemandReport:
         """Reports a new demand at once, one that lasts every few seconds, and its end.
 
         Raises:
-            RedisUnavailable, RedisRefused: they are not told; the next call tries again.
+            RedisUnavailable, RedisRefused: not published; the next call tries again.
         """
         now = time.monotonic()
         wanted = {service.name: _demand(service, now) for service in services}
@@ -43,7 +43,8 @@ class DemandReport:
 
 
 def _demand(service: Service, now: float) -> int:
-    """Requests held now; one for a while after the last was given up, or it wakes nobody."""
+    """Requests held now; one for a while after the last was given up, so that it still wakes the
+    service."""
     if service.held or any(replica.available() for replica in service.replicas.values()):
         return service.held
     return int(now - service.last_held < DEMAND_SECONDS)

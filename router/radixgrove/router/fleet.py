@@ -69,7 +69,7 @@ class Fleet:
         """The service of a model name or alias.
 
         Raises:
-            ApiError: 404, nobody serves it; 503, this router does not know yet.
+            ApiError: 404, no service has it; 503, this router does not know yet.
         """
         service = self._by_model.get(model)
         if service is None:
@@ -231,7 +231,7 @@ class Fleet:
         """No new requests for a replica, from any router when it is registered.
 
         Raises:
-            ApiError: 404, there is no such replica; 503, Redis cannot be told.
+            ApiError: 404, there is no such replica; 503, Redis takes no writes.
         """
         found = self.find(replica_id)
         if found is None:

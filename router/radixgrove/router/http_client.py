@@ -3,7 +3,7 @@
 Everything a general client does beyond that costs a third of the router's time: this one posts a
 body that is known whole, on pooled keep-alive connections with one request each, and hands over the
 answer's bytes as they come, with a deadline on every wait. No redirects, cookies, proxies, content
-codings or retries: those are the caller's business, or nobody's here.
+codings or retries: those are left to the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import httptools
 # Below the 5 s after which uvicorn closes an idle connection: a request must not meet the close.
 KEEPALIVE_SECONDS = 4.0
 MAX_HEADER_BYTES = 64 << 10  # of an answer, its status line included
-BUFFER_BYTES = 256 << 10  # of an answer's body nobody has read; then the replica has to wait
+BUFFER_BYTES = 256 << 10  # of an answer's body not read yet; then the replica has to wait
 MAX_ORIGINS = 4096
 
 Fields = Iterable[tuple[bytes, bytes]]
@@ -258,7 +258,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self._in_use or self._complete:
-            self.abort()  # nobody asked
+            self.abort()  # bytes without a request
             return
         if not self._has_headers:
             self._header_bytes += len(data)
@@ -294,7 +294,7 @@ class Connection(asyncio.Protocol):
     # ---- the parser calls these ------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self._complete:  # a second answer to one request: whose could it be?
+        if self._complete:  # a second answer to one request: it belongs to none
             self._keep_alive = False
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -106,7 +106,7 @@ async def _supervise(settings: RouterSettings, directory: Path) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    # Held open, never listening: port 0 becomes one port for all, and nobody else gets it.
+    # Held open, never listening: port 0 becomes one port for all, which no other program gets.
     reserved = listen(settings.host, settings.port, shared=True)
     settings = settings.model_copy(update={"port": reserved.getsockname()[1]})
     _write_settings(settings, directory / SETTINGS_FILE)

@@ -107,7 +107,7 @@ class Proxy:
     async def handle(
         self, endpoint: Endpoint[Any], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Answers a POST to the endpoint, whose principal is known.
+        """Answers a POST to the endpoint after its authentication.
 
         Raises:
             ApiError: before anything was sent.

@@ -143,7 +143,7 @@ class RouterProcess:
         )
 
     def _task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task whose failure ends the process: a router without it would be half blind."""
+        """A task that ends the process when it fails: a router without it would be half blind."""
 
         async def guarded() -> None:
             try:

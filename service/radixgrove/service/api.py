@@ -37,7 +37,7 @@ class Health(msgspec.Struct):
 
 
 class Api(FastAPI):
-    """An application whose handlers return `reply(…)`, or raise `ApiError`."""
+    """An application; its handlers return `reply(…)`, or raise `ApiError`."""
 
     def __init__(self, title: str, *, needs_key: bool) -> None:
         """`needs_key`: the document says that a key is needed beyond the public paths."""

@@ -198,7 +198,7 @@ class ErrorShape:
             await self.app(scope, receive, send)
             return
         started = False
-        held: Message | None = None  # start of a 404 or 405 whose body is not known yet
+        held: Message | None = None  # start of a 404 or 405 until its body is known
         replaced = False
 
         async def shaped(message: Message) -> None:

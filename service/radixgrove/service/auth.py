@@ -1,6 +1,6 @@
 """API keys and the principals they stand for.
 
-The principal decides whose cached prefixes a request may use, so it comes from the authenticated
+The principal decides which cached prefixes a request may use, so it comes from the authenticated
 key alone, never from the request.
 """
 
@@ -35,7 +35,7 @@ class ApiKeys:
     """
 
     def __init__(self, principals_by_key: Mapping[str, str] | None) -> None:
-        """`None`: no keys configured, everyone is `local`. Empty: nobody gets in."""
+        """`None`: no keys configured, everyone is `local`. Empty: every request is refused."""
         self._entries: list[tuple[bytes, str]] | None = None
         if principals_by_key is not None:
             self._entries = [

@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent, and whose last words are kept."""
+"""Child processes that never outlive their parent; the end of what they print is kept."""
 
 from __future__ import annotations
 

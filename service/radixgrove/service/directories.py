@@ -1,4 +1,4 @@
-"""Private directories of running processes; the next start sweeps those whose owner was killed.
+"""Private directories of running processes; the next start sweeps those of killed owners.
 
 The owner holds a lock on a file in its directory; the kernel drops it with the process, however
 that ended. A process id would not do: another process, or another container, may have the same.
@@ -31,7 +31,7 @@ def private_directory(prefix: str) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        # Removed before the lock is let go: nobody else takes it for abandoned.
+        # Removed before the lock is released: another start would take it for abandoned.
         shutil.rmtree(directory, ignore_errors=True)
         lock.close()
 
@@ -49,7 +49,7 @@ def _make(base: Path, prefix: str) -> tuple[Path, IO[bytes]]:
 
 
 def remove_abandoned(base: Path, prefix: str) -> None:
-    """Removes this user's directories whose lock nobody holds; safe beside other starts."""
+    """Removes this user's directories that no process has locked; safe beside other starts."""
     for directory in base.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():

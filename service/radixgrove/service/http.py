@@ -250,7 +250,7 @@ class HttpProtocol(HttpToolsProtocol):
         return bool(self.pipeline) or (unfinished and self.cycle is not self._arriving())
 
     def _has_begun_answer(self) -> bool:
-        """Whether the request whose body we are waiting for has been answered already."""
+        """Whether the request has been answered before all of its body came."""
         cycle = self._arriving()
         return cycle is not None and bool(cycle.response_started)
 

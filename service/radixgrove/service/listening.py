@@ -56,7 +56,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bound_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A TCP socket with an address of its own, on which nobody listens yet.
+    """A TCP socket with an address of its own, which does not listen yet.
 
     `::` is every address, of IPv4 too, and of IPv4 alone on a host without IPv6.
 

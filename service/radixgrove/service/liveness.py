@@ -1,7 +1,7 @@
 """Signs of life: how a process gives them, and how time counts for one that watches them.
 
-A parent hands each child the end of a pipe (`Child.start`); a child whose event loop turns writes
-there once a second. That shows a hang which leaves the process and its sockets in place.
+A parent hands each child the end of a pipe (`Child.start`); while its event loop turns, the child
+writes there once a second. That shows a hang which leaves the process and its sockets in place.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WatchClock:
         self._absent = 0.0
 
     def now(self) -> float:
-        """Seconds of watching. Whoever reads it less than once a second loses the time between."""
+        """Seconds of watching. A time of more than a second between two reads does not count."""
         now = self._clock()
         since = now - self._looked
         if since > ABSENCE:

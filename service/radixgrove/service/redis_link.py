@@ -2,7 +2,7 @@
 
 *Usable means that this process's own last heartbeat, on a key of its own, was accepted.* A server
 that answers may still refuse writes: demoted, full, unable to save, without its replicas. Nothing
-read from such a server tells who is alive, since nobody else's writes are taken either; and nothing
+read from such a server tells who is alive, since it refuses the others' writes as well; and nothing
 of another owner's, such as one key of a wrong type, makes it unusable. That one flag, `up`, drives
 metrics, messages, reconnection and how leases are read.
 
@@ -159,7 +159,7 @@ class RedisLink:
         raise AssertionError("unreachable")
 
     def post_script(self, name: str, keys: Keys, *arguments: Argument) -> None:
-        """Sends a script whose answer is dropped; lost when Redis is away or lacks the script."""
+        """Sends a script and drops its answer; lost when Redis is away or lacks the script."""
         if self._wire is not None:
             with contextlib.suppress(RedisUnavailable):
                 self._wire.post(_evaluation(name, keys, arguments))

@@ -1,6 +1,6 @@
 """What every client of Redis goes by: addresses, errors, which server is fit, when to reconnect.
 
-Router and worker share one asynchronous client (`redis_link`), whose calls are pipelined on one
+Router and worker share one asynchronous client (`redis_link`), which pipelines calls on one
 connection. The operator and `doctor` call from threads, where an event loop would be in the way:
 they use redis-py's client (`redis_client`) by the same rules.
 """

@@ -14,7 +14,7 @@ from radixgrove.service.redis_rules import RedisRefused, RedisUnavailable
 CALL_TIMEOUT = 3.0  # at most; half of it at least
 LATE_SECONDS = 0.1  # a timer that fires so much later than it was set for is no judge
 MAX_OUTSTANDING = 1 << 14
-LINGER_SECONDS = 0.005  # a command whose answer is dropped goes with the next one, or after this
+LINGER_SECONDS = 0.005  # a command with no use for its answer goes with the next, or after this
 
 Argument = bytes | str | int | float
 Command = Sequence[Argument]

@@ -13,7 +13,7 @@ FIRST_BACKOFF = 1.0
 LONGEST_BACKOFF = 30.0
 # A child that lived this long has earned a fresh back-off.
 SETTLED_SECONDS = 60.0
-# A child whose event loop has turned, and then does not for so long, answers nobody any more.
+# A child answers no request any more once its event loop, having turned, stands for so long.
 HANG_SECONDS = 10.0
 
 

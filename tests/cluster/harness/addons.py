@@ -53,7 +53,7 @@ def _dns_rights() -> list[dict[str, Any]]:
 
 
 def _dns(address: str) -> list[dict[str, Any]]:
-    """One DNS server on every node, asked only from there: losing a node costs nobody else DNS."""
+    """One DNS server on every node, asked only from there: losing a node costs no other DNS."""
     container = {
         "name": "coredns",
         "image": DNS_IMAGE,

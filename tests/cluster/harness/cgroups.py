@@ -68,7 +68,7 @@ def thaw(name: str) -> None:
 
 
 def kill_all(prefix: str) -> None:
-    """Kills every process in the top-level groups whose name begins with `prefix`."""
+    """Kills every process in the top-level groups with names that begin with `prefix`."""
 
     def none_left() -> bool:
         pids = set()
@@ -86,7 +86,7 @@ def kill_all(prefix: str) -> None:
 
 
 def remove(prefix: str) -> None:
-    """Removes the (empty) top-level groups whose name begins with `prefix`."""
+    """Removes the (empty) top-level groups with names that begin with `prefix`."""
 
     def gone() -> bool:
         for root in hierarchies():

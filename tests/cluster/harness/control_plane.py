@@ -297,7 +297,7 @@ class ControlPlane:
 
 
 def free_port(address: str) -> int:
-    """A port nobody listens on, below the range from which clients get theirs."""
+    """A port without a listener, below the range from which clients get theirs."""
     for _ in range(100):
         port = random.randrange(20000, 32000)
         with socket.socket() as probe:

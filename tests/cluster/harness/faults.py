@@ -117,7 +117,7 @@ class Bystander:
         self._namespace = namespace
 
     def label_all(self, key: str, value: str) -> int:
-        """Sets a label that nobody asked for on every object."""
+        """Sets a foreign label on every object."""
         objects = self._objects()
         for name in objects:
             self._kubectl.run("label", name, "-n", self._namespace, f"{key}={value}", "--overwrite")

@@ -1,4 +1,4 @@
-"""Services whose groups span several pods: specs of the group probe, and their pods by node."""
+"""Services of groups that span several pods: specs of the group probe, and their pods by node."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _building() -> Iterator[None]:
-    """While the layers of a build are nobody's yet, they are not removed."""
+    """While no image has the layers of a build yet, they are not removed."""
     with (_store() / "building").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         yield

@@ -31,7 +31,7 @@ def shared() -> Iterator[None]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A part of `shared` work that waits until nobody else works, and lets nobody begin."""
+    """A part of `shared` work that waits until no other process works, and lets none begin."""
     if _share is None:
         raise RuntimeError("only what works `shared` can be alone for a while")
     _lock(_share, fcntl.LOCK_UN)  # two that want to be alone must not wait for each other
@@ -39,12 +39,12 @@ def alone() -> Iterator[None]:
     try:
         yield
     finally:
-        # Not by the gate: whoever stands there waits for this.
+        # Not by the gate: the process that holds it waits for this.
         _lock(_share, fcntl.LOCK_SH)
 
 
 def _come_in(share: IO[str], how: int) -> None:
-    """Through a gate, one by one: nobody passes whoever waits to be alone."""
+    """Through a gate, one by one: none overtakes a process that waits to be alone."""
     with (cache_directory() / "machine.gate").open("w") as gate:
         _lock(gate, fcntl.LOCK_EX)
         _lock(share, how)

@@ -1,9 +1,9 @@
 """One node: namespaces, a cgroup, containerd, kubelet, kube-proxy and kube-router.
 
-The node is a set of namespaces (process, mount, network, host name) whose first process is `pause`.
-When that ends, the kernel ends every process in them, and with the last process go the node's
-mounts and links. Inside, /run and /var are the node's own, so that all programs keep their usual
-paths and two nodes do not meet; everything else is the machine's file system.
+The node is a set of namespaces (process, mount, network, host name); `pause` is the first process
+in them. When that ends, the kernel ends every process in them, and with the last process go the
+node's mounts and links. Inside, /run and /var are the node's own, so that all programs keep their
+usual paths and two nodes do not meet; everything else is the machine's file system.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class KeyPair:
 
 
 class Authority:
-    """A self-signed authority whose files live in `directory`."""
+    """A self-signed authority with its files in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.cluster.harness.waiting import wait_until
 
-# Every process carries the cluster's state directory in its environment, so that whoever
-# clears up after a killed owner finds them without a journal that could lag behind.
+# Every process carries the cluster's state directory in its environment, so that a
+# sweep after a killed owner finds them without a journal that could lag behind.
 MARK = "RADIXGROVE_CLUSTER_STATE"
 
 
@@ -63,7 +63,7 @@ class Process:
             )
 
     def check(self) -> None:
-        """Raises `ProcessDied` when the process has ended without being told to."""
+        """Raises `ProcessDied` when the process has ended by itself."""
         if self._child is not None and self._child.poll() is not None:
             tail = self.log.read_text(errors="replace")[-3000:]
             raise ProcessDied(f"{self.name} ended with {self._child.returncode}:\n{tail}")

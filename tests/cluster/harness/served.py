@@ -66,8 +66,8 @@ class Served:
 
     def is_present(self, status: Mapping[str, Any]) -> bool:
         """Whether a status speaks of the very pods that stay: it may be of an attempt before."""
-        told = {pod["uid"] for group in status.get("groups", []) for pod in group.get("pods", [])}
-        return told == {pod["metadata"]["uid"] for pod in self.staying_pods()}
+        named = {pod["uid"] for group in status.get("groups", []) for pod in group.get("pods", [])}
+        return named == {pod["metadata"]["uid"] for pod in self.staying_pods()}
 
     def wait(
         self, that: Callable[[dict[str, Any]], object], what: str, *, timeout: float = 300

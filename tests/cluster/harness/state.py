@@ -101,7 +101,7 @@ class StateDirectory:
 
 
 def loop_devices(path: Path) -> list[str]:
-    """Loop devices whose file lies below `path`; they go with a node's last process."""
+    """Loop devices on files below `path`; they go with a node's last process."""
     found = []
     for file in Path("/sys/block").glob("loop*/loop/backing_file"):
         with contextlib.suppress(OSError):  # detached meanwhile
@@ -136,7 +136,7 @@ def remove_ownerless() -> None:
 
 @contextmanager
 def sweeping() -> Iterator[None]:
-    """One process sweeps at a time: whoever has waited finds the other's work done."""
+    """One process sweeps at a time: the next one finds the work done."""
     state_root().mkdir(parents=True, exist_ok=True)
     with (state_root() / "sweeping").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -191,7 +191,7 @@ def _restore_sysctls() -> None:
 
 
 def _try_lock(name: str) -> IO[str] | None:
-    """Locks a name's file, whose unlinking by another owner between open and lock is noticed."""
+    """Locks a name's file; notices another owner's unlinking it between open and lock."""
     state_root().mkdir(parents=True, exist_ok=True)
     path = state_root() / f"{name}.lock"
     while True:

@@ -14,7 +14,7 @@ import time
 
 import aiohttp
 
-_LIFETIME = 1800.0  # seconds, should whoever started this be gone without a word
+_LIFETIME = 1800.0  # seconds, in case the parent ends without stopping this
 
 
 async def main(url: str, model: str, clients: int, tokens: int, patience: float) -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Seconds for what takes a few where nobody else wants the cores. A deadline of its own has only
+# Seconds for what takes a few on idle cores. A deadline of its own has only
 # what takes longer, or what the specification itself puts a time on.
 PATIENCE = 180.0
 

@@ -54,7 +54,7 @@ def answering(address: str, port: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hanging(address: str, port: int) -> Iterator[None]:
-    """The kernel completes connections, and nobody ever reads: a machine whose processes stand."""
+    """The kernel completes connections, and no process reads: a machine that hangs."""
     with socket.socket() as listener:
         listener.bind((address, port))
         listener.listen()

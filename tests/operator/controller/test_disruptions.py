@@ -1,4 +1,4 @@
-"""What a drain of nodes may take: pods that serve nobody are never in its way."""
+"""What a drain of nodes may take: pods without requests are never in its way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Services beside each other: whose half-placed group holds up whom."""
+"""Services beside each other: which half-placed group holds up which other."""
 
 from __future__ import annotations
 

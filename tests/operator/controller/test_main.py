@@ -54,7 +54,7 @@ class _Beating:
 
 
 async def test_it_watches_as_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's numeric user has none, and kopf asks for it unless it is told an identity."""
+    """A container's numeric user has none, and kopf asks for it unless it is given an identity."""
     made: list[asyncio.Task[Any]] = []
 
     def nameless() -> str:

@@ -17,7 +17,16 @@ from tests.cluster.harness.kwok import LATE
 from tests.cluster.harness.waiting import wait_until
 from tests.conftest import RedisServer
 from tests.operator.operator_process import OperatorProcess
-from tests.operator.resources import RGSVC, ready, reason, service, sets, table, told, wait_ready
+from tests.operator.resources import (
+    RGSVC,
+    ready,
+    reason,
+    routable,
+    service,
+    sets,
+    table,
+    wait_ready,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -31,7 +40,7 @@ def test_a_service_becomes_ready_and_routers_learn_of_it(
     assert seen["status"]["parallelism"]["tp"] == 8
     assert sets(plane, namespace) == ["llama-0-a1", "llama-1-a2"]
     wait_until(
-        lambda: told(redis_server, f"{namespace}.llama") == ["llama-0-a1-0", "llama-1-a2-0"],
+        lambda: routable(redis_server, f"{namespace}.llama") == ["llama-0-a1-0", "llama-1-a2-0"],
         "routers know both groups",
     )
     assert table(redis_server)[f"{namespace}.llama"].names == ["llama"]
@@ -69,7 +78,8 @@ def test_a_lost_pod_recreates_its_whole_group_once(
     seen = wait_ready(plane, "big", namespace)
     assert [group["restarts"] for group in seen["status"]["groups"]] == [1]
     wait_until(
-        lambda: told(redis_server, f"{namespace}.big") == ["big-0-a2-0"], "routers know the next"
+        lambda: routable(redis_server, f"{namespace}.big") == ["big-0-a2-0"],
+        "routers know the next",
     )
 
 
@@ -220,7 +230,7 @@ def test_the_older_of_two_services_keeps_a_model_name(
         "-n",
         namespace,
         that=lambda r: reason(r) == "ModelNameTaken",
-        what="is told",
+        what="is reported",
     )
     plane.kubectl.delete(RGSVC, "first", "-n", namespace)
     plane.kubectl.wait_for(RGSVC, "second", "-n", namespace, that=ready, what="takes over")
@@ -231,7 +241,12 @@ def test_a_wrong_engine_setting_is_named_in_a_condition(
 ) -> None:
     plane.kubectl.apply(service("llama", namespace, engine={"settings": {"no_such": 1}}))
     seen = plane.kubectl.wait_for(
-        RGSVC, "llama", "-n", namespace, that=lambda r: reason(r) == "InvalidEngine", what="is told"
+        RGSVC,
+        "llama",
+        "-n",
+        namespace,
+        that=lambda r: reason(r) == "InvalidEngine",
+        what="is reported",
     )
     assert "no_such" in str(seen["status"]["conditions"])
     plane.kubectl.apply(
@@ -239,7 +254,7 @@ def test_a_wrong_engine_setting_is_named_in_a_condition(
     )
     seen = plane.kubectl.wait_for(
         RGSVC, "own", "-n", namespace, that=lambda r: reason(r, "Degraded") == "InvalidRouter",
-        what="is told",
+        what="is reported",
     )  # fmt: skip
     assert "router.settings.no_such" in str(seen["status"]["conditions"])
 
@@ -257,7 +272,7 @@ def test_an_override_that_would_be_dropped_or_cannot_be_laid_over_is_named(
 ) -> None:  # fmt: skip
     plane.kubectl.apply(service("llama", namespace, podOverrides=overrides))
     seen = plane.kubectl.wait_for(
-        RGSVC, "llama", "-n", namespace, that=lambda r: reason(r) == said, what="is told"
+        RGSVC, "llama", "-n", namespace, that=lambda r: reason(r) == said, what="is reported"
     )
     assert words in str(seen["status"]["conditions"])
     body = {"spec": {"podOverrides": None}}

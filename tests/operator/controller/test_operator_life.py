@@ -24,7 +24,16 @@ from tests.operator.operator_process import (
     OperatorProcess,
     install,
 )
-from tests.operator.resources import RGSVC, ready, reason, service, sets, table, told, wait_ready
+from tests.operator.resources import (
+    RGSVC,
+    ready,
+    reason,
+    routable,
+    service,
+    sets,
+    table,
+    wait_ready,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -124,7 +133,8 @@ def test_a_pod_replaced_while_it_was_dead_costs_the_whole_group(
     seen = wait_ready(plane, "big", namespace)
     assert [group["restarts"] for group in seen["status"]["groups"]] == [1]
     wait_until(
-        lambda: told(redis_server, f"{namespace}.big") == ["big-0-a2-0"], "routers know the next"
+        lambda: routable(redis_server, f"{namespace}.big") == ["big-0-a2-0"],
+        "routers know the next",
     )
 
 
@@ -207,8 +217,8 @@ def test_deleted_twice_and_made_again_it_is_served_by_children_of_the_new_one(
 
     wait_until(lambda: owners() == {seen["metadata"]["uid"]}, "only its own are left")
     wait_until(
-        lambda: len(told(redis_server, f"{namespace}.llama")) == 2,
-        "routers are told of two groups",
+        lambda: len(routable(redis_server, f"{namespace}.llama")) == 2,
+        "routers know two groups",
     )  # fmt: skip
 
 
@@ -306,7 +316,7 @@ def test_under_an_older_crd_it_says_so_writes_nothing_at_rest_and_notices_the_ne
         wait_until(lambda: published() != before, "the older schema is published")
         plane.kubectl.run("scale", RGSVC, "llama", "-n", namespace, "--replicas=2")
         seen = plane.kubectl.wait_for(
-            RGSVC, "llama", "-n", namespace, what="is told",
+            RGSVC, "llama", "-n", namespace, what="is reported",
             that=lambda r: ready(r) and reason(r, "Degraded") == "OutdatedCRD",
         )  # fmt: skip
         assert "summary" not in seen["status"]
@@ -397,7 +407,7 @@ def test_a_leader_stopped_past_its_lease_writes_nothing_when_it_continues(
 ) -> None:  # fmt: skip
     plane.kubectl.apply(service("llama", namespace))
     wait_ready(plane, "llama", namespace)
-    # Nothing takes back a request whose half is sent when its sender is stopped.
+    # Nothing takes back a request that is half sent when its sender is stopped.
     wait_for_rest(plane, namespace)
     operator.signal(signal.SIGSTOP)
     second = OperatorProcess(plane, tmp_path, redis_server.port)
@@ -473,8 +483,8 @@ def test_a_second_installation_leaves_alone_what_the_first_looks_after_and_says_
     asked = plane.audit.read(user(home))
     assert {r.resource for r in asked if r.writes and r.namespace == namespace} == {"events"}
     assert [request for request in asked if request.code == 403] == []
-    assert f"{NAMESPACE}/radixgrove-operator" in second.log.read_text(), "whose it is"
-    assert told(redis_server, f"{namespace}.llama") == ["llama-0-a1-0"]
+    assert f"{NAMESPACE}/radixgrove-operator" in second.log.read_text(), "it names the owner"
+    assert routable(redis_server, f"{namespace}.llama") == ["llama-0-a1-0"]
 
 
 def test_a_service_is_taken_over_from_an_installation_that_died(
@@ -508,7 +518,8 @@ def test_a_service_is_taken_over_from_an_installation_that_died(
         wait_until(lambda: sets(plane, namespace) == ["llama-0-a2"], "the next attempt")
         wait_ready(plane, "llama", namespace)
         wait_until(
-            lambda: told(redis_server, f"{namespace}.llama") == ["llama-0-a2-0"], "routers know it"
+            lambda: routable(redis_server, f"{namespace}.llama") == ["llama-0-a2-0"],
+            "routers know it",
         )
     finally:
         plane.kubectl.run("delete", "namespace", home, "--wait=false")

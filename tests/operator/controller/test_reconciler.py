@@ -146,7 +146,7 @@ def test_the_next_attempt_would_rather_not_run_on_a_machine_that_hangs() -> None
     assert "'values': ['n1']" in str(pods["affinity"]["nodeAffinity"])
     operator.settle("n0", "n2")
     assert operator.condition() == "True/Serving"
-    # It is remembered with the attempt, whose set is still restored when somebody changes it.
+    # It is remembered with the attempt: its set is still restored when somebody changes it.
     operator.kube.the("StatefulSet", "llama-0-a2")["spec"]["updateStrategy"]["type"] = "Other"
     assert operator.context() == ["patch StatefulSet/llama-0-a2"]
     assert operator.kube.the("StatefulSet", "llama-0-a2")["spec"]["template"]["spec"] == pods
@@ -369,10 +369,10 @@ def test_what_another_installation_looks_after_is_left_alone_and_that_is_said_on
     (said,) = operator.context()
     assert said.startswith("create Event/llama.")
     assert operator.context() == []
-    (told,) = operator.kube.of("Event")
-    assert (told["type"], told["reason"]) == ("Warning", "ServedElsewhere")
+    (event,) = operator.kube.of("Event")
+    assert (event["type"], event["reason"]) == ("Warning", "ServedElsewhere")
     for words in (THEIRS, CONFIG.installation, "operator.namespaces"):
-        assert words in told["message"]
+        assert words in event["message"]
     assert operator.table.entries == {}, "its routers do not serve it"
 
 

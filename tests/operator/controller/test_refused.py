@@ -53,7 +53,7 @@ class RefusingKube(MemoryKube):
 
 
 class Cluster:
-    """An operator whose time is the test's own."""
+    """An operator at a time that the test sets."""
 
     def __init__(self) -> None:
         self.now, self.kube, self.table = 1000.0, RefusingKube(), Table()
@@ -157,7 +157,7 @@ def test_several_refused_groups_keep_their_numbers() -> None:
 
 @pytest.mark.parametrize("status", [0, 409, 500, 504])
 def test_a_number_of_which_something_may_have_been_made_is_not_used_again(status: int) -> None:
-    """Pods of that name may exist on a node nobody hears from."""
+    """Pods of that name may exist on a node that does not answer."""
     cluster = Cluster()
     cluster.kube.refusal = (status, "no answer")
     cluster.apply(LLAMA)

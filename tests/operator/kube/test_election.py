@@ -15,7 +15,7 @@ from tests.cluster.harness.waiting import wait_until
 from tests.operator.memory_kube import MemoryKube
 from tests.operator.operator_builders import CONFIG
 
-# Nobody's lease runs out while a test lasts.
+# No lease runs out while a test lasts.
 PATIENT = CONFIG.model_copy(update={"election": Election(duration=600.0, renew_every=0.02)})
 
 

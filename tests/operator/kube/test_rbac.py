@@ -57,7 +57,7 @@ def without(missing: rbac.Permission, verb: str) -> list[rbac.Permission]:
 
 
 def provoke(plane: ControlPlane, namespace: str, needed: str) -> None:
-    """Services whose operator does everything, or all that it does with one resource."""
+    """Services that make the operator do everything, or all that it does with one resource."""
     fetched = [
         service("fetched", namespace, model={"source": "hf://org/model", "revision": COMMIT}),
         service("looked-up", namespace, model={"source": "hf://org/model"}),

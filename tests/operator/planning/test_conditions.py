@@ -99,7 +99,7 @@ def group_with(**fields: Any) -> Group:
 
 
 def slow_start(ran: float) -> Group:
-    """One whose container ended after `ran` seconds, and may start for 45 minutes."""
+    """One with a container that ended after `ran` seconds, and may start for 45 minutes."""
     made = group_with(restarts=1, ran=ran, exited="loading\nlayer 71 of 80")
     return replace(made, startup=2700.0)
 
@@ -390,8 +390,8 @@ def test_every_transition_is_an_event_once() -> None:
     broken = computed(facts(record(0, GroupPhase.FAILED, failures=99)), starting, NOW + 1)
     ready = computed(facts(record(0)), broken, NOW + 2)
     assert {reason for _, reason, _ in transitions(EMPTY, starting)} >= {"Starting", "Cached"}
-    told = {(kind, reason) for kind, reason, _ in transitions(starting, broken)}
-    assert ("Warning", "RestartBudgetExhausted") in told
+    events = {(kind, reason) for kind, reason, _ in transitions(starting, broken)}
+    assert ("Warning", "RestartBudgetExhausted") in events
     assert {(kind, reason) for kind, reason, _ in transitions(broken, ready)} == {
         ("Normal", "Serving"), ("Normal", "Settled"), ("Normal", "AsExpected"),
     }  # fmt: skip
@@ -411,8 +411,8 @@ def test_every_transition_is_an_event_once() -> None:
     ],
 )
 def test_only_what_needs_somebody_is_a_warning(given: StatusInput, kind: str) -> None:
-    told = transitions(EMPTY, computed(given, EMPTY, NOW))
-    assert ("Warning" in {found for found, _, _ in told}) == (kind == "Warning")
+    events = transitions(EMPTY, computed(given, EMPTY, NOW))
+    assert ("Warning" in {found for found, _, _ in events}) == (kind == "Warning")
 
 
 def test_an_event_is_about_the_resource_and_the_same_words_are_one_object() -> None:
@@ -538,7 +538,7 @@ def test_a_change_names_what_an_object_loses() -> None:
 
 
 def loading(seconds: float, allowed: float = 1800.0, **fields: Any) -> Group:
-    """One group whose container has run for so long, of the time that its start may take."""
+    """One group with a container that has run for so long, of the time its start may take."""
     made = group_with(node="n0", running=True, started_at=NOW - seconds, **fields)
     return replace(made, startup=allowed, created=NOW - seconds - 60)
 

@@ -72,10 +72,11 @@ def test_long_last_words_fit_into_a_status_that_the_api_server_takes(
     seen = fault(group(pod(0), pod(1, restarts=1, exited=log)))
     assert seen is not None
     recovery = Recovery.model_validate({"policy": policy})
-    told = after_fault(RECORD.model_copy(update={"failures": failures}), seen, recovery, NOW).detail
-    assert "llama-0-a1-1" in told
-    assert told.endswith("the error")
-    GroupStatus.model_validate({"index": 0, "detail": told})
+    record = RECORD.model_copy(update={"failures": failures})
+    detail = after_fault(record, seen, recovery, NOW).detail
+    assert "llama-0-a1-1" in detail
+    assert detail.endswith("the error")
+    GroupStatus.model_validate({"index": 0, "detail": detail})
 
 
 def test_a_rank_restarted_in_place_ends_the_group() -> None:

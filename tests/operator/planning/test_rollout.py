@@ -120,7 +120,7 @@ def test_scaling_down_takes_what_serves_least() -> None:
 def test_every_rollout_ends_and_keeps_its_promise(
     before: int, desired: int, unavailable: int, surge: int, health: list[bool]
 ) -> None:
-    """A simulated rollout whose new groups all start: it converges, within its budgets."""
+    """A simulated rollout in which all new groups start: it converges, within its budgets."""
     if unavailable + surge == 0:
         surge = 1
     groups = {i: Slot(i, OLD, ready=health[i]) for i in range(before)}

@@ -42,7 +42,7 @@ KUBERNETES = "1.35"
 
 
 def render_all(resource: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every child of a resource whose groups are all placed, in the order they are applied."""
+    """Every child of a resource with all groups placed, in the order they are applied."""
     spec = InferenceServiceSpec.model_validate(resource["spec"])
     service = Service("team-a", resource["metadata"]["name"], SERVICE.uid)
     frozen = revision_of(spec, service.name, MODEL, "", CONFIG)

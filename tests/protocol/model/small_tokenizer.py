@@ -1,4 +1,4 @@
-"""A byte-level tokenizer without merges, whose special tokens have the ids of a published one."""
+"""A byte-level tokenizer without merges; its special tokens have the ids of a published one."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ TINY_CONFIG = {
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """A directory that passes for a model as long as nobody loads it."""
+    """A directory that passes for a model as long as it is not loaded."""
     directory = tmp_path / "tiny-model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(TINY_CONFIG))

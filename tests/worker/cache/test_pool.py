@@ -53,7 +53,7 @@ def test_the_conservation_check_finds_leaks_and_double_owners() -> None:
     one, two = pool.allocate(2)
     pool.adopt([two])
     pool.check([one], [two])
-    with pytest.raises(PoolError, match="held by nobody"):
+    with pytest.raises(PoolError, match="has no holder"):
         pool.check([], [two])
     with pytest.raises(PoolError, match="held twice"):
         pool.check([one, one], [two])

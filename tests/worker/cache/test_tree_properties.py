@@ -122,9 +122,9 @@ class TreeMachine(RuleBasedStateMachine):
         kept = self._content()
         gone = {key for key in self.model if key not in kept}
         assert len(gone) == min(count, evictable)
-        for scope, tokens in kept:  # prefix-closed: whoever stays has its parent
+        for scope, tokens in kept:  # prefix-closed: what stays has its parent
             assert len(tokens) == PAGE_BYTES or (scope, tokens[:-PAGE_BYTES]) in kept
-        for holder in self.holders:  # nobody lost a page
+        for holder in self.holders:  # no holder lost a page
             for depth in range(holder.node.end):
                 assert (holder.scope, holder.tokens[: (depth + 1) * PAGE_BYTES]) not in gone
         self.model = kept

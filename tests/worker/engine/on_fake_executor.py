@@ -25,8 +25,8 @@ OPTIONS = {
     "max_model_len": 512,
     "vocab_size": 50,
     "depth": 2,
-    "fail_at": 0,  # step whose collection raises; 0: none
-    "stall_at": 0,  # step whose collection never returns
+    "fail_at": 0,  # the collection of this step raises; 0: none
+    "stall_at": 0,  # the collection of this step never returns
     "stall_from_tokens": 0,  # so does that of the first step with this many tokens; 0: none
     "step_seconds": 0.0,  # each step takes at least this long
     "send_queue": links.SEND_QUEUE,

@@ -115,7 +115,7 @@ def test_an_abort_ends_a_request_and_frees_its_pages(start_engine: StartEngine) 
 
 
 def evicted_prompt(start_engine: StartEngine, **options: float) -> EngineProcess:
-    """An engine of 32 pages whose first prompt of 25 pages left them for the host."""
+    """An engine of 32 pages; its first prompt, of 25 pages, has left them for the host."""
     engine = start_engine(num_pages=32, num_host_pages=256, **options)
     for index in range(2):
         engine.send(request(f"fill {index}", [index + 1] * 100, 2))
@@ -199,7 +199,7 @@ def test_a_message_that_is_none_does_no_harm(start_engine: StartEngine) -> None:
     engine = start_engine()
     engine.inbox.send(b"\xff not msgpack")
     engine.inbox.send(msgspec.msgpack.encode({"type": "launch-missiles"}))
-    engine.send(request("nobody's", PROMPT, frontend=7))
+    engine.send(request("ownerless", PROMPT, frontend=7))
     engine.send(request("r", PROMPT))
     engine.until_ended("r")
     assert engine.tokens["r"] == answer(PROMPT, 4)

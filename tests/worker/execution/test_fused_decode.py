@@ -1,4 +1,4 @@
-"""Decode steps whose attention takes the projection give what rotating and storing before gives.
+"""Decode steps that give attention the projection yield what rotating and storing before yields.
 
 With the references of CUDA's kernels in their places, on a CPU.
 """

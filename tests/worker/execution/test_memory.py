@@ -197,8 +197,8 @@ def test_a_pool_that_shortens_requests_is_told(tmp_path: Path) -> None:
     phases: list[PhaseReport] = []
     _, info = build_executor(settings(kv_tokens=160), tmp_path, phases.append)
     assert info.max_model_len == 160
-    told = "max_model_len 160: the KV pool holds no more; the model's is 256"
-    assert told in [phase.message for phase in phases]
+    reason = "max_model_len 160: the KV pool holds no more; the model's is 256"
+    assert reason in [phase.message for phase in phases]
 
 
 def test_a_length_beyond_the_models_is_refused(tmp_path: Path) -> None:

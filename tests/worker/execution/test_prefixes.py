@@ -166,7 +166,7 @@ class Grouping(torch_backend.TorchAttention):
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Runner:
-    """With graphs of 4 and 8 rows, whose prefixes are worth it whatever they save."""
+    """With graphs of 4 and 8 rows; their prefixes are worth it whatever they save."""
     monkeypatch.setattr(prefixes, "_LEAST", 1)
     monkeypatch.setattr(prefixes, "_LEAST_OF_GROUP", 1)
     monkeypatch.setattr(torch_backend, "TorchAttention", Grouping)

@@ -103,7 +103,7 @@ def test_a_hundred_timed_out_requests_leave_room_for_the_next(frontend: Frontend
 
     with ThreadPoolExecutor(50) as pool:
         list(pool.map(give_up, range(100)))
-    # Those whose clients left before they came to the engine need not come there at all.
+    # Requests that lose their clients before they come to the engine need not come there at all.
     in_flight = "radixgrove_http_requests_in_flight"
     wait_until(lambda: frontend.metrics()[in_flight] == 0, what="an empty frontend")
     wait_until(lambda: not frontend.engine.running, what="the end of all sequences")

@@ -77,7 +77,7 @@ class _Step:
 @dataclass
 class _Copy:
     what: PageCopies
-    done: bool = False  # a step that awaited it has seen its end, which is yet to be told
+    done: bool = False  # a step that awaited it has seen its end, which is yet to be reported
 
 
 class FakeExecutor:
@@ -131,7 +131,7 @@ class FakeExecutor:
             for step in self._flights:
                 assert page not in step.read, f"page {page} is given out while a step reads it"
                 assert page not in step.written, f"page {page} is given out while it is written"
-            self._kv_tokens[page] = _EMPTY  # whoever still believes in it will notice
+            self._kv_tokens[page] = _EMPTY  # a row that still uses it will notice
             self._kv_positions[page] = _EMPTY
             self._rows[row].pages.append(page)
 

@@ -403,7 +403,7 @@ def test_under_priority_the_least_important_is_preempted() -> None:
     harness.run()
 
 
-# ---- what the agent is told ----------------------------------------------------------------------
+# ---- what the agent learns -----------------------------------------------------------------------
 
 
 def test_a_request_is_reported_as_admitted_once() -> None:

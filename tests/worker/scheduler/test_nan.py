@@ -1,4 +1,4 @@
-"""A request whose values are not numbers ends alone, and leaves nothing in the cache."""
+"""A request of values that are not numbers ends alone, and leaves nothing in the cache."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class PhaseReport(msgspec.Struct, tag="phase"):
 
 
 class Admitted(msgspec.Struct, tag="admitted"):
-    """Requests whose prefill began: the router's reservation for them stops counting."""
+    """Requests that began their prefill: the router's reservation for them stops counting."""
 
     request_ids: list[str]
 

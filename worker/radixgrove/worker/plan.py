@@ -103,7 +103,7 @@ class StepPlan(msgspec.Struct, kw_only=True):
     bounds: list[int] = []  # most tokens of each of `sampled_rows()`; empty: one each
     saves: list[PageCopies] = []  # device to host, of what collected steps have written
     loads: list[PageCopies] = []  # host to device
-    # Rank 0 had seen the end of everything up to these when it planned; nobody may see less.
+    # Rank 0 had seen the end of everything up to these when it planned; no rank may see less.
     collected: int = 0  # steps
     saved: int = 0
     loaded: int = 0
@@ -173,7 +173,7 @@ class Executor(Protocol):
         ...
 
     def sample(self) -> None:
-        """Start the rest of the step whose forward was started last."""
+        """Start the rest of the step that was forwarded last."""
         ...
 
     def collect(self) -> StepResult:

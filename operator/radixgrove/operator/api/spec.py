@@ -314,7 +314,7 @@ class RouterAuth(SpecModel):
     """Who may use the service's own router."""
 
     keys_secret: ObjectName = Field(
-        description="Secret whose key `api-keys` holds one `principal: key` a line."
+        description="Secret with one `principal: key` a line under its key `api-keys`."
     )
 
 

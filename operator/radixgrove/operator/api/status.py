@@ -14,7 +14,7 @@ from pydantic.alias_generators import to_camel
 
 from radixgrove.operator.api.spec import MAX_GROUPS, MAX_NODES, Parallelism
 
-MAX_DETAIL = 1024  # characters; the API server refuses a status whose detail is longer
+MAX_DETAIL = 1024  # characters; the API server refuses a status with a longer detail
 
 
 class StatusModel(BaseModel):

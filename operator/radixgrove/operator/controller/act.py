@@ -68,7 +68,7 @@ class Actor:
         Raises KubeError when the records that must be written first cannot be.
         """
         namespace = context.service.namespace
-        # An attempt whose number is written already needs no write before it is made.
+        # An attempt needs no write before it is made if its number is written already.
         numbered = [new for new in plan.create if new.attempt > context.before.last_attempt]
         if numbered or plan.drain or plan.delete:
             records = {

@@ -132,8 +132,8 @@ class App:
     # ---- events, from kopf's loop: nothing here blocks -------------------------------------------
 
     def service_event(self, kind: str | None, body: Object) -> None:
-        """A status that changed alone is mostly this operator's own write: it does not shorten the
-        back-off of a service whose reconciliation fails."""
+        """A status that changed alone is mostly this operator's own write: it does not shorten a
+        service's back-off after failures."""
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
         if kind == "DELETED":
             for other in self.store.service_gone(key):

@@ -27,7 +27,7 @@ from radixgrove.service import logs
 
 logger = logging.getLogger(__name__)
 
-# Kinds whose changes lead back to a service. Not Secrets: watching them means reading them.
+# A change of these kinds leads back to a service. Not Secrets: watching them means reading them.
 WATCHED = (
     "StatefulSet",
     "Deployment",

@@ -132,7 +132,7 @@ class WorkQueue(Generic[K]):
         self._changed.notify()
 
     def _collect(self, now: float) -> None:
-        """Moves keys whose time has come to their namespace's line, the first due first."""
+        """Moves keys that are due to their namespace's line, the first due first."""
         while self._heap:
             entry = due, _, key = self._heap[0]
             counts = self._counts(entry)

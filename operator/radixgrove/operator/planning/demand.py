@@ -93,7 +93,7 @@ def demand_of(spec: PodSpec) -> NodeDemand:
 
 
 def device_counts(resources: Mapping[str, str]) -> dict[str, int]:
-    """Extended resources, whose names have a domain and whose amounts are whole numbers."""
+    """Extended resources: their names have a domain, their amounts are whole numbers."""
     return {
         name: int(count)
         for name, count in resources.items()

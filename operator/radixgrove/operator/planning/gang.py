@@ -3,7 +3,7 @@
 Only groups that compete for the same nodes matter to each other:
 
 - While a group is partly placed, no other one that competes with it gets pods, for at most
-  `timeout` seconds: then it is stuck. One that gave way before, or whose pods have found no node
+  `timeout` seconds: then it is stuck. One that gave way before, or has had pods without a node
   for so long already, is stuck as soon as it is partly placed.
 - A stuck group keeps its pods: the pending ones show a node autoscaler what is missing. It holds up
   no other group, and gives up its pods for one that finds no node and could be placed whole if

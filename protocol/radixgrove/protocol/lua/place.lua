@@ -5,7 +5,7 @@
 -- load = queued prefill + rest of the running prefill + requests in flight × 16 tokens, in ms
 -- cost = time - credit; credit = min(9 × time saved by the cache, 250 ms)
 --
--- The credit is what a hit is worth beyond this request: whoever comes behind waits less, and no
+-- The credit is what a hit is worth beyond this request: those behind it wait less, and no
 -- second copy displaces other prefixes. In replays of a conversation trace a total factor of 2 gave
 -- the lowest mean time to the first token, 10 gave 5 % more hits for 8 % more of that mean and 3 % of
 -- its 99th percentile. The bound keeps a hot prefix from holding its clients back: beyond it, queueing

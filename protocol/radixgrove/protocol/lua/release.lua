@@ -5,7 +5,7 @@ if redis.call('HEXISTS', KEYS[3], ARGV[2]) == 0 then return 'UNKNOWN' end
 local tokens = 0
 local entry = redis.call('HGET', KEYS[1], ARGV[1])
 if entry then
-  -- Whoever removes the entry, router or worker, takes its tokens back: never both.
+  -- The one that removes the entry, router or worker, takes its tokens back: never both.
   tokens = tonumber(string.match(entry, '^%S+ (%d+)'))
   redis.call('HDEL', KEYS[1], ARGV[1])
 end

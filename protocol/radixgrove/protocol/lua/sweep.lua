@@ -1,4 +1,4 @@
--- Drops reservations whose router is dead, or that are older than any request may be.
+-- Drops reservations of dead routers, and those older than any request may be.
 -- KEYS: routers, reserved
 -- ARGV: oldest age ms
 -- Returns how many were dropped.

@@ -160,7 +160,7 @@ def overloaded(message: str, retry_after: float | None = None) -> ApiError:
 def timed_out() -> ApiError:
     """The answer took longer than it may: sent again, the same job would take as long again.
 
-    OpenAI's clients retry every 5xx by themselves, unless they are told not to.
+    OpenAI's clients retry every 5xx by themselves, unless a header forbids it.
     """
     return ApiError(
         504,

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Abandoned(Exception):
-    """Nobody waits for the work any more."""
+    """The request that needed the work has ended."""
 
 
 class EncodingBudget:

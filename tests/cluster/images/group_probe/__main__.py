@@ -3,7 +3,7 @@
 `python -m tests.cluster.images.group_probe --config worker.yaml`, with the environment of a worker.
 Every rank serves `/livez` and `/readyz` on the API port; rank 0 answers chat completions with a
 canned text and registers with routers as a worker does. A rank that loses a peer ends with status
-1. One that was restarted in place joins nobody: it waits until its pod is replaced.
+1. One that was restarted in place joins no group: it waits until its pod is replaced.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Probe:
             raise failure
 
     async def _serve(self) -> None:
-        """Registers, and answers until SIGTERM has come and nobody waits for an answer any more."""
+        """Registers, and answers until SIGTERM has come and no request is left."""
         settings = self._settings
         assert settings.redis_url is not None
         registration = describe(self._runtime, _INFO)

@@ -331,7 +331,7 @@ class Agent:
                 child.failed.result()
 
     async def _drain_and_stop(self) -> None:
-        """Lease, frontends, engine, in this order, so that nobody is sent to a closed door."""
+        """Lease, frontends, engine, in this order: routers stop sending before anything ends."""
         await self.drain()
         patience = self.settings.drain_timeout + _FRONTEND_GRACE
         if self.info is None:  # still starting: there is nothing to finish

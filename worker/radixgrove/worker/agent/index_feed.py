@@ -1,4 +1,4 @@
-"""What is still to be told to the routers' index: an engine's cache events, or its whole tree.
+"""What the routers' index still lacks: an engine's cache events, or its whole tree.
 
 Nothing here talks to Redis: the publisher takes batches, and says when Redis lost the thread.
 """
@@ -105,7 +105,7 @@ class IndexFeed:
                 operations.append((sign + event.tier.encode(), members(event.hashes, domain)))
         return operations
 
-    # ---- what Redis is to be told ----------------------------------------------------------
+    # ---- what is to be sent to Redis -------------------------------------------------------
 
     def lose_track(self, why: str) -> None:
         """Forgets buffered events; a snapshot will replace them."""
@@ -165,7 +165,7 @@ class IndexFeed:
 
     @property
     def pending(self) -> bool:
-        """Whether there are events that Redis can be told now."""
+        """Whether there are events that can be sent to Redis now."""
         return self.synchronised and bool(self._events)
 
 

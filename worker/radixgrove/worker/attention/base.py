@@ -150,6 +150,6 @@ class AttentionBackend(ABC):
         """Before capturing or replaying the graph of a step with chunks.
 
         Args:
-            batch: the same step as it is, for backends whose "replay" is a call.
+            batch: the same step as it is, for backends where a "replay" is a call.
         """
         self.plan(batch)

@@ -129,7 +129,7 @@ class PagedDecode:
 
 
 class DecodingBackend(AttentionBackend):
-    """What backends have in common whose decode rows take `PagedDecode`.
+    """What the backends with `PagedDecode` for their decode rows have in common.
 
     Steps of up to `FUSED_ROWS` rows that only decode take the projection. The padded size of a
     captured step decides, so that a graph always holds the same way. Captured steps with chunks
@@ -142,7 +142,7 @@ class DecodingBackend(AttentionBackend):
     def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
         super().__init__(pool, **geometry)
         self._decode = PagedDecode(pool, self.num_heads, self.scale)
-        if self.dtype != torch.float32:  # whose tiles do not fit into registers
+        if self.dtype != torch.float32:  # tiles of float32 do not fit into registers
             self.prefix_tile_rows = tile_rows(self.num_heads, self.num_kv_heads)
 
     def plan(self, batch: AttentionBatch) -> None:

@@ -71,7 +71,7 @@ def compile_jobs(shape: AttentionShape, device: torch.device) -> list[Callable[[
 
 
 class _Steps:
-    """All rows hold one token, in page 0, which they all overwrite and nobody reads."""
+    """All rows hold one token, in page 0, which they all overwrite and none reads."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         self._shape, self._device = shape, device

@@ -57,7 +57,7 @@ class TorchAttention(AttentionBackend):
         self._groups = self._plan_groups(batch, table)
 
     def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
-        """Not for CUDA graphs, whose replays would not see the next plan's shapes; on a CPU a
+        """Not for CUDA graphs: their replays would not see the next plan's shapes; on a CPU a
         "replay" is a call, and padding rows are decodes of one token."""
         padding = [1] * (padded - batch.num_decodes)
         self.plan(replace(batch, num_decodes=padded, kv_lens_host=[*batch.kv_lens_host, *padding]))

@@ -29,7 +29,7 @@ class HostTier:
         self, num_pages: int, timeline: Timeline, policy: HostWritePolicy, eviction: EvictionPolicy
     ) -> None:
         self.pool = PagePool(num_pages, timeline)
-        self.queue = EvictionQueue(eviction)  # unlocked nodes whose children are not here
+        self.queue = EvictionQueue(eviction)  # unlocked nodes without children here
         self.saved = 0  # pages, since the start
         self.loaded = 0
         self._policy = policy
@@ -62,7 +62,7 @@ class HostTier:
             self._growing.add(node)
 
     def full_grown(self, node: TreeNode) -> None:
-        """Nobody holds the node, or it has a child."""
+        """The node has no holder left, or it has a child."""
         if node in self._growing:
             self._growing.remove(node)
             self._wanted[node] = None

@@ -13,8 +13,8 @@ from radixgrove.worker.messages import Tier
 class BlockIndex:
     """Keeps `Node.hashes` and `Node.tail`: a block belongs to the node in which it ends.
 
-    `make_hasher` makes the chain hashes of a namespace's index blocks; None when nobody listens.
-    Their size must be a multiple of the page's.
+    `make_hasher` makes the chain hashes of a namespace's index blocks; None when nothing follows
+    the cache's events. Their size must be a multiple of the page's.
     """
 
     def __init__(self, page_size: int, make_hasher: Callable[[str], BlockHasher] | None) -> None:

@@ -65,7 +65,7 @@ class TreeNode:
         self.used = 0
         self.hits = 0
         self.priority = 0
-        self.spoiled = False  # holds NaN, and goes once nobody has locked it
+        self.spoiled = False  # holds NaN, and goes once it is unlocked
         self.fence = 0  # the last step that may read `pages`
 
     @property

@@ -82,7 +82,7 @@ class PagePool:
         self._num_retired += len(pages)
 
     def reclaim(self) -> None:
-        """Something has ended: pages whose fence has passed are free."""
+        """Something has ended: pages with a fence that has passed are free."""
         for fence in [fence for fence in self._retired if self._clock.passed(fence)]:
             pages = self._retired.pop(fence)
             self._move(pages, Owner.RETIRED, Owner.FREE)
@@ -121,4 +121,4 @@ class PagePool:
                     recorded = Owner(self._owner[page]).name
                     raise PoolError(f"page {page} is held as {owner.name}, recorded as {recorded}")
         if (leaked := seen.find(0)) >= 0:
-            raise PoolError(f"page {leaked} ({self.owner(leaked).name}) is held by nobody")
+            raise PoolError(f"page {leaked} ({self.owner(leaked).name}) has no holder")

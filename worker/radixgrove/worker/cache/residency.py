@@ -1,7 +1,7 @@
 """Where the nodes of the radix tree are, and what moves them: the device, the host, or nowhere.
 
-Locks count the requests whose prefix ends at or below a node: a parent has at least as many as each
-child, hence what is unlocked can always be evicted leaf by leaf.
+Locks count the requests with a prefix that ends at or below a node: a parent has at least as many
+as each child, hence what is unlocked can always be evicted leaf by leaf.
 
 With a host tier, what leaves the device stays in the tree if the host has, or gets, a copy. Such
 nodes hang below those on the device; they come back by a load, or when a request computes their
@@ -42,7 +42,7 @@ class Residency:
         self._structure = structure
         self._pool = pool
         self._clock = timeline
-        self._queue = EvictionQueue(policy)  # unlocked nodes whose children are not on the device
+        self._queue = EvictionQueue(policy)  # unlocked nodes without children on the device
         self._host = host
 
     def on_device(self, node: TreeNode) -> bool:
@@ -90,7 +90,7 @@ class Residency:
             step = step.parent
 
     def settle(self, node: TreeNode) -> None:
-        """Queue a node for eviction from where it may go; forget a root that nobody needs."""
+        """Queue a node for eviction from where it may go; forget a root without a use."""
         if node.ref_count:
             return
         if node.parent is None:
@@ -164,7 +164,7 @@ class Residency:
             self._leave_host(node)
 
     def clear(self) -> None:
-        """Drop every page that nobody has locked, wherever it is."""
+        """Drop every unlocked page, of the device and of the host."""
         self.evict(self.evictable, keep=False)
         if self._host is not None:
             self.drop_host(self._host.pool.num_pages)
@@ -200,7 +200,7 @@ class Residency:
         return node in self._queue
 
     def _leave_device(self, node: TreeNode, keep: bool) -> None:
-        """An unlocked node, whose children have left already."""
+        """An unlocked node; its children have left already."""
         parent = node.parent
         assert parent is not None, "a root has no pages"
         host = self._host

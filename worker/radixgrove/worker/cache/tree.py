@@ -23,8 +23,8 @@ from radixgrove.worker.messages import Tier
 class RadixTree:
     """Which prefixes the pool, and the host, hold.
 
-    `hasher` makes the chain hashes of a namespace's index blocks; None when nobody listens to
-    cache events. Its block size must be a multiple of the page size.
+    `hasher` makes the chain hashes of a namespace's index blocks; None when nothing follows
+    the cache's events. Its block size must be a multiple of the page size.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class RadixTree:
         key = tokens[start * size : end * size]
         self.residency.adopt(pages)
         if node.parent is not None and node.ref_count == 1 and not node.children and not node.host:
-            # Nobody else knows this leaf: growing it keeps a long prefill from leaving a chain.
+            # No other request uses this leaf: growing it keeps a long prefill from leaving a chain.
             self._structure.grow(node, key, pages)
         else:
             if self._host is not None:

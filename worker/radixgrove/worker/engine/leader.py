@@ -28,7 +28,7 @@ class Forward(msgspec.Struct, array_like=True, tag=True):
 
 
 class Sample(msgspec.Struct, array_like=True, tag=True):
-    """The rest of the step whose forward was the last."""
+    """The rest of the step that was forwarded last."""
 
 
 Order = Launch | Forward | Sample
@@ -158,8 +158,8 @@ class GroupExecutor:
         if silent:
             names = ", ".join(map(str, silent))
             return RankMissing(f"a step failed; rank {names} fell silent ({error})")
-        told = [f"rank {rank}: {text}" for rank, text in links.errors.items()]
-        return RankMissing(f"a step failed on {'; '.join(told) or f'rank 0: {error}'}")
+        errors = [f"rank {rank}: {text}" for rank, text in links.errors.items()]
+        return RankMissing(f"a step failed on {'; '.join(errors) or f'rank 0: {error}'}")
 
     def close(self) -> None:
         """End the other ranks, then this one's part."""

@@ -46,12 +46,12 @@ class Outlet:
 class FrontendOutlet:
     """The way to a frontend, which must hear the end of each of its requests.
 
-    When it falls too far behind, its requests are given up, and it is told so once it reads again.
+    When it falls too far behind, its requests are given up, and it gets their ends once it reads.
     """
 
     def __init__(self, outlet: Outlet) -> None:
         self._outlet = outlet
-        self._pending_finals: set[str] = set()  # requests whose end did not get through
+        self._pending_finals: set[str] = set()  # requests that ended while the outlet was full
 
     @property
     def is_behind(self) -> bool:

@@ -57,7 +57,7 @@ Build = Callable[[WorkerSettings, Path, Report, Path], tuple[Executor, EngineInf
 PULSE_SECONDS = 0.2
 _MESSAGES_A_TURN = 512
 _NOTHING_POSSIBLE_SECONDS = 0.01  # requests wait, but none can go on
-_COPYING_SECONDS = 0.001  # a copy is under way, for whose end a request may wait
+_COPYING_SECONDS = 0.001  # a copy is under way, and a request may wait for its end
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Engine:
             prefill_rate=info.prefill_tokens_per_second,
             host_rate=info.host_tokens_per_second,
         )
-        # Without Redis nobody follows the cache, and hashing it would be for nothing.
+        # Without Redis no router follows the cache, and hashing it would be for nothing.
         wants_events = settings.redis_url is not None and settings.prefix_cache
         hasher = functools.partial(block_hasher, settings) if wants_events else None
         self._scheduler = Scheduler(config, hasher)
@@ -244,7 +244,7 @@ class Engine:
         self._publish_events()
 
     def _give_up_on(self, index: int, lost: list[Tokens | Refused]) -> None:
-        """A frontend does not read: end its requests rather than compute for nobody."""
+        """A frontend does not read: end its requests rather than compute what is never sent."""
         live = self._scheduler.requests_of(index)
         for request_id in live:
             self._scheduler.abort(request_id)
@@ -270,7 +270,7 @@ class Engine:
 
     def _pulse_if_due(self, now: float) -> None:
         """About five times a second, and at once when a step begins that may end much later than
-        was said last: whoever waits for the next pulse must know that it is under way."""
+        was said last: the frontends that wait for the next pulse have to know of it."""
         deadline = self._deadline
         begins = deadline is not None and deadline > self._told_deadline + PULSE_SECONDS
         if begins or now - self._pulse_at >= PULSE_SECONDS:
@@ -294,7 +294,7 @@ class Engine:
 def run(directory: Path, build: Build, refusals: tuple[type[Exception], ...] = ()) -> int:
     """Run rank 0 of the worker in `directory` until SIGTERM; returns the exit status.
 
-    `refusals` are errors of `build` whose text says all there is to say: they leave no trace.
+    `refusals` are errors of `build` with a text for users: they are logged without a traceback.
     """
     runtime = Runtime.load(directory)
     settings = runtime.settings

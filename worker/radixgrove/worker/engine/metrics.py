@@ -20,7 +20,7 @@ PHASES = ("receive", "schedule", "launch", "collect", "complete", "deliver", "pu
 
 
 class PhaseClock:
-    """CPU time of one thread by phase: whoever ends a phase accounts for all since the last end."""
+    """CPU time of one thread by phase: a phase that ends takes all the time since the last end."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -55,7 +55,7 @@ class EngineMetrics:
             ),
             "pages_total": gauge("kv_pages", "Pages of the KV pool."),
             "pages_free": gauge("kv_free_pages", "Pages that hold nothing."),
-            "pages_evictable": gauge("kv_evictable_pages", "Cached pages that nobody uses now."),
+            "pages_evictable": gauge("kv_evictable_pages", "Cached pages that no request uses."),
             "host_pages_total": gauge("host_pages", "Pages of the host tier."),
             "host_pages_used": gauge("host_used_pages", "Pages of the host tier that hold KV."),
         }

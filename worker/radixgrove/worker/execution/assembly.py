@@ -81,8 +81,8 @@ class LoadedModel:
         return Runner(self.model, attention, table, info, timeout, host), name
 
     def graph_sizes(self, backend: str) -> tuple[list[int], list[int]]:
-        """Batch sizes and token counts to capture: none on a CPU, or for the backend whose shapes
-        vary."""
+        """Batch sizes and token counts to capture: none on a CPU, or for a backend of varying
+        shapes."""
         on_cuda = self.model.device.type == "cuda"
         if not on_cuda or not self.settings.cuda_graphs or backend == AttentionChoice.TORCH:
             return [], []

@@ -167,7 +167,7 @@ def _start(loaded: LoadedModel) -> tuple[Runner, EngineInfo]:
 
 
 def _nothing(phase: PhaseReport) -> None:
-    """A report that nobody needs twice."""
+    """Drops a report that the trial has made."""
 
 
 def _kv_tokens(loaded: LoadedModel, longest: int) -> int:

@@ -1,4 +1,4 @@
-"""Settings whose value depends on the device or the model: chosen once, refused in words."""
+"""Settings that depend on the device or the model: chosen once; a refusal names the remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLOAT8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings whose default depends on the device."""
+    """Settings with a default that depends on the device."""
 
     max_running: int
     max_step_tokens: int

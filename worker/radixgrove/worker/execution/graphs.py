@@ -4,7 +4,7 @@ A decode step is three pieces, in order: plan the attention (not captured: it ma
 mirrors), gather the inputs from the request table and compute the logits (captured as one, since
 the GPU stands still for some microseconds between two graphs), sample and append (captured when
 nothing needs editing; a grammar mask has its place before it). A batch is padded to the next size
-of the ladder with the dummy row. Steps whose rows have prefixes in common have graphs of their own.
+of the ladder with the dummy row. Steps of rows with prefixes in common have graphs of their own.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class DecodeGraphs:
         self._forward[size, grouped]()
 
     def sample(self, rows: list[int], fetched: Callable[[], None]) -> Sampled:
-        """The rest of the step whose `forward` was the last.
+        """The rest of the step that was forwarded last.
 
         Args:
             fetched: makes the stream wait until the samples of the step before, which lie where

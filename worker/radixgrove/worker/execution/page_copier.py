@@ -64,7 +64,7 @@ class PageCopier(ABC):
         """
 
     def stepped(self, step_id: int, done: torch.cuda.Event) -> None:  # noqa: B027
-        """A step was launched whose end is `done`; on a CPU it has ended by then."""
+        """A step was launched, with `done` as its end; on a CPU it has ended by then."""
 
     @abstractmethod
     def ended(self) -> tuple[int, int]:
@@ -265,7 +265,7 @@ class CudaPageCopier(PageCopier):
     @torch.inference_mode()
     def measure(self) -> float:
         first = np.zeros(1, dtype=np.int64)
-        with torch.cuda.stream(self.load_stream):  # nobody waits later for what they compile
+        with torch.cuda.stream(self.load_stream):  # compiled now: no request waits for it later
             self._save(first, first)
             self._load_layers(first, first)
         return super().measure()

@@ -2,7 +2,7 @@
 
 Launched one by one, the kernels of such a step take the CPU longer than the GPU. Its chunks and
 decodes lie in static buffers of fixed capacity, so that one graph serves any of them up to its
-number of tokens. Sampling, whose shape is free, stays outside.
+number of tokens. Sampling, of any shape, stays outside.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from radixgrove.worker.plan import ExecutorInfo, PrefillChunk, StepPlan, StepRes
 
 T = TypeVar("T")
 
-# Prompt positions whose logits exist at once: bounds a float32 buffer of this many vocabularies.
+# Prompt positions with logits at the same time: bounds a float32 buffer of this many vocabularies.
 _PROMPT_LOGITS = 256
 
 
@@ -43,7 +43,7 @@ class _PromptLogprobs:
 
 @dataclass(slots=True)
 class _Forwarded:
-    """A step whose logits are computed, and which is yet to be sampled."""
+    """A step with its logits computed, yet to be sampled."""
 
     plan: StepPlan
     sample: Callable[[], Sampled] | None  # None: nothing was computed, there are copies only
@@ -144,7 +144,7 @@ class Runner:
     def capture_mixed(self, sizes: list[int], report: Callable[[str, float], None]) -> MixedGraphs:
         """The same for steps with chunks, of up to the largest of `sizes` tokens.
 
-        After `capture`, for whose largest size the attention backend has its buffers.
+        After `capture`: the attention backend has its buffers for the largest size of that.
         """
         mixed = MixedGraphs(
             self._model,

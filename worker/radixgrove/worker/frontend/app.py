@@ -229,7 +229,7 @@ class Frontend:
         )
 
     def _principal(self, scope: Scope) -> str:
-        """A plain request's principal; the internal key alone stands for nobody."""
+        """A plain request's principal; the internal key alone has none."""
         principal: str | None = asgi.state(scope).get(PRINCIPAL)
         if principal is not None:
             return principal
@@ -244,7 +244,7 @@ class Frontend:
             raise errors.invalid("The envelope is malformed.") from None
 
     def _unique_id(self, envelope: Envelope | None) -> str:
-        """Base of the engine's ids of a request; a router's own id where nobody uses it yet."""
+        """Base of the engine's ids of a request; a router's own id if it is not in use."""
         if envelope is not None:
             given = envelope.request_id
             if _ENGINE_ID.match(given) and not self.engine.knows(f"{given}:0"):

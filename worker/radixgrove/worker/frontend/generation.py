@@ -81,7 +81,7 @@ class RequestInFlight:
             raise ClientDisconnected
 
     def abandon(self) -> None:
-        """End a request whose client does not read: its handler is stuck in sending."""
+        """End the request of a client that does not read: its handler is stuck in sending."""
         if self._task is not None and not self._abandoned:
             self._abandoned = True
             self._task.cancel()
@@ -143,7 +143,7 @@ class RequestInFlight:
 
         Raises:
             ApiError: a sequence was refused, or the engine is gone.
-            ClientDisconnected: nobody is there to read on.
+            ClientDisconnected: the client has gone.
         """
         remaining = len(self.sequences)
         while remaining:

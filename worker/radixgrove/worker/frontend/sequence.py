@@ -27,15 +27,15 @@ class Delta:
     token_ids: list[int]
     scored: list[ScoredToken] = field(default_factory=list)
     finish: str | None = None
-    # A stop string was found: the engine does not know and must be told to end the sequence.
+    # A stop string was found: the engine does not see it, and needs an abort to end the sequence.
     abort: bool = False
 
 
 class Sequence:
     """State of one choice. `take` turns the engine's messages into deltas, in order.
 
-    A logprob entry leaves with the text of its token: one whose text is withheld, since it may
-    begin a stop string, waits, and one that a stop string cut off never leaves.
+    A logprob entry leaves with the text of its token: while that is withheld, since it may begin a
+    stop string, the entry waits, and one that a stop string cut off never leaves.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Sequence:
         return self._matcher.push(text)
 
     def _release(self, *, ended: bool) -> list[ScoredToken]:
-        """Tokens whose text has left; at the end also the one that a stop string cut in two."""
+        """Tokens that have left as text; at the end also the one that a stop string cut in two."""
         cut = self._matcher.matched is not None
         released = []
         while self._waiting:

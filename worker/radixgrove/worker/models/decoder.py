@@ -208,7 +208,7 @@ class Decoder:
         Args:
             token_ids: [T] int32 or int64.
             batch: geometry for which `attention.plan` has been called.
-            wanted: [S] int64, the positions in the step whose states are wanted; all when None.
+            wanted: [S] int64, positions in the step: their states are returned; all when None.
             embedded: [T, hidden], rows of `embedding` for the tokens, if at hand; overwritten.
             await_layer: called with a layer's index before it reads its pages, which may not be
                 there yet: makes the current stream wait for them.

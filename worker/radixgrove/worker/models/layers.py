@@ -93,7 +93,7 @@ class Linear:
     def row(
         cls, place: TensorPlacement, prefix: str, inputs: int, outputs: int, *, bias: bool
     ) -> Linear:
-        """A projection whose input is what a column-parallel layer left on this rank."""
+        """A projection of what a column-parallel layer left on this rank."""
         start, length = place.group.shard.split(inputs)
         weight = place.empty(outputs, length)
         parts = [WeightPart(f"{prefix}.weight", weight, (outputs, inputs), 1, start)]
@@ -163,7 +163,7 @@ class Linear:
 
 
 class ResidualStream:
-    """[T, hidden]: norms of it go into a layer's products, whose results are added to it.
+    """[T, hidden]: norms of it go into a layer's products, and their results are added to it.
 
     An addition may be left to the norm after it, which reads the stream anyhow: with many tokens
     that can cost less than adding at the end of the product.

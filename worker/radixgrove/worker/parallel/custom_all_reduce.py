@@ -84,7 +84,7 @@ def _share(
     peers = [mapped.get_buffer(rank, (count,), dtype) for rank in range(group.size())]
     addresses = torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)
-    torch.distributed.barrier(group)  # nobody writes to memory that is still to be zeroed
+    torch.distributed.barrier(group)  # no rank writes to memory that is still to be zeroed
     return memory, addresses
 
 

@@ -51,7 +51,7 @@ class Admission:
         self._promised: int | None = None  # `_reserved`, once it was needed in this step
 
     def take_admitted(self) -> list[str]:
-        """Requests whose prefill began since the last call."""
+        """Requests that began their prefill since the last call."""
         admitted, self._first_time = self._first_time, []
         return admitted
 
@@ -96,7 +96,7 @@ class Admission:
         return step.budget > 0 and free > 0 and running < self._config.max_running
 
     def _reserved(self) -> int:
-        """Pages that nobody new may have: what those admitted, or soon to be, are to add."""
+        """Pages that new requests may not have: what those admitted, or soon to be, will add."""
         if self._promised is None:
             running = sum(self._growth(r, len(a.pages)) for r, a in self._batch.active.items())
             loads = [] if self.loads is None else self.loads.holds()
@@ -145,7 +145,7 @@ class Admission:
         return True
 
     def settle_loads(self) -> None:
-        """Requests whose prefix has come back from the host may be admitted."""
+        """Requests with a prefix that has come back from the host may be admitted."""
         if self.loads is not None:
             self.loads.settle()
 
@@ -171,7 +171,7 @@ class Admission:
         return request.awaits_prefix
 
     def _fits(self, request: Request, node: TreeNode | None) -> bool:
-        """Whether a request whose prefix is cached up to `node` fits beside the running ones."""
+        """Whether a request with a prefix cached up to `node` fits beside the running ones."""
         memory = self._memory
         cached = 0 if node is None else node.end
         available = (

@@ -24,7 +24,7 @@ class StepDraft:
     chunk_bounds: list[int] = field(default_factory=list)  # of the chunks that sample; likewise
     new_rows: list[NewRow] = field(default_factory=list)
     appended: list[tuple[int, int]] = field(default_factory=list)  # row, page
-    awaited: int = 0  # the last load whose pages a row reads
+    awaited: int = 0  # the last load with pages that a row reads
 
     @property
     def sampled(self) -> list[RunningRequest]:
@@ -180,7 +180,7 @@ class Batch:
     # ---- around a step ---------------------------------------------------------------------------
 
     def launch(self, step: StepDraft) -> list[RunningRequest]:
-        """The step goes out. Rows whose last chunk is in it decode from the next one on.
+        """The step goes out. Rows with their last chunk in it decode from the next one on.
 
         Returns:
             The rows that are held until the step has been collected.

@@ -14,7 +14,7 @@ _WORTH_WAITING = 32
 class InFlightPrefixes:
     """Rows in prefill, by the node their pages will hang from and the first page to come.
 
-    A waiting request whose match ends at that node and goes on with that page shares it.
+    A waiting request shares that page if its match ends at the node and goes on with the page.
     """
 
     def __init__(self, page_size: int) -> None:

@@ -26,7 +26,7 @@ class Hold:
 
 
 class HostLoads:
-    """Owns the holds. `settle` ends those whose load has ended."""
+    """Owns the holds. `settle` ends those of loads that have ended."""
 
     def __init__(self, config: SchedulerConfig, memory: KVMemory, counters: Counters) -> None:
         self._page_size = config.page_size

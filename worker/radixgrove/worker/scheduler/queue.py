@@ -80,7 +80,7 @@ class WaitingQueue:
             heapq.heapify(self._deadlines)
 
     def expired(self, now: float) -> list[Request]:
-        """Requests whose deadline passed while they waited; the caller removes them."""
+        """Requests that waited beyond their deadline; the caller removes them."""
         late = []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]

@@ -139,7 +139,7 @@ class RunningRequest:
     node: TreeNode | None
     pages: list[int]
     announced: int  # pages that the device knows of
-    launched: int  # most tokens whose KV is written once all launched steps have ended
+    launched: int  # most tokens with KV written once all launched steps have ended
     prefilled: int  # of `tokens`: their KV is written, and is not written again
     capacity: int  # tokens that `pages` hold
     tokens_left: int  # what it may still generate if steps in flight yield all they may
@@ -150,7 +150,7 @@ class RunningRequest:
 
     @property
     def computed(self) -> int:
-        """Tokens whose KV is written, and is not written again: a step that generates leaves out
+        """Tokens with KV that is written, and not written again: a step that generates leaves out
         the last of a row's tokens."""
         length = self.request.length
         return length - 1 if length > self.length else self.prefilled

@@ -186,7 +186,7 @@ class Results:
         return True
 
     def _spoil(self, active: RunningRequest) -> None:
-        """End a row whose values are not numbers, and drop what it has cached."""
+        """End a row of values that are not numbers, and drop what it has cached."""
         active.spoiled = True
         reason = RefusalReason.INTERNAL
         self._lifecycle.refuse(active.request, reason, "The model's values overflowed (NaN).")

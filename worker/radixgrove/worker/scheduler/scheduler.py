@@ -75,7 +75,7 @@ class Scheduler:
         return self._lifecycle.outbox.take()
 
     def take_admitted(self) -> list[str]:
-        """Requests whose prefill began since the last call."""
+        """Requests that began their prefill since the last call."""
         return self._admission.take_admitted()
 
     def take_cache_events(self) -> list[CacheEvent]:
@@ -162,7 +162,7 @@ class Scheduler:
         preemptions = self.counters.preemptions
         self._batch.add_decodes(step, self._admission.make_room)
         self._batch.add_prefills(step)
-        # Whoever was preempted would come straight back for the pages it just gave.
+        # A preempted request would come straight back for the pages it just gave.
         if preemptions == self.counters.preemptions:
             admitted = self._admission.admit(step, now)
             if admitted:

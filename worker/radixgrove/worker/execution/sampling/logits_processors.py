@@ -62,7 +62,7 @@ def _penalize(
     size = len(logits), logits.shape[1] + 1
     counts = torch.zeros(size, dtype=torch.int32, device=logits.device)
     tokens.clamp_(max=logits.shape[1])
-    # Positions beyond a prompt mark its first token: whoever writes to one place writes the same.
+    # Positions beyond a prompt mark its first token: all writes to one place are the same.
     counts.scatter_(1, torch.where(positions < prompt_lens, tokens, tokens[:, :1]), ops.PROMPT_BIT)
     generated = (positions >= prompt_lens) & (positions < lens)
     counts.scatter_add_(1, tokens, generated.int())
