@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from radixgrove.protocol import index
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import ROUTER_LEASE_SECONDS, LeaseState, LoadReport
+from radixgrove.router.costs import DECODE_TOKENS, HIT_CREDIT, MOST_CREDIT_MS, PlacementFacts
 from tests.conftest import RedisServer, examples
 
 BLOCK = 16
-DECODE_TOKENS, CREDIT, MOST_CREDIT_MS = 16, 9, 250
 ME, OTHER, DEAD = "me", "other", "dead"
 PATHS = [[struct.pack("<Q", 1000 * path + i + 1) for i in range(40)] for path in range(3)]
 
@@ -55,7 +55,7 @@ class Candidate:
     def cost(self, path: int, length: int, tokens: int) -> float:
         gpu, total = self.depths(path, length)
         saved = BLOCK * (total * self.token_ms - (total - gpu) * self.host_token_ms)
-        credit = min(CREDIT * saved, MOST_CREDIT_MS)
+        credit = min(HIT_CREDIT * saved, MOST_CREDIT_MS)
         return self.load() + tokens * self.token_ms - saved - credit
 
 
@@ -101,18 +101,21 @@ def place(
     router: str = ME,
 ) -> list[Any]:
     names = [keys.leases, keys.reserved, *keys.pending, keys.routers]
-    packed = []
+    facts = PlacementFacts()
     for candidate in candidates:
         generation = candidate.generation
         names += [keys.tree("gpu", generation), keys.tree("host", generation)]
         names.append(keys.load(generation))
-        host_ms = candidate.host_token_ms if candidate.has_host else 0.0
-        packed.append((generation, candidate.token_ms, host_ms, 0, 1))
+        facts.generation.append(generation)
+        facts.token_ms.append(candidate.token_ms)
+        facts.host_token_ms.append(candidate.host_token_ms if candidate.has_host else 0.0)
+        facts.max_running.append(0)
+        facts.indexed.append(True)
     return list(
         server.register_script(index.script("place").text)(
             names,
             [
-                msgspec.msgpack.encode(packed),
+                msgspec.msgpack.encode(facts),
                 b"".join(members),
                 router,
                 reservation,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from radixgrove.cli import exit_codes
+from radixgrove.service import exit_codes
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_MANAGEMENT_URL = "http://127.0.0.1:8001"

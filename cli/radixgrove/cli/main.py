@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from radixgrove.cli import exit_codes
+from radixgrove.service import exit_codes
 
 # name -> (module of `radixgrove.cli.commands`, attribute, one line of help)
 _COMMANDS = {

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from radixgrove.cli import exit_codes
 from radixgrove.cli.configuration import (
     CONFIG_VARIABLE,
     ConfigFile,
@@ -20,6 +19,7 @@ from radixgrove.cli.configuration import (
 )
 from radixgrove.cli.parts import AMBIGUOUS, WORKER_ADDRESS
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
+from radixgrove.service import exit_codes
 
 # What other programs call it; a cluster of one's own takes it where nothing else names a Redis.
 REDIS_VARIABLE = "REDIS_URL"

@@ -13,7 +13,7 @@ from pathlib import Path
 import uvloop
 
 from radixgrove.protocol.settings import RouterSettings
-from radixgrove.service import logs
+from radixgrove.service import exit_codes, logs
 from radixgrove.service.auth import ApiKeys, KeyFileError
 from radixgrove.service.directories import private_directory
 from radixgrove.service.listening import BindingError, check_management, listen
@@ -24,7 +24,6 @@ from radixgrove.service.supervisor import ChildFailed, Supervised
 logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "router.json"
-EXIT_FAILED = 1
 KILL_SECONDS = 5.0  # beyond `drain_timeout`
 
 
@@ -43,7 +42,7 @@ def run(settings: RouterSettings) -> int:
             asyncio.run(_supervise(settings, directory))
     except (StartError, BindingError, ChildFailed) as error:
         logger.error("%s", error)
-        return EXIT_FAILED
+        return exit_codes.FAILED
     return 0
 
 
@@ -63,7 +62,7 @@ def run_process(settings: RouterSettings, index: int, shared: Path | None) -> in
         uvloop.run(serve())
     except (StartError, BindingError, TaskEnded) as error:
         logger.error("%s", error)
-        return EXIT_FAILED
+        return exit_codes.FAILED
     return 0
 
 

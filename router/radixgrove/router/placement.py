@@ -26,6 +26,7 @@ from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import ROUTER_LEASE_SECONDS
 from radixgrove.protocol.settings import RouterSettings, RoutingPolicy
 from radixgrove.router import metrics
+from radixgrove.router.costs import DECODE_TOKENS, HIT_CREDIT, MOST_CREDIT_MS, PlacementFacts
 from radixgrove.router.deadlines import AnswerLate, Deadlines
 from radixgrove.router.replicas import Replica, Service
 from radixgrove.service.cluster_directory import side_by_side
@@ -37,9 +38,6 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 _LEASE_MS = int(ROUTER_LEASE_SECONDS * 1000)
-# As in lua/place.lua, which explains them:
-DECODE_TOKENS = 16
-HIT_CREDIT, MOST_CREDIT_MS = 9.0, 250.0
 AFFINITY_BLOCKS = 16
 AFFINITY_TOKENS = 256  # of load that affinity outweighs
 MAX_TEMPLATES = 32  # candidate sets remembered per service
@@ -79,7 +77,7 @@ class _Template:
     """The constant part of a placement call for one set of candidates."""
 
     keys: list[bytes]
-    candidates: bytes
+    facts: bytes
     replicas: list[Replica]
 
 
@@ -254,7 +252,7 @@ class Placer:
             AnswerLate: it has not come within `redis_timeout`.
         """
         arguments = (
-            template.candidates,
+            template.facts,
             ask.members,
             self._router_id,
             reservation,
@@ -461,18 +459,12 @@ def _template(ledger: _Bookings, service: Service, replicas: list[Replica]) -> _
 
 def _make_template(keys: ServiceKeys, service: Service, replicas: list[Replica]) -> _Template:
     assert service.registration is not None
-    namespace = service.registration.namespace
     names = [keys.leases, keys.reserved, *keys.pending, keys.routers]
-    candidates = []
     for replica in replicas:
         generation = replica.generation
-        assert replica.registration is not None
-        indexed = replica.registration.namespace == namespace
         names += [keys.tree("gpu", generation), keys.tree("host", generation)]
         names.append(keys.load(generation))
-        candidates.append(
-            (generation, replica.token_ms, replica.host_token_ms, replica.max_running, int(indexed))
-        )
+    facts = PlacementFacts.of(replicas, service.registration)
     return _Template(
-        [name.encode() for name in names], msgspec.msgpack.encode(candidates), list(replicas)
+        [name.encode() for name in names], msgspec.msgpack.encode(facts), list(replicas)
     )

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from radixgrove.cli import exit_codes
 from radixgrove.cli.client import Unreachable, api_key, fetch, url_option
+from radixgrove.service import exit_codes
 
 if TYPE_CHECKING:
     from radixgrove.cli.bench.sender import Job, Outcome

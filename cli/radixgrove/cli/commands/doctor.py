@@ -17,11 +17,11 @@ from pathlib import Path
 
 import click
 
-from radixgrove.cli import exit_codes
 from radixgrove.cli.configuration import redact, show
 from radixgrove.cli.redis_server import find_binary
 from radixgrove.cli.resolving import UpParts, resolve_part
 from radixgrove.protocol.settings import AttentionChoice, Device, RouterSettings, WorkerSettings
+from radixgrove.service import exit_codes
 from radixgrove.service.listening import bound_socket
 
 _LIBRARIES = (

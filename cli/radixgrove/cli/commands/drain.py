@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 import click
 
-from radixgrove.cli import exit_codes
 from radixgrove.cli.client import fetch, management_key, management_url_option
+from radixgrove.service import exit_codes
 
 _POLL_SECONDS = 0.5
 

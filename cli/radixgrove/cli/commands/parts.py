@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from radixgrove.cli import exit_codes
 from radixgrove.cli.options import SettingsCommand, setting_options
 from radixgrove.cli.resolving import resolve_part
+from radixgrove.service import exit_codes
 
 
 def _run(part: str, module: str, config: str | None, flags: dict[str, Any]) -> int:

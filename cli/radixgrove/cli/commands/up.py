@@ -13,13 +13,12 @@ from typing import Any
 
 import click
 
-from radixgrove.cli import exit_codes
 from radixgrove.cli.cluster import Cluster, ClusterError, Signals
 from radixgrove.cli.demonstration import QUESTION, demonstrate
 from radixgrove.cli.options import SettingsCommand, setting_options
 from radixgrove.cli.parts import AMBIGUOUS
 from radixgrove.cli.resolving import UpParts
-from radixgrove.service import logs
+from radixgrove.service import exit_codes, logs
 from radixgrove.service.children import Sink
 from radixgrove.service.directories import private_directory
 

@@ -2,8 +2,8 @@
 --
 -- time = load + tokens not cached × ms a token + tokens cached on the host × ms a host token:
 --        the estimated time to the first token
--- load = queued prefill + rest of the running prefill + requests in flight × 16 tokens, in ms
--- cost = time - credit; credit = min(9 × time saved by the cache, 250 ms)
+-- load = queued prefill + rest of the running prefill + requests in flight × decode tokens, in ms
+-- cost = time - credit; credit = min(hit credit × time saved by the cache, most credit)
 --
 -- The credit is what a hit is worth beyond this request: those behind it wait less, and no
 -- second copy displaces other prefixes. In replays of a conversation trace a total factor of 2 gave
@@ -21,16 +21,15 @@
 --
 -- KEYS: leases, reserved, pending (even epochs), pending (odd epochs), routers,
 --       then for each candidate: gpu set, host set, load
--- ARGV: msgpack of the candidates {generation, ms a token, ms a host token or 0, max running or 0,
---       1 if its blocks are named as in `members`}…,
+-- ARGV: msgpack of the facts, lists by candidate: `generation`, `token_ms`, `host_token_ms` (0 without
+--       a host tier), `max_running` (0: unknown), `indexed` (its blocks are named as in `members`);
+--       and `decode_tokens`, `hit_credit`, `most_credit_ms` (router/costs.py),
 --       packed members of the prompt's blocks, router id, reservation id, prompt tokens,
 --       tokens a block, requests (sequences) to book, random seed, ceiling ms, a router's lease in ms
 -- Returns {index of the candidate from 1, matched blocks, of which host blocks, tokens booked,
 --          time ms, load ms}; {-1} when no cost is below the ceiling; {0, how many} when no candidate
 --          may be chosen, and of how many a lease says so: it runs, or was ended. One that only ran
 --          out does not while the caller cannot tell why.
-local DECODE_TOKENS = 16 -- a running request delays a prefill about as much as these many tokens
-local CREDIT, MOST_CREDIT_MS = 9, 250
 local EPOCH_MS = 10000 -- longest life of a pending record; two keys take turns and expire
 local SLACK_MS = 250 -- from the end of a prefill to its events
 local HOLDERS = 4 -- pending holders kept of one path
@@ -38,7 +37,9 @@ local GENERATION = 16 -- characters
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local candidates = cmsgpack.unpack(ARGV[1])
+local facts = cmsgpack.unpack(ARGV[1])
+local generation, token_ms, host_token_ms = facts.generation, facts.token_ms, facts.host_token_ms
+local max_running, indexed = facts.max_running, facts.indexed
 local members, me, id = ARGV[2], ARGV[3], ARGV[4]
 local tokens, block, sequences = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local ceiling = tonumber(ARGV[9])
@@ -59,17 +60,16 @@ if not live_router[me] then
   live_router[me] = true
 end
 
-local generations, slot = {}, {}
-for i, candidate in ipairs(candidates) do
-  generations[i], slot[candidate[1]] = candidate[1], i
+local slot = {}
+for i, name in ipairs(generation) do
+  slot[name] = i
   -- Where bringing back is no faster than computing, the worker computes: as without a host tier.
-  if candidate[3] >= candidate[2] then candidate[3] = 0 end
+  if host_token_ms[i] >= token_ms[i] then host_token_ms[i] = 0 end
 end
-local leases = redis.call('HMGET', KEYS[1], unpack(generations))
+local leases = redis.call('HMGET', KEYS[1], unpack(generation))
 
 local function load_ms(i, running, waiting, waiting_tokens)
-  local candidate = candidates[i]
-  local ms = candidate[2]
+  local ms = token_ms[i]
   local fields = redis.call('HGETALL', KEYS[5 + 3 * i])
   local in_flight, queued, busy = 0, 0, 0
   for f = 1, #fields, 2 do
@@ -82,16 +82,17 @@ local function load_ms(i, running, waiting, waiting_tokens)
   end
   -- What routers booked and what the replica reports overlap; neither alone is complete.
   in_flight, queued = math.max(in_flight, running + waiting), math.max(queued, waiting_tokens)
-  local load = queued * ms + busy + in_flight * DECODE_TOKENS * ms
-  if candidate[4] > 0 and in_flight >= candidate[4] then
+  local load = queued * ms + busy + in_flight * facts.decode_tokens * ms
+  local most = max_running[i]
+  if most > 0 and in_flight >= most then
     -- A full batch: the request waits for others to finish, not only for their prefill.
-    load = load + 1000 * (in_flight - candidate[4] + 1) / candidate[4] + 100
+    load = load + 1000 * (in_flight - most + 1) / most + 100
   end
   return load
 end
 
 local load, order, tie, proven = {}, {}, {}, 0
-for i = 1, #candidates do
+for i = 1, #generation do
   if leases[i] then
     local expires, state, running, waiting, waiting_tokens = struct.unpack('<dBI4I4I4', leases[i])
     if expires == 0 or expires > now then proven = proven + 1 end
@@ -142,7 +143,7 @@ end
 local function on_gpu(i, d) return redis.call('SISMEMBER', KEYS[3 + 3 * i], member(d)) == 1 end
 local function anywhere(i, d)
   return on_gpu(i, d)
-    or (candidates[i][3] > 0 and redis.call('SISMEMBER', KEYS[4 + 3 * i], member(d)) == 1)
+    or (host_token_ms[i] > 0 and redis.call('SISMEMBER', KEYS[4 + 3 * i], member(d)) == 1)
 end
 
 -- Largest d in low..high with holds(i, d), given holds(i, low) (or low = 0).
@@ -155,30 +156,32 @@ local function bisect(i, low, high, holds)
 end
 
 local function cost_of(i, saved)
-  return load[i] + tokens * candidates[i][2] - saved - math.min(CREDIT * saved, MOST_CREDIT_MS)
+  local credit = math.min(facts.hit_credit * saved, facts.most_credit_ms)
+  return load[i] + tokens * token_ms[i] - saved - credit
 end
 
 -- How much time must be saved to make up for `lead`, inverting saved + credit.
 local function saved_to_make_up(lead)
-  if lead < (CREDIT + 1) * MOST_CREDIT_MS / CREDIT then return lead / (CREDIT + 1) end
-  return lead - MOST_CREDIT_MS
+  local credit, most = facts.hit_credit, facts.most_credit_ms
+  if lead < (credit + 1) * most / credit then return lead / (credit + 1) end
+  return lead - most
 end
 
 local best, best_cost, best_saved = nil, math.huge, 0
 local matched, host = 0, 0
 for _, i in ipairs(order) do
-  local saved = (pending[i] or 0) * block * candidates[i][2]
+  local saved = (pending[i] or 0) * block * token_ms[i]
   local cost = cost_of(i, saved)
   if cost < best_cost then
     best, best_cost, best_saved, matched = i, cost, saved, pending[i] or 0
   end
 end
 for _, i in ipairs(order) do
-  if load[i] - MOST_CREDIT_MS >= best_cost then break end
-  local ms, host_ms = candidates[i][2], candidates[i][3]
+  if load[i] - facts.most_credit_ms >= best_cost then break end
+  local ms, host_ms = token_ms[i], host_token_ms[i]
   local saved = saved_to_make_up(load[i] + tokens * ms - best_cost)
   local needed = math.max(math.floor(saved / (block * ms)) + 1, (pending[i] or 0) + 1)
-  if needed <= depth and candidates[i][5] == 1 and anywhere(i, needed) then
+  if needed <= depth and indexed[i] and anywhere(i, needed) then
     local all = bisect(i, needed, depth, anywhere)
     local gpu = all
     if host_ms > 0 then gpu = math.max(bisect(i, 0, all, on_gpu), pending[i] or 0) end
@@ -192,8 +195,7 @@ end
 if best_cost >= ceiling then return {-1} end
 
 -- ---- reservation -------------------------------------------------------------------------------
-local generation = generations[best]
-local ms = candidates[best][2]
+local chosen, ms = generation[best], token_ms[best]
 local work_ms = tokens * ms - best_saved
 local booked = math.max(0, math.ceil(work_ms / ms - 1e-6))
 local mine = redis.call('HGET', KEYS[5 + 3 * best], me)
@@ -202,11 +204,11 @@ if mine then r, t = string.match(mine, '(%d+) (%d+)') end
 redis.call('HSET', KEYS[5 + 3 * best], me,
   string.format('%.0f %.0f', r + sequences, t + booked))
 redis.call('HSET', KEYS[2], id,
-  string.format('%s %.0f %s %.0f %.0f', me, booked, generation, sequences, now))
+  string.format('%s %.0f %s %.0f %.0f', me, booked, chosen, sequences, now))
 
-if candidates[best][5] == 1 then
+if indexed[best] then
   local until_ms = now + math.min(load[best] + work_ms + SLACK_MS, EPOCH_MS)
-  local record = generation .. struct.pack('<d', until_ms)
+  local record = chosen .. struct.pack('<d', until_ms)
   local writes = {}
   for c, d in ipairs(checkpoints) do
     if d > matched then
@@ -214,7 +216,7 @@ if candidates[best][5] == 1 then
       local old = held[c] or ''
       for at = 1, #old, #record do
         local other = string.sub(old, at, at + #record - 1)
-        if #kept < HOLDERS and string.sub(other, 1, GENERATION) ~= generation
+        if #kept < HOLDERS and string.sub(other, 1, GENERATION) ~= chosen
           and struct.unpack('<d', other, GENERATION + 1) > now then
           kept[#kept + 1] = other
         end

@@ -26,7 +26,7 @@ import zmq.asyncio
 
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.settings import LoadFormat, LogLevel, WorkerSettings
-from radixgrove.service import logs
+from radixgrove.service import exit_codes, logs
 from radixgrove.service.directories import private_directory
 from radixgrove.service.listening import BindingError, check_management
 from radixgrove.service.liveness import tick
@@ -34,8 +34,6 @@ from radixgrove.service.probing import is_ready
 from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import demo_model, management, model_files
 from radixgrove.worker.agent.preparation import (
-    EXIT_FAILED,
-    EXIT_STUCK,
     AgentError,
     check_ranks,
     reserved_port,
@@ -111,7 +109,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
         BindingError,
     ) as error:
         _log.error("%s", error)
-        return getattr(error, "code", EXIT_FAILED)
+        return getattr(error, "code", exit_codes.FAILED)
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
@@ -256,7 +254,7 @@ class Agent:
                 # Kept first: the death that we cause must not pass for the reason.
                 self._stuck = AgentError(
                     f"{culprit.name} (process {culprit.pid}) is stuck: {problem}; killed it",
-                    EXIT_STUCK,
+                    exit_codes.STUCK,
                 )
                 await asyncio.gather(*(child.kill() for child in ranks))
                 raise self._stuck
@@ -369,4 +367,4 @@ class Agent:
 def _exit_code(error: AgentError | ChildFailed) -> int:
     if isinstance(error, AgentError):
         return error.code
-    return EXIT_STUCK if error.hung else EXIT_FAILED
+    return exit_codes.STUCK if error.hung else exit_codes.FAILED

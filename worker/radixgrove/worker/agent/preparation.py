@@ -8,17 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.service import exit_codes
 from radixgrove.service.listening import bound_socket
 from radixgrove.worker.agent import demo_model
-
-EXIT_FAILED = 1  # a child died, or the start failed
-EXIT_STUCK = 4  # a rank or a frontend was stuck and has been killed
 
 
 class AgentError(Exception):
     """The worker cannot start or go on; the text says what to do, `code` is the exit code."""
 
-    def __init__(self, message: str, code: int = EXIT_FAILED) -> None:
+    def __init__(self, message: str, code: int = exit_codes.FAILED) -> None:
         super().__init__(message)
         self.code = code
 

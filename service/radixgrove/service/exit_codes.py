@@ -1,8 +1,8 @@
-"""Exit codes of the `radixgrove` command; documented in docs/configuration.md."""
+"""Exit codes of Radixgrove's processes; documented in docs/configuration.md."""
 
 OK = 0
 FAILED = 1  # the work itself failed: a start, a check, a child
 USAGE = 2  # unknown flag, wrong setting
 UNREACHABLE = 3  # no answer from the given URL, or it refuses the key
-STUCK = 4  # a worker's engine was stuck and has been killed
+STUCK = 4  # a rank or a frontend of a worker was stuck and has been killed
 INTERRUPTED = 130
