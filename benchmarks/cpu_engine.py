@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import results
 import torch
-from offline import OfflineEngine
+from offline import BenchmarkEngine
 from subjects import table
 
 from radixgrove.protocol.openai.sampling import SamplingParams
@@ -65,7 +65,7 @@ def workloads() -> list[CpuWorkload]:
     ]
 
 
-def run_engine(engine: OfflineEngine, workload: CpuWorkload) -> tuple[float, Prompts]:
+def run_engine(engine: BenchmarkEngine, workload: CpuWorkload) -> tuple[float, Prompts]:
     """Seconds, and the generated tokens."""
     engine.scheduler.flush_cache()
     texts: Prompts = [[] for _ in workload.prompts]
@@ -106,7 +106,7 @@ def run_transformers(model: Any, workload: CpuWorkload) -> tuple[float, Prompts]
     return time.perf_counter() - begin, out[:, ids.shape[1] :].tolist()
 
 
-def make_engine(model_dir: Path, dtype: str, threads: int) -> OfflineEngine:
+def make_engine(model_dir: Path, dtype: str, threads: int) -> BenchmarkEngine:
     settings = WorkerSettings(
         device=Device.CPU,
         dtype=DType(dtype),
@@ -115,7 +115,7 @@ def make_engine(model_dir: Path, dtype: str, threads: int) -> OfflineEngine:
         kv_tokens=16384,
         max_running=32,
     )
-    return OfflineEngine(settings, model_dir)
+    return BenchmarkEngine(settings, model_dir)
 
 
 def compare(

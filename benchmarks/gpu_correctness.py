@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import results
 import torch
-from offline import OfflineEngine
+from offline import BenchmarkEngine
 from torch import Tensor
 
 from radixgrove.protocol.openai.sampling import SamplingParams
@@ -89,7 +89,7 @@ class Subject:
             kv_tokens=65536,
             **options,
         )
-        self.engine = OfflineEngine(settings, model_dir)
+        self.engine = BenchmarkEngine(settings, model_dir)
         self.counters = Counters()
         launch = self.engine.executor.launch
 

@@ -10,11 +10,8 @@ each row of the table.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +35,8 @@ from radixgrove.protocol.settings import (
     SchedulePolicy,
     WorkerSettings,
 )
-from radixgrove.service.directories import private_directory
-from radixgrove.worker.engine.executor import build_executor
+from radixgrove.worker.engine.offline import OfflineEngine
 from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, Tokens
-from radixgrove.worker.plan import Executor
-from radixgrove.worker.runtime import Runtime
-from radixgrove.worker.scheduler.config import SchedulerConfig
-from radixgrove.worker.scheduler.scheduler import Scheduler
 
 CONFIGS = Path(__file__).with_name("configs")
 
@@ -59,24 +51,13 @@ class Measured:
     preemptions: int
 
 
-class OfflineEngine:
-    """The engine's loop without its sockets."""
+class BenchmarkEngine(OfflineEngine):
+    """An engine that runs workloads."""
 
     def __init__(self, settings: WorkerSettings, model_dir: Path) -> None:
         begin = time.perf_counter()
-        self._cleanup = ExitStack()
-        runtime_dir = None
-        if settings.tp > 1:
-            runtime_dir = self._cleanup.enter_context(other_ranks(settings, model_dir))
-        self.executor: Executor
-        self.info: EngineInfo
-        self.executor, self.info = build_executor(settings, model_dir, show_phase, runtime_dir)
+        super().__init__(settings, model_dir, show_phase)
         self.start_seconds = time.perf_counter() - begin
-        config = SchedulerConfig.resolve(
-            settings, self.executor.info, on_cpu=self.info.device == "cpu"
-        )
-        self.scheduler = Scheduler(config)
-        self._depth = self.executor.info.depth
 
     def submit(self, workload: Workload) -> None:
         now = time.time()
@@ -96,18 +77,6 @@ class OfflineEngine:
                 ),
                 now,
             )
-
-    def launch(self) -> int:
-        """Fill the executor up to its depth; how many steps are in flight then."""
-        while self.scheduler.in_flight < self._depth:
-            plan = self.scheduler.schedule(time.time())
-            if plan is None:
-                break
-            self.executor.launch(plan)
-        return self.scheduler.in_flight
-
-    def complete(self) -> None:
-        self.scheduler.complete(self.executor.collect())
 
     def run(self, workload: Workload) -> Measured:
         """All of a workload's requests at once, to the end.
@@ -134,27 +103,6 @@ class OfflineEngine:
             counters.cached_tokens - cached,
             counters.preemptions - preemptions,
         )
-
-    def close(self) -> None:
-        self.executor.close()
-        self._cleanup.close()
-
-
-@contextmanager
-def other_ranks(settings: WorkerSettings, model_dir: Path) -> Iterator[Path]:
-    """Processes of ranks 1 .. tp - 1, and the directory in which they meet rank 0."""
-    with private_directory("radixgrove-bench-") as directory:
-        Runtime(directory, settings, model_dir.resolve()).write()
-        command = [sys.executable, "-m", "radixgrove.worker.engine.loop", str(directory)]
-        ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(1, settings.tp)]
-        try:
-            yield directory
-            for process in ranks:
-                process.wait(timeout=30)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
 
 
 def count_tokens(outputs: dict[int, list[Any]]) -> int:
@@ -254,7 +202,7 @@ def table_row(cells: tuple[str, ...]) -> str:
 
 
 def measure(
-    engine: OfflineEngine, model: str, shape: ModelShape, workload: Workload, runs: int, tp: int
+    engine: BenchmarkEngine, model: str, shape: ModelShape, workload: Workload, runs: int, tp: int
 ) -> tuple[str, dict[str, Any]]:
     """Better of `runs`: the row of the table and the record.
 
@@ -317,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     print(table_row(HEADER), flush=True)
     for name in arguments.model:
         model, model_dir = find_model(name)
-        engine = OfflineEngine(settings, model_dir)
+        engine = BenchmarkEngine(settings, model_dir)
         try:
             shape = model_shape(load_config(model_dir), engine.info)
             for workload_name in arguments.workload:

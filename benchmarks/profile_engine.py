@@ -25,7 +25,7 @@ from typing import Any
 
 import results
 import torch
-from offline import OfflineEngine, add_engine_options, count_tokens, find_model, make_settings
+from offline import BenchmarkEngine, add_engine_options, count_tokens, find_model, make_settings
 from torch.profiler import ProfilerActivity, profile, record_function
 from workloads import WORKLOADS, Workload
 
@@ -48,7 +48,7 @@ class Phases:
         self.seconds[phase].append(time.perf_counter() - begin)
 
 
-def run_steps(engine: OfflineEngine, phases: Phases, count: int) -> int:
+def run_steps(engine: BenchmarkEngine, phases: Phases, count: int) -> int:
     """Up to `count` turns of the engine's loop; how many there were."""
     scheduler, executor, depth = engine.scheduler, engine.executor, engine.executor.info.depth
     begin = time.perf_counter()
@@ -75,7 +75,7 @@ def run_steps(engine: OfflineEngine, phases: Phases, count: int) -> int:
 
 
 def in_window(
-    engine: OfflineEngine, workload: Workload, skip: int, window: Callable[[], int]
+    engine: BenchmarkEngine, workload: Workload, skip: int, window: Callable[[], int]
 ) -> int:
     """Run a workload with `window` after `skip` steps, and finish it."""
     engine.scheduler.flush_cache()
@@ -120,7 +120,9 @@ def gpu_use(trace: dict[str, Any]) -> GpuUse:
     return GpuUse((end - spans[0][0]) / 1e3, busy / 1e3, kernels)
 
 
-def traced(engine: OfflineEngine, workload: Workload, skip: int, steps: int, path: Path) -> GpuUse:
+def traced(
+    engine: BenchmarkEngine, workload: Workload, skip: int, steps: int, path: Path
+) -> GpuUse:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -170,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     model, model_dir = find_model(arguments.model)
     workload = WORKLOADS[arguments.workload]()
-    engine = OfflineEngine(make_settings(arguments), model_dir)
+    engine = BenchmarkEngine(make_settings(arguments), model_dir)
     try:
         engine.run(workload)  # whatever is compiled or allocated late is so now
         phases = Phases()

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from radixgrove.protocol.errors import PeerError
 from radixgrove.service import exit_codes
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -19,13 +20,13 @@ DEFAULT_MANAGEMENT_URL = "http://127.0.0.1:8001"
 _MAX_ANSWER = 64 << 20
 
 
-class Unreachable(click.ClickException):
+class Unreachable(PeerError, click.ClickException):
     """There is no answer, or not one of Radixgrove; or the key is refused."""
 
     exit_code = exit_codes.UNREACHABLE
 
 
-class Refused(click.ClickException):
+class RequestRefused(PeerError, click.ClickException):
     """The server answered with an error; the message is the server's own."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -48,7 +49,7 @@ def request(
 
     Raises:
         Unreachable: no connection, or it broke.
-        Refused: an error status.
+        RequestRefused: an error status.
     """
     parts = urlsplit(url if "://" in url else f"http://{url}")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -84,7 +85,7 @@ def events(response: http.client.HTTPResponse) -> Iterator[Any]:
     """The data of server-sent events, up to `[DONE]`.
 
     Raises:
-        Refused: the server reported an error in the stream.
+        RequestRefused: the server reported an error in the stream.
         Unreachable: the stream ended without `[DONE]`: the answer is cut short.
     """
     for line in response:
@@ -95,7 +96,7 @@ def events(response: http.client.HTTPResponse) -> Iterator[Any]:
             return
         event = json.loads(data)
         if isinstance(event, dict) and "error" in event:
-            raise Refused(response.status, str(event["error"].get("message")))
+            raise RequestRefused(response.status, str(event["error"].get("message")))
         yield event
     raise Unreachable("the stream ended early: the answer is incomplete")
 
@@ -108,7 +109,7 @@ def _failure(response: http.client.HTTPResponse) -> click.ClickException:
         message = http.client.responses.get(response.status, "error")
     if response.status == http.client.UNAUTHORIZED:
         return Unreachable(message)
-    return Refused(response.status, message)
+    return RequestRefused(response.status, message)
 
 
 def management_key() -> str | None:

@@ -24,6 +24,7 @@ from radixgrove.cli.client import fetch
 from radixgrove.cli.configuration import PREFIX
 from radixgrove.cli.redis_server import EmbeddedRedis, find_binary, free_ports, write_private
 from radixgrove.cli.resolving import UpParts
+from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
 from radixgrove.service import machine
 from radixgrove.service.children import Sink
@@ -35,7 +36,7 @@ _POLL = 0.1
 _GRACE = 10.0  # beyond a part's own drain timeout
 
 
-class ClusterError(Exception):
+class ClusterError(StartFailed):
     """The cluster cannot start; the text says what to change."""
 
 

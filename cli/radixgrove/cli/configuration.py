@@ -20,6 +20,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from radixgrove.cli.parts import UpSettings
+from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 
 PREFIX = "RADIXGROVE_"
@@ -41,7 +42,7 @@ _SERVICE_LINK = re.compile(
 S = TypeVar("S", bound=BaseModel)
 
 
-class ConfigurationError(Exception):
+class ConfigurationError(InvalidInput):
     """A setting is unknown or wrong; the text says where it came from and what would be right."""
 
 

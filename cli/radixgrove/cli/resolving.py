@@ -18,6 +18,7 @@ from radixgrove.cli.configuration import (
     resolve,
 )
 from radixgrove.cli.parts import AMBIGUOUS, WORKER_ADDRESS
+from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 from radixgrove.service import exit_codes
 
@@ -25,7 +26,7 @@ from radixgrove.service import exit_codes
 REDIS_VARIABLE = "REDIS_URL"
 
 
-class ConfigurationUsage(click.ClickException):
+class ConfigurationUsage(InvalidInput, click.ClickException):
     """A wrong setting: exit code 2, without the usage lines that would hide the reason."""
 
     exit_code = exit_codes.USAGE

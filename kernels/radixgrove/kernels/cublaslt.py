@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from radixgrove.protocol.errors import LibraryError
+
 ALGORITHM_BYTES = 64
 _MAX_CANDIDATES = 32  # the library returns about 8
 _WORKSPACE_BYTES = 64 << 20
@@ -37,7 +39,7 @@ _LAYOUT_COLUMNS = 3
 _PREFERENCE_WORKSPACE_BYTES = 1
 
 
-class CublasLtError(RuntimeError):
+class CublasLtError(LibraryError, RuntimeError):
     """The library refused, or the operands are not such as it was asked about."""
 
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from radixgrove.protocol.blocks import HASH_SCHEME, BlockHasher
+from radixgrove.protocol.errors import InvalidInput
 
 PROTOCOL_VERSION = 1
 LEASE_SECONDS = 5.0
@@ -150,7 +151,7 @@ def _is_http(url: str) -> bool:
         return False
 
 
-class RegistrationRefused(Exception):
+class RegistrationRefused(InvalidInput):
     """A replica disagrees with the service it wants to join; the message names the field."""
 
 

@@ -6,10 +6,12 @@ import asyncio
 from collections import deque
 from typing import Any
 
+from radixgrove.protocol.errors import PeerError
+
 LATE_SECONDS = 0.005  # a timer that fires so much later than it was set for is no judge
 
 
-class AnswerLate(Exception):
+class AnswerLate(PeerError):
     """The answer did not come in time."""
 
 

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from radixgrove.protocol.errors import PeerError
+
 # Below the 5 s after which uvicorn closes an idle connection: a request must not meet the close.
 KEEPALIVE_SECONDS = 4.0
 MAX_HEADER_BYTES = 64 << 10  # of an answer, its status line included
@@ -25,11 +27,11 @@ MAX_ORIGINS = 4096
 Fields = Iterable[tuple[bytes, bytes]]
 
 
-class ConnectFailed(Exception):
+class ConnectFailed(PeerError):
     """No connection within the time for it; nothing was sent."""
 
 
-class AnswerBroke(Exception):
+class AnswerBroke(PeerError):
     """The connection ended, or spoke no HTTP, before the answer was complete."""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import uvloop
 
+from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.auth import ApiKeys, KeyFileError
@@ -27,7 +28,7 @@ SETTINGS_FILE = "router.json"
 KILL_SECONDS = 5.0  # beyond `drain_timeout`
 
 
-class StartError(Exception):
+class RouterStartError(StartFailed):
     """The router cannot start; the text says what to change."""
 
 
@@ -40,7 +41,7 @@ def run(settings: RouterSettings) -> int:
         check(settings)
         with private_directory("radixgrove-router-") as directory:
             asyncio.run(_supervise(settings, directory))
-    except (StartError, BindingError, ChildFailed) as error:
+    except (RouterStartError, BindingError, ChildFailed) as error:
         logger.error("%s", error)
         return exit_codes.FAILED
     return 0
@@ -60,7 +61,7 @@ def run_process(settings: RouterSettings, index: int, shared: Path | None) -> in
     try:
         check(settings)
         uvloop.run(serve())
-    except (StartError, BindingError, TaskEnded) as error:
+    except (RouterStartError, BindingError, TaskEnded) as error:
         logger.error("%s", error)
         return exit_codes.FAILED
     return 0
@@ -70,19 +71,21 @@ def check(settings: RouterSettings) -> None:
     """What can be known to be wrong before any process starts.
 
     Raises:
-        StartError, BindingError: the text says what to change.
+        RouterStartError, BindingError: the text says what to change.
     """
     check_management(settings)
     try:
         ApiKeys.load(settings.api_keys_file)
     except KeyFileError as error:
-        raise StartError(str(error)) from error
+        raise RouterStartError(str(error)) from error
     if any("@" in replica for replica in settings.replicas):
-        raise StartError("a URL in `replicas` has credentials; replicas get those of the client")
+        raise RouterStartError(
+            "a URL in `replicas` has credentials; replicas get those of the client"
+        )
     try:
         RedisAddress(settings.redis_url or "redis://")
     except ValueError as error:
-        raise StartError(f"redis_url is {error}") from error
+        raise RouterStartError(f"redis_url is {error}") from error
 
 
 def load_settings(path: Path) -> RouterSettings:

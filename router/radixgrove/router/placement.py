@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from radixgrove.protocol.blocks import MEMBER_BYTES
+from radixgrove.protocol.errors import PeerError
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import ROUTER_LEASE_SECONDS
 from radixgrove.protocol.settings import RouterSettings, RoutingPolicy
@@ -92,7 +93,7 @@ class _Bookings:
     templates: dict[tuple[str, ...], _Template] = field(default_factory=dict)
 
 
-class IndexLost(Exception):
+class IndexLost(PeerError):
     """Redis cannot tell who is alive: leases ran out, or went, while it could not be used.
 
     `replicas` are those of which it cannot.

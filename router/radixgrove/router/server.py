@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 
+from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.keys import router_key
 from radixgrove.protocol.settings import LogLevel, RouterSettings
 from radixgrove.router import metrics
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 LINGER_SECONDS = 1.0  # for clients with an open connection to ask once more, and be sent away
 
 
-class TaskEnded(Exception):
+class TaskEnded(StartFailed):
     """A task without which the router would be half blind is over."""
 
 

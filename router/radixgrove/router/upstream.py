@@ -6,6 +6,7 @@ import asyncio
 import re
 from dataclasses import dataclass
 
+from radixgrove.protocol.errors import PeerError
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.settings import RouterSettings
@@ -35,7 +36,7 @@ _DROPPED = frozenset(
 )
 
 
-class AttemptFailed(Exception):
+class AttemptFailed(PeerError):
     """Nothing has reached the client yet; another replica may try.
 
     `answer` is what the client gets if none does. `blame` says whether the replica is at fault.
@@ -49,7 +50,7 @@ class AttemptFailed(Exception):
         self.retry = retry
 
 
-class StreamBroke(Exception):
+class StreamBroke(PeerError):
     """The answer ended early after its first bytes had been passed on."""
 
 

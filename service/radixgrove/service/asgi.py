@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from radixgrove.protocol.errors import PeerError
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.service.logs import ACCESS_LOGGER
@@ -41,7 +42,7 @@ ANSWERED = "answered"  # true: the framework answered a failure, which it raises
 QUIET_PATHS = frozenset({"/livez", "/health", "/readyz", "/metrics"})
 
 
-class ClientDisconnected(Exception):
+class ClientDisconnected(PeerError):
     """The client closed the connection before its request was complete."""
 
 

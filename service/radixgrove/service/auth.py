@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from radixgrove.protocol.blocks import PUBLIC_DOMAIN
+from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.settings import Sharing
 
@@ -23,7 +24,7 @@ PRINCIPAL_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")
 RESERVED_PRINCIPALS = frozenset({PUBLIC_DOMAIN})
 
 
-class KeyFileError(ValueError):
+class KeyFileError(InvalidInput, ValueError):
     """The key file cannot be used; the text names the line, never a key."""
 
 

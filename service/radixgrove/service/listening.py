@@ -5,10 +5,11 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings
 
 
-class BindingError(Exception):
+class BindingError(StartFailed):
     """A port cannot be opened as configured; the text says what to change."""
 
 

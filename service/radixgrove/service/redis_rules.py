@@ -19,17 +19,19 @@ from redis.asyncio.connection import (
 )
 from redis.exceptions import RedisError
 
+from radixgrove.protocol.errors import PeerError
+
 # The server was demoted, is loading its data or has lost its master: another one has the address
 # by now, or this one will be well after a while.
 RECONNECT = frozenset({"READONLY", "LOADING", "MASTERDOWN"})
 _OF_THE_POOL = ("max_connections", "timeout")  # parameters of a URL that are no connection's
 
 
-class RedisUnavailable(Exception):
+class RedisUnavailable(PeerError):
     """Redis cannot be asked now."""
 
 
-class RedisRefused(Exception):
+class RedisRefused(PeerError):
     """Redis answered with an error."""
 
     @property

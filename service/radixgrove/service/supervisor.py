@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from radixgrove.protocol.errors import StartFailed
 from radixgrove.service.children import Child, Sink
 from radixgrove.service.liveness import TICK_SECONDS
 
@@ -17,7 +18,7 @@ SETTLED_SECONDS = 60.0
 HANG_SECONDS = 10.0
 
 
-class ChildFailed(Exception):
+class ChildFailed(StartFailed):
     """A child ended, or hung and was killed, and is not started again; the text says how."""
 
     def __init__(self, message: str, *, hung: bool) -> None:

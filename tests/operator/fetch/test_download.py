@@ -14,7 +14,7 @@ import urllib3
 from moto.server import ThreadedMotoServer
 
 from radixgrove.operator.fetch import download
-from radixgrove.operator.fetch.sources import Failure, RemoteFile
+from radixgrove.operator.fetch.sources import FetchError, RemoteFile
 from tests.conftest import find_free_port
 from tests.hub import COMMIT, Hub
 
@@ -196,7 +196,7 @@ def test_more_than_the_disk_holds_is_refused_first(tmp_path: Path) -> None:
         def read(self, remote: RemoteFile, offset: int) -> Iterator[bytes]:
             raise AssertionError("nothing is transferred")
 
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(FetchError) as refused:
         download.download(Huge(), tmp_path / "m")
     assert refused.value.reason == "NoSpace"
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from radixgrove.protocol.errors import InvalidInput
+
 # Common words: each is one token, or close to it, in every usual vocabulary.
 _VOCABULARY = """
 time year people way day man thing woman life child world school state family student group
@@ -25,7 +27,7 @@ _CHARACTERS_A_TOKEN = 5.5
 _MAX_REQUESTS = 1_000_000
 
 
-class WorkloadError(ValueError):
+class WorkloadError(InvalidInput, ValueError):
     """The trace or the numbers make no workload."""
 
 

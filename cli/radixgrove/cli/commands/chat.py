@@ -7,7 +7,15 @@ from typing import Any
 
 import click
 
-from radixgrove.cli.client import Refused, Unreachable, api_key, events, fetch, request, url_option
+from radixgrove.cli.client import (
+    RequestRefused,
+    Unreachable,
+    api_key,
+    events,
+    fetch,
+    request,
+    url_option,
+)
 
 _HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 _IDLE_TIMEOUT = 600.0
@@ -30,7 +38,7 @@ class Conversation:
         """Stream the answer to standard output; a failed or stopped turn leaves no trace.
 
         Raises:
-            Refused: the server does not take the turn.
+            RequestRefused: the server does not take the turn.
             Unreachable: the answer broke off.
         """
         turn = [*self.messages, {"role": "user", "content": text}]
@@ -92,7 +100,7 @@ def chat(
         elif text:
             try:
                 conversation.ask(text)
-            except (Refused, Unreachable) as error:
+            except (RequestRefused, Unreachable) as error:
                 if not interactive:
                     raise
                 error.show()

@@ -35,6 +35,7 @@ from radixgrove.operator.planning.plan import Plan, PlanInput, as_placements, ma
 from radixgrove.operator.render import group as render_group
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.render.revision import InvalidEngine, first_mistake
+from radixgrove.protocol.errors import Interrupted
 from radixgrove.service.redis_rules import RedisUnavailable
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ _STARTING_EVERY = 5.0  # seconds between questions to starting workers
 _ELSEWHERE_EVERY = 60.0  # seconds between looks at what another installation looks after
 
 
-class Incomplete(Exception):
+class Incomplete(Interrupted):
     """Some requests failed; the look is repeated."""
 
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from radixgrove.operator.fetch.sources import Failure, RemoteFile, Source, open_source
+from radixgrove.operator.fetch.sources import FetchError, RemoteFile, Source, open_source
 from radixgrove.service import logs
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _TURN = 600.0  # seconds to wait for another Job of the claim; the operator trie
 def download(source: Source, into: Path) -> int:
     """Fills `into/snapshot`; its bytes. A second run goes on where the first one stopped.
 
-    Raises Failure.
+    Raises FetchError.
     """
     into.mkdir(parents=True, exist_ok=True)
     final, incoming = into / SNAPSHOT, into / "incoming"
@@ -66,19 +66,19 @@ def _size(directory: Path) -> int:
 def wanted(files: list[RemoteFile]) -> list[RemoteFile]:
     """Weights, tokenizer and settings; not the same weights in other formats.
 
-    Raises Failure when there is nothing to serve, or a name that would leave the directory.
+    Raises FetchError when there is nothing to serve, or a name that would leave the directory.
     """
     if len(files) > _LARGEST_COUNT:
-        raise Failure("ModelTooLarge", f"{len(files)} files are more than {_LARGEST_COUNT}")
+        raise FetchError("ModelTooLarge", f"{len(files)} files are more than {_LARGEST_COUNT}")
     chosen = []
     for remote in files:
         path = PurePosixPath(remote.path)
         if path.is_absolute() or ".." in path.parts or "\\" in remote.path:
-            raise Failure("ModelCorrupt", f"the source names a file outside: {remote.path!r}")
+            raise FetchError("ModelCorrupt", f"the source names a file outside: {remote.path!r}")
         if path.suffix in _WANTED and not path.parts[0].startswith("."):
             chosen.append(remote)
     if not any(remote.path.endswith(".safetensors") for remote in chosen):
-        raise Failure("ModelNotFound", "the source holds no .safetensors file")
+        raise FetchError("ModelNotFound", "the source holds no .safetensors file")
     return chosen
 
 
@@ -99,14 +99,14 @@ def _fetch(source: Source, remote: RemoteFile, incoming: Path) -> None:
                 return
             part.unlink()
             if corrupt:
-                raise Failure("ModelCorrupt", f"{remote.path} has the wrong hash, twice")
+                raise FetchError("ModelCorrupt", f"{remote.path} has the wrong hash, twice")
             corrupt = True
             logger.warning("%s has the wrong hash, once more", remote.path)
         except OSError as error:
             got = part.stat().st_size if part.exists() else 0
             failures = 0 if got > before else failures + 1
             if failures == _ATTEMPTS:
-                raise Failure("DownloadFailed", f"{remote.path}: {error}") from error
+                raise FetchError("DownloadFailed", f"{remote.path}: {error}") from error
             logger.warning("%s: cut at %d of %d bytes: %s", remote.path, got, remote.size, error)
             time.sleep(min(0.2 * 2**failures, 20))
 
@@ -120,7 +120,7 @@ def _append(source: Source, remote: RemoteFile, part: Path) -> None:
             offset = 0
         for chunk in source.read(remote, offset):
             if out.tell() + len(chunk) > remote.size:
-                raise Failure("ModelCorrupt", f"{remote.path} is longer than announced")
+                raise FetchError("ModelCorrupt", f"{remote.path} is longer than announced")
             out.write(chunk)
         out.flush()
         os.fsync(out.fileno())
@@ -138,7 +138,7 @@ def _check_space(incoming: Path, files: list[RemoteFile]) -> None:
     missing -= sum(part.stat().st_size for part in incoming.rglob("*.part"))
     free = shutil.disk_usage(incoming).free
     if missing > free:
-        raise Failure(
+        raise FetchError(
             "NoSpace",
             f"{missing / 2**30:.1f} GiB are to come, {free / 2**30:.1f} GiB are free: set "
             "model.cache.size, or let the claim grow if it exists",
@@ -149,13 +149,13 @@ def _check_space(incoming: Path, files: list[RemoteFile]) -> None:
 def _alone(directory: Path) -> Iterator[IO[bytes]]:
     """Two Jobs on one claim take turns; the second finds everything done.
 
-    Raises Failure when its turn does not come, as behind a lock that a lost node holds.
+    Raises FetchError when its turn does not come, as behind a lock that a lost node holds.
     """
     deadline = time.monotonic() + _TURN
     with (directory / ".lock").open("ab") as lock:
         while not _locked(lock):
             if time.monotonic() >= deadline:
-                raise Failure(
+                raise FetchError(
                     "CacheBusy",
                     f"another pod has filled the claim for {_TURN / 60:.0f} minutes: if it hangs, "
                     "delete it",
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             size = download(source, given.into)
             _say({"revision": given.revision, "bytes": str(size)})
-    except Failure as failure:
+    except FetchError as failure:
         logger.error("%s: %s", failure.reason, failure.message)
         _say({"reason": failure.reason, "message": failure.message})
         return 1 if failure.reason in _PASSING else HOPELESS

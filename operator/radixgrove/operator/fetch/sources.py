@@ -19,13 +19,15 @@ from typing import Any, Protocol
 
 import urllib3
 
+from radixgrove.protocol.errors import PeerError
+
 _CHUNK = 1 << 20
 _TIMEOUT = urllib3.Timeout(connect=15.0, read=60.0)
 _MAX_LISTING = 64 << 20  # bytes of one answer
 _MAX_PAGES = 1000
 
 
-class Failure(Exception):
+class FetchError(PeerError):
     """`reason` is a condition's reason; `message` tells a person what to do."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -69,7 +71,7 @@ class Source(Protocol):
 
 
 def open_source(source: str, revision: str) -> Source:
-    """Raises Failure for a scheme that is not fetched."""
+    """Raises FetchError for a scheme that is not fetched."""
     scheme, _, rest = source.partition("://")
     if scheme == "hf":
         endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
@@ -77,7 +79,7 @@ def open_source(source: str, revision: str) -> Source:
     if scheme == "s3":
         bucket, _, prefix = rest.partition("/")
         return S3Source(bucket, prefix, revision)
-    raise Failure("ModelNotFound", f"{scheme}:// is not fetched")
+    raise FetchError("ModelNotFound", f"{scheme}:// is not fetched")
 
 
 class HubSource:
@@ -96,7 +98,7 @@ class HubSource:
         answer, _ = self._json(f"/api/models/{self._repository}/revision/{self._revision}")
         commit = answer.get("sha") if isinstance(answer, dict) else None
         if not isinstance(commit, str) or not commit:
-            raise Failure("ModelNotFound", f"the hub names no commit of {self._name}")
+            raise FetchError("ModelNotFound", f"the hub names no commit of {self._name}")
         return commit
 
     def files(self) -> list[RemoteFile]:
@@ -109,7 +111,7 @@ class HubSource:
             if not following:
                 return found
             url = following
-        raise Failure("ModelTooLarge", "the hub's listing does not end")
+        raise FetchError("ModelTooLarge", "the hub's listing does not end")
 
     def read(self, remote: RemoteFile, offset: int) -> Iterator[bytes]:
         path = urllib.parse.quote(remote.path)
@@ -126,12 +128,12 @@ class HubSource:
         with response:
             data = response.read(_MAX_LISTING + 1)
         if len(data) > _MAX_LISTING:
-            raise Failure("ModelTooLarge", "the hub's answer does not end")
+            raise FetchError("ModelTooLarge", "the hub's answer does not end")
         links = urllib.request.parse_http_list(response.headers.get("Link", ""))
         pages = [link.partition(">")[0].lstrip("<") for link in links if 'rel="next"' in link]
         following = pages[0] if pages else ""
         if following and not following.startswith(self._endpoint + "/"):
-            raise Failure("ModelCorrupt", "the hub's listing leads to another host")
+            raise FetchError("ModelCorrupt", "the hub's listing leads to another host")
         try:
             return json.loads(data), following
         except ValueError as error:
@@ -153,12 +155,12 @@ class HubSource:
             return response
         response.release_conn()
         if response.status in (401, 403):
-            raise Failure(
+            raise FetchError(
                 "Unauthorized", f"the hub refuses {self._name}: set model.tokenSecret, and accept "
                 "the model's terms with that account",
             )  # fmt: skip
         if response.status == 404:
-            raise Failure("ModelNotFound", f"the hub has no {self._name}")
+            raise FetchError("ModelNotFound", f"the hub has no {self._name}")
         raise OSError(f"the hub answers {response.status}")
 
 
@@ -219,7 +221,9 @@ class S3Source:
     def files(self) -> list[RemoteFile]:
         files = self._list()
         if self._revision and self._digest(files) != self._revision:
-            raise Failure("ModelChanged", "the bucket's objects changed since they were looked up")
+            raise FetchError(
+                "ModelChanged", "the bucket's objects changed since they were looked up"
+            )
         return [self._checkable(remote) for remote in files]
 
     def _checkable(self, remote: RemoteFile) -> RemoteFile:
@@ -262,7 +266,7 @@ class S3Source:
         except self._errors as error:
             raise self._translated(error) from error
         if not found:
-            raise Failure("ModelNotFound", f"s3://{self._bucket}/{self._prefix} holds nothing")
+            raise FetchError("ModelNotFound", f"s3://{self._bucket}/{self._prefix} holds nothing")
         return [remote for remote in found if remote.path and not remote.path.endswith("/")]
 
     def _digest(self, files: list[RemoteFile]) -> str:
@@ -274,7 +278,7 @@ class S3Source:
         code = str(response.get("Error", {}).get("Code", ""))
         where = f"s3://{self._bucket}/{self._prefix}"
         if code in ("NoSuchBucket", "NoSuchKey", "404"):
-            return Failure("ModelNotFound", f"{where} does not exist")
+            return FetchError("ModelNotFound", f"{where} does not exist")
         if code in ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403"):
-            return Failure("Unauthorized", f"{where} is refused: see model.credentialsSecret")
+            return FetchError("Unauthorized", f"{where} is refused: see model.credentialsSecret")
         return OSError(code or type(error).__name__)

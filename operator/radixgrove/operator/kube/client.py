@@ -18,6 +18,7 @@ from kubernetes import client, config
 
 from radixgrove.operator.api import metrics, names
 from radixgrove.operator.api.spec import quantity
+from radixgrove.protocol.errors import Interrupted, PeerError
 
 Object = dict[str, Any]
 
@@ -58,7 +59,7 @@ KINDS = {
 }
 
 
-class KubeError(Exception):
+class KubeError(PeerError):
     """A request was refused or not answered. `status` is 0 without an answer."""
 
     def __init__(self, verb: str, what: str, status: int, message: str) -> None:
@@ -75,7 +76,7 @@ class KubeError(Exception):
         return 400 <= self.status < 500 and self.status not in (408, 409)
 
 
-class NotLeading(Exception):
+class NotLeading(Interrupted):
     """This process may write nothing: its lease is over, or nearly so and not yet renewed."""
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from radixgrove.protocol.errors import InvalidInput
+
 # Merge keys by the name of the list; every other list is replaced whole.
 _MERGE_KEYS = {
     "containers": "name",
@@ -26,7 +28,7 @@ _MERGE_KEYS = {
 _FORMS = {dict: "an object", list: "a list"}
 
 
-class CannotMerge(ValueError):
+class CannotMerge(InvalidInput, ValueError):
     """A patch has another form than what it is laid over; the message says where."""
 
 

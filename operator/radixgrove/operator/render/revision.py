@@ -26,6 +26,7 @@ from radixgrove.operator.api.spec import (
     Startup,
     seconds,
 )
+from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.settings import WorkerSettings
 
 MODEL_DIRECTORY = "/model"
@@ -34,7 +35,7 @@ _STARTUP = 1800.0  # seconds for all that does not grow with the model
 _SLOW_READ = 100e6  # bytes/s of storage that many nodes read at once
 
 
-class InvalidSettings(ValueError):
+class InvalidSettings(InvalidInput, ValueError):
     """A resource asks for what its parts would refuse; the message names the field."""
 
     reason: ClassVar[str]  # of conditions

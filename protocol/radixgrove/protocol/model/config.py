@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from radixgrove.protocol.errors import InvalidInput
 
-class ModelError(ValueError):
+
+class ModelError(InvalidInput, ValueError):
     """A model directory that cannot be served; the message is for the person who named it."""
 
 

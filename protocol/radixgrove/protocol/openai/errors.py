@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from radixgrove.protocol.errors import RadixgroveError
+
 INVALID_REQUEST = "invalid_request_error"
 
 
@@ -25,7 +27,7 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
-class ApiError(Exception):
+class ApiError(RadixgroveError):
     """An answer with an error status. Raise it anywhere below an HTTP handler.
 
     `headers` are sent with it (lower-case names).

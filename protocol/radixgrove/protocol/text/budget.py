@@ -9,12 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from radixgrove.protocol.errors import Interrupted
+
 MAX_CHARACTERS = 2 << 20  # a tokenizer takes some 150 bytes a character while it works
 _THREADS = 4
 T = TypeVar("T")
 
 
-class Abandoned(Exception):
+class Abandoned(Interrupted):
     """The request that needed the work has ended."""
 
 

@@ -19,6 +19,7 @@ import jinja2.parser
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.openai import errors
 
 MAX_OUTPUT_CHARS = 1 << 26
@@ -35,11 +36,11 @@ _PRINTED_PARTS = ("'text'", '"text"', "&#39;text&#39;", "&#34;text&#34;")
 THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 
 
-class TemplateRefusal(Exception):
+class TemplateRefusal(InvalidInput):
     """The template itself refuses the messages, in its own words."""
 
 
-class TemplateFailure(Exception):
+class TemplateFailure(InvalidInput):
     """The template fails on these messages, or exceeds a cap."""
 
 

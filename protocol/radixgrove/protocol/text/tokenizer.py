@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
+from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.text.token_finder import TokenFinder
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -28,7 +29,7 @@ TOKENIZER_FILES = (
 MAX_FILE_BYTES = 64 << 20
 
 
-class TokenizerError(ValueError):
+class TokenizerError(InvalidInput, ValueError):
     """The files do not make a usable tokenizer."""
 
 

@@ -23,6 +23,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from radixgrove.protocol.errors import StartFailed
 from radixgrove.service import logs
 
 NAME = "SmolLM2-135M-Instruct"
@@ -44,7 +45,7 @@ _REPORT_SECONDS = 5.0
 Progress = Callable[[str], None]
 
 
-class DemoModelError(RuntimeError):
+class DemoModelError(StartFailed, RuntimeError):
     """The demo model cannot be made; the message says what to do about it."""
 
 

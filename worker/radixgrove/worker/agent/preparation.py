@@ -7,13 +7,14 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service import exit_codes
 from radixgrove.service.listening import bound_socket
 from radixgrove.worker.agent import demo_model
 
 
-class AgentError(Exception):
+class AgentError(StartFailed):
     """The worker cannot start or go on; the text says what to do, `code` is the exit code."""
 
     def __init__(self, message: str, code: int = exit_codes.FAILED) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import ops
+from radixgrove.protocol.errors import LibraryError
 from radixgrove.worker.attention.base import AttentionBatch, Geometry
 from radixgrove.worker.attention.decode import DecodingBackend
 
@@ -32,7 +33,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 Report = Callable[[str, float | None], None]
 
 
-class FlashInferUnavailable(RuntimeError):
+class FlashInferUnavailable(LibraryError, RuntimeError):
     """FlashInfer cannot serve here; the message says why in a line for people."""
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from radixgrove.protocol.errors import Defect
 from radixgrove.worker.cache.timeline import Fence, Timeline
 
 
@@ -24,7 +25,7 @@ class Owner(IntEnum):
     RETIRED = 3
 
 
-class PoolError(Exception):
+class PoolError(Defect):
     """The rules of ownership were broken: a defect of the scheduler, never a client's fault."""
 
 

@@ -19,6 +19,7 @@ from fastapi import Response
 
 from radixgrove.protocol.blocks import TOKEN_BYTES
 from radixgrove.protocol.endpoints import ENDPOINTS, Endpoint
+from radixgrove.protocol.errors import RadixgroveError
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.openai.requests import (
@@ -410,7 +411,7 @@ class _Accepted:
     request_id: str  # base of the engine's ids
 
 
-class _StreamFailed(Exception):
+class _StreamFailed(RadixgroveError):
     """A stream that had begun ended with an error event."""
 
     def __init__(self, error: ApiError) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
+from radixgrove.protocol.errors import PeerError
 from radixgrove.worker.parallel.group import Shard, TensorParallel
 
 # Loading and compiling differ between ranks; collectives of a running step have a shorter deadline.
@@ -18,7 +19,7 @@ START_SECONDS = 600.0
 _POLL_SECONDS = 0.05
 
 
-class RankMissing(RuntimeError):
+class RankMissing(PeerError, RuntimeError):
     """A rank did not come, fell silent or failed; the message names it."""
 
 

@@ -3,6 +3,7 @@ engine does so at its pulse when it logs at debug level."""
 
 from __future__ import annotations
 
+from radixgrove.protocol.errors import Defect
 from radixgrove.worker.cache.host_tier import HostTier
 from radixgrove.worker.cache.node import TreeNode
 from radixgrove.worker.cache.tree import RadixTree
@@ -10,7 +11,7 @@ from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.request import RequestState, RunningRequest
 
 
-class InvariantError(Exception):
+class InvariantError(Defect):
     """The scheduler's books do not balance."""
 
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 import numpy as np
 
 from radixgrove.protocol.blocks import TOKEN_BYTES
+from radixgrove.protocol.errors import Defect
 from radixgrove.worker.cache.node import CacheScope, TreeNode
 from radixgrove.worker.messages import CacheMode, Submit, TokenLogprobs
 
@@ -51,7 +52,7 @@ _NEXT: dict[RequestState, frozenset[RequestState]] = {
 }
 
 
-class IllegalTransition(Exception):
+class IllegalTransition(Defect):
     """A request was asked to do what its state does not allow: a defect of the scheduler."""
 
 

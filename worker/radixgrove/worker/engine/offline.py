@@ -1,0 +1,150 @@
+"""One engine in its caller's process: scheduler and executor, no HTTP, no frontends, no Redis."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from radixgrove.protocol.errors import InvalidInput
+from radixgrove.protocol.openai.sampling import SamplingParams
+from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.service.directories import private_directory
+from radixgrove.worker.engine.executor import build_executor
+from radixgrove.worker.execution.assembly import Report
+from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, Tokens
+from radixgrove.worker.plan import Executor
+from radixgrove.worker.runtime import Runtime
+from radixgrove.worker.scheduler.config import SchedulerConfig
+from radixgrove.worker.scheduler.scheduler import Scheduler
+
+_COPYING_SECONDS = 0.001  # requests wait for copies from the host alone
+
+
+def _no_report(phase: PhaseReport) -> None:
+    """The caller does not follow the start."""
+
+
+class OfflineEngine:
+    """Generates token ids for prompts of token ids; a context manager, for one thread.
+
+        with OfflineEngine(WorkerSettings(), Path("path/to/model")) as engine:
+            answers = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=16, seed=0))
+
+    Prompts share cached prefixes, within a call and from call to call. `launch` and `complete` are
+    the turns of the engine's loop, for callers with requests of their own in `scheduler`.
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, model_dir: Path, report: Report = _no_report
+    ) -> None:
+        """Load the model of a directory, and start the ranks of a group.
+
+        Raises:
+            ModelError: the model, or the settings for it, cannot be served; the message says why.
+            RankMissing: another rank did not come.
+        """
+        self._cleanup = ExitStack()
+        with ExitStack() as started:
+            runtime_dir = None
+            if settings.tp > 1:
+                runtime_dir = started.enter_context(_other_ranks(settings, model_dir))
+            self.executor: Executor
+            self.info: EngineInfo
+            self.executor, self.info = build_executor(settings, model_dir, report, runtime_dir)
+            self._cleanup = started.pop_all()
+        config = SchedulerConfig.resolve(
+            settings,
+            self.executor.info,
+            on_cpu=self.info.device == "cpu",
+            prefill_rate=self.info.prefill_tokens_per_second,
+            host_rate=self.info.host_tokens_per_second,
+        )
+        self.scheduler = Scheduler(config)
+
+    def __enter__(self) -> OfflineEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[list[int]]:
+        """The generated ids of each prompt, a stop token included.
+
+        Prompt i is sampled with the seed `sampling.seed + i`.
+
+        Raises:
+            InvalidInput: a prompt is refused, as one that is longer than the context.
+        """
+        now = time.time()
+        for index, prompt in enumerate(prompts):
+            self.scheduler.submit(
+                Submit(
+                    request_id=str(index),
+                    frontend=0,
+                    token_ids=np.asarray(prompt, dtype="<i4").tobytes(),
+                    sampling=msgspec.structs.replace(sampling, seed=sampling.seed + index),
+                    domain="public",
+                ),
+                now,
+            )
+        answers: list[list[int]] = [[] for _ in prompts]
+        refusals = []
+        while True:
+            for output in self.scheduler.take_outputs().get(0, []):
+                if isinstance(output, Tokens):
+                    answers[int(output.request_id)] += output.token_ids
+                else:
+                    refusals.append(f"prompt {output.request_id}: {output.detail}")
+            if not self.scheduler.has_work:
+                break
+            if self.launch():
+                self.complete()
+            else:
+                time.sleep(_COPYING_SECONDS)
+        if refusals:
+            raise InvalidInput("; ".join(refusals))
+        return answers
+
+    def launch(self) -> int:
+        """Fill the executor up to its depth; how many steps are in flight then."""
+        while self.scheduler.in_flight < self.executor.info.depth:
+            self.scheduler.copies_ended(*self.executor.copies_ended())
+            plan = self.scheduler.schedule(time.time())
+            if plan is None:
+                break
+            self.executor.launch(plan)
+        return self.scheduler.in_flight
+
+    def complete(self) -> None:
+        """Wait for the oldest step."""
+        self.scheduler.complete(self.executor.collect())
+
+    def close(self) -> None:
+        self.executor.close()
+        self._cleanup.close()
+
+
+@contextmanager
+def _other_ranks(settings: WorkerSettings, model_dir: Path) -> Iterator[Path]:
+    """Processes of ranks 1 .. tp - 1, and the directory in which they meet rank 0."""
+    with private_directory("radixgrove-engine-") as directory:
+        Runtime(directory, settings, model_dir.resolve()).write()
+        command = [sys.executable, "-m", "radixgrove.worker.engine.loop", str(directory)]
+        ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(1, settings.tp)]
+        try:
+            yield directory
+            for process in ranks:
+                process.wait(timeout=30)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
