@@ -6,63 +6,32 @@ import msgspec
 import pytest
 
 from radixgrove.protocol.registry import EngineInfo, Registration
+from tests.release_0_1 import definitions as old
 
 # As a worker of release 0.1 writes it.
-OLD = {
-    "replica_id": "r0",
-    "service": "default",
-    "url": "http://10.0.0.1:8100",
-    "models": ["m"],
-    "namespace": "m\x000\x00bfloat16\x00bfloat16",
-    "root": "0123456789abcdef",
-    "index_block": 32,
-    "page_size": 16,
-    "tokenizer_digest": "d",
-    "max_model_len": 4096,
-    "max_running": 64,
-    "vocab_size": 49152,
-    "sharing": "private",
-    "roles": ["generate"],
-    "weight_version": "0",
-    "prefill_tokens_per_second": 1234.5,
-    "host_tokens_per_second": 99.0,
-    "kv_tokens": 65536,
-    "device": "cpu",
-    "dtype": "bfloat16",
-    "kv_dtype": "bfloat16",
-    "protocol_version": 1,
-    "hash_scheme": "blake2b-128-chain-v1",
-    "generation": "0011223344556677",
-}
-
-
-class OldRegistration(msgspec.Struct, kw_only=True):
-    """As a router of release 0.1 reads it."""
-
-    replica_id: str
-    service: str
-    url: str
-    models: list[str]
-    namespace: str
-    root: str
-    index_block: int
-    page_size: int
-    tokenizer_digest: str
-    max_model_len: int
-    max_running: int = 0
-    vocab_size: int = 0
-    sharing: str = "private"
-    roles: tuple[str, ...] = ("generate",)
-    weight_version: str = "0"
-    prefill_tokens_per_second: float = 0.0
-    host_tokens_per_second: float = 0.0
-    kv_tokens: int = 0
-    device: str = ""
-    dtype: str = ""
-    kv_dtype: str = ""
-    protocol_version: int = 1
-    hash_scheme: str = "blake2b-128-chain-v1"
-    generation: str = ""
+OLD = msgspec.to_builtins(
+    old.Registration(
+        replica_id="r0",
+        service="default",
+        url="http://10.0.0.1:8100",
+        models=["m"],
+        namespace="m\x000\x00bfloat16\x00bfloat16",
+        root="0123456789abcdef",
+        index_block=32,
+        page_size=16,
+        tokenizer_digest="d",
+        max_model_len=4096,
+        max_running=64,
+        vocab_size=49152,
+        prefill_tokens_per_second=1234.5,
+        host_tokens_per_second=99.0,
+        kv_tokens=65536,
+        device="cpu",
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        generation="0011223344556677",
+    )
+)
 
 
 def registration(**changes: object) -> Registration:
@@ -101,13 +70,13 @@ def test_an_old_workers_registration_is_read() -> None:
 
 
 def test_an_old_router_reads_what_it_used_to_read() -> None:
-    old = msgspec.json.decode(registration().encode(), type=OldRegistration)
+    read = msgspec.json.decode(registration().encode(), type=old.Registration)
     facts = registration().engine
     for name in ("page_size", "max_model_len", "max_running", "vocab_size", "device"):
-        assert getattr(old, name) == getattr(facts, name), name
-    assert old.prefill_tokens_per_second == facts.prefill_tokens_per_second
-    assert old.host_tokens_per_second == facts.host_tokens_per_second
-    assert old.generation == registration().generation
+        assert getattr(read, name) == getattr(facts, name), name
+    assert read.prefill_tokens_per_second == facts.prefill_tokens_per_second
+    assert read.host_tokens_per_second == facts.host_tokens_per_second
+    assert read.generation == registration().generation
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,9 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.simulated import INTERNAL_KEY, MODEL, SimulatedReplica, block_text
 from radixgrove.router.__main__ import main as router_main
-from tests.checkout import ROOT
 from tests.forks import Fork, Main
-
-sys.path.insert(0, str(ROOT / "benchmarks"))  # benchmarks share the simulated replica
-
-from simulated import INTERNAL_KEY, MODEL, SimulatedReplica, block_text
 
 __all__ = [
     "INTERNAL_KEY",

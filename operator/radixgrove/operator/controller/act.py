@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import cast
 
 from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.objects import StatefulSetObject
 from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.status_writer import StatusWriter, as_json
@@ -19,8 +20,6 @@ from radixgrove.operator.render import policies
 from radixgrove.operator.render.common import Service
 from radixgrove.protocol.model_table import SHARED, ModelEntry
 from radixgrove.service.redis_rules import RedisUnavailable
-
-Object = dict[str, Any]
 
 
 class Actor:
@@ -130,9 +129,9 @@ class Actor:
                 unused.add(new.attempt)
             plan.not_made(new, str(error))
             raise
-        self._companions(made)
+        self._companions(cast(StatefulSetObject, made))
 
-    def _companions(self, stateful_set: Object) -> None:
+    def _companions(self, stateful_set: StatefulSetObject) -> None:
         meta = stateful_set["metadata"]
         service = Service(meta["namespace"], meta["labels"][names.SERVICE], "")
         labels = {key: meta["labels"][key] for key in (
@@ -196,7 +195,7 @@ class Actor:
                     self._kube.delete("ConfigMap", meta["namespace"], meta["name"], meta["uid"])
 
 
-def _mounted(stateful_set: Object) -> list[str]:
+def _mounted(stateful_set: StatefulSetObject) -> list[str]:
     """Names of the ConfigMaps that a group's pods read."""
     volumes = stateful_set["spec"]["template"]["spec"].get("volumes", [])
     return [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]

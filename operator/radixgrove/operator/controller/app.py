@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from radixgrove.operator.api import metrics, names
 from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.objects import NODE, SERVICE, ChildObject, NodeObject, ServiceObject
 from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller.autoscaler import Autoscaler
@@ -29,8 +30,6 @@ from radixgrove.service.redis_rules import RedisUnavailable
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-Object = dict[str, Any]
 
 _GUARD_EVERY = 60.0
 _REWRITE_EVERY = 5.0
@@ -119,19 +118,19 @@ class App:
         for body in self._list_services():
             self.store.service_seen(body)
             self.queue.add((body["metadata"]["namespace"], body["metadata"]["name"]))
-        for node in self._kube.list("Node", None):
+        for node in self._kube.list(NODE, None):
             self.store.node_seen(node)
         return True
 
-    def _list_services(self) -> list[Object]:
+    def _list_services(self) -> list[ServiceObject]:
         if not self.config.namespaces:
-            return self._kube.list(names.KIND, None)
+            return self._kube.list(SERVICE, None)
         served = self.config.namespaces
-        return [body for namespace in served for body in self._kube.list(names.KIND, namespace)]
+        return [body for namespace in served for body in self._kube.list(SERVICE, namespace)]
 
     # ---- events, from kopf's loop: nothing here blocks -------------------------------------------
 
-    def service_event(self, kind: str | None, body: Object) -> None:
+    def service_event(self, kind: str | None, body: ServiceObject) -> None:
         """A status that changed alone is mostly this operator's own write: it does not shorten a
         service's back-off after failures."""
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
@@ -144,7 +143,7 @@ class App:
         else:
             self.queue.hint(key)
 
-    def child_event(self, resource_kind: str, kind: str | None, body: Object) -> None:
+    def child_event(self, resource_kind: str, kind: str | None, body: ChildObject) -> None:
         meta = body["metadata"]
         version = None if kind == "DELETED" else meta.get("resourceVersion")
         self._kube.changed(resource_kind, meta["namespace"], meta["name"], version)
@@ -163,7 +162,7 @@ class App:
                 if other_service.service.namespace == meta["namespace"]:
                     self.queue.add(other_service.key)
 
-    def node_event(self, kind: str | None, body: Object) -> None:
+    def node_event(self, kind: str | None, body: NodeObject) -> None:
         if kind == "DELETED":
             self.store.node_gone(body["metadata"]["name"])
         elif not self.store.node_seen(body):

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
+from radixgrove.operator.api.objects import ConfigMapObject, ServiceObject, StatefulSetObject
 from radixgrove.operator.controller.store import Key
 from radixgrove.operator.kube.client import KubeError
 from radixgrove.operator.planning.service_view import ServiceView
@@ -16,16 +16,16 @@ from radixgrove.service.redis_rules import RedisUnavailable
 
 logger = logging.getLogger(__name__)
 
-Object = dict[str, Any]
-
 
 @dataclass(kw_only=True)
 class ReconcileContext(ServiceView):
     """The service's view, and the API objects behind it."""
 
-    body: Object  # the resource
-    sets: list[Object] = field(default_factory=list)  # StatefulSets of its groups
-    config_maps: list[Object] = field(default_factory=list)  # of its revisions, oldest first
+    body: ServiceObject  # the resource
+    sets: list[StatefulSetObject] = field(default_factory=list)  # StatefulSets of its groups
+    config_maps: list[ConfigMapObject] = field(
+        default_factory=list
+    )  # of its revisions, oldest first
     keys: str = ""  # hash of those that the namespace's pods read; "": they could not be given
 
     @property

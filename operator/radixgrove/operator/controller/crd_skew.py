@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixgrove.operator.api import names
+from radixgrove.operator.api.objects import Object
 from radixgrove.operator.controller.store import Key
 from radixgrove.operator.kube.client import Kube, covers
-
-Object = dict[str, Any]
 
 _REMEDY = (
     f"upgrade the Helm release that owns {names.PLURAL}.{names.GROUP} (its annotations name it), "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.objects import DEPLOYMENT, POD
 from radixgrove.operator.api.spec import Router
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.kube.client import Kube, controllers
@@ -33,7 +34,7 @@ def keep(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> None:
 def _trouble(kube: Kube, context: ReconcileContext) -> Problem | None:
     """Why it does not answer; None when it does, or that is not known."""
     service = context.service
-    deployment = kube.get("Deployment", service.namespace, router_name(service))
+    deployment = kube.get(DEPLOYMENT, service.namespace, router_name(service))
     if deployment is not None and is_available(deployment):
         return None
     if context.invalid is not None:
@@ -41,7 +42,7 @@ def _trouble(kube: Kube, context: ReconcileContext) -> Problem | None:
     if deployment is None:
         return None
     labels = names.labels(service.name, names.ROUTER)
-    pods = map(pod_of, kube.list("Pod", service.namespace, labels))
+    pods = map(pod_of, kube.list(POD, service.namespace, labels))
     found = next(filter(None, map(pod_problem, pods)), None)
     words = found.message if found else "it starts"
     return Problem("RouterNotReady", f"its own router does not answer: {words}")
@@ -51,7 +52,7 @@ def remove(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> Non
     """One that is not wanted any more."""
     service = context.service
     with context.trying():
-        deployment = kube.get("Deployment", service.namespace, router_name(service))
+        deployment = kube.get(DEPLOYMENT, service.namespace, router_name(service))
         if deployment is None or not controllers([deployment], service.uid):
             return
         # The Deployment goes last: as long as it exists, this runs again.

@@ -13,12 +13,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import kopf
 
 from radixgrove.operator.api import metrics, names
 from radixgrove.operator.api.config import OperatorConfig, load
+from radixgrove.operator.api.objects import ChildObject, NodeObject, ServiceObject
 from radixgrove.operator.controller.app import App
 from radixgrove.operator.controller.health import HealthServer
 from radixgrove.operator.kube.client import KINDS, Kube, api_client
@@ -48,11 +49,11 @@ def register(registry: kopf.OperatorRegistry, app: App) -> None:
 
     @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)
     async def service_changed(type: str | None, body: kopf.Body, **_: Any) -> None:
-        app.service_event(type, dict(body))
+        app.service_event(type, cast(ServiceObject, dict(body)))
 
     @kopf.on.event("", "v1", "nodes", registry=registry)
     async def node_changed(type: str | None, body: kopf.Body, **_: Any) -> None:
-        app.node_event(type, dict(body))
+        app.node_event(type, cast(NodeObject, dict(body)))
 
     for kind in WATCHED:
         where = KINDS[kind]
@@ -60,7 +61,7 @@ def register(registry: kopf.OperatorRegistry, app: App) -> None:
         async def child_changed(
             type: str | None, body: kopf.Body, kind: str = kind, **_: Any
         ) -> None:
-            app.child_event(kind, type, dict(body))
+            app.child_event(kind, type, cast(ChildObject, dict(body)))
 
         kopf.on.event(
             where.group, where.version, where.plural, id=f"{kind}-changed", registry=registry

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from radixgrove.operator.api import names
+from radixgrove.operator.api.objects import CONFIG_MAP, EVENT, NODE, POD, STATEFUL_SET
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.store import Store
 from radixgrove.operator.kube.client import Kube, controllers
@@ -35,8 +36,8 @@ class Observer:
         """Fills `sets`, `observed`, `config_maps` and `revisions`. Raises KubeError."""
         namespace = context.service.namespace
         labels = names.labels(context.service.name, names.WORKER)
-        all_sets = self._kube.list("StatefulSet", namespace, labels)
-        pods = self._kube.list("Pod", namespace, labels)
+        all_sets = self._kube.list(STATEFUL_SET, namespace, labels)
+        pods = self._kube.list(POD, namespace, labels)
         context.sets = controllers(all_sets, context.service.uid)
         groups = []
         for stateful_set in context.sets:
@@ -49,7 +50,7 @@ class Observer:
             tuple(groups), self._nodes(groups), highest_attempt([*all_sets, *pods])
         )
         context.config_maps = sorted(
-            controllers(self._kube.list("ConfigMap", namespace, labels), context.service.uid),
+            controllers(self._kube.list(CONFIG_MAP, namespace, labels), context.service.uid),
             key=lambda config_map: str(config_map["metadata"].get("creationTimestamp")),
         )
         for config_map in context.config_maps:
@@ -66,7 +67,7 @@ class Observer:
             return ""
         with context.trying():
             fields = f"involvedObject.name={group.name},reason=FailedCreate"
-            events = self._kube.list("Event", context.service.namespace, fields=fields)
+            events = self._kube.list(EVENT, context.service.namespace, fields=fields)
             own = [e for e in events if e.get("involvedObject", {}).get("uid") == group.uid]
             if own:
                 last = max(own, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime")))
@@ -77,6 +78,6 @@ class Observer:
         """The watch may lag behind a scheduler: a node it does not know is looked up."""
         known = self._store.nodes()
         for name in {pod.node for group in groups for pod in group.pods if pod.node} - set(known):
-            for node in self._kube.list("Node", None, fields=f"metadata.name={name}"):
+            for node in self._kube.list(NODE, None, fields=f"metadata.name={name}"):
                 known[name] = node_of(node)
         return known

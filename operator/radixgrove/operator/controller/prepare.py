@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.objects import CLAIM, JOB, NETWORK_POLICY, POD, Object
 from radixgrove.operator.controller import dedicated_router
-from radixgrove.operator.controller.context import Object, ReconcileContext
+from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.store import (
     OtherService,
     Store,
@@ -81,7 +82,7 @@ class Preparer:
             return
         labels = {names.MANAGED_BY: names.MANAGER, names.SERVICE: context.service.name}
         with context.trying():
-            for policy in self._kube.list("NetworkPolicy", context.service.namespace, labels):
+            for policy in self._kube.list(NETWORK_POLICY, context.service.namespace, labels):
                 meta = policy["metadata"]
                 self._kube.delete("NetworkPolicy", meta["namespace"], meta["name"], meta["uid"])
 
@@ -91,12 +92,12 @@ class Preparer:
         namespace, known = context.service.namespace, context.before.model
         jobs: dict[str, JobState] = {}
         for name in model_cache.wanted_jobs(context.service, context.spec, known):
-            job = self._kube.get("Job", namespace, name)
+            job = self._kube.get(JOB, namespace, name)
             if job is not None:
-                pods = self._kube.list("Pod", namespace, {"job-name": name})
+                pods = self._kube.list(POD, namespace, {"job-name": name})
                 jobs[name] = job_of(job, pods)
         found = {
-            name: self._kube.get("PersistentVolumeClaim", namespace, name)
+            name: self._kube.get(CLAIM, namespace, name)
             for name in model_cache.wanted_claims(context.spec, known)
         }
         claims = {name: claim for name, claim in found.items() if claim is not None}

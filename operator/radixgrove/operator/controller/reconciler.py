@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from pydantic import ValidationError
 
 from radixgrove.operator.api import metrics, names, times
 from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.objects import SERVICE, ServiceObject
 from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.api.status import AutoscalingStatus, GroupPhase, InferenceServiceStatus
 from radixgrove.operator.cluster.redis_store import RedisStore
@@ -39,8 +39,6 @@ from radixgrove.protocol.errors import Interrupted
 from radixgrove.service.redis_rules import RedisUnavailable
 
 logger = logging.getLogger(__name__)
-
-Object = dict[str, Any]
 
 _STARTING_EVERY = 5.0  # seconds between questions to starting workers
 _ELSEWHERE_EVERY = 60.0  # seconds between looks at what another installation looks after
@@ -87,7 +85,7 @@ class Reconciler:
 
         Raises Incomplete or KubeError when the look must be repeated soon, NotLeading.
         """
-        body = self._kube.get(names.KIND, *key)
+        body = self._kube.get(SERVICE, *key)
         if body is None or "deletionTimestamp" in body["metadata"]:
             self._gone(key)
             return None
@@ -123,7 +121,7 @@ class Reconciler:
         except RedisUnavailable as error:
             raise Incomplete(f"Redis does not answer: {error}") from error
 
-    def _leave(self, body: Object, holder: str) -> None:
+    def _leave(self, body: ServiceObject, holder: str) -> None:
         """Two installations would undo each other's work: the second leaves, with one Event."""
         key = (body["metadata"]["namespace"], body["metadata"]["name"])
         self._forget(key)
@@ -137,7 +135,7 @@ class Reconciler:
         self._status.event(body, "Warning", "ServedElsewhere", message)
         self._elsewhere[key] = holder
 
-    def _begin(self, body: Object) -> ReconcileContext | None:
+    def _begin(self, body: ServiceObject) -> ReconcileContext | None:
         """None for a spec that this version cannot read, which its status then names."""
         meta = body["metadata"]
         try:
@@ -160,7 +158,7 @@ class Reconciler:
             now=time.time(),
         )
 
-    def _refuse(self, body: Object, before: InferenceServiceStatus, message: str) -> None:
+    def _refuse(self, body: ServiceObject, before: InferenceServiceStatus, message: str) -> None:
         meta = body["metadata"]
         change = conditions.refused(meta.get("generation", 0), message, before, time.time())
         old = body.get("status") or {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from radixgrove.operator.api import names
+from radixgrove.operator.api.objects import Object, ServiceObject
 from radixgrove.operator.api.status import GroupStatus, InferenceServiceStatus
 from radixgrove.operator.controller.crd_skew import CrdSkew
 from radixgrove.operator.controller.store import Key
@@ -15,8 +15,6 @@ from radixgrove.operator.kube.client import Kube, KubeError
 from radixgrove.operator.kube.events import event
 
 logger = logging.getLogger(__name__)
-
-Object = dict[str, Any]
 
 
 class StatusWriter:
@@ -52,7 +50,7 @@ class StatusWriter:
             logger.warning("%s/%s: %s", *key, message or "the CRD has been renewed")
             self._enqueue(key)
 
-    def event(self, resource: Object, kind: str, reason: str, message: str) -> None:
+    def event(self, resource: ServiceObject, kind: str, reason: str, message: str) -> None:
         """Raises KubeError."""
         try:
             self._kube.create(event(resource, kind, reason, message, time.time()))

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any
 
 from pydantic import ValidationError
 
 from radixgrove.operator.api import names, times
+from radixgrove.operator.api.objects import ChildObject, NodeObject, ServiceObject
 from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.planning import gang
 from radixgrove.operator.planning.demand import Node
 from radixgrove.operator.planning.observed import node_of
 from radixgrove.operator.render.common import Service
 
-Object = dict[str, Any]
 Key = tuple[str, str]  # namespace, name
 
 
@@ -73,7 +72,7 @@ class Store:
     _placements: dict[Key, list[gang.GangPlacement]] = field(default_factory=dict)
     _waiting: set[Key] = field(default_factory=set)  # for a partly placed group
 
-    def service_seen(self, body: Object) -> bool:
+    def service_seen(self, body: ServiceObject) -> bool:
         """Whether more than its status may have changed: its spec, the restart annotation, or the
         resource itself."""
         key, other_service = _key(body), other_service_of(body)
@@ -122,7 +121,7 @@ class Store:
         with self._lock:
             return sorted(self._services.values(), key=lambda other_service: other_service.age)
 
-    def node_seen(self, body: Object) -> bool:
+    def node_seen(self, body: NodeObject) -> bool:
         """Whether its reachability changed."""
         node = node_of(body)
         with self._lock:
@@ -161,7 +160,7 @@ class Store:
         return [p for found in others for p in found if p.placed < p.nodes]
 
 
-def other_service_of(body: Object) -> OtherService | None:
+def other_service_of(body: ServiceObject) -> OtherService | None:
     """None for a resource with a spec that this version cannot read."""
     meta = body["metadata"]
     try:
@@ -197,7 +196,7 @@ def name_conflict(own: OtherService, other_services: list[OtherService]) -> str:
     return ""
 
 
-def _asked_of(body: Object) -> tuple[object, ...]:
+def _asked_of(body: ServiceObject) -> tuple[object, ...]:
     """What differs when a user asks for something else; the generation counts changes of the spec
     and not those of the status."""
     meta = body["metadata"]
@@ -205,11 +204,11 @@ def _asked_of(body: Object) -> tuple[object, ...]:
     return (meta["uid"], meta.get("generation"), restart, meta.get("deletionTimestamp"))
 
 
-def _key(body: Object) -> Key:
+def _key(body: ServiceObject) -> Key:
     return body["metadata"]["namespace"], body["metadata"]["name"]
 
 
-def owner_key(body: Object) -> Key | None:
+def owner_key(body: ChildObject) -> Key | None:
     """The service that an object of ours belongs to."""
     meta = body.get("metadata", {})
     name = meta.get("labels", {}).get(names.SERVICE)

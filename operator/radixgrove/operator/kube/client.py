@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import urllib3.exceptions
 from kubernetes import client, config
 
 from radixgrove.operator.api import metrics, names
+from radixgrove.operator.api.objects import KindName, Object
 from radixgrove.operator.api.spec import quantity
 from radixgrove.protocol.errors import Interrupted, PeerError
 
-Object = dict[str, Any]
+T = TypeVar("T", bound=Mapping[str, Any])
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def api_client() -> client.ApiClient:
 
 
 class Kube:
-    """Typed only by kind. Safe for several threads."""
+    """Safe for several threads."""
 
     def __init__(
         self, api: client.ApiClient, may_write: Callable[[float], bool], timeout: float
@@ -110,18 +111,18 @@ class Kube:
 
     # ---- reading ---------------------------------------------------------------------------------
 
-    def get(self, kind: str, namespace: str | None, name: str) -> Object | None:
+    def get(self, kind: KindName[T], namespace: str | None, name: str) -> T | None:
         try:
-            return self._request("GET", "get", kind, namespace, name)
+            return cast(T, self._request("GET", "get", kind, namespace, name))
         except KubeError as error:
             if error.status == 404:
                 return None
             raise
 
     def list(
-        self, kind: str, namespace: str | None, labels: dict[str, str] | None = None,
+        self, kind: KindName[T], namespace: str | None, labels: dict[str, str] | None = None,
         fields: str | None = None,
-    ) -> list[Object]:  # fmt: skip
+    ) -> list[T]:  # fmt: skip
         query = {}
         if labels:
             query["labelSelector"] = names.selector(labels)
@@ -148,7 +149,7 @@ class Kube:
         alone: KubeError with status 409.
         """
         key = _key(desired)
-        live = self.get(desired["kind"], *key[1:])
+        live = self.get(KindName[Object](key[0]), *key[1:])
         if live is not None:
             _refuse_foreign(desired, live)
             if covers(live, desired):
@@ -336,7 +337,7 @@ def _same_quantity(live: Any, desired: Any) -> bool:
         return False
 
 
-def controllers(things: Iterable[Object], uid: str) -> list[Object]:
+def controllers(things: Iterable[T], uid: str) -> list[T]:
     """Those of `things` that the object with this UID controls."""
     return [
         thing

@@ -17,6 +17,7 @@ from typing import Any
 
 from radixgrove.operator.api import metrics, times
 from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.objects import LEASE
 from radixgrove.operator.kube.client import Kube, KubeError, NotLeading
 from radixgrove.operator.kube.installation import owners
 from radixgrove.operator.kube.renewals import Renewals
@@ -79,7 +80,7 @@ class LeaderElection:
     def _try(self, kube: Kube) -> None:
         before = time.monotonic()
         try:
-            lease = kube.get("Lease", self._namespace, self._settings.lease)
+            lease = kube.get(LEASE, self._namespace, self._settings.lease)
             if lease is None:
                 made = self._lease(transitions=0)
                 made["metadata"]["ownerReferences"] = owners(kube, self._config)
@@ -121,7 +122,7 @@ class LeaderElection:
     def _release(self, kube: Kube) -> None:
         """The next one need not wait."""
         try:
-            lease = kube.get("Lease", self._namespace, self._settings.lease)
+            lease = kube.get(LEASE, self._namespace, self._settings.lease)
             spec = (lease or {}).get("spec") or {}
             if lease is not None and spec.get("holderIdentity") == self._identity:
                 transitions = int(spec.get("leaseTransitions") or 0)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from radixgrove.operator.api import names, times
+from radixgrove.operator.api.objects import Object, ServiceObject
 
-Object = dict[str, Any]
 
-
-def event(resource: Object, kind: str, reason: str, message: str, now: float) -> Object:
+def event(resource: ServiceObject, kind: str, reason: str, message: str, now: float) -> Object:
     """`kind`: Normal or Warning. The same event twice within a second is one object."""
     meta = resource["metadata"]
     stamp = times.to_seconds_text(now)

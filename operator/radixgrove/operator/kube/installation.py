@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.objects import DEPLOYMENT
 from radixgrove.operator.kube.client import Kube, KubeError
 
 
@@ -16,7 +17,7 @@ def owners(kube: Kube, config: OperatorConfig) -> list[dict[str, Any]]:
     name = config.owner_deployment
     if name is None:
         return []
-    found = kube.get("Deployment", config.namespace, name)
+    found = kube.get(DEPLOYMENT, config.namespace, name)
     if found is None:
         what = f"deployments/{config.namespace}/{name}"
         raise KubeError("get", what, 404, "the operator's own Deployment is not there")

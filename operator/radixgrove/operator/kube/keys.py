@@ -15,9 +15,10 @@ import threading
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig, RedisSettings
+from radixgrove.operator.api.objects import SECRET, Object
 from radixgrove.operator.kube.client import Kube, KubeError
 from radixgrove.operator.kube.installation import owners
-from radixgrove.operator.render.common import Object, Service
+from radixgrove.operator.render.common import Service
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Keys:
         What the Secret says otherwise stays, and counts when the operator starts again.
         """
         config, values = self._config, self.ensure()
-        found = self._kube.get("Secret", config.namespace, config.keys_secret)
+        found = self._kube.get(SECRET, config.namespace, config.keys_secret)
         there = (found or {}).get("data") or {}
         missing = {key: value for key, value in values.items() if not there.get(key)}
         self._add(found, missing)
@@ -70,7 +71,7 @@ class Keys:
 
     def _read_or_make(self) -> dict[str, str]:
         config = self._config
-        found = self._kube.get("Secret", config.namespace, config.keys_secret)
+        found = self._kube.get(SECRET, config.namespace, config.keys_secret)
         values = {
             key: base64.b64decode(value).decode()
             for key, value in ((found or {}).get("data") or {}).items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from radixgrove.operator.kube.objects import PodSpec, Taint, Toleration
+from radixgrove.operator.api.objects import PodSpec, Taint, Toleration
 
 DEFAULT_SCHEDULER = "default-scheduler"
 _KEEPS_OFF = ("NoSchedule", "NoExecute")  # effects of taints

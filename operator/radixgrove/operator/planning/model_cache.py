@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 
 from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.objects import ClaimObject, Object
 from radixgrove.operator.api.spec import AccessMode, InferenceServiceSpec, Model
 from radixgrove.operator.api.status import ModelStatus
 from radixgrove.operator.fetch.download import SNAPSHOT
 from radixgrove.operator.planning.diagnosis import pod_problem
 from radixgrove.operator.planning.observed import JobState
 from radixgrove.operator.render import models
-from radixgrove.operator.render.common import Object, Service
+from radixgrove.operator.render.common import Service
 from radixgrove.operator.render.revision import ModelAt
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
@@ -38,7 +39,7 @@ class Cache:
     """What the cluster holds of a model: Jobs and claims by name."""
 
     jobs: Mapping[str, JobState]
-    claims: Mapping[str, Object]
+    claims: Mapping[str, ClaimObject]
     users: Sequence[models.User]  # services of the namespace, this one included; the oldest first
 
     def users_of(self, claim: str, service: Service) -> list[models.User]:
@@ -148,7 +149,7 @@ def _provided(
     )
 
 
-def _shareable(claim: Object) -> bool:
+def _shareable(claim: ClaimObject) -> bool:
     return bool({"ReadOnlyMany", "ReadWriteMany"} & set(claim["spec"].get("accessModes", [])))
 
 
@@ -225,15 +226,16 @@ def _fetch(
     return step
 
 
-def _size(claim: Object | None, job: JobState | None) -> int:
+def _size(claim: ClaimObject | None, job: JobState | None) -> int:
     """Bytes of a filled claim's model; 0 for one that an older version filled."""
-    known = ((claim or {}).get("metadata", {}).get("annotations") or {}).get(BYTES, "")
+    annotations = (claim["metadata"].get("annotations") or {}) if claim is not None else {}
+    known = annotations.get(BYTES, "")
     fetched = _result(job).get("bytes", "") if job is not None else ""
     return next((int(text) for text in (known, fetched) if text.isdecimal()), 0)
 
 
 def _under_way(
-    status: ModelStatus, job: JobState, reason: str, message: str, claim: Object | None = None
+    status: ModelStatus, job: JobState, reason: str, message: str, claim: ClaimObject | None = None
 ) -> CacheStep:
     """A Job that has not ended, and what keeps its pod from starting, if anything does."""
     trouble = pod_problem(job.pod) if job.pod is not None else None
@@ -244,7 +246,7 @@ def _under_way(
     return CacheStep(status, reason=trouble.reason, message=trouble.message)
 
 
-def _unbound(claim: Object) -> str:
+def _unbound(claim: ClaimObject) -> str:
     """What to do about a claim without a volume."""
     given = claim["spec"].get("storageClassName")
     used = f"storage class {given}" if given else "the cluster's default storage class"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 from radixgrove.operator.api import names, times
-from radixgrove.operator.kube.objects import (
+from radixgrove.operator.api.objects import (
     Container,
     ContainerStatus,
+    DeploymentObject,
     JobObject,
     Meta,
     NodeObject,
@@ -20,8 +20,6 @@ from radixgrove.operator.kube.objects import (
     Terminated,
 )
 from radixgrove.operator.planning.demand import Node, NodeDemand, demand_of, device_counts
-
-Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,10 @@ class ObservedState:
     highest_attempt: int = 0  # in the labels of anything that exists
 
 
-def group_of(body: Object, pods: Iterable[Object], refused: str = "") -> Group | None:
+def group_of(
+    stateful_set: StatefulSetObject, pods: Iterable[PodObject], refused: str = ""
+) -> Group | None:
     """None for a StatefulSet without our labels."""
-    stateful_set = cast(StatefulSetObject, body)
     meta, spec = stateful_set["metadata"], stateful_set["spec"]
     template = spec.get("template", {}).get("spec", {})
     labels = meta.get("labels", {})
@@ -141,8 +140,7 @@ def _startup(containers: Iterable[Container]) -> float:
     return float(probe.get("periodSeconds", 0) * probe.get("failureThreshold", 0))
 
 
-def pod_of(body: Object) -> Pod:
-    pod = cast(PodObject, body)
+def pod_of(pod: PodObject) -> Pod:
     meta, status = pod["metadata"], pod.get("status", {})
     conditions = {c["type"]: c for c in status.get("conditions", [])}
     containers = status.get("containerStatuses", [])
@@ -221,9 +219,8 @@ def _controller_uid(meta: Meta) -> str:
     return ""
 
 
-def node_of(body: Object) -> Node:
+def node_of(node: NodeObject) -> Node:
     """A node is reachable unless its lifecycle controller says `Unknown`."""
-    node = cast(NodeObject, body)
     meta, status = node["metadata"], node.get("status", {})
     ready = next((c for c in status.get("conditions", []) if c["type"] == "Ready"), None)
     return Node(
@@ -236,13 +233,12 @@ def node_of(body: Object) -> Node:
     )
 
 
-def is_available(deployment: Object) -> bool:
+def is_available(deployment: DeploymentObject) -> bool:
     """Whether one pod of it is ready at least."""
-    return int(deployment.get("status", {}).get("availableReplicas", 0)) > 0
+    return deployment.get("status", {}).get("availableReplicas", 0) > 0
 
 
-def job_of(body: Object, pods: Iterable[Object]) -> JobState:
-    job = cast(JobObject, body)
+def job_of(job: JobObject, pods: Iterable[PodObject]) -> JobState:
     meta = job["metadata"]
     conditions = {
         c["type"]: c for c in job.get("status", {}).get("conditions", []) if c["status"] == "True"
@@ -254,7 +250,7 @@ def job_of(body: Object, pods: Iterable[Object]) -> JobState:
         if _controller_uid(pod["metadata"]) != meta["uid"]:
             continue
         newest = pod_of(pod)
-        for container in cast(PodObject, pod).get("status", {}).get("containerStatuses", []):
+        for container in pod.get("status", {}).get("containerStatuses", []):
             message = container.get("state", {}).get("terminated", {}).get("message", message)
     return JobState(
         name=meta["name"],
@@ -267,7 +263,7 @@ def job_of(body: Object, pods: Iterable[Object]) -> JobState:
     )
 
 
-def highest_attempt(objects: Iterable[Object]) -> int:
+def highest_attempt(objects: Iterable[StatefulSetObject | PodObject]) -> int:
     """The highest attempt in the labels of sets and pods, leaving ones included."""
     labels = [thing["metadata"].get("labels", {}).get(names.ATTEMPT, "") for thing in objects]
     return max((int(label) for label in labels if label.isdigit()), default=0)

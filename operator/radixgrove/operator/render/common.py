@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
-
-Object = dict[str, Any]
+from radixgrove.operator.api.objects import Object
 
 USER = 10001  # numeric, so that the kubelet can check runAsNonRoot
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.objects import Object
 from radixgrove.operator.api.spec import Device, Network, quantity
 from radixgrove.operator.render.common import (
-    Object,
     Service,
     container_security_context,
     field_env,

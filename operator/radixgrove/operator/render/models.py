@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.objects import ClaimObject, Object
 from radixgrove.operator.api.spec import CacheSpec, Model
 from radixgrove.operator.fetch.download import HOPELESS
 from radixgrove.operator.render.common import (
-    Object,
     Service,
     container_security_context,
     metadata,
@@ -39,7 +39,7 @@ def claim(
     model: Model,
     revision: str,
     config: OperatorConfig,
-    live: Object | None = None,
+    live: ClaimObject | None = None,
 ) -> Object:
     """The claim, owned by all its users; by none when one of them wants it kept.
 
@@ -66,7 +66,7 @@ def claim(
     if storage_class:
         rendered["spec"]["storageClassName"] = storage_class
     if live is not None:
-        rendered["spec"] = {key: live["spec"][key] for key in _FIXED if key in live["spec"]}
+        rendered["spec"] = {key: value for key, value in live["spec"].items() if key in _FIXED}
     kept = any(user.cache.retain for user in users)
     # An empty list, not none: that is how earlier owners are taken off.
     owners = [] if kept else [user.service.shared_owner for user in users]

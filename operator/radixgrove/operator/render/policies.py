@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.render.common import Object, Service, metadata
+from radixgrove.operator.api.objects import Object
+from radixgrove.operator.render.common import Service, metadata
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.objects import Object
 from radixgrove.operator.api.spec import Router
 from radixgrove.operator.render.common import (
-    Object,
     Service,
     container_security_context,
     field_env,

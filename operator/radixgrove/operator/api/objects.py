@@ -1,11 +1,16 @@
-"""Shapes of the API objects that decisions are taken from, as far as those look at them.
+"""Shapes of API objects: of those that decisions are taken from, as far as those look at them.
 
 Field names are Kubernetes' own. What is absent from an object is at the API's default.
 """
 
 from __future__ import annotations
 
-from typing import Required, TypedDict
+from typing import Any, Generic, Required, TypedDict, TypeVar
+
+from radixgrove.operator.api import names
+
+T = TypeVar("T")
+Object = dict[str, Any]  # one that is written, or passed on: its fields as they come
 
 
 class OwnerReference(TypedDict, total=False):
@@ -21,6 +26,8 @@ class Meta(TypedDict, total=False):
     annotations: dict[str, str]
     creationTimestamp: str
     deletionTimestamp: str
+    generation: int
+    resourceVersion: str
     ownerReferences: list[OwnerReference]
 
 
@@ -93,12 +100,22 @@ class Taint(TypedDict, total=False):
     effect: Required[str]
 
 
+class ConfigMapSource(TypedDict):
+    name: str
+
+
+class Volume(TypedDict, total=False):
+    name: Required[str]
+    configMap: ConfigMapSource
+
+
 class PodSpec(TypedDict, total=False):
     nodeName: str
     nodeSelector: dict[str, str]
     tolerations: list[Toleration]
     schedulerName: str
     containers: list[Container]
+    volumes: list[Volume]
 
 
 class PodStatus(TypedDict, total=False):
@@ -151,3 +168,75 @@ class JobStatus(TypedDict, total=False):
 class JobObject(TypedDict, total=False):
     metadata: Required[Meta]
     status: JobStatus
+
+
+class ServiceObject(TypedDict, total=False):
+    """An InferenceService. Its parts are read by their own models, in `spec` and `status`."""
+
+    metadata: Required[Meta]
+    spec: Object
+    status: Object
+
+
+class ChildObject(TypedDict, total=False):
+    """Any object that this operator may have made, of which only the metadata counts."""
+
+    metadata: Required[Meta]
+
+
+class DeploymentStatus(TypedDict, total=False):
+    availableReplicas: int
+
+
+class DeploymentObject(TypedDict, total=False):
+    metadata: Required[Meta]
+    status: DeploymentStatus
+
+
+class ConfigMapObject(TypedDict, total=False):
+    metadata: Required[Meta]
+    data: dict[str, str]
+
+
+class ClaimSpec(TypedDict, total=False):
+    accessModes: list[str]
+    storageClassName: str
+
+
+class ClaimStatus(TypedDict, total=False):
+    phase: str
+
+
+class ClaimObject(TypedDict, total=False):
+    metadata: Required[Meta]
+    spec: Required[ClaimSpec]
+    status: ClaimStatus
+
+
+class ObjectReference(TypedDict, total=False):
+    uid: str
+
+
+class EventObject(TypedDict, total=False):
+    involvedObject: ObjectReference
+    lastTimestamp: str
+    eventTime: str
+    message: str
+
+
+class KindName(str, Generic[T]):
+    """A kind as the API names it; its objects are read as `T`."""
+
+
+SERVICE = KindName[ServiceObject](names.KIND)
+STATEFUL_SET = KindName[StatefulSetObject]("StatefulSet")
+POD = KindName[PodObject]("Pod")
+NODE = KindName[NodeObject]("Node")
+JOB = KindName[JobObject]("Job")
+DEPLOYMENT = KindName[DeploymentObject]("Deployment")
+CONFIG_MAP = KindName[ConfigMapObject]("ConfigMap")
+CLAIM = KindName[ClaimObject]("PersistentVolumeClaim")
+EVENT = KindName[EventObject]("Event")
+NETWORK_POLICY = KindName[ChildObject]("NetworkPolicy")
+LEASE = KindName[Object]("Lease")
+SECRET = KindName[Object]("Secret")

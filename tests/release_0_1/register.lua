@@ -1,0 +1,34 @@
+-- A replica joins its service under a new generation; the one before it is hidden at once.
+-- KEYS: identity, replicas, leases
+-- ARGV: replica id, generation, registration (JSON), identity (JSON), lease ms, load report, state
+-- Returns {'OK'} or {'MISMATCH', identity of the living replicas}.
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function alive(generation)
+  local lease = redis.call('HGET', KEYS[3], generation)
+  return lease and struct.unpack('<d', lease) > now
+end
+
+local agreed = redis.call('GET', KEYS[1])
+if agreed and agreed ~= ARGV[4] then
+  local replicas = redis.call('HGETALL', KEYS[2])
+  for i = 1, #replicas, 2 do
+    if replicas[i] ~= ARGV[1] and alive(cjson.decode(replicas[i + 1]).generation) then
+      return {'MISMATCH', agreed}
+    end
+  end
+end
+redis.call('SET', KEYS[1], ARGV[4])
+
+local previous = redis.call('HGET', KEYS[2], ARGV[1])
+if previous then
+  local generation = cjson.decode(previous).generation
+  if redis.call('HEXISTS', KEYS[3], generation) == 1 then
+    -- Expiry 0 marks a generation that was replaced or left; the janitor takes its keys.
+    redis.call('HSET', KEYS[3], generation, struct.pack('<dB', 0, 0) .. ARGV[6])
+  end
+end
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
+redis.call('HSET', KEYS[3], ARGV[2], struct.pack('<dB', now + ARGV[5], tonumber(ARGV[7])) .. ARGV[6])
+return {'OK'}
