@@ -53,10 +53,10 @@ format: setup-dev ## rewrite the code as ruff wants it
 	$(BIN)/ruff format .
 
 bench: setup-dev ## benchmarks without a GPU, PEERS= a venv of other routers, TRACE= requests to replay
-	$(BIN)/python benchmarks/cpu_engine.py
-	$(BIN)/python benchmarks/router_overhead.py --processes 1,2 $(if $(PEERS),--peers-venv $(PEERS))
-	$(BIN)/python benchmarks/redis_index.py
-	$(if $(TRACE),$(BIN)/python benchmarks/router_replay.py --trace $(TRACE) $(if $(PEERS),--peers-venv $(PEERS)))
+	$(BIN)/python -m benchmarks.engine.cpu_engine
+	$(BIN)/python -m benchmarks.load.router_overhead --processes 1,2 $(if $(PEERS),--peers-venv $(PEERS))
+	$(BIN)/python -m benchmarks.load.redis_index
+	$(if $(TRACE),$(BIN)/python -m benchmarks.load.router_replay --trace $(TRACE) $(if $(PEERS),--peers-venv $(PEERS)))
 
 lock: setup-dev ## renew requirements/*.txt from pyproject.toml (UPGRADE=--upgrade: newest versions)
 	PATH="$(abspath $(BIN)):$$PATH"; export PATH; set -e; \

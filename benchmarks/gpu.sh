@@ -69,7 +69,7 @@ keep_compiled() {
     (cd "$built/cached_ops" && find . -name '*.so' -print0 | tar --null -czf "$OUT/flashinfer.tar.gz" -T -)
 }
 
-run_compile() { python3 benchmarks/compile_attention.py 128 ${MODEL_DIR:+64} && keep_compiled; }
+run_compile() { python3 -m benchmarks.engine.compile_attention 128 ${MODEL_DIR:+64} && keep_compiled; }
 
 kernel_tests() {
     # Compiling takes most of the time, so several processes where pytest-xdist is.
@@ -88,17 +88,17 @@ run_flashinfer() { kernel_tests flashinfer; }
 
 run_float8() {
     # shellcheck disable=SC2086
-    python3 benchmarks/gpu_float8.py ${MODEL_DIR:+--model "$MODEL_DIR"} ${CORRECTNESS_OPTIONS:-}
+    python3 -m benchmarks.correctness.gpu_float8 ${MODEL_DIR:+--model "$MODEL_DIR"} ${CORRECTNESS_OPTIONS:-}
 }
 
-run_host_tier() { python3 benchmarks/host_tier.py --tests; }
+run_host_tier() { python3 -m benchmarks.engine.host_tier --tests; }
 
 run_correctness() {
     # shellcheck disable=SC2086
-    python3 benchmarks/gpu_correctness.py ${MODEL_DIR:+--model "$MODEL_DIR"} ${CORRECTNESS_OPTIONS:-}
+    python3 -m benchmarks.correctness.gpu_correctness ${MODEL_DIR:+--model "$MODEL_DIR"} ${CORRECTNESS_OPTIONS:-}
 }
 
-run_kernels() { python3 benchmarks/bench_kernels.py --only linear elementwise attention sampling; }
+run_kernels() { python3 -m benchmarks.engine.bench_kernels --only linear elementwise attention sampling; }
 
 run_offline() {
     # One process a model, so that a failure or a leak of one does not reach the other.
@@ -107,7 +107,7 @@ run_offline() {
         workloads=${WORKLOADS:-nano256 bs1_decode bs64_decode shared_prefix}
         [[ $model == qwen3* || -n ${WORKLOADS:-} ]] || workloads+=" prefill_32x8k"
         # shellcheck disable=SC2086
-        python3 benchmarks/offline.py --model "$model" --workload $workloads ${ENGINE_OPTIONS:-} || status=$?
+        python3 -m benchmarks.engine.offline --model "$model" --workload $workloads ${ENGINE_OPTIONS:-} || status=$?
     done
     return $status
 }
@@ -116,25 +116,25 @@ run_pdl() {
     local pdl
     for pdl in 0 1; do
         echo "programmatic dependent launch: $pdl"
-        RADIXGROVE_PDL=$pdl python3 benchmarks/offline.py --model qwen3-0.6b --workload bs1_decode \
+        RADIXGROVE_PDL=$pdl python3 -m benchmarks.engine.offline --model qwen3-0.6b --workload bs1_decode \
             --label "pdl=$pdl" || return
     done
 }
 
 run_profile() {
-    python3 benchmarks/profile_engine.py --model llama-3.1-8b --trace "$OUT/llama-nano256.json.gz"
+    python3 -m benchmarks.engine.profile_engine --model llama-3.1-8b --trace "$OUT/llama-nano256.json.gz"
 }
 
 run_profile_small() {
-    python3 benchmarks/profile_engine.py --model qwen3-0.6b --trace "$OUT/qwen3-nano256.json.gz"
-    python3 benchmarks/profile_engine.py --model qwen3-0.6b --workload bs1_decode
+    python3 -m benchmarks.engine.profile_engine --model qwen3-0.6b --trace "$OUT/qwen3-nano256.json.gz"
+    python3 -m benchmarks.engine.profile_engine --model qwen3-0.6b --workload bs1_decode
 }
 
 run_serving() {
     local status=0 model
     for model in $MODELS; do
         # shellcheck disable=SC2086
-        python3 benchmarks/serving.py --model "$model" ${OFFLINE:+--offline $OFFLINE} \
+        python3 -m benchmarks.load.serving --model "$model" ${OFFLINE:+--offline $OFFLINE} \
             ${SERVING_OPTIONS:-} || status=$?
     done
     return $status
@@ -142,15 +142,15 @@ run_serving() {
 
 run_multi_turn() {
     # shellcheck disable=SC2086
-    python3 benchmarks/multi_turn.py ${MULTI_TURN_OPTIONS:-}
+    python3 -m benchmarks.load.multi_turn ${MULTI_TURN_OPTIONS:-}
 }
 
 run_tp() {
-    python3 benchmarks/offline.py --model llama-3.1-8b --tp 2 \
+    python3 -m benchmarks.engine.offline --model llama-3.1-8b --tp 2 \
         --workload bs1_decode bs64_decode nano256
 }
 
-run_tp_correctness() { python3 benchmarks/gpu_correctness.py --tp 2 --backend triton; }
+run_tp_correctness() { python3 -m benchmarks.correctness.gpu_correctness --tp 2 --backend triton; }
 
 declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [float8]=150 [host_tier]=90 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
     [profile]=120 [profile_small]=120 [serving]=180 [multi_turn]=270 [tp]=240 [tp_correctness]=200)
@@ -186,7 +186,7 @@ done
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 export FLASHINFER_WORKSPACE_BASE="$scratch"
-export PYTHONPATH="protocol:service:kernels:worker:cli:benchmarks${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="protocol:service:kernels:worker:cli${PYTHONPATH:+:$PYTHONPATH}"
 set_up >"$OUT/set-up.log" 2>&1 || { echo "set-up failed:"; tail -20 "$OUT/set-up.log"; }
 tail -1 "$OUT/set-up.log"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "benchmarks" / "configs"  # of models with random weights
 # Every line has these, `model` null where there is none, and `device`, `commit`, `date`.
 KEYS = ("benchmark", "workload", "model", "subject", "metric", "value", "unit")
 _PACKAGES = ("torch", "triton", "flashinfer-python", "transformers")

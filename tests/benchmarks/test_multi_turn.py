@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from benchmarks.load import multi_turn
 from radixgrove.cli.bench.sender import Sample, open_session
 from tests.conftest import serving
 
 CLIENTS, ROUNDS, NEW, OUTPUT = 5, 3, 6, 2
 VOCABULARY = 1000
-
-
-@pytest.fixture(scope="module")
-def multi_turn(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("multi_turn")
 
 
 class Endpoint(BaseHTTPRequestHandler):
@@ -64,7 +59,7 @@ def url() -> Iterator[str]:
         yield address
 
 
-async def converse(multi_turn: ModuleType, url: str, in_flight: int) -> list[list[Sample]]:
+async def converse(url: str, in_flight: int) -> list[list[Sample]]:
     workload = multi_turn.MultiTurn(CLIENTS, ROUNDS, NEW, OUTPUT)
     async with open_session(10.0) as session:
         endpoint = multi_turn.Endpoint(session, url, "m")
@@ -76,10 +71,8 @@ async def converse(multi_turn: ModuleType, url: str, in_flight: int) -> list[lis
 
 # More in flight than clients: a client's next turn must wait for its last.
 @pytest.mark.parametrize("in_flight", [1, 3, 2 * CLIENTS])
-async def test_a_turn_is_the_whole_history_and_new_tokens(
-    multi_turn: ModuleType, url: str, in_flight: int
-) -> None:
-    rounds = await converse(multi_turn, url, in_flight)
+async def test_a_turn_is_the_whole_history_and_new_tokens(url: str, in_flight: int) -> None:
+    rounds = await converse(url, in_flight)
     assert [len(samples) for samples in rounds] == [CLIENTS] * ROUNDS
     assert (
         sum(map(len, Endpoint.prompts))
@@ -93,21 +86,21 @@ async def test_a_turn_is_the_whole_history_and_new_tokens(
         assert sorted(prompt[:-NEW] for prompt in first) == sorted(histories)
 
 
-async def test_one_in_flight_takes_the_clients_in_turn(multi_turn: ModuleType, url: str) -> None:
-    await converse(multi_turn, url, 1)
+async def test_one_in_flight_takes_the_clients_in_turn(url: str) -> None:
+    await converse(url, 1)
     beginnings = [tuple(prompt[:NEW]) for prompt in Endpoint.prompts]
     assert beginnings == beginnings[:CLIENTS] * ROUNDS
     assert len(set(beginnings)) == CLIENTS
 
 
-async def test_a_failed_request_ends_the_run(multi_turn: ModuleType, url: str) -> None:
+async def test_a_failed_request_ends_the_run(url: str) -> None:
     Endpoint.failing = 2 * NEW + OUTPUT
     with pytest.raises(ExceptionGroup) as caught:
-        await converse(multi_turn, url, 1)
+        await converse(url, 1)
     assert caught.group_contains(RuntimeError, match="HTTP 500")
 
 
-def test_a_summary_leaves_the_first_round_out_but_of_the_wall_time(multi_turn: ModuleType) -> None:
+def test_a_summary_leaves_the_first_round_out_but_of_the_wall_time() -> None:
     def sample(sent: float, first: float, cached: int) -> Sample:
         return Sample(
             sent=sent,
@@ -129,14 +122,12 @@ def test_a_summary_leaves_the_first_round_out_but_of_the_wall_time(multi_turn: M
 
 
 @pytest.mark.parametrize(("prefix", "pool"), [(32_768, 139_264), (256, 768), (100, 1)])
-def test_prefixes_in_turn_leave_nothing_of_one_when_it_comes_again(
-    multi_turn: ModuleType, prefix: int, pool: int
-) -> None:
+def test_prefixes_in_turn_leave_nothing_of_one_when_it_comes_again(prefix: int, pool: int) -> None:
     count = multi_turn.prefix_count(prefix, pool)
     assert (count - 1) * prefix >= pool > (count - 2) * prefix
 
 
-def test_a_prefix_that_was_elsewhere_is_told(multi_turn: ModuleType) -> None:
+def test_a_prefix_that_was_elsewhere_is_reported() -> None:
     def visits(cached: int, loaded: int) -> Any:
         sample = Sample(sent=0.0, late=0.0, total=0.2, cached_tokens=cached)
         return multi_turn.Visits("from the host", 64, 4, [sample], loaded)

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 from tokenizers import Tokenizer
 
+from benchmarks.load import serving, worker_process
 from radixgrove.worker.frontend.detokenize import Vocabulary
 
 VOCABULARY = 150_000
 
 
-@pytest.fixture(scope="module")
-def serving(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("serving")
-
-
-@pytest.fixture(scope="module")
-def worker_process(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("worker_process")
-
-
-def test_ids_of_the_synthetic_tokenizer_read_as_distinct_words(worker_process: ModuleType) -> None:
+def test_ids_of_the_synthetic_tokenizer_read_as_distinct_words() -> None:
     content = worker_process.synthetic_tokenizer(VOCABULARY)
     assert content == worker_process.synthetic_tokenizer(VOCABULARY)
     tokenizer = Tokenizer.from_str(json.dumps(content))
@@ -36,7 +25,7 @@ def test_ids_of_the_synthetic_tokenizer_read_as_distinct_words(worker_process: M
     assert tokenizer.decode(tokenizer.encode("Grüße, 世界!").ids) == "Grüße, 世界!"
 
 
-def test_usage_is_what_came_since(serving: ModuleType, worker_process: ModuleType) -> None:
+def test_usage_is_what_came_since() -> None:
     before = worker_process.Usage({"engine": 1.0}, {"radixgrove_engine_steps_total": 10.0})
     phase = 'radixgrove_engine_phase_cpu_seconds_total{phase="launch"}'
     after = worker_process.Usage(

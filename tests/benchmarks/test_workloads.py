@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-
-@pytest.fixture(scope="module")
-def workloads(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("workloads")
+from benchmarks.engine import workloads
 
 
 @pytest.mark.parametrize(
@@ -27,7 +22,7 @@ def workloads(script: Callable[[str], ModuleType]) -> ModuleType:
     ],
 )
 def test_workloads_are_deterministic(
-    workloads: ModuleType, name: str, requests: int, input_tokens: int, output_tokens: int
+    name: str, requests: int, input_tokens: int, output_tokens: int
 ) -> None:
     first, second = (workloads.WORKLOADS[name]() for _ in range(2))
     assert first == second
@@ -35,7 +30,7 @@ def test_workloads_are_deterministic(
     assert sizes == (requests, input_tokens, output_tokens)
 
 
-def test_a_shared_prefix_is_shared_by_sixteen(workloads: ModuleType) -> None:
+def test_a_shared_prefix_is_shared_by_sixteen() -> None:
     items = workloads.shared_prefix().items
     prefixes = [tuple(item.token_ids[: item.shared]) for item in items]
     assert {prefixes.count(prefix) for prefix in prefixes} == {16}
@@ -43,7 +38,7 @@ def test_a_shared_prefix_is_shared_by_sixteen(workloads: ModuleType) -> None:
     assert prefixes[:16] != sorted(prefixes)[:16], "groups are shuffled"
 
 
-def test_conversations_add_up(workloads: ModuleType) -> None:
+def test_conversations_add_up() -> None:
     """64 clients, 8 rounds, 1,024 tokens sent and 64 got in each."""
     workload = workloads.MultiTurn()
     assert workload.prompt_tokens == 2_473_984
@@ -55,7 +50,7 @@ def test_conversations_add_up(workloads: ModuleType) -> None:
     assert len(turns) == 512
 
 
-def test_no_two_messages_of_conversations_are_the_same(workloads: ModuleType) -> None:
+def test_no_two_messages_of_conversations_are_the_same() -> None:
     workload = workloads.MultiTurn(clients=4, rounds=3, new_tokens=32, output_tokens=8)
     messages = workload.messages()
     assert messages == workload.messages()
@@ -64,7 +59,7 @@ def test_no_two_messages_of_conversations_are_the_same(workloads: ModuleType) ->
 
 
 @pytest.mark.parametrize("rounds", [2, 5])
-def test_sums_of_conversations_are_those_of_their_turns(workloads: ModuleType, rounds: int) -> None:
+def test_sums_of_conversations_are_those_of_their_turns(rounds: int) -> None:
     workload = workloads.MultiTurn(clients=3, rounds=rounds, new_tokens=10, output_tokens=4)
     histories = dict.fromkeys(range(3), 0)
     prompts = later_prompts = known = 0
@@ -81,7 +76,7 @@ def test_sums_of_conversations_are_those_of_their_turns(workloads: ModuleType, r
 
 
 @pytest.fixture
-def llama_8b(workloads: ModuleType) -> Any:
+def llama_8b() -> Any:
     """Llama-3.1-8B: 15 GB of weights a step, 131,072 bytes of KV a token."""
     return workloads.ModelShape(
         matrix_parameters=6_979_321_856,
@@ -105,16 +100,14 @@ def llama_8b(workloads: ModuleType) -> Any:
         ("H200", "prefill_32x8k", 49_050),
     ],
 )
-def test_limits_of_an_8b_model(
-    workloads: ModuleType, llama_8b: Any, card: str, name: str, limit: int
-) -> None:
+def test_limits_of_an_8b_model(llama_8b: Any, card: str, name: str, limit: int) -> None:
     workload = workloads.WORKLOADS[name]()
     device = workloads.find_device(f"NVIDIA {card}")
     seconds = workloads.least_seconds(workload, llama_8b, device)
     assert workload.counted_tokens / seconds == pytest.approx(limit, rel=0.01)
 
 
-def test_half_the_bytes_of_kv_save_their_reading(workloads: ModuleType, llama_8b: Any) -> None:
+def test_half_the_bytes_of_kv_save_their_reading(llama_8b: Any) -> None:
     workload = workloads.nano256()
     halved = dataclasses.replace(llama_8b, kv_item_bytes=1)
     assert (llama_8b.kv_bytes_per_token, halved.kv_bytes_per_token) == (131_072, 65_536)
@@ -127,7 +120,7 @@ def test_half_the_bytes_of_kv_save_their_reading(workloads: ModuleType, llama_8b
     assert saved == pytest.approx(contexts * 65_536 / 2.94e12, rel=1e-6)
 
 
-def test_a_step_of_many_rows_is_bound_by_multiplying(workloads: ModuleType, llama_8b: Any) -> None:
+def test_a_step_of_many_rows_is_bound_by_multiplying(llama_8b: Any) -> None:
     """256 rows of an 8B model: 4.9 ms of FLOPs on an H200, 3.5 ms of weights."""
     tiny_kv = dataclasses.replace(llama_8b, layers=0)
 
@@ -144,7 +137,7 @@ def test_a_step_of_many_rows_is_bound_by_multiplying(workloads: ModuleType, llam
     assert step(256) == pytest.approx(2 * 256 * parameters / 790e12)
 
 
-def test_a_prefix_is_read_once_a_group_and_step(workloads: ModuleType, llama_8b: Any) -> None:
+def test_a_prefix_is_read_once_a_group_and_step(llama_8b: Any) -> None:
     workload = workloads.shared_prefix()
     alone = dataclasses.replace(
         workload, items=[dataclasses.replace(item, shared=0) for item in workload.items], groups=0
@@ -155,9 +148,7 @@ def test_a_prefix_is_read_once_a_group_and_step(workloads: ModuleType, llama_8b:
     assert saved == pytest.approx((512 - 32) * 2048 * 127 * 131_072 / 4.3e12, rel=1e-3)
 
 
-def test_weights_of_one_byte_are_multiplied_at_the_rate_of_fp8(
-    workloads: ModuleType, llama_8b: Any
-) -> None:
+def test_weights_of_one_byte_are_multiplied_at_the_rate_of_fp8(llama_8b: Any) -> None:
     workload = workloads.prefill_32x8k()
     fp8 = dataclasses.replace(llama_8b, item_bytes=1, layers=0)
     bf16 = dataclasses.replace(llama_8b, layers=0)
@@ -172,5 +163,5 @@ def test_weights_of_one_byte_are_multiplied_at_the_rate_of_fp8(
     ("card", "name"),
     [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA GH200 480GB", None)],
 )
-def test_a_card_is_found_by_its_name(workloads: ModuleType, card: str, name: str | None) -> None:
+def test_a_card_is_found_by_its_name(card: str, name: str | None) -> None:
     assert workloads.find_device(card) is (workloads.DEVICES[name] if name else None)

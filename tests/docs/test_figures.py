@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import results
 from tests.checkout import ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -81,10 +82,7 @@ def test_the_readme_says_how_long_the_first_minutes_take() -> None:
 def test_a_figure_without_its_keys_is_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path))
-    import results
-
     whole = dict.fromkeys(results.KEYS, "x") | {"value": 1}
     results.record(whole)
     (line,) = (tmp_path / "x.jsonl").read_text().splitlines()

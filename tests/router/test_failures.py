@@ -15,12 +15,12 @@ import openai
 import pytest
 import redis
 
+from tests.checkout import ROOT
 from tests.conftest import RedisServer, find_free_port
 from tests.router.conftest import MakeReplica, MakeRouter
 from tests.router.harness import (
     INTERNAL_KEY,
     MODEL,
-    ROOT,
     Router,
     SimulatedReplica,
     completion,
@@ -481,9 +481,9 @@ class ReplicaProcess:
     """A simulated replica as a process of its own, to be killed."""
 
     def __init__(self, redis_url: str, name: str, port: int) -> None:
-        self.command = [sys.executable, str(ROOT / "benchmarks/simulated.py")]
+        self.command = [sys.executable, "-m", "benchmarks.load.simulated"]
         self.command += ["--port", str(port), "--redis", redis_url, "--replica-id", name]
-        self.process = subprocess.Popen(self.command)
+        self.process = subprocess.Popen(self.command, cwd=ROOT)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)
@@ -491,7 +491,7 @@ class ReplicaProcess:
             self.process.wait()
 
     def restart(self) -> None:
-        self.process = subprocess.Popen(self.command)
+        self.process = subprocess.Popen(self.command, cwd=ROOT)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Many services on nodes of eight GPUs, all taken; `benchmarks/operator_scale.py` takes more."""
+"""Many services on nodes of eight GPUs, all taken (more: `benchmarks.cluster.operator_scale`)."""
 
 from __future__ import annotations
 

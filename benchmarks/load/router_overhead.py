@@ -4,10 +4,10 @@ The prompt is a conversation known up to a new last turn of 256 characters, diff
 request; tokenizing and hashing are included for routers that do them. Tokenizing and hashing alone
 are measured too, cold and as the next turn of a known conversation.
 
-    python benchmarks/router_overhead.py [--peers-venv VENV] [--processes 1,2] [--seconds 5]
-    python benchmarks/router_overhead.py --whole-path demo       # router + worker: 2 and 24 KB
-    python benchmarks/router_overhead.py --whole-path two-layers # random weights: 2 and 64 KB
-    python benchmarks/router_overhead.py --worker URL --router URL --model NAME --sizes 2,64
+    python -m benchmarks.load.router_overhead [--peers-venv VENV] [--processes 1,2] [--seconds 5]
+    python -m benchmarks.load.router_overhead --whole-path demo       # router + worker: 2 and 24 KB
+    python -m benchmarks.load.router_overhead --whole-path two-layers # random weights: 2 and 64 KB
+    python -m benchmarks.load.router_overhead --worker URL --router URL --model NAME --sizes 2,64
 """
 
 from __future__ import annotations
@@ -27,13 +27,20 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-import results
 import uvloop
-from http_load import Connection, percentile
-from simulated import MODEL
-from subjects import available_peers, process, redis_server, router, table, wait_for_http
 from tokenizers import Tokenizer
 
+from benchmarks import results
+from benchmarks.load.http_load import Connection, percentile
+from benchmarks.load.simulated import MODEL
+from benchmarks.load.subjects import (
+    available_peers,
+    process,
+    redis_server,
+    router,
+    table,
+    wait_for_http,
+)
 from radixgrove.cli.redis_server import free_port
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.openai.requests import ModelLimits, parse_chat
@@ -325,7 +332,7 @@ def main() -> None:
         redis_url = stack.enter_context(redis_server())
         ports = [free_port() for _ in range(options.replicas)]
         for port in ports:
-            command = [sys.executable, str(Path(__file__).with_name("echo_worker.py"))]
+            command = [sys.executable, "-m", "benchmarks.load.echo_worker"]
             command += ["--port", str(port), "--redis", redis_url, "--model-dir", str(model_dir)]
             stack.enter_context(process(command, options.log))
         urls = [f"http://127.0.0.1:{port}" for port in ports]

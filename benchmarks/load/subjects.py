@@ -19,11 +19,9 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from simulated import INTERNAL_KEY
-
+from benchmarks.load.simulated import INTERNAL_KEY
 from radixgrove.cli.redis_server import find_binary, free_port
 
-ROOT = Path(__file__).resolve().parent.parent
 # Modules, not scripts: sglang-router's wheel installs a script `smg` of its own.
 PEERS = {
     "sglang-router": ("sglang_router", "sglang_router.launch_router"),

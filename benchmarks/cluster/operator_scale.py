@@ -1,6 +1,6 @@
 """What many services cost the operator, on a real control plane with pretended nodes.
 
-    python benchmarks/operator_scale.py --nodes 200 --services 100
+    python -m benchmarks.cluster.operator_scale --nodes 200 --services 100
 
 Each service takes two nodes of eight GPUs; the operator starts when all of them exist. Needs the
 programs of `make cluster-build`. Lines go to benchmarks/results/operator_scale.jsonl.
@@ -13,10 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import results
-
-sys.path.insert(0, str(results.ROOT))
-
+from benchmarks import results
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kwok import PretendedNodes
 from tests.conftest import RedisServer

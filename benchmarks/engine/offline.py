@@ -1,6 +1,6 @@
 """Offline throughput of one engine in this process: scheduler and executor, no HTTP.
 
-    python benchmarks/offline.py --model llama-3.1-8b qwen3-0.6b --workload nano256 bs1_decode
+    python -m benchmarks.engine.offline --model llama-3.1-8b --workload nano256 bs1_decode
 
 Models are names under benchmarks/configs (random weights) or directories. The cache is emptied
 before each run; the better of `--runs` counts. A line of JSON goes into benchmarks/results for
@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import psutil
-import results
 import torch
-import workloads
-from workloads import WORKLOADS, ModelShape, Workload
 
+from benchmarks import results
+from benchmarks.engine import workloads
+from benchmarks.engine.workloads import WORKLOADS, ModelShape, Workload
 from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.openai.sampling import SamplingParams
@@ -37,8 +37,6 @@ from radixgrove.protocol.settings import (
 )
 from radixgrove.worker.engine.offline import OfflineEngine
 from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, Tokens
-
-CONFIGS = Path(__file__).with_name("configs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +128,8 @@ def show_phase(report: PhaseReport) -> None:
 def find_model(name: str) -> tuple[str, Path]:
     """A benchmark model's short name and directory."""
     path = Path(name)
-    if path.name == name and (CONFIGS / name).is_dir():
-        return name, CONFIGS / name
+    if path.name == name and (results.CONFIGS / name).is_dir():
+        return name, results.CONFIGS / name
     return path.name, path
 
 

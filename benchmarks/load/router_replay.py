@@ -4,7 +4,7 @@ Each hash id of the trace is a text of 64 characters, exactly one block of 16 to
 blocks (LRU), prefill first in first out at a set cost a block, and count their own hits, alike for
 every router. Requests are sent at a fixed rate, whatever comes back.
 
-    python benchmarks/router_replay.py --trace TRACE.jsonl [--peers-venv VENV]
+    python -m benchmarks.load.router_replay --trace TRACE.jsonl [--peers-venv VENV]
         [--subjects radixgrove,smg] [--requests 4000] [--rate 120] [--replicas 4]
 """
 
@@ -21,12 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import results
 import uvloop
-from http_load import Pool, percentile
-from simulated import MODEL, block_text
-from subjects import available_peers, process, redis_server, router, table, wait_for_http
 
+from benchmarks import results
+from benchmarks.load.http_load import Pool, percentile
+from benchmarks.load.simulated import MODEL, block_text
+from benchmarks.load.subjects import (
+    available_peers,
+    process,
+    redis_server,
+    router,
+    table,
+    wait_for_http,
+)
 from radixgrove.cli.redis_server import free_port
 
 
@@ -87,7 +94,7 @@ def measure(subject: str, trace: list[list[int]], options: argparse.Namespace) -
             redis_url = stack.enter_context(redis_server())
         ports = [free_port() for _ in range(options.replicas)]
         for port in ports:
-            command = [sys.executable, str(Path(__file__).with_name("simulated.py"))]
+            command = [sys.executable, "-m", "benchmarks.load.simulated"]
             command += ["--port", str(port), "--block-ms", str(options.block_ms)]
             command += ["--capacity", str(options.capacity)]
             if redis_url:

@@ -1,6 +1,6 @@
 """From a clean clone to a cluster that answers: what somebody waits for who tries it out.
 
-    python benchmarks/start_up.py
+    python -m benchmarks.cluster.start_up
 
 Clones the last commit into a temporary directory, with caches of its own, so that every package and
 the model are downloaded. Then: set-up (`.ci/setup run`), the first start of two replicas, which
@@ -18,9 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import results
-from subjects import table
-
+from benchmarks import results
+from benchmarks.load.subjects import table
 from radixgrove.cli.redis_server import free_port
 
 READY = "Ctrl-C"  # on the last line of what `up` says when it is ready

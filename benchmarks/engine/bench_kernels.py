@@ -1,6 +1,6 @@
 """Each kernel at the sizes of the benchmark models: time, and the bandwidth or rate it reaches.
 
-    python benchmarks/bench_kernels.py [--only linear attention]
+    python -m benchmarks.engine.bench_kernels [--only linear attention]
 
 Times are medians of graph replays over inputs that together exceed the L2 cache.
 """
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import results
 import torch
 from torch import Tensor
 
+from benchmarks import results
 from radixgrove.kernels import activation, attention, decode, norm, rope, sample, top_k_top_p
 from radixgrove.kernels.autotune import GEMV_CANDIDATES, SKINNY_CANDIDATES
 from radixgrove.kernels.float8 import FLOAT8, to_page

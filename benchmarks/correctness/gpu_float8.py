@@ -1,6 +1,6 @@
 """KV in float8 against Hugging Face transformers in float32, and against itself.
 
-    python benchmarks/gpu_float8.py [--model DIR] [--random NAME ...] [--backend triton torch]
+    python -m benchmarks.correctness.gpu_float8 [--model DIR] [--random NAME ...] [--backend triton]
 
 Two things are judged, each with a cold and with a warm cache:
 
@@ -20,7 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gpu_correctness import (
+from torch import Tensor
+
+from benchmarks.correctness.gpu_correctness import (
     DEFAULT,
     GREEDY,
     MODELS,
@@ -36,8 +38,6 @@ from gpu_correctness import (
     make_prompts,
     scored,
 )
-from torch import Tensor
-
 from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.settings import DType, KVDType
 

@@ -1,6 +1,6 @@
 """Where a step's time goes: CPU time by phase, GPU time by kernel, and how long the GPU idles.
 
-    python benchmarks/profile_engine.py --model qwen3-0.6b --workload nano256 --trace t.json.gz
+    python -m benchmarks.engine.profile_engine --model qwen3-0.6b --trace t.json.gz
 
 The window is `--steps` steps after `--skip`. It is gone through twice: once with clocks alone, for
 the CPU's phases, and once under PyTorch's profiler, which slows the CPU, for the GPU's idle share
@@ -23,11 +23,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import results
 import torch
-from offline import BenchmarkEngine, add_engine_options, count_tokens, find_model, make_settings
 from torch.profiler import ProfilerActivity, profile, record_function
-from workloads import WORKLOADS, Workload
+
+from benchmarks import results
+from benchmarks.engine.offline import (
+    BenchmarkEngine,
+    add_engine_options,
+    count_tokens,
+    find_model,
+    make_settings,
+)
+from benchmarks.engine.workloads import WORKLOADS, Workload
 
 PHASES = ("schedule", "launch", "collect", "complete", "deliver")
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")

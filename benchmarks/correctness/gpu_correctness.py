@@ -1,6 +1,6 @@
 """The engine on a GPU against Hugging Face transformers, in every mode, each proved by a counter.
 
-    python benchmarks/gpu_correctness.py [--model DIR] [--backend torch triton flashinfer]
+    python -m benchmarks.correctness.gpu_correctness [--model DIR] [--backend torch triton]
 
 Small models with random weights are made: Llama (9 query and 3 KV heads; not with `--model`), Qwen2
 (groups of 7, bias) and Qwen3 (q/k norm). The first model goes through every mode, the others
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import results
 import torch
-from offline import BenchmarkEngine
 from torch import Tensor
 
+from benchmarks import results
+from benchmarks.engine.offline import BenchmarkEngine
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import AttentionChoice, Device, DType, LoadFormat, WorkerSettings
 from radixgrove.worker.messages import Submit, TokenLogprobs, Tokens

@@ -1,6 +1,6 @@
 """Many conversations on a worker with room for a part of them: what a host tier is for.
 
-    python benchmarks/multi_turn.py --model llama-3.1-8b --host-gib 74.5 0
+    python -m benchmarks.load.multi_turn --model llama-3.1-8b --host-gib 74.5 0
 
 Clients take turns over HTTP, `--in-flight` at a time: each sends its whole history and new tokens,
 and keeps the tokens it gets (`workloads.MultiTurn`). Latencies and the hit share are those after
@@ -31,10 +31,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import results
-from worker_process import Worker, find_config, running_worker, write_model
-from workloads import MultiTurn
 
+from benchmarks import results
+from benchmarks.engine.workloads import MultiTurn
+from benchmarks.load.worker_process import Worker, find_config, running_worker, write_model
 from radixgrove.cli.bench.report import percentile, time_per_token
 from radixgrove.cli.bench.sender import Sample, open_session, send
 

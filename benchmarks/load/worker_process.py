@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 
+from benchmarks import results
 from radixgrove.cli.redis_server import free_port
 
-CONFIGS = Path(__file__).with_name("configs")
 RADIXGROVE = (sys.executable, "-m", "radixgrove.cli")
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
@@ -35,7 +35,7 @@ PULSE_SECONDS = 0.5  # the engine publishes its counters five times a second
 
 def find_config(name: str) -> tuple[str, Path]:
     """A benchmark model's short name and directory."""
-    directory = CONFIGS / name if (CONFIGS / name).is_dir() else Path(name)
+    directory = results.CONFIGS / name if (results.CONFIGS / name).is_dir() else Path(name)
     return directory.name, directory
 
 

@@ -1,6 +1,6 @@
 """CPU time of one frontend process per streamed token, and where it goes.
 
-    python benchmarks/frontend_streams.py --streams 64 256 --profile 25
+    python -m benchmarks.load.frontend_streams --streams 64 256 --profile 25
 
 A real frontend before an engine that only sends tokens, `--rate` steps a second, one token a step
 to each stream. Clients read and drop. A core divided by the time per token is what one frontend
@@ -29,10 +29,10 @@ from typing import Any
 
 import msgspec
 import psutil
-import results
 import zmq
-from serving import CONFIGS, request, write_model
 
+from benchmarks import results
+from benchmarks.load.worker_process import request, write_model
 from radixgrove.cli.redis_server import free_port
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.worker.messages import (
@@ -151,7 +151,7 @@ def frontend(command: list[str]) -> Iterator[tuple[TokenSource, int, psutil.Proc
     """A frontend started by `command` and its arguments: its engine, port and process."""
     with tempfile.TemporaryDirectory(prefix="rg-") as name:
         directory = Path(name)
-        vocab_size = write_model(CONFIGS / MODEL, directory)
+        vocab_size = write_model(results.CONFIGS / MODEL, directory)
         settings = WorkerSettings(
             model=name, served_model_name=[MODEL], port=free_port(), log_level="warning"
         )

@@ -1,6 +1,6 @@
 """Compile FlashInfer's kernels for head dimensions, as a worker does at its first start.
 
-python benchmarks/compile_attention.py 128 64
+python -m benchmarks.engine.compile_attention 128 64
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A host tier's copies on a GPU: seconds to lock its memory, and how fast pages go there and back.
 
-    python benchmarks/host_tier.py [--gib 8] [--tests]
+    python -m benchmarks.engine.host_tier [--gib 8] [--tests]
 
 Pages are those of Llama-3.1-8B in bfloat16, 2 MiB each, on the host side by side or scattered.
 Beside the bandwidth stands what a copy takes of the thread that launches it; then, what matrix
@@ -18,9 +18,9 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-import results
 import torch
 
+from benchmarks import results
 from radixgrove.worker.execution.memory import GIB, KvShape
 from radixgrove.worker.execution.page_copier import CudaPageCopier
 from radixgrove.worker.execution.pinned import HostMemory
@@ -134,7 +134,6 @@ def slowdown(launch: Callable[[], object]) -> float:
 
 def run_tests() -> int:
     """Those that need the GPU, with this folder's fixtures only."""
-    sys.path.insert(0, str(results.ROOT))
     options = "-q --maxfail=5 -m gpu -c /dev/null --import-mode=importlib -W ignore"
     options += f" -p no:cacheprovider --rootdir={results.ROOT} --durations=5"
     tests = results.ROOT / "tests" / "worker" / "execution"

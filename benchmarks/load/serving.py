@@ -1,6 +1,6 @@
 """Throughput and latency of one worker over HTTP, and what each of its processes spends.
 
-    python benchmarks/serving.py --model llama-3.1-8b --offline llama-3.1-8b=8400
+    python -m benchmarks.load.serving --model llama-3.1-8b --offline llama-3.1-8b=8400
 
 Starts `radixgrove worker` with random weights and drives it with `radixgrove bench serve`: all
 requests of a workload at once, streaming, from several client processes. The cache is emptied
@@ -21,9 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import results
-from worker_process import RADIXGROVE, Usage, Worker, find_config, running_worker, write_model
-from workloads import WORKLOADS, Workload
+from benchmarks import results
+from benchmarks.engine.workloads import WORKLOADS, Workload
+from benchmarks.load.worker_process import (
+    RADIXGROVE,
+    Usage,
+    Worker,
+    find_config,
+    running_worker,
+    write_model,
+)
 
 RUN_SECONDS = 120.0
 PHASE = "engine: "  # before the name of a phase of its loop

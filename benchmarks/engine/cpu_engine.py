@@ -1,6 +1,6 @@
 """The engine on a CPU beside `transformers.generate`, the same model, dtype, threads and run.
 
-    python benchmarks/cpu_engine.py [--model DIR] [--dtype float32 bfloat16] [--runs 3]
+    python -m benchmarks.engine.cpu_engine [--model DIR] [--dtype float32 bfloat16] [--runs 3]
 
 Both sides run each workload in turn, greedily and to the same number of tokens; the better of
 `--runs` counts. Ours is scheduler and executor in this process, its cache emptied before each run.
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import results
 import torch
-from offline import BenchmarkEngine
-from subjects import table
 
+from benchmarks import results
+from benchmarks.engine.offline import BenchmarkEngine
+from benchmarks.load.subjects import table
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
 from radixgrove.worker.agent import demo_model

@@ -1,6 +1,6 @@
 """CPU time of the scheduler per decode step, and of the radix tree on a long prompt. No GPU.
 
-    python benchmarks/scheduler_step.py --rows 256 --depth 2
+    python -m benchmarks.engine.scheduler_step --rows 256 --depth 2
 
 Rows decode on an executor that does nothing; `complete` is followed by encoding the outputs for
 one frontend, as the engine does. Prints and records median and 99th percentile in microseconds.
@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
-import results
 
+from benchmarks import results
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.cache.node import CacheScope

@@ -3,7 +3,7 @@
 What a router adds is measured before it. With `--redis` it registers as a replica, with the real
 tokenizer of the demo model, and never caches anything.
 
-    python benchmarks/echo_worker.py --port 8100 [--redis redis://…] [--model-dir DIR]
+    python -m benchmarks.load.echo_worker --port 8100 [--redis redis://…] [--model-dir DIR]
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import cast
 
 import httptools
 import uvloop
-from simulated import MODEL
 
+from benchmarks.load.simulated import MODEL
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.registry import EngineInfo, Registration, root_fingerprint
 from radixgrove.protocol.text.tokenizer import TokenizerFiles

@@ -1,6 +1,6 @@
 """From `kubectl apply` to Ready on a real two-node cluster, by phase.
 
-    python benchmarks/cluster_start.py --replicas 2
+    python -m benchmarks.cluster.cluster_start --replicas 2
 
 Installs the chart, applies an InferenceService of the demo model on CPU and waits until all its
 replicas are Ready. Needs what `make cluster-build` and `make cluster-prepare` make. Lines go to
@@ -10,6 +10,7 @@ benchmarks/results/cluster_start.jsonl.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -17,12 +18,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-import results
-
-sys.path.insert(0, str(results.ROOT))
-
-import itertools
-
+from benchmarks import results
 from tests.cluster.harness import demo, release
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.served import Served

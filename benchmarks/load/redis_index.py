@@ -5,7 +5,7 @@ evenly; with and without 64 replicas publishing 1,000 blocks a second each. Serv
 own (`commandstats`), of a placement and its release together; latency is that of a placement
 through the router's own client, one call after the other.
 
-    python benchmarks/redis_index.py [--calls 500] [--resident 60000] [--rate 1000]
+    python -m benchmarks.load.redis_index [--calls 500] [--resident 60000] [--rate 1000]
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import os
 import random
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 import redis
-import results
 import uvloop
-from http_load import percentile
-from simulated import MODEL
-from subjects import process, redis_server, table
 
+from benchmarks import results
+from benchmarks.load.http_load import percentile
+from benchmarks.load.simulated import MODEL
+from benchmarks.load.subjects import process, redis_server, table
 from radixgrove.protocol import index
 from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, BlockHasher
 from radixgrove.protocol.keys import ServiceKeys, router_key
@@ -206,7 +205,7 @@ def main() -> None:
             for publishers in (0, 64):
                 with contextlib.ExitStack() as stack:
                     if publishers:
-                        command = [sys.executable, str(Path(__file__)), "--rate"]
+                        command = [sys.executable, "-m", "benchmarks.load.redis_index", "--rate"]
                         command += [str(options.rate), "--publish", url, str(publishers)]
                         stack.enter_context(process(command))
                         time.sleep(4)

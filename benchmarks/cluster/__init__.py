@@ -1,0 +1,1 @@
+"""Starts: of a checkout, of a cluster, of many services."""

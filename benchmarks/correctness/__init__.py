@@ -1,0 +1,1 @@
+"""Texts and distances against other implementations, on a GPU."""

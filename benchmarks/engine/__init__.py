@@ -1,0 +1,1 @@
+"""One engine, its scheduler, its kernels, without HTTP."""

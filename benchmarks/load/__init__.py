@@ -1,0 +1,1 @@
+"""Load on routers and workers over HTTP, and what stands behind them."""
