@@ -1,6 +1,6 @@
 """Token blocks and their identity: a keyed hash chain.
 
-A block is `block_size` consecutive token ids. Its identity is the chain (parent, tokens, extra),
+A block is `block_size` consecutive token ids. Its identity is the chain (parent, tokens),
 keyed with the cluster's secret: without it, no hash can be predicted or forged. The sharing
 domain is deliberately not part of it: the same text has the same hash for every tenant, and the
 domain is a field beside it (`member`).
@@ -31,13 +31,12 @@ class BlockHasher:
     def _digest(self, data: bytes) -> bytes:
         return blake2b(data, digest_size=HASH_BYTES, key=self._key).digest()
 
-    def chain(self, token_ids: bytes, parent: bytes | None = None, extra: bytes = b"") -> bytes:
+    def chain(self, token_ids: bytes, parent: bytes | None = None) -> bytes:
         """Hashes of all *full* blocks of `token_ids`, concatenated (`HASH_BYTES` each).
 
         Args:
             token_ids: int32 little-endian; a partial last block is left out.
             parent: hash of the block before the first one; the namespace's root when None.
-            extra: digest of what else decides the KV of these blocks (images and the like).
         """
         step = self.block_size * TOKEN_BYTES
         full = len(token_ids) - len(token_ids) % step
@@ -45,9 +44,8 @@ class BlockHasher:
         key = self._key
         hashes = []
         for offset in range(0, full, step):
-            current = blake2b(
-                current + token_ids[offset : offset + step] + extra, digest_size=HASH_BYTES, key=key
-            ).digest()
+            block = current + token_ids[offset : offset + step]
+            current = blake2b(block, digest_size=HASH_BYTES, key=key).digest()
             hashes.append(current)
         return b"".join(hashes)
 

@@ -6,18 +6,14 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from radixgrove.protocol.openai.requests import ModelLimits
 from radixgrove.protocol.registry import Lease, LeaseState, Registration
 from radixgrove.router.approximate_index import SentIndex
+from radixgrove.service.liveness import Clock
 
 # For replicas that do not say how fast they are; only the proportions of costs matter.
 DEFAULT_TOKENS_PER_SECOND = 8000.0
-
-
-class Clock(Protocol):
-    def __call__(self) -> float: ...
 
 
 @dataclass(slots=True)

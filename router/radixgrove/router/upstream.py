@@ -42,7 +42,9 @@ class AttemptFailed(PeerError):
     `answer` is what the client gets if none does. `blame` says whether the replica is at fault.
     """
 
-    def __init__(self, reason: str, answer: ApiError | Answer, *, blame: bool, retry: bool) -> None:
+    def __init__(
+        self, reason: str, answer: ApiError | ReplicaAnswer, *, blame: bool, retry: bool
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.answer = answer
@@ -55,7 +57,7 @@ class StreamBroke(PeerError):
 
 
 @dataclass(slots=True)
-class Answer:
+class ReplicaAnswer:
     """A replica's answer: whole, or the first bytes of a stream."""
 
     status: int
@@ -123,7 +125,7 @@ class Attempt:
         self.streams = False  # more follows `answer.body`, through `next`
         self.failed_inside = False  # the replica itself reported an error in the stream
         headers = [field for field in connection.headers if field[0] not in _DROPPED]
-        self.answer = Answer(connection.status, headers, b"")
+        self.answer = ReplicaAnswer(connection.status, headers, b"")
         self.cached_tokens: int | None = None
 
     async def begin(self, deadline: float) -> None:

@@ -120,7 +120,7 @@ class Model(SpecModel):
     cache: CacheSpec = Field(CacheSpec(), description="Where a downloaded model is kept.")
 
 
-class Device(StrEnum):
+class DeviceKind(StrEnum):
     CUDA = "cuda"
     CPU = "cpu"
 
@@ -137,7 +137,7 @@ class Hardware(SpecModel):
 
     nodes: int = Field(1, description="Nodes of a group.", ge=1, le=MAX_NODES)
     gpus_per_node: int = Field(1, description="GPUs of a node (ranks, on a CPU).", ge=1, le=16)
-    device: Device = Field(Device.CUDA, description="cuda or cpu.")
+    device: DeviceKind = Field(DeviceKind.CUDA, description="cuda or cpu.")
     gpu_type: str | None = Field(
         None,
         description="Value of the node label nvidia.com/gpu.product.",

@@ -9,7 +9,7 @@ from typing import Any
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import Object
-from radixgrove.operator.api.spec import Device, Network, quantity
+from radixgrove.operator.api.spec import DeviceKind, Network, quantity
 from radixgrove.operator.render.common import (
     Service,
     container_security_context,
@@ -200,7 +200,7 @@ def _pod_spec(
         spec["affinity"] = affinity
     if hardware.gpu_type:
         spec["nodeSelector"] = {"nvidia.com/gpu.product": hardware.gpu_type}
-    if hardware.device is Device.CUDA and config.pods.runtime_class:
+    if hardware.device is DeviceKind.CUDA and config.pods.runtime_class:
         spec["runtimeClassName"] = config.pods.runtime_class
     if revision.scheduler_name:
         spec["schedulerName"] = revision.scheduler_name
@@ -302,7 +302,7 @@ def _resources(revision: Revision, config: OperatorConfig) -> Object:
         # What else it needs is not known, so there is no limit.
         requests["memory"] = _mebibytes(cached)
     devices: Object = {}
-    if hardware.device is Device.CUDA:
+    if hardware.device is DeviceKind.CUDA:
         devices[config.gpu_resource] = str(hardware.gpus_per_node)
     if hardware.network in (Network.ROCE, Network.IB):
         devices[hardware.rdma_resource or config.rdma_resource] = "1"

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.spec import (
-    Device,
+    DeviceKind,
     Engine,
     Hardware,
     InferenceServiceSpec,
@@ -196,7 +196,7 @@ def shared_memory(hardware: Hardware) -> str:
     """Size of /dev/shm: NCCL and the ranks of one node talk through it."""
     if hardware.shared_memory is not None:
         return hardware.shared_memory
-    return "1Gi" if hardware.device is Device.CPU else f"{2 * hardware.gpus_per_node}Gi"
+    return "1Gi" if hardware.device is DeviceKind.CPU else f"{2 * hardware.gpus_per_node}Gi"
 
 
 def host_cache(revision: Revision) -> float:
