@@ -29,6 +29,8 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # Else each of them, and each process that it starts, would compute with a thread a core.
     threads = len(os.sched_getaffinity(0)) // int(workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+# The threads of one test's products would spin for a core that another test computes on.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if not Path("/proc/driver/nvidia").exists():
     # Triton chooses its interpreter while it is imported, by whichever test comes first.
     os.environ["TRITON_INTERPRET"] = "1"

@@ -23,7 +23,7 @@ def settings(**changes: object) -> WorkerSettings:
     values: dict[str, object] = {
         "device": Device.CPU,
         "dtype": DType.FLOAT32,
-        "cpu_threads": 2,
+        "cpu_threads": 1,  # tests run beside each other, a process a core
         "max_model_len": 512,
         "max_running": 64,
         "kv_tokens": 64 * 256,

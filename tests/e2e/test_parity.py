@@ -1,6 +1,8 @@
 """Whatever the scheduler does to a request, its greedy text is transformers' text.
 
-Fifty prompts, 64 tokens each, float32. Each mode proves by counters that it really happened.
+In float32; each mode proves by counters that it really happened. The demo model shows it of real
+weights, with 25 prompts of 32 tokens; the modes that need many steps have fifty prompts of 64 on a
+small model, whose random weights make every token depend on all before it.
 """
 
 from __future__ import annotations
@@ -8,17 +10,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from radixgrove.protocol.openai.sampling import SamplingParams
-from radixgrove.protocol.settings import HostWritePolicy
+from radixgrove.protocol.settings import HostWritePolicy, WorkerSettings
 from radixgrove.worker.plan import Executor
-from tests.e2e.greedy_texts import greedy_texts
 from tests.e2e.inprocess import InProcessEngine, build, settings
-from tests.worker.execution import prompts, reference
+from tests.worker.execution import prompts, reference, tiny
 
 TOKENS = 64
+DEMO_TOKENS = 32
 GREEDY = SamplingParams(max_tokens=TOKENS, seed=0, temperature=0.0)
 
 
@@ -31,11 +34,6 @@ def texts(demo_model_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(demo_model_dir: Path, texts: list[list[int]]) -> list[list[int]]:
-    return greedy_texts(demo_model_dir, texts, TOKENS)
-
-
-@pytest.fixture(scope="module")
 def executor(demo_model_dir: Path) -> Iterator[Executor]:
     built = build(settings(), demo_model_dir)
     yield built
@@ -43,89 +41,125 @@ def executor(demo_model_dir: Path) -> Iterator[Executor]:
 
 
 def test_cold_then_warm_cache(
-    executor: Executor, texts: list[list[int]], expected: list[list[int]]
+    executor: Executor, demo_model_dir: Path, texts: list[list[int]]
 ) -> None:
+    model = reference.load(demo_model_dir)
+    sampling = SamplingParams(max_tokens=DEMO_TOKENS, seed=0, temperature=0.0)
+    chosen = texts[::2]
     engine = InProcessEngine(executor, settings())
-    cold = engine.generate(texts, GREEDY)
-    assert [answer.tokens for answer in cold] == expected
+    cold = engine.generate(chosen, sampling)
     assert engine.scheduler.counters.cached_tokens == 0
-    warm = engine.generate(texts, GREEDY)
-    assert [answer.tokens for answer in warm] == expected
-    for prompt, answer in zip(texts, warm, strict=True):
+    for prompt, answer in zip(chosen, cold, strict=True):
+        assert len(answer.tokens) == DEMO_TOKENS
+        assert reference.says(model, prompt, answer.tokens)
+    warm = engine.generate(chosen, sampling)
+    assert [answer.tokens for answer in warm] == [answer.tokens for answer in cold]
+    for prompt, answer in zip(chosen, warm, strict=True):
         assert answer.cached_tokens == (len(prompt) - 1) // 16 * 16
     assert engine.scheduler.counters.cached_tokens > 0
 
 
+@pytest.fixture(scope="module")
+def small_texts(texts: list[list[int]]) -> list[list[int]]:
+    return tiny.prompts_from(texts, 160)
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp("small")
+    return directory, tiny.save("llama", directory)
+
+
+@pytest.fixture(scope="module")
+def small_expected(small_model: tuple[Path, Any], small_texts: list[list[int]]) -> list[list[int]]:
+    answers = reference.greedy(small_model[1], small_texts, TOKENS)
+    assert all(len(set(answer)) > TOKENS // 4 for answer in answers), "circles prove little"
+    return answers
+
+
+def small_settings(**changes: Any) -> WorkerSettings:
+    return settings(**{"max_model_len": 256} | changes)
+
+
+@pytest.fixture(scope="module")
+def small_executor(small_model: tuple[Path, Any]) -> Iterator[Executor]:
+    built = build(small_settings(), small_model[0])
+    yield built
+    built.close()
+
+
 def test_chunks_of_seven(
-    executor: Executor, texts: list[list[int]], expected: list[list[int]]
+    small_executor: Executor, small_texts: list[list[int]], small_expected: list[list[int]]
 ) -> None:
-    worker = settings(max_step_tokens=7, max_running=7, prefix_cache=False)
-    engine = InProcessEngine(executor, worker)
+    worker = small_settings(max_step_tokens=7, max_running=7, prefix_cache=False)
+    engine = InProcessEngine(small_executor, worker)
     # Alone in its steps each prompt is cut into sevens; together they share each step's seven.
-    for prompt, tokens in list(zip(texts, expected, strict=True))[:10]:
+    for prompt, tokens in list(zip(small_texts, small_expected, strict=True))[:10]:
         assert engine.generate([prompt], GREEDY)[0].tokens == tokens
-    assert engine.most_chunks == max(-(-len(prompt) // 7) for prompt in texts[:10])
+    assert engine.most_chunks == max(-(-len(prompt) // 7) for prompt in small_texts[:10])
     assert engine.most_chunks > 1
-    answers = engine.generate(texts[10:], GREEDY)
-    assert [answer.tokens for answer in answers] == expected[10:]
+    answers = engine.generate(small_texts[10:], GREEDY)
+    assert [answer.tokens for answer in answers] == small_expected[10:]
 
 
 def test_shuffled_batches_of_sixteen(
-    executor: Executor, texts: list[list[int]], expected: list[list[int]]
+    small_executor: Executor, small_texts: list[list[int]], small_expected: list[list[int]]
 ) -> None:
-    order = list(range(len(texts)))
+    order = list(range(len(small_texts)))
     random.Random(7).shuffle(order)
-    engine = InProcessEngine(executor, settings(max_running=16))
-    answers = engine.generate([texts[i] for i in order], GREEDY)
-    assert [answer.tokens for answer in answers] == [expected[i] for i in order]
+    engine = InProcessEngine(small_executor, small_settings(max_running=16))
+    answers = engine.generate([small_texts[i] for i in order], GREEDY)
+    assert [answer.tokens for answer in answers] == [small_expected[i] for i in order]
     assert engine.most_decodes == 16
 
 
 @pytest.fixture(scope="module")
-def small_executor(demo_model_dir: Path) -> Iterator[Executor]:
+def tight_executor(small_model: tuple[Path, Any]) -> Iterator[Executor]:
     """A pool that holds a few requests only."""
-    built = build(settings(kv_tokens=640, max_running=16), demo_model_dir)
+    built = build(small_settings(kv_tokens=640, max_running=16), small_model[0])
     yield built
     built.close()
 
 
 def test_after_eviction(
-    small_executor: Executor, texts: list[list[int]], expected: list[list[int]]
+    tight_executor: Executor, small_texts: list[list[int]], small_expected: list[list[int]]
 ) -> None:
-    engine = InProcessEngine(small_executor, settings(kv_tokens=640, max_running=4))
-    answers = engine.generate(texts, GREEDY)
-    assert [answer.tokens for answer in answers] == expected
+    engine = InProcessEngine(tight_executor, small_settings(kv_tokens=640, max_running=4))
+    answers = engine.generate(small_texts, GREEDY)
+    assert [answer.tokens for answer in answers] == small_expected
     assert engine.scheduler.memory.tree.residency.evicted >= 1
 
 
 def test_after_preemption(
-    small_executor: Executor, texts: list[list[int]], expected: list[list[int]]
+    tight_executor: Executor, small_texts: list[list[int]], small_expected: list[list[int]]
 ) -> None:
-    engine = InProcessEngine(small_executor, settings(kv_tokens=640, max_running=16, watermark=0.0))
+    engine = InProcessEngine(
+        tight_executor, small_settings(kv_tokens=640, max_running=16, watermark=0.0)
+    )
     # Requests that end early teach the scheduler to expect little output, hence to over-admit.
-    engine.generate(texts[:24], SamplingParams(max_tokens=1, seed=0, temperature=0.0))
-    answers = engine.generate(texts, GREEDY)
-    assert [answer.tokens for answer in answers] == expected
+    engine.generate(small_texts[:24], SamplingParams(max_tokens=1, seed=0, temperature=0.0))
+    answers = engine.generate(small_texts, GREEDY)
+    assert [answer.tokens for answer in answers] == small_expected
     assert engine.scheduler.counters.preemptions >= 1
 
 
 @pytest.mark.parametrize("policy", [HostWritePolicy.WRITE_THROUGH, HostWritePolicy.WRITE_BACK])
 def test_through_the_host_and_back(
-    demo_model_dir: Path,
-    texts: list[list[int]],
-    expected: list[list[int]],
+    small_model: tuple[Path, Any],
+    small_texts: list[list[int]],
+    small_expected: list[list[int]],
     policy: HostWritePolicy,
 ) -> None:
-    worker = settings(
+    worker = small_settings(
         kv_tokens=512, max_running=4, host_cache_gib=0.25, host_write_policy=policy, page_size=8
     )
-    executor = build(worker, demo_model_dir)
+    executor = build(worker, small_model[0])
     try:
         engine = InProcessEngine(executor, worker)
         for _ in range(2):
-            answers = engine.generate(texts[:10], GREEDY)
-            assert [answer.tokens for answer in answers] == expected[:10]
-        for prompt, answer in zip(texts, answers, strict=False):
+            answers = engine.generate(small_texts[:10], GREEDY)
+            assert [answer.tokens for answer in answers] == small_expected[:10]
+        for prompt, answer in zip(small_texts, answers, strict=False):
             assert answer.cached_tokens == (len(prompt) - 1) // 8 * 8
         host = engine.scheduler.memory.host
         assert host is not None

@@ -47,3 +47,11 @@ def logprobs(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     """Log-probabilities after each position, [len(tokens), vocab] float32."""
     logits = model(torch.tensor([list(tokens)])).logits[0]
     return torch.log_softmax(logits.float(), -1)
+
+
+def says(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+    """Whether `answer` is the model's own greedy continuation: each token its choice after those
+    before. One forward decides it.
+    """
+    choices = logprobs(model, [*prompt, *answer])[len(prompt) - 1 : -1].argmax(-1)
+    return choices.tolist() == list(answer)

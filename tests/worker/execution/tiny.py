@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,8 @@ def prompts() -> list[list[int]]:
         torch.randint(VOCAB, (length,), generator=generator).tolist()
         for length in (1, 2, 15, 16, 17, 33, 90, 130)
     ]
+
+
+def prompts_from(texts: Sequence[Sequence[int]], longest: int) -> list[list[int]]:
+    """The lengths and repetitions of a real model's prompts, in this vocabulary."""
+    return [[token % VOCAB for token in text[:longest]] for text in texts]
