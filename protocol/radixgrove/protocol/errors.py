@@ -35,6 +35,7 @@ class RadixgroveError(Exception):
     │   └── DemoModelError
     ├── PeerError                    another process refuses, is silent or gone
     │   ├── RedisUnavailable
+    │   │   └── WrongType
     │   ├── RedisRefused
     │   │   └── RedisUnsuitable
     │   ├── KubeError

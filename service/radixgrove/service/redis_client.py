@@ -13,6 +13,10 @@ from radixgrove.service.redis_rules import RedisUnavailable
 T = TypeVar("T")
 
 
+class WrongType(RedisUnavailable):
+    """One key holds what it should not: that says nothing of the others."""
+
+
 def connect(url: str, timeout: float) -> redis.Redis:
     """A client of which every call has a timeout. Raises ValueError for a malformed URL."""
     return redis.Redis.from_url(
@@ -24,6 +28,7 @@ def ask(client: redis.Redis, call: Callable[[], T]) -> T:
     """What `call`, which asks `client`, returns.
 
     Raises:
+        WrongType: a key has another type than the call needs.
         RedisUnavailable: Redis did not answer, or refused; the text names the kind of error.
     """
     try:
@@ -32,4 +37,6 @@ def ask(client: redis.Redis, call: Callable[[], T]) -> T:
         if isinstance(error, ReadOnlyError | BusyLoadingError | MasterDownError):
             # The address may lead to another server now: redis-py would keep its connections.
             client.connection_pool.disconnect()
+        if "WRONGTYPE" in str(error):
+            raise WrongType("a key has the wrong type") from error
         raise RedisUnavailable(type(error).__name__) from error

@@ -21,7 +21,7 @@ from radixgrove.protocol.model_table import (
     table_key,
 )
 from radixgrove.protocol.registry import EngineInfo, Lease, LeaseState, LoadReport, Registration
-from radixgrove.service.redis_client import connect
+from radixgrove.service.redis_client import WrongType, connect
 from radixgrove.service.redis_rules import RedisUnavailable
 from tests.conftest import RedisServer
 
@@ -169,6 +169,24 @@ def test_demands_of_routers_that_died_long_ago_are_swept(server: RedisServer) ->
     server.client.hset(demand_key(PREFIX), "nonsense", b"{")
     assert side(server).load("ns.a", []).held == 1
     assert server.client.hkeys(demand_key(PREFIX)) == [demand_field("here", "ns.a").encode()]
+
+
+def test_a_key_of_the_wrong_type_is_no_outage(server: RedisServer) -> None:
+    """It harms itself alone: what is the operator's is made anew."""
+    report = LoadReport(running=3, pages_total=100, pages_free=25)
+    register(server, "a-0", Lease(time.time() * 1000 + 60_000, LeaseState.READY, report))
+    server.client.set(demand_key(PREFIX), "no hash")
+    operator = side(server)
+    assert (operator.load("ns.a", ["a-0"]).running, operator.load("ns.a", []).held) == (3, 0)
+    assert not server.client.exists(demand_key(PREFIX))
+    for heal in (lambda: operator.put(SHARED, 1.0, entry("ns.a", "a-0")), operator.rewrite):
+        server.client.delete(table_key(PREFIX, SHARED))
+        server.client.hset(table_key(PREFIX, SHARED), "no", "table")
+        heal()
+        assert [found.service for found in table(server)] == ["ns.a"]
+    server.client.set(ServiceKeys(PREFIX, "ns.b").leases, "no hash")
+    with pytest.raises(WrongType):
+        operator.load("ns.b", [])
 
 
 def test_a_lease_is_held_until_it_expires(server: RedisServer) -> None:

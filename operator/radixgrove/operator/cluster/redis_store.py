@@ -27,7 +27,7 @@ from radixgrove.protocol.model_table import (
 )
 from radixgrove.protocol.registry import LeaseState
 from radixgrove.service.cluster_directory import BlockingDirectory
-from radixgrove.service.redis_client import ask
+from radixgrove.service.redis_client import WrongType, ask
 from radixgrove.service.redis_rules import RedisUnavailable
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class RedisStore:
         """Puts back what a Redis that lost its memory misses."""
         with self._lock:
             for table in list(self._tables):
-                if self._call(partial(self._client.get, self._key(table))) != self._encoded(table):
+                if self._stored(table) != self._encoded(table):
                     self._write(table)
 
     def _table(self, table: str) -> dict[str, tuple[float, ModelEntry]]:
@@ -128,7 +128,7 @@ class RedisStore:
         old: list[ModelEntry] = []
         try:
             found = self._directory.table(table)
-        except ValueError:
+        except (ValueError, WrongType):
             logger.warning("the model table %s was malformed and is made anew", table)
             found = ModelTable(entries=[])
         if found is not None:
@@ -137,6 +137,12 @@ class RedisStore:
                 self._expected.clear()
         entries = {entry.service: (float(place), entry) for place, entry in enumerate(old)}
         return self._tables.setdefault(table, entries)
+
+    def _stored(self, table: str) -> object:
+        try:
+            return self._call(partial(self._client.get, self._key(table)))
+        except WrongType:  # which is overwritten
+            return None
 
     def _write(self, table: str) -> None:
         if table == SHARED and self._expected and time.monotonic() < self._expected_until:
@@ -183,7 +189,12 @@ class RedisStore:
         )
 
     def _held(self, service: str, now_ms: int) -> int:
-        raw: Any = self._call(partial(self._client.hgetall, demand_key(self._prefix)))
+        try:
+            raw: Any = self._call(partial(self._client.hgetall, demand_key(self._prefix)))
+        except WrongType:
+            logger.warning("the demand in Redis was no hash; routers report it anew")
+            self._call(partial(self._client.delete, demand_key(self._prefix)))
+            return 0
         demands: list[tuple[str, Demand]] = []
         stale = []
         for field, value in raw.items():
