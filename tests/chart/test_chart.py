@@ -147,6 +147,13 @@ def test_every_pod_meets_the_restricted_pod_security_standard(values: dict[str, 
             assert own["capabilities"] == {"drop": ["ALL"]}, name
 
 
+def test_every_pods_memory_is_limited() -> None:
+    """What grows without end ends alone, and does not take its node with it."""
+    for name, spec in pods(render({})):
+        for container in spec["containers"]:
+            assert container["resources"]["limits"]["memory"], name
+
+
 def test_whoever_scrapes_a_router_has_the_management_key() -> None:
     """With API keys configured its metrics ask for one, or for this."""
     objects = render(CASES["everything"])

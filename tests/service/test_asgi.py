@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from typing import Any
@@ -23,8 +24,6 @@ def call(app: App, path: str = "/", **request: Any) -> httpx.Response:
     async def send() -> httpx.Response:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(request.pop("method", "POST"), path, **request)
-
-    import asyncio
 
     return asyncio.run(send())
 
@@ -153,3 +152,31 @@ def test_error_bodies_are_openais() -> None:
     assert body["error"]["message"].startswith("This model's maximum context length is 100 tokens")
     assert body["error"]["code"] == "context_length_exceeded"
     assert errors.internal().event().startswith(b'data: {"error":{')
+
+
+@pytest.mark.parametrize("released", [False, True])
+async def test_bodies_of_all_requests_are_bounded(released: bool) -> None:
+    inside, gate = asyncio.Semaphore(0), asyncio.Event()
+
+    async def holding(scope: Scope, receive: Receive, send: Send) -> None:
+        await asgi.read_body(receive)
+        if released:
+            asgi.state(scope)[asgi.RELEASE_BODY]()
+        inside.release()
+        await gate.wait()
+        await asgi.respond(send, 200, b"{}")
+
+    app = asgi.build(holding, max_body_bytes=100, max_bodies_bytes=90)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        first = asyncio.create_task(client.post("/", content=b"x" * 100))  # alone it may be larger
+        await inside.acquire()
+        second = asyncio.create_task(client.post("/", content=b"x" * 60))
+        await asyncio.wait(
+            [second, asyncio.ensure_future(inside.acquire())], return_when=asyncio.FIRST_COMPLETED
+        )
+        assert second.done() != released
+        gate.set()
+        assert (await first).status_code == 200
+        assert (await second).status_code == (200 if released else 429)
+        assert (await client.post("/", content=b"x" * 60)).status_code == 200

@@ -21,6 +21,7 @@ from radixgrove.worker.messages import (
     Refused,
     Stats,
     Submit,
+    SubmitChoices,
     ToAgent,
     ToEngine,
     ToFrontend,
@@ -145,15 +146,25 @@ class FakeEngine:
     def _take(self, message: ToEngine) -> list[Tokens | Refused]:
         self.heard(message)
         if isinstance(message, Submit):
-            self.submits.append(message)
-            refused = self.refuse(message)
-            if refused is not None:
-                return [refused]
-            self.running[message.request_id] = _Running(message, self.script(message))
-        elif isinstance(message, Abort):
+            return self._begin(message)
+        if isinstance(message, SubmitChoices):
+            outputs = self._begin(message.first)
+            for name, sampling in message.others:
+                choice = msgspec.structs.replace(message.first, request_id=name, sampling=sampling)
+                outputs += self._begin(choice)
+            return outputs
+        if isinstance(message, Abort):
             self.aborts.append(message.request_id)
             if self.running.pop(message.request_id, None) is not None:
                 return [Tokens(request_id=message.request_id, token_ids=[], finish=Finish.ABORT)]
+        return []
+
+    def _begin(self, submit: Submit) -> list[Tokens | Refused]:
+        self.submits.append(submit)
+        refused = self.refuse(submit)
+        if refused is not None:
+            return [refused]
+        self.running[submit.request_id] = _Running(submit, self.script(submit))
         return []
 
     def _step(self) -> list[Tokens | Refused]:

@@ -142,6 +142,11 @@ class Settings(BaseModel):
         "radixgrove", "Prefix of every Redis key.", pattern=r"^[A-Za-z0-9_.-]{1,64}$"
     )
     max_body_bytes: int = _field(8 << 20, "Largest request body, in bytes.", ge=1024, le=1 << 30)
+    max_bodies_bytes: int = _field(
+        256 << 20,
+        "Bytes of request bodies that one process holds at once, before 429.",
+        ge=1024,
+    )
     request_timeout: float = _field(
         60.0, "Seconds in which a request must arrive whole.", gt=0, le=86400
     )
@@ -314,18 +319,33 @@ class RouterSettings(Settings):
     )
     connect_timeout: float = _field(2.0, "Seconds to connect to a replica.", gt=0, le=600)
     first_byte_timeout: float = _field(
-        600.0, "Seconds to a replica's first byte (a non-streaming answer whole).", gt=0, le=86400
+        600.0,
+        "Seconds from a request to the first byte of its answer (a non-streaming answer whole), "
+        "however many replicas it goes to.",
+        gt=0,
+        le=86400,
     )
     idle_timeout: float = _field(120.0, "Seconds between two bytes of a stream.", gt=0, le=86400)
-    retries: int = _field(2, "Other replicas to try before the first byte.", ge=0, le=16)
+    retries: int = _field(
+        2,
+        "How often a request that failed at a replica goes to another before the first byte; "
+        "without limit where it never got there.",
+        ge=0,
+        le=16,
+    )
     max_queued: int = _field(
         4096, "Requests in flight through one router process before 429.", ge=1, le=1 << 20
     )
     queue_timeout: float = _field(
-        30.0, "Seconds to hold a request when no replica can take it.", ge=0, le=3600
+        30.0, "Seconds that a request may be without a replica that takes it.", ge=0, le=3600
     )
     breaker_failures: int = _field(5, "Failures in a row that open a replica's breaker.", ge=1)
-    breaker_seconds: float = _field(10.0, "Seconds a breaker stays open.", gt=0, le=3600)
+    breaker_seconds: float = _field(
+        10.0,
+        "Seconds a breaker stays open; less where the replica was only out of reach, and answers.",
+        gt=0,
+        le=3600,
+    )
     reveal_replica: bool = _field(
         False, "Send `x-radixgrove-replica` and matched tokens to clients that ask."
     )

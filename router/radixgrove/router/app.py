@@ -91,7 +91,12 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
         return reply(_model(fleet.resolve(model), model))
 
     guarded = Guard(api, keys, management_key=reveal(settings.management_key))
-    return CloseOnDrain(asgi.build(guarded, max_body_bytes=settings.max_body_bytes), proxy)
+    app = asgi.build(
+        guarded,
+        max_body_bytes=settings.max_body_bytes,
+        max_bodies_bytes=settings.max_bodies_bytes,
+    )
+    return CloseOnDrain(app, proxy)
 
 
 def _model(service: Service, name: str) -> ModelObject:

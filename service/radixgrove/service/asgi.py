@@ -6,6 +6,7 @@ has a request id, OpenAI's error shape and one access log line.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -37,6 +38,7 @@ REQUEST_ID = "request_id"
 TRACE = "trace"  # a tracing.TraceContext
 FIELDS = "log_fields"  # a dict; what a handler adds appears in the access log line
 ON_DISCONNECT = "on_disconnect"  # see service/http.py
+RELEASE_BODY = "release_body"  # to be called once the request's body is needed no more
 ANSWERED = "answered"  # true: the framework answered a failure, which it raises nevertheless
 
 QUIET_PATHS = frozenset({"/livez", "/health", "/readyz", "/metrics"})
@@ -75,6 +77,35 @@ async def read_body(receive: Receive) -> bytes:
         chunks.append(message.get("body", b""))
         more = message.get("more_body", False)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+class WhileConnected:
+    """Cancels the block when the client goes away, and raises ClientDisconnected instead.
+
+    `leave()` is called when it does; the block is not cancelled where that returns False.
+    """
+
+    def __init__(self, scope: Scope, leave: Callable[[], bool] = lambda: True) -> None:
+        self._watch: Callable[[Callable[[], None] | None], None] = state(scope)[ON_DISCONNECT]
+        self._leave = leave
+        self._work: asyncio.Task[Any] | None = None
+        self._cancelled = False
+
+    def __enter__(self) -> None:
+        self._work = asyncio.current_task()
+        self._watch(self._gone)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._watch(None)
+        if self._cancelled and self._work is not None:
+            self._work.uncancel()
+            if kind is not None and issubclass(kind, asyncio.CancelledError):
+                raise ClientDisconnected from None
+
+    def _gone(self) -> None:
+        if self._leave() and self._work is not None:
+            self._cancelled = True
+            self._work.cancel()
 
 
 def require_content_type(scope: Scope, *accepted: str) -> str:
@@ -256,11 +287,15 @@ def _headers(start: Message) -> dict[str, str]:
 
 
 class BodyLimit:
-    """Refuses bodies over `limit` bytes, declared or streamed, with 413."""
+    """Refuses bodies over `limit` bytes, declared or streamed, with 413; more than `total` bytes of
+    all requests' bodies, held at once, with 429. One alone may be larger than `total`.
+    """
 
-    def __init__(self, app: App, limit: int) -> None:
+    def __init__(self, app: App, limit: int, total: int | None = None) -> None:
         self.app = app
         self.limit = limit
+        self.total = total
+        self.held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -274,14 +309,28 @@ class BodyLimit:
         async def counted() -> Message:
             nonlocal size
             message = await receive()
-            size += len(message.get("body", b""))
+            came = len(message.get("body", b""))
+            size += came
+            self.held += came
             if size > self.limit:
                 raise errors.body_too_large(self.limit)
+            if self.total is not None and size < self.held > self.total:
+                raise errors.rate_limited(1.0)
             return message
 
-        await self.app(scope, counted, send)
+        def release() -> None:
+            nonlocal size
+            self.held -= size
+            size = 0
+
+        state(scope)[RELEASE_BODY] = release
+        try:
+            await self.app(scope, counted, send)
+        finally:
+            release()
 
 
-def build(app: App, *, max_body_bytes: int) -> App:
-    """`app` with request context, error shaping and the body limit around it."""
-    return RequestContext(ErrorShape(BodyLimit(app, max_body_bytes)))
+def build(app: App, *, max_body_bytes: int, max_bodies_bytes: int | None = None) -> App:
+    """`app` with request context, error shaping and limits of bodies, one and all, around it."""
+    limited = BodyLimit(app, max_body_bytes, max_bodies_bytes)
+    return RequestContext(ErrorShape(limited))

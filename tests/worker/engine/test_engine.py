@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import msgspec
+import pytest
+import zmq
 
 from radixgrove.protocol.blocks import HASH_BYTES
 from radixgrove.worker.cache.identity import block_hasher, cache_namespace
+from radixgrove.worker.engine import links
+from radixgrove.worker.engine.links import FrontendOutlet, Outlet
 from radixgrove.worker.messages import (
     Abort,
     Admitted,
@@ -18,11 +23,13 @@ from radixgrove.worker.messages import (
     EngineState,
     Finish,
     FlushCache,
+    Outputs,
     PhaseReport,
     PublishSnapshot,
     RefusalReason,
     Refused,
     Stats,
+    SubmitChoices,
     Tokens,
 )
 from tests.worker.engine.conftest import PATIENCE, EngineProcess, StartEngine
@@ -49,6 +56,41 @@ def test_answers_requests_of_several_frontends_each_at_its_own_socket(
     for index in range(6):
         assert engine.tokens[f"r{index}"] == answer([*PROMPT, index], 8)
     assert engine.terminate()[0] == 0
+
+
+def test_choices_of_one_prompt_are_requests_each(start_engine: StartEngine) -> None:
+    engine = start_engine()
+    first, other = request("a", PROMPT, 8), request("b", PROMPT, 5)
+    engine.send(SubmitChoices(first=first, others=[("b", other.sampling)]))
+    engine.until_ended("a", "b")
+    assert engine.tokens == {"a": answer(PROMPT, 8), "b": answer(PROMPT, 5)}
+
+
+def test_a_frontend_has_only_so_many_bytes_unread(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(links, "MAX_UNREAD_BYTES", 10_000)
+    context = zmq.Context()
+    peer = context.socket(zmq.PULL)
+    peer.set_hwm(0)  # it takes everything, and reads nothing
+    peer.bind(f"ipc://{tmp_path}/peer")
+    outlet = FrontendOutlet(Outlet(context, f"ipc://{tmp_path}/peer"))
+    message = Outputs([Tokens(request_id="r", token_ids=list(range(1000)))])
+    size = len(msgspec.msgpack.encode(message))
+    sent = 0
+    while outlet.send(message):
+        sent += 1
+    assert sent == 10_000 // size
+    outlet.defer_finals({"r"})
+    outlet.has_read(size)
+    outlet.flush_finals()
+    assert not outlet.is_behind
+    outlet.has_read(10 * size)
+    assert outlet.send(Outputs([Tokens(request_id="r", token_ids=list(range(20_000)))]))  # alone
+    assert not outlet.send(message)
+    outlet.close()
+    peer.close(0)
+    context.term()
 
 
 def test_reports_its_start_and_what_it_can_do(start_engine: StartEngine) -> None:

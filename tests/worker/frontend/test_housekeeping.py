@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from radixgrove.protocol.settings import WorkerSettings
-from radixgrove.service.asgi import Message
+from radixgrove.service.asgi import ON_DISCONNECT, Message, Scope
 from radixgrove.service.auth import ApiKeys
 from radixgrove.worker.frontend import app as frontend_app
 from radixgrove.worker.frontend.app import Frontend
@@ -23,12 +23,16 @@ from radixgrove.worker.runtime import Runtime
 from tests.worker.fake_engine import FakeEngine
 
 BODY = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 50}
-SCOPE: dict[str, Any] = {
-    "type": "http",
-    "method": "POST",
-    "path": "/v1/completions",
-    "headers": [(b"content-type", b"application/json")],
-}
+
+
+def scope(on_disconnect: Callable[[Callable[[], None] | None], None] = lambda _: None) -> Scope:
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [(b"content-type", b"application/json")],
+        "state": {ON_DISCONNECT: on_disconnect},
+    }
 
 
 async def until(condition: Any, what: str) -> None:
@@ -71,7 +75,7 @@ async def running(model_dir: Path) -> AsyncIterator[tuple[Frontend, FakeEngine]]
             client.close()
 
 
-async def request_then_silence() -> Any:
+async def request_then_silence(**fields: Any) -> Any:
     sent = False
 
     async def receive() -> Message:
@@ -79,7 +83,7 @@ async def request_then_silence() -> Any:
         if sent:
             await asyncio.Event().wait()
         sent = True
-        return {"type": "http.request", "body": json.dumps(BODY).encode()}
+        return {"type": "http.request", "body": json.dumps(BODY | fields).encode()}
 
     return receive
 
@@ -97,7 +101,7 @@ async def test_a_silent_stream_gets_pings(quick: None, demo_model_dir: Path) -> 
 
     async with running(demo_model_dir) as (frontend, engine):
         engine.paused.set()
-        handler = asyncio.create_task(frontend.app(dict(SCOPE), await request_then_silence(), send))
+        handler = asyncio.create_task(frontend.app(scope(), await request_then_silence(), send))
         await until(lambda: chunks.count(b": ping\n\n") >= 2, "two pings")
         assert set(chunks) == {b": ping\n\n"}
         engine.paused.clear()
@@ -115,7 +119,7 @@ async def test_a_client_that_does_not_read_loses_its_request(
 
     async with running(demo_model_dir) as (frontend, engine):
         engine.step_seconds = 0.2
-        handler = asyncio.create_task(frontend.app(dict(SCOPE), await request_then_silence(), send))
+        handler = asyncio.create_task(frontend.app(scope(), await request_then_silence(), send))
         await until(lambda: engine.running, "the request at the engine")
         await asyncio.wait_for(handler, 10)
         assert frontend.in_flight == 0

@@ -41,7 +41,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, tag="submit", kw_only=True):
-    """One sequence to generate. `n > 1` is n of these with the same tokens."""
+    """One sequence to generate."""
 
     request_id: str  # unique within the worker
     frontend: int  # index of the frontend that gets the outputs
@@ -54,8 +54,22 @@ class Submit(msgspec.Struct, tag="submit", kw_only=True):
     lockstep: bool = False  # decode only once all its tokens so far are on the host
 
 
+class SubmitChoices(msgspec.Struct, tag="choices", kw_only=True):
+    """Several sequences of one prompt, which is sent once: `n > 1`."""
+
+    first: Submit
+    others: list[tuple[str, SamplingParams]]  # their ids; all else is as in the first
+
+
 class Abort(msgspec.Struct, tag="abort"):
     request_id: str
+
+
+class Read(msgspec.Struct, tag="read"):
+    """A frontend has read so many bytes since it last said so."""
+
+    frontend: int
+    size: int
 
 
 class FlushCache(msgspec.Struct, tag="flush"):
@@ -66,7 +80,7 @@ class PublishSnapshot(msgspec.Struct, tag="snapshot"):
     """The agent lost events (gap, Redis came back empty): send the whole cached set again."""
 
 
-ToEngine = Submit | Abort | FlushCache | PublishSnapshot
+ToEngine = Submit | SubmitChoices | Abort | Read | FlushCache | PublishSnapshot
 
 # ---- to a frontend ---------------------------------------------------------------------------
 

@@ -180,7 +180,10 @@ def _container(settings: RouterSettings, config: OperatorConfig) -> Object:
         "readinessProbe": http_probe("/readyz?without-replicas=true", "http", period=2, failures=2),
         "livenessProbe": http_probe("/livez", "http", period=10, failures=6),
         "lifecycle": {"preStop": {"sleep": {"seconds": 5}}},
-        "resources": {"requests": {"cpu": "250m", "memory": "256Mi"}},
+        "resources": {
+            "requests": {"cpu": "250m", "memory": "256Mi"},
+            "limits": {"memory": "2Gi"},
+        },
         "securityContext": container_security_context(),
         "volumeMounts": mounts,
     }

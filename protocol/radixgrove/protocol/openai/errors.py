@@ -123,6 +123,15 @@ def body_too_large(limit: int) -> ApiError:
     )
 
 
+def answer_too_large() -> ApiError:
+    return ApiError(
+        400,
+        "The answer takes too much memory until it is read. Ask for fewer choices, tokens or "
+        "log-probabilities, or for a stream.",
+        code="answer_too_large",
+    )
+
+
 def unsupported_media_type(expected: str = "application/json") -> ApiError:
     return ApiError(415, f"The content type must be '{expected}'.", code="unsupported_media_type")
 

@@ -17,6 +17,8 @@ from radixgrove.worker.runtime import Runtime
 
 # Messages that may wait in a socket: seconds of decoding at a thousand steps a second.
 SEND_QUEUE = 10_000
+# Of a frontend, in its socket and in ours: with 20 log-probabilities a token has half a kilobyte.
+MAX_UNREAD_BYTES = 128 << 20
 _RECEIVE_QUEUE = 16_384
 _LINGER_MS = 1000
 
@@ -31,10 +33,17 @@ class Outlet:
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
 
+    def encode(self, message: ToFrontend | ToAgent) -> bytes:
+        return self._encoder.encode(message)
+
     def send(self, message: ToFrontend | ToAgent) -> bool:
         """False: the peer is too far behind, and does not get this message."""
+        return self.send_bytes(self.encode(message))
+
+    def send_bytes(self, data: bytes) -> bool:
+        """An encoded message, as `send`."""
         try:
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -52,20 +61,31 @@ class FrontendOutlet:
     def __init__(self, outlet: Outlet) -> None:
         self._outlet = outlet
         self._pending_finals: set[str] = set()  # requests that ended while the outlet was full
+        self._unread = 0  # bytes that it has not said to have read
 
     @property
     def is_behind(self) -> bool:
         return bool(self._pending_finals)
 
     def send(self, message: ToFrontend) -> bool:
-        return self._outlet.send(message)
+        """False: it is too far behind; a message larger than the bound goes alone."""
+        data = self._outlet.encode(message)
+        if self._unread and self._unread + len(data) > MAX_UNREAD_BYTES:
+            return False
+        if not self._outlet.send_bytes(data):
+            return False
+        self._unread += len(data)
+        return True
+
+    def has_read(self, size: int) -> None:
+        self._unread = max(0, self._unread - size)
 
     def defer_finals(self, request_ids: set[str]) -> None:
         self._pending_finals |= request_ids
 
     def flush_finals(self) -> None:
         """Try to tell the ends that are owed."""
-        if self._pending_finals and self._outlet.send(
+        if self._pending_finals and self.send(
             Outputs([lost_output(request_id) for request_id in self._pending_finals])
         ):
             self._pending_finals.clear()

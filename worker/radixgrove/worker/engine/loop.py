@@ -38,8 +38,10 @@ from radixgrove.worker.messages import (
     Outputs,
     PhaseReport,
     PublishSnapshot,
+    Read,
     Refused,
     Submit,
+    SubmitChoices,
     ToEngine,
     Tokens,
 )
@@ -177,6 +179,16 @@ class Engine:
         match message:
             case Submit():
                 self._submit(message, now)
+            case SubmitChoices():
+                self._submit(message.first, now)
+                for request_id, sampling in message.others:
+                    choice = msgspec.structs.replace(
+                        message.first, request_id=request_id, sampling=sampling
+                    )
+                    self._submit(choice, now)
+            case Read():
+                if 0 <= message.frontend < len(self._frontends):
+                    self._frontends[message.frontend].has_read(message.size)
             case Abort():
                 self._scheduler.abort(message.request_id)
             case FlushCache():

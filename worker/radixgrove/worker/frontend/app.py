@@ -42,6 +42,7 @@ from radixgrove.worker.frontend.generation import RequestInFlight, Signal
 from radixgrove.worker.frontend.metrics import CONTENT_TYPE, Exposition
 from radixgrove.worker.frontend.model import ServedModel
 from radixgrove.worker.frontend.sequence import Sequence
+from radixgrove.worker.frontend.unread import Unread
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Frontend:
         self._in_flight = 0  # from the first byte of a completion request to its last
         self._exposition = Exposition()
         self._metrics = self._exposition.metrics
+        self._unread = Unread()
         engine.on_gone = lambda: self.signal_all(Signal.ENGINE_GONE)
         guarded = Guard(
             self._api(),
@@ -78,7 +80,11 @@ class Frontend:
             management_key=reveal(settings.management_key),
             internal_key=reveal(settings.internal_key) or "",
         )
-        self.app = asgi.build(guarded, max_body_bytes=settings.max_body_bytes)
+        self.app = asgi.build(
+            guarded,
+            max_body_bytes=settings.max_body_bytes,
+            max_bodies_bytes=settings.max_bodies_bytes,
+        )
 
     @property
     def _max_in_flight(self) -> int:
@@ -221,7 +227,8 @@ class Frontend:
         else:
             principal = self._principal(scope)
         request = self._parse(endpoint, body)
-        prompts = await self._encode(endpoint, request, envelope)
+        with asgi.WhileConnected(scope):  # what has not begun for a client that left never does
+            prompts = await self._encode(endpoint, request, envelope)
         await self._generate(
             _Accepted(endpoint, request, prompts, principal, arrived, self._unique_id(envelope)),
             scope,
@@ -299,6 +306,7 @@ class Frontend:
         flight = RequestInFlight(
             self.engine,
             self._metrics,
+            self._unread,
             generation,
             self._sequences(accepted, answer),
             accepted.prompts,

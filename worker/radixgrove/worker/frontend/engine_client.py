@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import zmq
@@ -21,9 +21,11 @@ from radixgrove.worker.messages import (
     Abort,
     EngineInfo,
     Outputs,
+    Read,
     Refused,
     Stats,
     Submit,
+    SubmitChoices,
     ToEngine,
     ToFrontend,
     Tokens,
@@ -33,6 +35,9 @@ _log = logging.getLogger(__name__)
 
 # Messages that may wait for the engine: beyond that it does not read its socket, and we refuse.
 SEND_QUEUE = 4096
+# Of prompts that the engine has not answered yet, in its socket or its queue.
+MAX_UNANSWERED_BYTES = 256 << 20
+_READ_BYTES = 1 << 20  # after so many the engine hears that they were read
 
 Deliver = Callable[[Tokens | Refused], None]
 
@@ -57,6 +62,9 @@ class EngineClient:
         self.on_gone: Callable[[], None] = lambda: None
         self._addresses = (engine_socket, frontend_socket)
         self._deliver: dict[str, Deliver] = {}
+        self._unanswered: dict[str, int] = {}  # bytes of their prompts
+        self._unanswered_bytes = 0
+        self._read = 0  # bytes that the engine has not heard of
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
         self._context = zmq.Context()
@@ -100,14 +108,21 @@ class EngineClient:
     def knows(self, request_id: str) -> bool:
         return request_id in self._deliver
 
-    def submit(self, message: Submit, deliver: Deliver) -> None:
-        """Send a sequence to the engine; `deliver` gets its outputs, the last of them final.
+    def submit(self, message: Submit | SubmitChoices, deliver: Mapping[str, Deliver]) -> None:
+        """Send sequences to the engine; `deliver` gets the outputs of each, the last of them final.
 
         Raises:
-            ApiError: 503, when the engine is gone or takes no messages.
+            ApiError: 503, when the engine is gone or takes no messages; 429, when prompts of too
+                many bytes wait for it.
         """
+        first = message.first if isinstance(message, SubmitChoices) else message
+        size = len(first.token_ids)
+        if self._unanswered and self._unanswered_bytes + size > MAX_UNANSWERED_BYTES:
+            raise errors.rate_limited(1)
         self._send(message)
-        self._deliver[message.request_id] = deliver
+        self._deliver.update(deliver)
+        self._unanswered[first.request_id] = size
+        self._unanswered_bytes += size
 
     def abort(self, request_id: str) -> None:
         """End a sequence early. Nothing of it is delivered any more; unknown ids are ignored."""
@@ -137,6 +152,11 @@ class EngineClient:
             except zmq.Again:
                 return
             self._take(self._decoder.decode(frame))
+            self._read += len(frame)
+            if self._read >= _READ_BYTES:
+                with contextlib.suppress(errors.ApiError):
+                    self._send(Read(self.index, self._read))
+                    self._read = 0
 
     def _take(self, message: ToFrontend) -> None:
         if isinstance(message, Stats):
@@ -153,6 +173,7 @@ class EngineClient:
             if deliver is None:
                 _log.warning("output of an unknown request")
                 continue
+            self._unanswered_bytes -= self._unanswered.pop(item.request_id, 0)
             if isinstance(item, Refused) or item.finish is not None:
                 del table[item.request_id]
             deliver(item)

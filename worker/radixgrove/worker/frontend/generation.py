@@ -18,12 +18,19 @@ from radixgrove.service.asgi import ClientDisconnected
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.metrics import FrontendMetrics
 from radixgrove.worker.frontend.sequence import Delta, Sequence
+from radixgrove.worker.frontend.unread import (
+    MAX_STREAM_BYTES,
+    MAX_WHOLE_BYTES,
+    Unread,
+    size_of,
+)
 from radixgrove.worker.messages import (
     CacheMode,
     Finish,
     RefusalReason,
     Refused,
     Submit,
+    SubmitChoices,
     Tokens,
 )
 
@@ -34,10 +41,11 @@ class Signal(Enum):
     PING = "ping"  # nothing came for a while: keep proxies from giving up
     DISCONNECTED = "disconnected"  # the client is gone
     ENGINE_GONE = "engine gone"
+    UNREAD = "unread"  # the answer takes more memory than it may
     SHUTDOWN = "shutdown"  # the drain's deadline passed
 
 
-Event = tuple[Sequence, Tokens | Refused]
+Event = tuple[Sequence, Tokens | Refused, int]  # and the bytes that it takes
 
 
 class RequestInFlight:
@@ -50,6 +58,7 @@ class RequestInFlight:
         self,
         engine: EngineClient,
         metrics: FrontendMetrics,
+        unread: Unread,
         generation: Generation,
         sequences: list[Sequence],
         prompts: list[EncodedPrompt],
@@ -64,12 +73,16 @@ class RequestInFlight:
         self.arrived = arrived
         self.last_event = arrived  # for pings
         self.sending_since: float | None = None  # for clients that do not read
+        self.unread = 0  # bytes of outputs that wait here, or in a whole answer
+        self.most_unread = MAX_STREAM_BYTES if generation.stream else MAX_WHOLE_BYTES
+        self._ledger = unread
         self._queue: deque[Event | Signal] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._last_token: dict[str, float] = {}
         self.texts: list[list[str]] | None = None  # of each sequence, where answers are logged
         self._task = asyncio.current_task()
         self._abandoned = False
+        self._unread_ends = False
 
     def __enter__(self) -> RequestInFlight:
         return self
@@ -77,6 +90,7 @@ class RequestInFlight:
     def __exit__(self, *_: object) -> None:
         for sequence in self.sequences:
             self.engine.abort(sequence.request_id)  # ignored where it has ended
+        self._ledger.give_back(self, self.unread)
         if self._abandoned:
             raise ClientDisconnected
 
@@ -85,6 +99,16 @@ class RequestInFlight:
         if self._task is not None and not self._abandoned:
             self._abandoned = True
             self._task.cancel()
+
+    def end_unread(self) -> None:
+        """End a request whose answer takes more memory than it may."""
+        if self._unread_ends:
+            return
+        self._unread_ends = True
+        if self.sending_since is not None:
+            self.abandon()
+        else:
+            self.signal(Signal.UNREAD)
 
     def submit(
         self, domain: str, max_tokens: list[int], eos_ids: tuple[int, ...], queue_timeout: float
@@ -95,25 +119,37 @@ class RequestInFlight:
             ApiError: 503.
         """
         generation = self.generation
-        for number, sequence in enumerate(self.sequences):
-            prompt = number // generation.n
-            message = Submit(
-                request_id=sequence.request_id,
+        for number, prompt in enumerate(self.prompts):
+            choices = self.sequences[number * generation.n : (number + 1) * generation.n]
+            sampling = [
+                generation.sampling_for(max_tokens[number], sequence.index, eos_ids)
+                for sequence in choices
+            ]
+            first = Submit(
+                request_id=choices[0].request_id,
                 frontend=self.engine.index,
-                token_ids=self.prompts[prompt].token_ids,
-                sampling=generation.sampling_for(max_tokens[prompt], number, eos_ids),
+                token_ids=prompt.token_ids,
+                sampling=sampling[0],
                 domain=domain,
                 priority=generation.priority,
                 queue_timeout=queue_timeout,
                 cache=CacheMode.USE if generation.prefix_cache else CacheMode.BYPASS,
             )
-            self.engine.submit(message, partial(self._deliver, sequence))
+            others = [
+                (sequence.request_id, sampling[i]) for i, sequence in enumerate(choices) if i > 0
+            ]
+            self.engine.submit(
+                SubmitChoices(first=first, others=others) if others else first,
+                {sequence.request_id: partial(self._deliver, sequence) for sequence in choices},
+            )
 
     def signal(self, signal: Signal) -> None:
         self._put(signal)
 
     def _deliver(self, sequence: Sequence, message: Tokens | Refused) -> None:
-        self._put((sequence, message))
+        size = size_of(message)
+        self._put((sequence, message, size))
+        self._ledger.add(self, size)
 
     def _put(self, item: Event | Signal) -> None:
         self._queue.append(item)
@@ -152,7 +188,9 @@ class RequestInFlight:
                 if isinstance(item, Signal):
                     _raise_for(item)
                     continue
-                sequence, message = item
+                sequence, message, size = item
+                if self.generation.stream:  # else it stays, in the answer
+                    self._ledger.give_back(self, size)
                 if sequence.finished:
                     continue  # a stop string ended it; these came before the abort arrived
                 if isinstance(message, Refused):
@@ -214,5 +252,7 @@ def _raise_for(signal: Signal) -> None:
             raise ClientDisconnected
         case Signal.ENGINE_GONE:
             raise errors.overloaded("The engine has stopped.", retry_after=5)
+        case Signal.UNREAD:
+            raise errors.answer_too_large()
         case Signal.SHUTDOWN:
             raise errors.overloaded("The server is shutting down.", retry_after=5)
