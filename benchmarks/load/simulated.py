@@ -89,6 +89,7 @@ class Behaviour:
     token_seconds: float = 0.0  # between chunks
     break_after: int | None = None  # cut the connection after so many chunks
     ready: bool = True
+    tokenizer: bool = True  # hand its files to routers
 
 
 @dataclass
@@ -255,7 +256,8 @@ class SimulatedReplica:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
         if path.startswith("/internal/tokenizer/"):
-            content = tokenizer_files().contents.get(path.rpartition("/")[2])
+            files = tokenizer_files().contents if self.behaviour.tokenizer else {}
+            content = files.get(path.rpartition("/")[2])
             await _answer(send, 404 if content is None else 200, content or b"")
         elif path in ("/readyz", "/health", "/livez", "/get_model_info", "/get_server_info"):
             await _answer(send, 200 if self.behaviour.ready else 503, b"{}")
@@ -364,7 +366,7 @@ class SimulatedReplica:
                     self._busy_until = begin + (len(path) - matched) * self._block_ms / 1000
                     await asyncio.sleep(max(0.0, self._busy_until - time.monotonic()))
                     chain = bytes(HASH_BYTES * len(path))
-                    if envelope is not None:
+                    if envelope is not None and envelope.prompts:
                         chain = self._hasher.chain(envelope.prompts[0])
                     self._publish(*self.cache.insert(path, chain))
                 finally:

@@ -252,6 +252,7 @@ async def test_held_too_long_is_503_with_retry_after(
     router = await make_router(redis_server, queue_timeout=0.5)
     assert replica.publisher is not None
     await replica.publisher.drain()
+    await eventually(lambda: _ready(router, 0), what="the router to see it")
     answer = await router.complete(prompt(1))
     assert answer.status == 503
     assert int(answer.headers["retry-after"]) >= 1
@@ -292,6 +293,29 @@ async def test_queue_is_bounded(
     statuses = sorted(answer.status for answer in answers)
     assert statuses == [200, 200, 200, 429, 429, 429]
     assert all("retry-after" in a.headers for a in answers if a.status == 429)
+
+
+async def test_bodies_are_bounded_until_their_answers_begin(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, max_bodies_bytes=5000)
+    text = prompt(*range(50))  # 3,200 characters
+    replica.behaviour.hang = True
+    waits = asyncio.create_task(router.complete(text))
+    await eventually(lambda: replica.counters.requests == 1, what="the request to arrive")
+    refused = await router.complete(text)
+    assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+    waits.cancel()
+    await eventually(lambda: replica.counters.aborted == 1, what="the abort")
+
+    replica.behaviour = type(replica.behaviour)(tokens=1000, token_seconds=0.05)
+    body = completion(text, stream=True)
+    async with router.client.post(router.url + "/v1/completions", json=body) as stream:
+        await stream.content.readany()
+        replica.behaviour = type(replica.behaviour)()
+        assert (await router.complete(text)).status == 200
+        stream.close()
 
 
 # ---- disconnects -----------------------------------------------------------------------------

@@ -83,7 +83,14 @@ async def pool(connect_timeout: float = 2.0) -> AsyncIterator[Pool]:
 
 async def post(pool: Pool, url: str, seconds: float = 5.0) -> Connection:
     deadline = asyncio.get_running_loop().time() + seconds
-    return await pool.post(url, "/v1/completions", [(b"x-a", b"1")], BODY, deadline)
+    connection = await pool.connect(url)
+    try:
+        connection.send("/v1/completions", [(b"x-a", b"1")], BODY)
+        await connection.headers_come(deadline)
+    except BaseException:
+        connection.finish()
+        raise
+    return connection
 
 
 async def read(answer: Connection, seconds: float = 5.0) -> bytes:
@@ -311,6 +318,7 @@ async def test_a_connection_that_nobody_accepts_is_given_up_in_time() -> None:
 
 async def test_nobody_listens() -> None:
     async with pool() as client:
-        for url in (f"http://127.0.0.1:{find_free_port()}", "ftp://127.0.0.1", "http://"):
+        nowhere = ["ftp://127.0.0.1", "http://", "http://[half", "http://a:99999", "http://a..b"]
+        for url in (f"http://127.0.0.1:{find_free_port()}", *nowhere):
             with pytest.raises(ConnectFailed):
                 await post(client, url)

@@ -20,7 +20,8 @@ from radixgrove.protocol.blocks import members
 from radixgrove.protocol.keys import ServiceKeys, router_key, services_key
 from radixgrove.protocol.registry import Lease, LoadReport, Registration
 from radixgrove.protocol.settings import RouterSettings
-from radixgrove.router import janitor
+from radixgrove.router import fleet, janitor, metrics
+from radixgrove.router.exposition import metrics_text
 from radixgrove.router.fleet import Fleet
 from radixgrove.router.janitor import Janitor
 from radixgrove.router.placement import PlacementRequest, Placer
@@ -213,6 +214,26 @@ async def test_services_are_looked_at_side_by_side(redis_server: RedisServer) ->
             await asyncio.gather(following, return_exceptions=True)
     names = [ServiceKeys(PREFIX, f"s{number}").routers for number in range(LONG_SERVICES)]
     assert redis_server.client.exists(*names) == LONG_SERVICES
+
+
+async def test_counts_of_replicas_that_are_gone_end(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "REPLICA_MEMORY_SECONDS", 0.0)
+    async with linked(redis_server.url) as link:
+        settings = RouterSettings(redis_url=redis_server.url, cluster_secret="secret")
+        followed = Fleet(settings, "router", link, aiohttp.ClientSession)
+        following = asyncio.create_task(followed.run())
+        try:
+            async with running(redis_server.url):
+                await eventually(followed.ready)
+                metrics.PLACEMENTS.labels("r0", "redis").inc()
+                metrics.HELD.labels("m").inc()
+                assert b'replica="r0"' in metrics_text()
+            await eventually(lambda: b'replica="r0"' not in metrics_text(), what="the counts' end")
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
 
 
 # ---- bad keys ----------------------------------------------------------------------------------

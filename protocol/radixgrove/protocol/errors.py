@@ -43,7 +43,9 @@ class RadixgroveError(Exception):
     │   ├── RankMissing
     │   ├── AnswerLate
     │   ├── ConnectFailed
+    │   │   └── NoResources
     │   ├── AnswerBroke
+    │   ├── NoAnswer
     │   ├── AttemptFailed
     │   ├── StreamBroke
     │   ├── IndexLost

@@ -139,11 +139,12 @@ class Registration(msgspec.Struct, kw_only=True):
             )
         if length < 1:
             raise ValueError(f"max_model_len: {length} is not positive")
-        if not _is_http(self.url):
+        if not is_http_url(self.url):
             raise ValueError(f"url: {self.url!r} is no HTTP address")
 
 
-def _is_http(url: str) -> bool:
+def is_http_url(url: str) -> bool:
+    """Whether requests can be sent there."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -1,15 +1,17 @@
 """Which replicas exist, what they serve and whether they may be used.
 
 Registered replicas come from Redis (`registered`), static ones from the settings. Those that no
-lease speaks for, all static ones and registered ones while Redis is away, are probed (`probing`).
+lease speaks for, all static ones and registered ones while Redis is away, are probed (`probing`);
+so are those where requests failed, or wait though the lease has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import aiohttp
 
@@ -20,9 +22,10 @@ from radixgrove.protocol.registry import Registration
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import metrics
 from radixgrove.router.demand import DemandReport
-from radixgrove.router.probing import Prober
+from radixgrove.router.probing import Probe, Prober
+from radixgrove.router.recovery import NO_RESOURCES, Failure
 from radixgrove.router.registered import RegisteredReplicas
-from radixgrove.router.replicas import Breaker, Replica, Service
+from radixgrove.router.replicas import SILENT_SECONDS, Breaker, Replica, Service, static_address
 from radixgrove.service.complaints import Complaints
 from radixgrove.service.redis_link import RedisLink
 from radixgrove.service.redis_rules import RedisRefused, RedisUnavailable
@@ -31,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 MODEL_MEMORY_SECONDS = 300.0  # a model without replicas is away for so long, then unknown
+REPLICA_MEMORY_SECONDS = 600.0  # counts of a replica that is gone have been scraped by then
 TABLE_PATIENCE_SECONDS = 60.0  # of a new router, with an operator that does not write
 
 
@@ -55,8 +59,10 @@ class Fleet:
         self._complaints = Complaints(logger)
         self._changed = asyncio.Event()
         self._counted: set[str] = set()  # models of which the gauge has values
+        self._last_there: dict[str, float] = {}  # replica id → monotonic time
         self._demand = DemandReport(settings.redis_prefix, router_id)
-        self._prober = Prober(session, self._unproven, self._rebuild)
+        self._prober = Prober(session, self._to_probe, self._noticed)
+        self._departed: set[Replica] = set()  # with requests that are not over
         self._rebuild()
 
     # ---- looking up ------------------------------------------------------------------------
@@ -143,7 +149,8 @@ class Fleet:
                     joined.set_replicas({})
                     new[name] = by_model[model] = joined
                 joined.replicas[replica.id] = replica
-        self._services, self._by_model = new, by_model
+        before, self._services, self._by_model = self._services, new, by_model
+        self._departed = (self._departed | _replicas(before)) - _replicas(new)
         self._announce()
 
     def _registered_service(self, name: str) -> Service | None:
@@ -179,10 +186,7 @@ class Fleet:
         return self._registered.hasher(registration)
 
     def _static_replica(self, text: str) -> Replica:
-        model, separator, url = text.partition("=")
-        if not separator or "://" in model:
-            model, url = "", text
-        url = url.rstrip("/")
+        model, url = static_address(text)
         return Replica(
             id=url.partition("://")[2],
             url=url,
@@ -218,12 +222,67 @@ class Fleet:
         if lost or (unknown and registered.table is None):
             self._rebuild()
 
+    # ---- failures and probes -----------------------------------------------------------------
+
+    def failed(self, replica: Replica, failure: Failure) -> None:
+        """A request failed there: it is asked at once whether it serves."""
+        if failure is NO_RESOURCES:
+            return
+        replica.doubted = time.monotonic()
+        self._prober.hurry()
+        if failure.blame:
+            replica.breaker.failed(unreachable=failure.unreachable)
+            metrics.FAILURES.labels(replica.id, failure.reason).inc()
+
     async def probe(self) -> None:
-        """Asks replicas that no lease speaks for, until cancelled."""
+        """Asks replicas for which no lease speaks, or that are in doubt, until cancelled."""
         await self._prober.run()
 
-    def _unproven(self) -> list[Replica]:
-        return self._static + (self._registered.unproven() if self._registered is not None else [])
+    def _to_probe(self) -> set[Replica]:
+        self._departed = {replica for replica in self._departed if replica.in_flight}
+        targets = self._departed.union(self._static)
+        if self._registered is not None:
+            targets.update(self._registered.unproven())
+        for service in self._services.values():
+            for replica in service.replicas.values():
+                doubtful = replica.in_doubt or replica.breaker.probable
+                if doubtful or (replica.in_flight and self._lapsed(replica)):
+                    targets.add(replica)
+        return targets
+
+    def _lapsed(self, replica: Replica) -> bool:
+        """Whether its lease has ended, or it is not known any more."""
+        if replica.registration is None or self._registered is None:
+            return False
+        return replica in self._departed or self._registered.has_lapsed(replica)
+
+    def _is_ready_if_it_says_so(self, replica: Replica) -> bool:
+        if replica.registration is None or self._registered is None:
+            return True
+        return self._registered.is_unproven(replica)
+
+    def _noticed(self, replica: Replica, probe: Probe) -> None:
+        if self._is_ready_if_it_says_so(replica):
+            changed = replica.ready != probe.serves or bool(probe.models)
+            replica.ready = probe.serves
+            replica.models = replica.models or probe.models
+            if probe.serves:
+                replica.seen = probe.sent
+            if changed:
+                self._rebuild()
+        doubtful = replica.in_doubt or replica.breaker.probable
+        if probe.serves:
+            replica.proven = probe.sent
+            if doubtful and not replica.in_doubt:
+                replica.breaker.reached()
+                self._announce()
+        if probe.answered:
+            replica.silent_since = math.inf
+            return
+        replica.silent_since = min(replica.silent_since, probe.sent)
+        silent = time.monotonic() - replica.silent_since
+        if silent >= SILENT_SECONDS or self._lapsed(replica):
+            replica.give_up_waiting()
 
     # ---- management --------------------------------------------------------------------------
 
@@ -255,15 +314,25 @@ class Fleet:
         registered = self._registered
         metrics.REFUSED_REPLICAS.set(registered.refused if registered is not None else 0)
         counts = {service.model: [0] * len(metrics.STATES) for service in self._services.values()}
+        now = time.monotonic()
         for service in self._services.values():
             for replica in service.replicas.values():
                 counts[service.model][metrics.STATES.index(replica.state)] += 1
+                self._last_there[replica.id] = now
+        oldest = now - REPLICA_MEMORY_SECONDS
+        for name in [name for name, at in self._last_there.items() if at < oldest]:
+            del self._last_there[name]
+            metrics.forget_replica(name)
         for model in self._counted - counts.keys():
-            metrics.forget_replicas(model)
+            metrics.forget_model(model)
         for model, values in counts.items():
             for state, value in zip(metrics.STATES, values, strict=True):
                 metrics.REPLICAS.labels(model, state).set(value)
         self._counted = set(counts)
+
+
+def _replicas(services: Mapping[str, Service]) -> set[Replica]:
+    return {replica for service in services.values() for replica in service.replicas.values()}
 
 
 def _models(replicas: Iterable[Replica]) -> list[str]:

@@ -9,6 +9,7 @@ codings or retries: those are left to the caller.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import Iterable
 from typing import cast
@@ -27,8 +28,21 @@ MAX_ORIGINS = 4096
 Fields = Iterable[tuple[bytes, bytes]]
 
 
+# Of a connection that this machine has nothing left for: that says nothing of the replica.
+_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+
+
 class ConnectFailed(PeerError):
     """No connection within the time for it; nothing was sent."""
+
+
+class NoResources(ConnectFailed):
+    """This process, or its machine, can open no more connections."""
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether connecting failed for want of descriptors, ports or memory on this side."""
+    return isinstance(error, OSError) and error.errno in _OURS
 
 
 class AnswerBroke(PeerError):
@@ -39,12 +53,17 @@ class _Origin:
     """Where one base URL leads, and the idle connections there, the latest last."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+        """Raises ConnectFailed: it leads nowhere."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            raise ConnectFailed from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConnectFailed
         self.host = parts.hostname
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self.port = parts.port or (443 if self.tls else 80)
+        self.port = port or (443 if self.tls else 80)
         self.path = parts.path.rstrip("/").encode()
         self.authority = parts.netloc.rpartition("@")[2].encode()
         self.idle: list[Connection] = []
@@ -58,35 +77,21 @@ class Pool:
         self._origins: dict[str, _Origin] = {}
         self._all: set[Connection] = set()
 
-    async def post(
-        self, url: str, path: str, fields: Fields, body: bytes, deadline: float
-    ) -> Connection:
-        """Sends a request and waits for the answer's headers.
+    async def connect(self, url: str) -> Connection:
+        """A connection to send one request on; `finish` it, whatever comes.
 
         Args:
-            url: scheme, host and port, perhaps with a path before `path`.
-            fields: headers, without those of the connection, `host` and `content-length`.
-            deadline: the event loop's time by which the headers must be there.
-
-        Returns:
-            The answer under way. `finish` it, whatever comes.
+            url: scheme, host and port, perhaps with a path before that of the request.
 
         Raises:
-            ConnectFailed, AnswerBroke, TimeoutError (the deadline passed).
+            ConnectFailed: there is none. NoResources: for lack of our own.
         """
         origin = self._origins.get(url)
         if origin is None:
             if len(self._origins) >= MAX_ORIGINS:  # replicas come and go; idle connections end
                 self._origins.clear()
             origin = self._origins[url] = _Origin(url)
-        connection = self._take(origin) or await self._connect(origin)
-        try:
-            connection.send(path, fields, body)
-            await connection.headers_come(deadline)
-        except BaseException:
-            connection.finish()
-            raise
-        return connection
+        return self._take(origin) or await self._connect(origin)
 
     def close(self) -> None:
         for connection in list(self._all):
@@ -108,9 +113,9 @@ class Pool:
                 await loop.create_connection(
                     lambda: connection, origin.host, origin.port, ssl=origin.tls
                 )
-        except (OSError, TimeoutError):
+        except (OSError, ValueError) as error:  # ValueError: a name that no resolver takes
             connection.abort()
-            raise ConnectFailed from None
+            raise (NoResources if is_ours(error) else ConnectFailed) from None
         except BaseException:
             connection.abort()
             raise
@@ -132,6 +137,7 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None  # looks for idleness
         self._idle_since = 0.0
         self._in_use = True
+        self.given_up = False
         self._reset()
 
     def _reset(self) -> None:
@@ -142,7 +148,7 @@ class Connection(asyncio.Protocol):
         self._complete = False
         self._broken = False
         self._keep_alive = False
-        self._until_close = False  # the connection's end is the body's
+        self.until_close = False  # the connection's end is the body's: one cut short looks whole
         self._chunks: list[bytes] = []
         self._buffered = 0
         self._paused = False
@@ -159,11 +165,18 @@ class Connection(asyncio.Protocol):
         )
 
     def send(self, path: str, fields: Fields, body: bytes) -> None:
-        """Begins a request. The answer is read while the body is still on its way."""
+        """Begins a request. The answer is read while the body is still on its way.
+
+        Args:
+            fields: headers, without those of the connection, `host` and `content-length`.
+
+        Raises:
+            ConnectFailed: the connection has ended before anything was sent.
+        """
         self._reset()
         self._in_use = True
         if self._transport is None:
-            raise AnswerBroke
+            raise ConnectFailed
         origin = self._origin
         head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b\r\n" % (
             origin.path,
@@ -175,7 +188,12 @@ class Connection(asyncio.Protocol):
         self._transport.writelines((head, body))
 
     async def headers_come(self, deadline: float) -> None:
-        """Returns once `status` and `headers` are set; raises as `Pool.post` does."""
+        """Returns once `status` and `headers` are set.
+
+        Raises:
+            AnswerBroke: they do not come.
+            TimeoutError: they are not there by `deadline`, the event loop's time.
+        """
         while not self._has_headers:
             if self._broken:
                 raise AnswerBroke
@@ -219,6 +237,11 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+    def give_up(self) -> None:
+        """The other end is taken for lost: the wait for its answer breaks."""
+        self.given_up = True
+        self._break()
 
     async def _wait(self, deadline: float) -> None:
         """Returns when something happened. Raises TimeoutError."""
@@ -279,7 +302,7 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def eof_received(self) -> None:
-        if self._until_close and self._has_headers:
+        if self.until_close and self._has_headers:
             self._complete = True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -314,7 +337,7 @@ class Connection(asyncio.Protocol):
         self._has_headers = True
         self._keep_alive = self._parser.should_keep_alive()
         framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
-        self._until_close = not framed and status not in (204, 304)
+        self.until_close = not framed and status not in (204, 304)
 
     def on_body(self, body: bytes) -> None:
         if self._complete:

@@ -14,6 +14,7 @@ import uvloop
 
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import RouterSettings
+from radixgrove.router.replicas import static_address
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.auth import ApiKeys, KeyFileError
 from radixgrove.service.directories import private_directory
@@ -82,6 +83,11 @@ def check(settings: RouterSettings) -> None:
         raise RouterStartError(
             "a URL in `replicas` has credentials; replicas get those of the client"
         )
+    for replica in settings.replicas:
+        try:
+            static_address(replica)
+        except ValueError as error:
+            raise RouterStartError(f"`replicas`: {error}") from error
     try:
         RedisAddress(settings.redis_url or "redis://")
     except ValueError as error:

@@ -60,7 +60,7 @@ REPORTED_TOKENS = Counter(
 )
 RETRIES = Counter(
     "radixgrove_router_retries_total",
-    "Requests sent to another replica before the first byte, by what had failed.",
+    "Requests placed again before the first byte, by what had failed.",
     ["reason"],
 )
 FAILURES = Counter(
@@ -106,13 +106,27 @@ REDIS_MAX_BYTES = Gauge(
 )
 
 
-def forget_replicas(model: str) -> None:
+def forget_model(model: str) -> None:
     """A model that is served no more has no replicas, and soon no series."""
     for state in STATES:
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # series cannot be removed there
+        if _shared():
             REPLICAS.labels(model, state).set(0)
         else:
             REPLICAS.remove(model, state)
+    if not _shared():
+        HELD.remove(model)
+
+
+def forget_replica(replica: str) -> None:
+    """Series of a replica that has been gone for long."""
+    if not _shared():
+        for counter in (PLACEMENTS, FAILURES):
+            counter.remove_by_labels({"replica": replica})
+
+
+def _shared() -> bool:
+    """Whether several processes count together: series cannot be removed then."""
+    return "PROMETHEUS_MULTIPROC_DIR" in os.environ
 
 
 def soon(note: Callable[[float], None], value: float) -> None:

@@ -21,19 +21,22 @@ from radixgrove.protocol.openai.requests import (
 from radixgrove.protocol.settings import RouterSettings, reveal
 from radixgrove.router import metrics
 from radixgrove.router.encoding import Encoded, Encoders
+from radixgrove.router.event_stream import EventStream
 from radixgrove.router.fleet import Fleet
 from radixgrove.router.placement import Placement, Placer, count
+from radixgrove.router.recovery import STREAM_BROKE, AttemptFailed, Course, ReplicaAnswer
 from radixgrove.router.replicas import Replica, Service
-from radixgrove.router.upstream import Attempt, AttemptFailed, StreamBroke, Upstream
+from radixgrove.router.upstream import Attempt, StreamBroke, Upstream
 from radixgrove.service.asgi import (
     FIELDS,
-    ON_DISCONNECT,
+    RELEASE_BODY,
     REQUEST_ID,
     TRACE,
     ClientDisconnected,
     Receive,
     Scope,
     Send,
+    WhileConnected,
     header,
     read_body,
     require_content_type,
@@ -43,7 +46,6 @@ from radixgrove.service.guard import PRINCIPAL
 from radixgrove.service.tracing import REQUEST_ID_HEADER, TRACEPARENT_HEADER
 
 HOLD_STEP = 0.25  # leases and breakers end by time, which no event announces
-MAX_LINE_BYTES = 1 << 20  # of a stream held back until its end comes
 # Not passed on: of one hop only, made anew here, or ours alone.
 _NOT_FORWARDED = frozenset(
     {
@@ -78,10 +80,24 @@ class _Exchange:
     principal: str
     service: Service
     arrived: float  # perf_counter
+    course: Course
     encoded: Encoded = field(init=False)
     placing: bool = False  # in the middle of a booking
     gone: bool = False  # the client went away
+    started: bool = False  # the client has the head of a stream, and perhaps comments
     over: bool = False  # all was said: a disconnect means nothing any more
+
+    def leave(self) -> bool:
+        """The client went away; returns whether the work on it may be cancelled."""
+        if self.over:
+            return False
+        self.gone = True
+        return not self.placing  # a placement's outcome must be known to be released
+
+    def forget_body(self) -> None:
+        """The answer has begun: no other replica will be asked."""
+        self.body = b""
+        state(self.scope)[RELEASE_BODY]()
 
 
 class Proxy:
@@ -112,8 +128,6 @@ class Proxy:
         Raises:
             ApiError: before anything was sent.
         """
-        arrived = time.perf_counter()
-        principal = state(scope)[PRINCIPAL]
         if self.in_flight >= self._settings.max_queued:
             raise errors.rate_limited(1.0)
         self.in_flight += 1
@@ -121,14 +135,11 @@ class Proxy:
         model, status = "unknown", 499
         try:
             require_content_type(scope, "application/json")
-            body = await read_body(receive)
-            # With one service its limits are known before the model's name is: one look less.
-            service = self._fleet.only_service()
-            if service is None or not service.replicas:  # no waiting for an unknown one's
-                service = self._fleet.resolve(peek_model(body))
-            model = service.model
-            exchange = _Exchange(endpoint, scope, send, body, principal, service, arrived)
-            status = await self._until_disconnect(exchange)
+            exchange = await self._receive(endpoint, scope, receive, send)
+            model = exchange.service.model
+            with WhileConnected(scope, exchange.leave):
+                await self._encode(exchange)
+                status = await self._serve(exchange)
         except ApiError as error:
             status = error.status
             raise
@@ -139,40 +150,29 @@ class Proxy:
             metrics.IN_FLIGHT.dec()
             metrics.REQUESTS.labels(model, status).inc()
 
-    async def _until_disconnect(self, exchange: _Exchange) -> int:
-        """Runs the exchange and returns the client's status; ends it when the client goes away.
-
-        Raises:
-            ClientDisconnected: it did.
-        """
-        work = asyncio.current_task()
-        assert work is not None
-
-        def leave() -> None:
-            if not exchange.over:
-                exchange.gone = True
-                if not exchange.placing:  # a placement's outcome must be known to be released
-                    work.cancel()
-
-        watch = state(exchange.scope)[ON_DISCONNECT]
-        watch(leave)
-        try:
-            await self._encode(exchange)
-            return await self._serve(exchange)
-        except asyncio.CancelledError:
-            if not exchange.gone:
-                raise
-            work.uncancel()
-            raise ClientDisconnected from None
-        finally:
-            watch(None)
+    async def _receive(
+        self, endpoint: Endpoint[Any], scope: Scope, receive: Receive, send: Send
+    ) -> _Exchange:
+        arrived, settings = time.perf_counter(), self._settings
+        body = await read_body(receive)
+        # With one service its limits are known before the model's name is: one look less.
+        service = self._fleet.only_service()
+        if service is None or not service.replicas:  # no waiting for an unknown one's
+            service = self._fleet.resolve(peek_model(body))
+        now = time.monotonic()
+        course = Course(
+            retries=settings.retries,
+            hold_until=now + settings.queue_timeout,
+            answer_by=now + settings.first_byte_timeout,
+        )
+        principal = state(scope)[PRINCIPAL]
+        return _Exchange(endpoint, scope, send, body, principal, service, arrived, course)
 
     async def _encode(self, exchange: _Exchange) -> None:
         """Encodes once the service is known well enough: one that is only just waking is not."""
         service, body = exchange.service, exchange.body
-        deadline = time.monotonic() + self._settings.queue_timeout
         while not service.replicas:
-            if not await self._hold(service, deadline):
+            if not await self._hold(exchange):
                 raise errors.overloaded("No server can take this request now.", 2.0)
         exchange.encoded = await self._encoders.encode(
             exchange.endpoint, service, body, exchange.principal
@@ -183,66 +183,69 @@ class Proxy:
     # ---- placing ---------------------------------------------------------------------------
 
     async def _serve(self, exchange: _Exchange) -> int:
-        """Places and forwards, on another replica when one fails before the first byte.
+        """Places and forwards, again and again until a replica answers, or the course is over.
 
         Raises:
             ApiError: no replica could answer.
         """
-        failed: list[Replica] = []
-        failure: AttemptFailed | None = None
-        for _ in range(self._settings.retries + 1):
-            decision = await self._place(exchange, failed)
-            if decision is None:
-                break
-            if failure is not None:
-                metrics.RETRIES.labels(failure.reason).inc()
+        course = exchange.course
+        while (decision := await self._place(exchange)) is not None:
+            if course.failure is not None:
+                metrics.RETRIES.labels(course.failure.reason).inc()
+            began = time.monotonic()
             try:
                 return await self._attempt(exchange, decision)
             except AttemptFailed as error:
-                failure = error
-                failed.append(decision.replica)
-                if error.blame:
-                    self._blame(decision.replica, error.reason)
-                if not error.retry:
+                self._fleet.failed(decision.replica, error.failure)
+                if not course.failed(decision.replica, error, began, time.monotonic()):
                     break
             finally:
                 self._placer.release(decision)
-        if failure is None:
-            raise errors.overloaded("No server can take this request now.", 2.0)
-        if isinstance(failure.answer, ApiError):
-            raise failure.answer
+        answer = course.answer or errors.overloaded("No server can take this request now.", 2.0)
+        if exchange.started:
+            await self._end_stream(exchange, answer)
+            return 502
+        if isinstance(answer, ApiError):
+            raise answer
         exchange.over = True
-        answer = failure.answer
         await self._start(exchange, answer.status, answer.headers)
         await exchange.send({"type": "http.response.body", "body": answer.body})
         return answer.status
 
-    async def _place(self, exchange: _Exchange, failed: list[Replica]) -> Placement | None:
-        """A booked replica; holds the request while there is none, unless others failed already."""
-        service, ask = exchange.service, exchange.encoded.ask
+    async def _place(self, exchange: _Exchange) -> Placement | None:
+        """A booked replica; holds the request while there is none, as long as that may help."""
+        ask, course = exchange.encoded.ask, exchange.course
         started = time.perf_counter()
-        deadline = time.monotonic() + self._settings.queue_timeout
+        if course.starved and not await self._hold(exchange):
+            return None
         while True:
-            exchange.placing = True
-            decision = await self._placer.place(service, ask, failed)
-            exchange.placing = False
-            if exchange.gone:
+            for passed_by in course.passed_by():
+                decision = await self._book(exchange, passed_by)
                 if decision is not None:
-                    self._placer.release(decision)
-                raise ClientDisconnected
-            if decision is not None:
-                metrics.soon(metrics.PLACEMENT_SECONDS.observe, time.perf_counter() - started)
-                asyncio.get_running_loop().call_soon(count, decision, ask)
-                return decision
-            if failed or not await self._hold(service, deadline):
+                    seconds = time.perf_counter() - started
+                    metrics.soon(metrics.PLACEMENT_SECONDS.observe, seconds)
+                    asyncio.get_running_loop().call_soon(count, decision, ask)
+                    return decision
+            if not course.may_wait or not await self._hold(exchange):
                 return None
 
-    async def _hold(self, service: Service, deadline: float) -> bool:
+    async def _book(self, exchange: _Exchange, passed_by: list[Replica]) -> Placement | None:
+        exchange.placing = True
+        decision = await self._placer.place(exchange.service, exchange.encoded.ask, passed_by)
+        exchange.placing = False
+        if exchange.gone:
+            if decision is not None:
+                self._placer.release(decision)
+            raise ClientDisconnected
+        return decision
+
+    async def _hold(self, exchange: _Exchange) -> bool:
         """Waits a little for replicas to change. False when that is of no use, or no longer."""
+        service = exchange.service
         if service.off:
             return False
         service.last_held = time.monotonic()
-        left = deadline - service.last_held
+        left = exchange.course.deadline - service.last_held
         if left <= 0:
             return False
         service.held += 1
@@ -254,11 +257,6 @@ class Proxy:
             metrics.HELD.labels(service.model).dec()
         return True
 
-    @staticmethod
-    def _blame(replica: Replica, reason: str) -> None:
-        replica.breaker.failed()
-        metrics.FAILURES.labels(replica.id, reason).inc()
-
     # ---- forwarding ------------------------------------------------------------------------
 
     async def _attempt(self, exchange: _Exchange, decision: Placement) -> int:
@@ -269,10 +267,18 @@ class Proxy:
         """
         replica = decision.replica
         replica.breaker.take()
-        fields, body = self._request(exchange, decision)
-        attempt = await self._upstream.send(replica.url, exchange.endpoint.path, fields, body)
+        path, seconds = exchange.endpoint.path, exchange.course.answer_by - time.monotonic()
+
+        async def comment(answer: ReplicaAnswer) -> None:
+            await self._start(exchange, answer.status, answer.headers, decision)
+            await self._pass_on(exchange, answer.body)
+
+        attempt = await self._upstream.send(
+            replica, path, *self._request(exchange, decision), seconds, comment
+        )
         try:
-            replica.breaker.succeeded()
+            exchange.forget_body()
+            replica.breaker.answering()
             answer = attempt.answer
             model = decision.service.model
             seconds = time.perf_counter() - exchange.arrived
@@ -280,15 +286,18 @@ class Proxy:
             state(exchange.scope)[FIELDS].update(
                 replica=replica.id, matched_tokens=decision.matched_tokens
             )
+            if exchange.started and not attempt.streams:
+                await self._end_stream(exchange, answer)
+                return answer.status
             await self._start(exchange, answer.status, answer.headers, decision)
             if attempt.streams:
-                whole = await self._relay(exchange, attempt)
-                if not whole:
-                    self._blame(replica, "stream_broke")
+                if not await self._relay(exchange, attempt):
+                    self._fleet.failed(replica, STREAM_BROKE)
                     return 502
             else:
                 exchange.over = True
                 await exchange.send({"type": "http.response.body", "body": answer.body})
+            replica.breaker.succeeded()
             if attempt.cached_tokens is not None:
                 metrics.REPORTED_TOKENS.labels(model).inc(attempt.cached_tokens)
             return answer.status
@@ -302,6 +311,9 @@ class Proxy:
         headers: list[tuple[bytes, bytes]],
         decision: Placement | None = None,
     ) -> None:
+        if exchange.started:
+            return
+        exchange.started = True
         if (
             decision is not None
             and self._settings.reveal_replica
@@ -316,33 +328,41 @@ class Proxy:
 
     async def _relay(self, exchange: _Exchange, attempt: Attempt) -> bool:
         """Passes a stream on. False when it broke: the client got an error event and no end."""
-        send = exchange.send
-        chunk, line, part = attempt.answer.body, b"", b""
+        events, chunk = EventStream(), attempt.answer.body
         try:
-            while chunk:
-                # Whole lines only: a stream that breaks must not leave half an event behind.
-                cut = chunk.rfind(b"\n") + 1
-                if len(line) > MAX_LINE_BYTES:
-                    cut = len(chunk)
-                if cut:
-                    part, line = line + chunk[:cut], chunk[cut:]
-                    async with asyncio.timeout(self._settings.idle_timeout):
-                        await send({"type": "http.response.body", "body": part, "more_body": True})
-                else:
-                    line += chunk
-                chunk = await attempt.next()
-        except TimeoutError:  # the client does not read
-            raise ClientDisconnected from None
+            while chunk and not events.over:
+                if part := events.pass_on(chunk):
+                    await self._pass_on(exchange, part)
+                if not events.over:
+                    chunk = await attempt.next()
+            rest = events.ended()
         except StreamBroke:
-            if not attempt.failed_inside:
-                event = _stream_error().event()
-                if not part.endswith(b"\n\n"):
-                    event = b"\n" + event  # ends the event that was under way
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            return False
-        exchange.over = True
-        await send({"type": "http.response.body", "body": line})
-        return True
+            rest = b""
+        if events.done:
+            exchange.over = True
+            await exchange.send({"type": "http.response.body", "body": rest})
+            await attempt.read_end()
+            return True
+        if rest := rest or events.broken(_stream_error().event()):
+            await self._pass_on(exchange, rest)
+        return False
+
+    async def _pass_on(self, exchange: _Exchange, part: bytes) -> None:
+        """A part of a stream.
+
+        Raises:
+            ClientDisconnected: the client does not read.
+        """
+        try:
+            async with asyncio.timeout(self._settings.idle_timeout):
+                await exchange.send({"type": "http.response.body", "body": part, "more_body": True})
+        except TimeoutError:
+            raise ClientDisconnected from None
+
+    async def _end_stream(self, exchange: _Exchange, answer: ApiError | ReplicaAnswer) -> None:
+        """Reports a failure to a client that has the head of a stream, and no event."""
+        error = answer if isinstance(answer, ApiError) else _stream_error()
+        await self._pass_on(exchange, error.event())
 
     def _request(
         self, exchange: _Exchange, decision: Placement
@@ -354,7 +374,7 @@ class Proxy:
             (REQUEST_ID_HEADER.encode(), context[REQUEST_ID].encode()),
             (TRACEPARENT_HEADER.encode(), context[TRACE].header().encode()),
         )
-        if encoded.prompts is None or decision.replica.registration is None:
+        if decision.replica.registration is None or not self._internal_key:
             fields.append((b"content-type", b"application/json"))
             return fields, exchange.body
         # The principal stands for the key.
@@ -365,7 +385,7 @@ class Proxy:
         )
         envelope = Envelope(
             body=exchange.body,
-            prompts=encoded.prompts,
+            prompts=encoded.prompts or [],  # without them it tokenizes
             principal=exchange.principal,
             request_id=decision.reservation,
             tokenizer_digest=encoded.digest,

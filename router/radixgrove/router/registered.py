@@ -67,7 +67,14 @@ class RegisteredReplicas:
         if self._link.settled:
             return []
         replicas = [r for group in self.services.values() for r in group.values()]
-        return [r for r in replicas if not (self._link.up and r.leased)]
+        return [replica for replica in replicas if self.is_unproven(replica)]
+
+    def is_unproven(self, replica: Replica) -> bool:
+        return not (self._link.settled or (self._link.up and replica.leased))
+
+    def has_lapsed(self, replica: Replica) -> bool:
+        """Whether a Redis that proves it says that its lease has ended."""
+        return self._link.settled and not replica.leased
 
     def hasher(self, registration: Registration) -> BlockHasher:
         return BlockHasher(self._secret, registration.namespace, registration.index_block)

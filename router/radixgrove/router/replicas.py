@@ -6,19 +6,49 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from radixgrove.protocol.openai.requests import ModelLimits
-from radixgrove.protocol.registry import Lease, LeaseState, Registration
+from radixgrove.protocol.registry import Lease, LeaseState, Registration, is_http_url
 from radixgrove.router.approximate_index import SentIndex
 from radixgrove.service.liveness import Clock
 
+# A breaker stays open for at least so long, however soon a probe is answered.
+MIN_OPEN_SECONDS = 1.0
+# A replica that answers no probe for so long is lost, where its lease does not tell.
+SILENT_SECONDS = 10.0
 # For replicas that do not say how fast they are; only the proportions of costs matter.
 DEFAULT_TOKENS_PER_SECOND = 8000.0
 
 
+def static_address(text: str) -> tuple[str, str]:
+    """Model, empty where it names none, and URL of a static replica: `URL` or `model=URL`.
+
+    Raises:
+        ValueError: it has no HTTP address.
+    """
+    model, separator, url = text.partition("=")
+    if not separator or "://" in model:
+        model, url = "", text
+    url = url.rstrip("/")
+    if not is_http_url(url):
+        raise ValueError(f"{text!r} is no HTTP address, alone or as `model=URL`")
+    return model, url
+
+
+class Waiting(Protocol):
+    """A request that waits at a replica for its answer's first byte."""
+
+    def give_up(self) -> None: ...
+
+
 @dataclass(slots=True)
 class Breaker:
-    """Opens after failures in a row, lets one request try after a while, closes on a success."""
+    """Opens after failures in a row, lets one request try after a while, closes on an answer.
+
+    Only a whole answer is a success: one that has begun closes the breaker, but the next failure
+    opens it again. So does a probe that is answered, where the replica could not be reached.
+    """
 
     failures_to_open: int
     open_seconds: float
@@ -26,6 +56,7 @@ class Breaker:
     failures: int = 0
     open_until: float = 0.0
     _trial_until: float = 0.0
+    _unreachable: bool = False  # that is all that was wrong
 
     @property
     def open(self) -> bool:
@@ -41,14 +72,31 @@ class Breaker:
         if self.open:
             self._trial_until = self.clock() + self.open_seconds
 
+    def answering(self) -> None:
+        """An answer has begun."""
+        if self.open:
+            self.failures = self.failures_to_open - 1
+            self._trial_until = 0.0
+
     def succeeded(self) -> None:
         self.failures = 0
-        self._trial_until = 0.0
 
-    def failed(self) -> None:
+    def failed(self, *, unreachable: bool) -> None:
+        self._unreachable = unreachable and (self._unreachable or not self.failures)
         self.failures += 1
         if self.open:
             self.open_until = self.clock() + self.open_seconds
+
+    @property
+    def probable(self) -> bool:
+        """Whether a probe may close it."""
+        return self.open and self._unreachable
+
+    def reached(self) -> None:
+        """A probe that was sent after the last failure has been answered."""
+        opened = self.open_until - self.open_seconds
+        if self.probable and self.clock() >= opened + MIN_OPEN_SECONDS:
+            self.answering()
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +113,13 @@ class Replica:
     leased: bool = False  # its lease was running when Redis was last read
     drained: bool = False  # by hand, through the management port
     seen: float = 0.0  # monotonic time at which Redis or a probe last spoke for it
+    # Monotonic times: when a request last failed there, when it was last probed, when the probe was
+    # sent that it last answered with 200, and since when it has answered none at all.
+    doubted: float = -math.inf
+    probed: float = -math.inf
+    proven: float = -math.inf
+    silent_since: float = math.inf
+    waiting: set[Waiting] = field(default_factory=set)
     # This process's own view, all that counts without Redis:
     in_flight: int = 0
     busy_until: float = 0.0  # monotonic time by which prefills sent there should be done
@@ -99,6 +154,16 @@ class Replica:
         if self.breaker.open:
             return "broken"
         return "ready" if self.ready else "not-ready"
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether requests failed there since it last said that it serves."""
+        return self.doubted > self.proven
+
+    def give_up_waiting(self) -> None:
+        """Requests without a byte yet go elsewhere."""
+        for waiting in list(self.waiting):
+            waiting.give_up()
 
     def available(self) -> bool:
         return self.ready and not self.drained and self.breaker.allows()

@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+
+import msgspec
 
 from radixgrove.protocol.errors import PeerError
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.settings import RouterSettings
-from radixgrove.router.http_client import AnswerBroke, ConnectFailed, Connection, Fields, Pool
+from radixgrove.router.event_stream import COMMENTS, says_unavailable
+from radixgrove.router.http_client import (
+    AnswerBroke,
+    ConnectFailed,
+    Connection,
+    Fields,
+    NoResources,
+    Pool,
+)
+from radixgrove.router.recovery import (
+    CONNECT,
+    DIED,
+    LATE,
+    LOST,
+    NO_ANSWER,
+    NO_RESOURCES,
+    UNAVAILABLE,
+    AttemptFailed,
+    ReplicaAnswer,
+    refusal,
+)
+from radixgrove.router.replicas import Replica
 
 MAX_ANSWER_BYTES = 256 << 20
 EVENT_STREAM = b"text/event-stream"
-ERROR_EVENT = b'data: {"error"'
-RETRIED_STATUSES = frozenset({429, 502, 503, 504})
-BLAMED_STATUSES = frozenset({500, 502, 504})
+JSON = (b"application/json", b"")
+END_SECONDS = 1.0  # for the end of a stream after its last event
+MAX_READS_TO_END = 4
 
+Comment = Callable[[ReplicaAnswer], Awaitable[None]]
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?(\d{1,9})')
 # Of one connection only (RFC 9110, 7.6.1), or set anew by this server.
 _DROPPED = frozenset(
@@ -36,82 +61,79 @@ _DROPPED = frozenset(
 )
 
 
-class AttemptFailed(PeerError):
-    """Nothing has reached the client yet; another replica may try.
-
-    `answer` is what the client gets if none does. `blame` says whether the replica is at fault.
-    """
-
-    def __init__(
-        self, reason: str, answer: ApiError | ReplicaAnswer, *, blame: bool, retry: bool
-    ) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.answer = answer
-        self.blame = blame
-        self.retry = retry
-
-
 class StreamBroke(PeerError):
-    """The answer ended early after its first bytes had been passed on."""
-
-
-@dataclass(slots=True)
-class ReplicaAnswer:
-    """A replica's answer: whole, or the first bytes of a stream."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
+    """No more comes of an answer of which the first bytes had been passed on."""
 
 
 class Upstream:
     """Sends requests to replicas, with a deadline on every wait."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        self._first_byte = settings.first_byte_timeout
         self._idle = settings.idle_timeout
         self._pool = Pool(settings.connect_timeout)
 
     def close(self) -> None:
         self._pool.close()
 
-    async def send(self, url: str, path: str, fields: Fields, body: bytes) -> Attempt:
-        """Waits for the answer's first byte; a non-streaming answer comes whole.
+    async def send(
+        self,
+        replica: Replica,
+        path: str,
+        fields: Fields,
+        body: bytes,
+        seconds: float,
+        comment: Comment,
+    ) -> Attempt:
+        """Waits for the answer to begin; a non-streaming answer comes whole.
+
+        Args:
+            seconds: how long to wait for the first byte.
+            comment: gets the comments of a stream that come before its first event: they are no
+                part of the answer, and another replica may still give it.
 
         Raises:
             AttemptFailed: no first byte, or an answer that another replica might better.
         """
+        deadline = asyncio.get_running_loop().time() + seconds
         try:
-            attempt = await self._begin(url, path, fields, body)
-        except ConnectFailed:
-            raise _no_connection() from None
+            connection = await self._pool.connect(replica.url)
+            connection.send(path, fields, body)
+        except ConnectFailed as error:
+            ours = isinstance(error, NoResources)
+            raise AttemptFailed(NO_RESOURCES if ours else CONNECT, _unreachable()) from None
+        replica.waiting.add(connection)
+        try:
+            attempt = await self._begin(connection, deadline, comment)
         except TimeoutError:
-            answer = errors.timed_out()
-            raise AttemptFailed("first_byte_timeout", answer, blame=True, retry=False) from None
+            raise AttemptFailed(LATE, errors.timed_out()) from None
         except AnswerBroke:
-            raise AttemptFailed("died", _bad_gateway(), blame=True, retry=True) from None
-        status = attempt.answer.status
-        if status in RETRIED_STATUSES or status in BLAMED_STATUSES:
+            failure = LOST if connection.given_up else DIED
+            raise AttemptFailed(failure, _bad_gateway()) from None
+        except NoAnswer:
+            raise AttemptFailed(NO_ANSWER, _bad_gateway()) from None
+        finally:
+            replica.waiting.discard(connection)
+        if refused := refusal(attempt.answer.status):
             attempt.close()
-            raise AttemptFailed(
-                f"status_{status}",
-                attempt.answer,
-                blame=status in BLAMED_STATUSES,
-                retry=status in RETRIED_STATUSES,
-            )
+            raise AttemptFailed(refused, attempt.answer)
+        if attempt.streams and says_unavailable(attempt.answer.body):
+            attempt.close()
+            raise AttemptFailed(UNAVAILABLE, _unreachable())
         return attempt
 
-    async def _begin(self, url: str, path: str, fields: Fields, body: bytes) -> Attempt:
-        deadline = asyncio.get_running_loop().time() + self._first_byte
-        connection = await self._pool.post(url, path, fields, body, deadline)
-        attempt = Attempt(connection, self._idle)
+    async def _begin(self, connection: Connection, deadline: float, comment: Comment) -> Attempt:
         try:
-            await attempt.begin(deadline)
+            await connection.headers_come(deadline)
+            attempt = Attempt(connection, self._idle)
+            await attempt.begin(deadline, comment)
         except BaseException:
-            attempt.close()  # the client went away, perhaps: so does the request upstream
+            connection.finish()  # the client went away, perhaps: so does the request upstream
             raise
         return attempt
+
+
+class NoAnswer(PeerError):
+    """The replica ended an answer that is none."""
 
 
 class Attempt:
@@ -121,26 +143,34 @@ class Attempt:
         self._connection = connection
         self._idle = idle
         self._loop = asyncio.get_running_loop()
-        self._tail = b""
         self.streams = False  # more follows `answer.body`, through `next`
-        self.failed_inside = False  # the replica itself reported an error in the stream
         headers = [field for field in connection.headers if field[0] not in _DROPPED]
         self.answer = ReplicaAnswer(connection.status, headers, b"")
         self.cached_tokens: int | None = None
 
-    async def begin(self, deadline: float) -> None:
-        """Reads up to the first byte of a stream, or all of any other answer.
+    async def begin(self, deadline: float, comment: Comment) -> None:
+        """Reads up to the first event of a stream, or all of any other answer.
 
         Raises:
             AnswerBroke, TimeoutError: it did not come, or not by `deadline`.
+            NoAnswer: there is none.
         """
-        if _media_type(self.answer.headers) != EVENT_STREAM:
-            self.answer.body = await self._whole(deadline)
-            self._note(self.answer.body[-4096:])
+        media_type = _media_type(self.answer.headers)
+        if media_type == EVENT_STREAM:
+            self.answer.headers = [f for f in self.answer.headers if f[0] != b"content-length"]
+            self.answer.body = await self._connection.read(deadline)
+            self.streams = True
+            while self.answer.body and COMMENTS.fullmatch(self.answer.body):
+                await comment(self.answer)
+                self.answer.body = await self._read_on()
+            if not self.answer.body:
+                raise NoAnswer
+            self._note(self.answer.body)
             return
-        self.answer.body = await self._connection.read(deadline)
-        self._note(self.answer.body)
-        self.streams = True
+        self.answer.body = await self._whole(deadline)
+        if self._connection.until_close and media_type in JSON and not _is_json(self.answer.body):
+            raise NoAnswer
+        self._note(self.answer.body[-4096:])
 
     async def _whole(self, deadline: float) -> bytes:
         chunks, size = [], 0
@@ -155,23 +185,32 @@ class Attempt:
         """What follows in a stream; empty at its end.
 
         Raises:
-            StreamBroke: the replica died, fell silent, or ended without its end mark.
+            StreamBroke: the replica died, or fell silent.
         """
         try:
-            chunk = await self._connection.read(self._loop.time() + self._idle)
-        except (AnswerBroke, TimeoutError):
+            chunk = await self._read_on()
+        except AnswerBroke:
             raise StreamBroke from None
-        if chunk:
-            self._note(chunk)
-        elif not self._tail.rstrip().endswith(b"data: [DONE]"):
-            raise StreamBroke
+        self._note(chunk)
         return chunk
 
+    async def _read_on(self) -> bytes:
+        """Raises AnswerBroke: the replica died, or fell silent."""
+        try:
+            return await self._connection.read(self._loop.time() + self._idle)
+        except TimeoutError:
+            raise AnswerBroke from None
+
+    async def read_end(self) -> None:
+        """Lets the end of a stream come of which all was said: its connection can be kept then."""
+        deadline = self._loop.time() + END_SECONDS
+        with contextlib.suppress(AnswerBroke, TimeoutError):
+            for _ in range(MAX_READS_TO_END):
+                if not await self._connection.read(deadline):
+                    return
+
     def _note(self, chunk: bytes) -> None:
-        """Keeps the end of a stream, and the cached tokens where an answer names them."""
-        self._tail = chunk[-64:] if len(chunk) >= 64 else (self._tail + chunk)[-64:]
-        if chunk.startswith(ERROR_EVENT) or b"\n" + ERROR_EVENT in chunk:
-            self.failed_inside = True
+        """Keeps the cached tokens where an answer names them."""
         if b'"cached_tokens"' in chunk:
             found = _CACHED_TOKENS.search(chunk)
             if found:
@@ -189,6 +228,14 @@ def _media_type(headers: list[tuple[bytes, bytes]]) -> bytes:
     return b""
 
 
+def _is_json(body: bytes) -> bool:
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
 def _bad_gateway() -> ApiError:
     return ApiError(
         502,
@@ -198,6 +245,5 @@ def _bad_gateway() -> ApiError:
     )
 
 
-def _no_connection() -> AttemptFailed:
-    answer = errors.overloaded("The model cannot be reached now. Please try again later.", 2.0)
-    return AttemptFailed("connect", answer, blame=True, retry=True)
+def _unreachable() -> ApiError:
+    return errors.overloaded("The model cannot be reached now. Please try again later.", 2.0)

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 FIRST_TRY_SECONDS = 3.0  # for the registration at the start
+LONGEST_BACKOFF = 1.0  # while Redis takes our heartbeats: what was wrong may be over
 MAX_ADMITTED = 1 << 14
 
 
@@ -205,17 +206,17 @@ class Publisher:
                 backoff = 0.1
             except RegistrationRefused as refusal:
                 self._fail(str(refusal))
-                await asyncio.sleep(LEASE_SECONDS)
+                await asyncio.sleep(LONGEST_BACKOFF)
             except (RedisUnavailable, RedisRefused) as error:
                 self._fail(f"Redis: {error}")
                 self._lose_track("a call to Redis failed")
                 await asyncio.sleep(backoff)
-                backoff = min(backoff * 2, 2.0)
+                backoff = min(backoff * 2, LONGEST_BACKOFF)
             except Exception:
                 logger.exception("publishing failed; it starts anew")
                 self._registered = False
                 self._lose_track("publishing failed")
-                await asyncio.sleep(LEASE_SECONDS)
+                await asyncio.sleep(LONGEST_BACKOFF)
 
     def _fail(self, problem: str) -> None:
         self._complaints.say("failing", f"not publishing to the routers: {problem}")
