@@ -58,15 +58,19 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def texts(values: dict[str, Any], name: str = "radixgrove") -> dict[str, str]:
+def texts(
+    values: dict[str, Any], name: str = "radixgrove", namespace: str = "rg"
+) -> dict[str, str]:
     chart = helm_python.Chart.load(str(CHART))
-    rendered: dict[str, str] = chart.render(values, name=name, namespace="rg")
+    rendered: dict[str, str] = chart.render(values, name=name, namespace=namespace)
     return rendered
 
 
-def render(values: dict[str, Any], name: str = "radixgrove") -> list[dict[str, Any]]:
+def render(
+    values: dict[str, Any], name: str = "radixgrove", namespace: str = "rg"
+) -> list[dict[str, Any]]:
     documents = []
-    for path, text in sorted(texts(values, name).items()):
+    for path, text in sorted(texts(values, name, namespace).items()):
         if path.endswith(".yaml"):
             documents += [document for document in yaml.safe_load_all(text) if document]
     return documents
@@ -107,6 +111,36 @@ def test_kinds_of_other_projects_are_all_rendered_and_checked_for_unknown_fields
     route["spec"]["rules"][0]["timeouts"]["request"] = "forever"
     with pytest.raises(jsonschema.ValidationError, match="forever"):
         foreign.validate(route)
+
+
+def test_names_that_look_like_numbers_stay_names() -> None:
+    values = {
+        "image": {"tag": "10", "pullSecrets": ["11"]},
+        "operator": {"namespaces": ["12"]},
+        "router": {"auth": {"keysSecret": "13"}},
+        "redis": {"prefix": "14"},
+        "keys": {"existingSecret": "15"},
+        "modelCache": {"storageClass": "16"},
+        "pods": {
+            "nodeSelector": {"pool": "17"},
+            "tolerations": [{"key": "18", "value": "true"}],
+            "priorityClassName": "19",
+            "runtimeClassName": "20",
+            "caBundle": "21",
+        },
+        "monitoring": {"enabled": True, "labels": {"r": "22"}},
+        "ingress": {"enabled": True, "className": "23", "host": "24", "tlsSecret": "25"},
+        "route": {"enabled": True, "hostnames": ["26"], "parentRefs": [{"name": "27"}]},
+    }
+    objects = render(values, name="28", namespace="29")
+    for rendered in objects:
+        if rendered["kind"] in foreign.CRDS:
+            foreign.validate(rendered)
+        else:
+            kubernetes_validate.validate(rendered, KUBERNETES, strict=True)
+    for part, settings in (("operator", OperatorConfig), ("router", RouterSettings)):
+        text = find(objects, "ConfigMap", f"28-radixgrove-{part}")["data"][f"{part}.yaml"]
+        settings.model_validate(yaml.safe_load(text))
 
 
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES)
@@ -443,12 +477,50 @@ def test_a_service_that_starts_in_time_is_not_down() -> None:
         ({"router": {"settings": {"log_level": "loud"}}}, "log_level"),
         ({"router": {"settings": {"policy": "random"}}}, "policy"),
         ({"router": {"settings": {"redis_url": "redis://x"}}}, "redis_url"),
+        ({"image": {"tag": 1.1}}, r"image.*tag"),
+        ({"image": {"registry": "https://registry.example.com"}}, r"image.*registry"),
+        ({"image": {"worker": {"repository": "docker://x/y"}}}, r"worker.*repository"),
+        ({"image": {"redis": {"repository": "redis:8"}}}, r"redis.*repository"),
+        ({"image": {"pullSecrets": [7]}}, r"pullSecrets"),
+        ({"redis": {"enabled": False}}, r"keys.*existingSecret"),
+        ({"redis": {"resources": {"request": {"cpu": 1}}}}, r"redis.*resources.*request"),
+        ({"operator": {"resources": {"limits": {"memory": "1 GB"}}}}, r"memory"),
+        ({"operator": {"gpuResource": "gpu"}}, "gpuResource"),
+        ({"pods": {"nodeSelector": {"gpu": True}}}, r"nodeSelector.*gpu"),
+        ({"pods": {"tolerations": [{"key": "gpu", "value": 1}]}}, r"tolerations.*0.*value"),
+        ({"pods": {"tolerations": [{"key": "gpu", "operator": "In"}]}}, r"tolerations.*operator"),
+        ({"pods": {"proxy": {"https": "proxy:3128"}}}, r"proxy.*https"),
+        ({"pods": {"priorityClassName": "High"}}, "priorityClassName"),
+        ({"networkPolicy": {"scrapeFrom": [{"namespace": "x"}]}}, r"scrapeFrom.*0"),
+        ({"networkPolicy": {"scrapeFrom": [{}]}}, r"scrapeFrom.*0"),
+        ({"route": {"enabled": True}}, r"route.*parentRefs"),
+        ({"route": {"enabled": True, "parentRefs": [{"namespace": "x"}]}}, r"parentRefs.*0.*name"),
+        ({"ingress": {"enabled": True}}, r"ingress.*host"),
+        ({"ingress": {"enabled": True, "host": "https://ai.example.com"}}, r"ingress.*host"),
+        (
+            {"monitoring": {"labels": {"app.kubernetes.io/name": "x"}}},
+            r"monitoring.*labels.*app.kubernetes.io.*name",
+        ),
     ],
     ids=str,
 )
 def test_a_wrong_value_is_refused_by_its_key(values: dict[str, Any], named: str) -> None:
     with pytest.raises(helm_python.HelmError, match=named):
         render(values)
+
+
+def test_redis_may_be_named_by_a_secret_of_the_users() -> None:
+    objects = render({"redis": {"enabled": False}, "keys": {"existingSecret": "mine"}})
+    text = find(objects, "ConfigMap", "radixgrove-operator")["data"]["operator.yaml"]
+    assert yaml.safe_load(text)["redis"]["url"] == ""
+
+
+def test_the_charts_own_labels_are_the_ones_that_no_value_may_set() -> None:
+    """Twice in one object they would be a duplicate key."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    reserved = schema["properties"]["monitoring"]["properties"]["labels"]["properties"]
+    monitor = find(render({"monitoring": {"enabled": True}}), "ServiceMonitor", "radixgrove-router")
+    assert set(reserved) == set(monitor["metadata"]["labels"])
 
 
 def test_the_chart_passes_lint() -> None:
@@ -533,6 +605,7 @@ def test_every_value_has_a_schema() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
 
     def check(value: Any, node: dict[str, Any], path: str) -> None:
+        node = schema["definitions"][node["$ref"].split("/")[-1]] if "$ref" in node else node
         for key, item in value.items() if isinstance(value, dict) else ():
             if "properties" not in node:
                 return

@@ -8,7 +8,7 @@
 
 {{- define "radixgrove.labels" -}}
 app.kubernetes.io/name: radixgrove
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
@@ -69,7 +69,7 @@ capabilities:
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
 {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
 {{- end }}
 {{- end }}
 {{- with .Values.pods.tolerations }}
@@ -79,7 +79,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.pods.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -99,7 +99,7 @@ priorityClassName: {{ . }}
 {{- define "radixgrove.ca-volume" -}}
 {{- with .Values.pods.caBundle -}}
 - name: ca
-  configMap: {name: {{ . }}}
+  configMap: {name: {{ . | quote }}}
 {{- end -}}
 {{- end -}}
 
@@ -116,7 +116,7 @@ priorityClassName: {{ . }}
 {{- range $name, $key := dict "RADIXGROVE_INTERNAL_KEY" "internal-key" "RADIXGROVE_CLUSTER_SECRET" "cluster-secret" "RADIXGROVE_MANAGEMENT_KEY" "management-key" "RADIXGROVE_REDIS_URL" "redis-url" }}
 - name: {{ $name }}
   valueFrom:
-    secretKeyRef: {name: {{ $secret }}, key: {{ $key }}}
+    secretKeyRef: {name: {{ $secret | quote }}, key: {{ $key }}}
 {{- end }}
 {{- end -}}
 
@@ -128,7 +128,7 @@ priorityClassName: {{ . }}
 {{- with .Values.pods.caBundle -}}{{- $_ := set $pods "ca_bundle" . -}}{{- end -}}
 {{- $cache := dict "size" .Values.modelCache.size "access_mode" .Values.modelCache.accessMode "hub_endpoint" .Values.modelCache.hubEndpoint "retry_after" .Values.modelCache.retryAfter -}}
 {{- with .Values.modelCache.storageClass -}}{{- $_ := set $cache "storage_class" . -}}{{- end -}}
-namespace: {{ .Release.Namespace }}
+namespace: {{ .Release.Namespace | quote }}
 namespaces: {{ toJson .Values.operator.namespaces }}
 images:
   worker: {{ include "radixgrove.image" (dict "root" . "name" "worker") }}
@@ -138,7 +138,7 @@ images:
   pull_secrets: {{ toJson .Values.image.pullSecrets }}
 redis:
   url: {{ include "radixgrove.redis-url" . | quote }}
-  prefix: {{ .Values.redis.prefix }}
+  prefix: {{ .Values.redis.prefix | quote }}
 router:
   url: http://{{ $router }}.{{ .Release.Namespace }}.svc.{{ .Values.operator.clusterDomain }}{{ if ne (int .Values.router.service.port) 80 }}:{{ .Values.router.service.port }}{{ end }}/v1
   labels: {{- include "radixgrove.labels" (dict "root" . "component" "router") | nindent 4 }}
@@ -149,11 +149,11 @@ network_policies:
   scrape_from: {{ toJson .Values.networkPolicy.scrapeFrom }}
 election:
   lease: {{ include "radixgrove.fullname" . }}-operator
-keys_secret: {{ include "radixgrove.keys" . }}
+keys_secret: {{ include "radixgrove.keys" . | quote }}
 owner_deployment: {{ include "radixgrove.fullname" . }}-operator
-gpu_resource: {{ .Values.operator.gpuResource }}
-rdma_resource: {{ .Values.operator.rdmaResource }}
-cluster_domain: {{ .Values.operator.clusterDomain }}
+gpu_resource: {{ .Values.operator.gpuResource | quote }}
+rdma_resource: {{ .Values.operator.rdmaResource | quote }}
+cluster_domain: {{ .Values.operator.clusterDomain | quote }}
 reconcilers: {{ .Values.operator.reconcilers }}
 gang_timeout: {{ .Values.operator.gangTimeout }}
 {{- end -}}
@@ -161,9 +161,9 @@ gang_timeout: {{ .Values.operator.gangTimeout }}
 {{- /* RBAC rules of one scope, from the operator's own table. */ -}}
 {{- define "radixgrove.rules" -}}
 {{- $text := .root.Files.Get "files/rbac.yaml" -}}
-{{- $text = $text | replace "'@keys-secret'" (include "radixgrove.keys" .root) -}}
-{{- $text = $text | replace "'@lease'" (printf "%s-operator" (include "radixgrove.fullname" .root)) -}}
-{{- $text = $text | replace "'@owner'" (printf "%s-operator" (include "radixgrove.fullname" .root)) -}}
+{{- $text = $text | replace "'@keys-secret'" (include "radixgrove.keys" .root | quote) -}}
+{{- $text = $text | replace "'@lease'" (printf "%s-operator" (include "radixgrove.fullname" .root) | quote) -}}
+{{- $text = $text | replace "'@owner'" (printf "%s-operator" (include "radixgrove.fullname" .root) | quote) -}}
 {{- index (fromYaml $text) .scope | toYaml -}}
 {{- end -}}
 
