@@ -87,6 +87,7 @@ def _service(name: str, namespace: str) -> dict[str, object]:
         "spec": {
             "model": {"source": "pvc://models/demo", "name": f"model-{name}"},
             "hardware": {"nodes": 2, "gpusPerNode": 8},
+            "image": "example.com/of-groups:1",
         },
     }
 

@@ -17,9 +17,11 @@ class RadixgroveError(Exception):
     │   ├── TemplateFailure
     │   ├── KeyFileError
     │   ├── RegistrationRefused
+    │   ├── UnsupportedRanks
     │   ├── InvalidSettings
     │   │   ├── InvalidEngine
-    │   │   │   └── InvalidOverrides
+    │   │   │   ├── InvalidOverrides
+    │   │   │   └── UnsupportedShape
     │   │   └── InvalidRouter
     │   ├── CannotMerge
     │   ├── ConfigurationError

@@ -45,6 +45,9 @@ class AttentionChoice(StrEnum):
     TORCH = "torch"
 
 
+_CUDA_ATTENTION = {AttentionChoice.FLASHINFER, AttentionChoice.TRITON}
+
+
 class SchedulePolicy(StrEnum):
     FCFS = "fcfs"
     LPM = "lpm"
@@ -282,6 +285,39 @@ class WorkerSettings(Settings):
                 "no_prefix_cache", "needs prefix_cache: with it off there is nothing to keep"
             )
         return size
+
+    @field_validator("index_block")
+    @classmethod
+    def _holds_whole_pages(cls, size: int | None, info: ValidationInfo) -> int | None:
+        page = info.data.get("page_size", 1)
+        if size is not None and size % page:
+            raise PydanticCustomError(
+                "no_multiple", "must be a multiple of page_size {page}", {"page": page}
+            )
+        return size
+
+    @field_validator("kv_tokens")
+    @classmethod
+    def _holds_the_longest_request(cls, size: int | None, info: ValidationInfo) -> int | None:
+        longest = info.data.get("max_model_len")
+        if size is not None and longest is not None and longest > size:
+            raise PydanticCustomError(
+                "too_small",
+                "is less than max_model_len {longest}: no request of that length would fit",
+                {"longest": longest},
+            )
+        return size
+
+    @field_validator("attention_backend")
+    @classmethod
+    def _runs_there(cls, backend: AttentionChoice, info: ValidationInfo) -> AttentionChoice:
+        if backend in _CUDA_ATTENTION and info.data.get("device") is Device.CPU:
+            raise PydanticCustomError("needs_cuda", "needs CUDA, and device is cpu")
+        if backend is AttentionChoice.FLASHINFER and info.data.get("kv_dtype") is KVDType.FP8_E4M3:
+            raise PydanticCustomError(
+                "no_kernels", "has no kernels for kv_dtype fp8_e4m3: use triton or torch"
+            )
+        return backend
 
     def step_limits(self, *, on_cpu: bool) -> StepLimits:
         """As set, else the device's defaults."""

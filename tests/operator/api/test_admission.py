@@ -34,6 +34,13 @@ def test_examples_are_admitted(plane: ControlPlane, namespace: str, path: Path) 
             "tp must not exceed gpusPerNode",
         ),
         (
+            {
+                "hardware": {"nodes": 2, "gpusPerNode": 3},
+                "parallelism": {"tp": 2, "pp": 3},
+            },
+            "tp must divide gpusPerNode",
+        ),
+        (
             {"hardware": {"gpusPerNode": 8}, "parallelism": {"tp": 8, "ep": 3}},
             r"ep must divide tp \* dp",
         ),
@@ -53,6 +60,11 @@ def test_wrong_specs_are_refused_by_the_api_server(
 ) -> None:
     with pytest.raises(KubectlError, match=said):
         plane.kubectl.apply(service("wrong", namespace, **spec))
+
+
+def test_default_is_no_name(plane: ControlPlane, namespace: str) -> None:
+    with pytest.raises(KubectlError, match="every namespace has one called default"):
+        plane.kubectl.apply(service("default", namespace))
 
 
 @pytest.mark.parametrize("name", ["a" * 41, "9lives", "with.dot"])

@@ -163,6 +163,31 @@ def test_a_host_cache_needs_a_prefix_cache() -> None:
         worker_settings(wrong, "s", CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"pageSize": 32, "settings": {"index_block": 48}}, "index_block: must be a multiple"),
+        ({"contextLength": 4096, "kvTokens": 1024}, "kv_tokens: is less than max_model_len 4096"),
+        (
+            {"kvDtype": "fp8_e4m3", "settings": {"attention_backend": "flashinfer"}},
+            "attention_backend: has no kernels",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_exclude_each_other_are_refused_by_name(
+    fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidEngine, match=named):
+        worker_settings(revision(engine=fields), "s", CONFIG)
+
+
+def test_attention_for_gpus_is_refused_on_a_cpu() -> None:
+    wrong = {"hardware": {"device": "cpu"}, "engine": {"settings": {"attention_backend": "triton"}}}
+    with pytest.raises(InvalidEngine, match="attention_backend: needs CUDA, and device is cpu"):
+        worker_settings(revision(**wrong), "s", CONFIG)
+
+
 def test_the_workers_file_holds_no_secret() -> None:
     text = yaml.safe_dump(worker_settings(revision(), "team-a.llama", CONFIG))
     for secret in ("internal_key", "cluster_secret", "management_key", "redis_url"):

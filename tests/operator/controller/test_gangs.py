@@ -37,7 +37,10 @@ class Cluster:
 
     def apply(self, key: Key, **spec: Any) -> None:
         metadata = {"namespace": key[0], "name": key[1], "generation": 1}
-        wanted = {"model": {"source": "pvc://models/demo"}} | spec
+        wanted = {
+            "model": {"source": "pvc://models/demo"},
+            "image": "example.com/of-groups:1",
+        } | spec
         self.kube.add({"kind": names.KIND, "metadata": metadata, "spec": wanted})
 
     def reconcile(self, key: Key) -> None:

@@ -93,7 +93,55 @@ class Operator:
         return [found["reason"] for found in self.kube.of("Event")]
 
 
-TWO_NODES = {"hardware": {"nodes": 2, "gpusPerNode": 8}}
+# Of the chart's own worker it is known that it runs on one node.
+TWO_NODES = {"hardware": {"nodes": 2, "gpusPerNode": 8}, "image": "example.com/of-groups:1"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ({"hardware": {"nodes": 2, "gpusPerNode": 8}}, "16 ranks on 2 nodes"),
+        (
+            {"hardware": {"gpusPerNode": 8}, "parallelism": {"tp": 4, "dp": 2}},
+            "8 ranks on 1 nodes, and this worker runs the tp=4 ranks",
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("source", ["pvc://models/llama", "hf://org/model"])
+def test_a_shape_that_the_worker_cannot_run_is_refused_before_anything_is_made(
+    spec: dict[str, Any], named: str, source: str
+) -> None:
+    operator = Operator(model={"source": source}, **spec)
+    operator.context()
+    assert operator.condition() == "False/UnsupportedShape"
+    assert named in operator.message()
+    assert operator.condition("Degraded") == "True/UnsupportedShape"
+    assert operator.sets() == []
+    assert operator.kube.of("Job") == [], "nothing is fetched for it"
+    if source.startswith("hf"):
+        assert operator.condition("ModelCached") == "False/UnsupportedShape"
+    operator.apply(**spec, image="example.com/of-groups:1")
+    operator.settle()
+    assert operator.condition() == "True/Serving"
+
+
+def test_a_download_is_told_what_the_model_must_be_fit_for() -> None:
+    operator = Operator(
+        model={"source": "hf://org/model", "revision": "c" * 40},
+        hardware={"gpusPerNode": 2, "gpuType": "H100"},
+        engine={"contextLength": 4096, "memoryPercent": 50},
+    )
+    for name, product, size in (("g1", "H100", "81559"), ("g2", "H200", "143771")):
+        labels = {"nvidia.com/gpu.product": product, "nvidia.com/gpu.memory": size}
+        operator.store.node_seen(operator.kube.add(node(name, labels=labels)))
+    operator.context()
+    (job,) = operator.kube.of("Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    arguments = dict(zip(*[iter(container["args"][4:])] * 2, strict=True))
+    assert arguments["--tp"] == "2"
+    assert arguments["--max-model-len"] == "4096"
+    assert arguments["--memory"] == str(81559 << 20), "half of two GPUs of that type"
 
 
 def test_a_service_is_made_served_and_then_left_alone() -> None:
@@ -121,6 +169,40 @@ def test_a_group_whose_pods_are_late_says_why_they_are_refused() -> None:
     operator.context()
     assert operator.condition() == "False/PodRefused"
     assert "IPC_LOCK" in operator.message()
+
+
+def test_a_pod_that_gets_no_volumes_says_why() -> None:
+    operator = Operator(model={"source": "file:///srv/missing"})
+    operator.context()
+    operator.kube.run_pods("n0")
+    pod = operator.pod("llama-0-a1-0")
+    pod["status"] = {"phase": "Pending"}
+    words = 'MountVolume.SetUp failed for volume "model" : /srv/missing is not a directory'
+    about = {"involvedObject": {"name": "llama-0-a1-0", "uid": pod["metadata"]["uid"]}}
+    where = {"namespace": KEY[0], "name": "mount"}
+    operator.kube.add(
+        {"kind": "Event", "metadata": where, **about, "reason": "FailedMount", "message": words}
+    )
+    operator.context()
+    assert operator.condition() == "False/VolumeNotMounted"
+    assert words in operator.message()
+    assert operator.condition("ModelCached") == "False/VolumeNotMounted"
+
+
+def test_a_service_whose_objects_would_have_anothers_names_is_left_alone() -> None:
+    operator = Operator()
+    older = {"namespace": KEY[0], "name": "llama-router", "uid": "older",
+             "creationTimestamp": "2025-01-01T00:00:00Z"}  # fmt: skip
+    spec = {"model": {"source": "pvc://models/llama", "name": "other"}}
+    operator.store.service_seen({"kind": names.KIND, "metadata": older, "spec": spec})
+    operator.context()
+    assert operator.condition() == "False/NameCollides"
+    assert "llama-router" in operator.message()
+    assert operator.sets() == []
+    assert operator.context() == []
+    operator.store.service_gone((KEY[0], "llama-router"))
+    operator.settle()
+    assert operator.condition() == "True/Serving"
 
 
 def test_a_pod_on_an_unreachable_node_is_moved_unless_its_worker_renews_its_lease() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixgrove.operator.controller.store import Store, name_conflict, other_service_of
+import pytest
+
+from radixgrove.operator.controller.store import Store, collision, name_conflict, other_service_of
 
 
 def service(own: str, claim: str = "", namespace: str = "here", **model: Any) -> dict[str, Any]:
@@ -57,6 +59,35 @@ def test_a_service_that_went_before_concerns_nobody() -> None:
     store = store_of(service("gone", name="llama"), service("same", name="llama"))
     assert store.service_gone(("here", "gone")) == [("here", "same")]
     assert store.service_gone(("here", "gone")) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "collide"),
+    [
+        ("llama", "llama-router", True),
+        ("llama", "llama-0-a1", True),
+        ("llama-12-a345", "llama", True),
+        ("llama", "llama-routers", False),
+        ("llama", "llama-8b", False),
+        ("llama", "llama-0-b1", False),
+        ("llama", "other-router", False),
+    ],
+)
+def test_services_whose_objects_would_have_one_name_collide(
+    one: str, other: str, collide: bool
+) -> None:
+    old, young = aged(service(one), 1), aged(service(other), 2)
+    found = [made for made in map(other_service_of, (old, young)) if made is not None]
+    assert bool(collision(found[1], found)) is collide
+    assert collision(found[0], found) == ""
+    elsewhere = other_service_of(aged(service(other, namespace="there"), 2))
+    assert elsewhere is not None
+    assert collision(elsewhere, found[:1]) == ""
+
+
+def test_what_collided_with_a_service_that_went_is_looked_at() -> None:
+    store = store_of(service("llama"), service("llama-router"), service("llama-8b"))
+    assert store.service_gone(("here", "llama")) == [("here", "llama-router")]
 
 
 def conflict(own: dict[str, Any], *others: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,19 @@ from tests.conftest import find_free_port
 from tests.hub import COMMIT, Hub
 
 WEIGHTS = bytes(range(256)) * 40_000
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+}
 FILES = {
-    "config.json": b'{"model_type": "llama"}',
+    "config.json": json.dumps(CONFIG).encode(),
     "model-00001-of-00001.safetensors": WEIGHTS,
+    "tokenizer.json": b"{}",
     "tokenizer/tokenizer.json": b"{}",
     "pytorch_model.bin": b"the same weights again",
     "README.md": b"read me",
@@ -43,9 +53,11 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def run(into: Path, source: str = "hf://org/model", revision: str = COMMIT) -> int:
+def run(
+    into: Path, source: str = "hf://org/model", revision: str = COMMIT, fit: Sequence[str] = ()
+) -> int:
     return download.main(
-        ["download", "--source", source, "--revision", revision, "--into", str(into)]
+        ["download", "--source", source, "--revision", revision, "--into", str(into), *fit]
     )
 
 
@@ -67,6 +79,53 @@ def test_what_serving_needs_is_fetched_and_nothing_else(
 ) -> None:
     assert run(tmp_path / "m") == 0
     assert fetched(tmp_path / "m") == WANTED
+
+
+@pytest.mark.parametrize(
+    ("changed", "fit", "reason", "named"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, (), "ModelUnsupported", "MambaForCausalLM"),
+        ({"quantization_config": {"bits": 4}}, (), "ModelUnsupported", "quantized"),
+        ({"hidden_size": None}, (), "ModelUnsupported", "config.json: hidden_size"),
+        ({}, ("--tp", "4"), "ModelDoesNotFit", "tp 4 does not divide"),
+        ({}, ("--max-model-len", "4096"), "ModelDoesNotFit", "exceeds the model's 2048"),
+        ({}, ("--memory", "1000"), "ModelDoesNotFit", "the weights take"),
+        ({}, ("--dtype", "bfloat16", "--memory", "1000"), "ModelDoesNotFit", "in bfloat16"),
+    ],
+    ids=str,
+)
+def test_no_weights_are_fetched_for_a_model_that_could_not_run(
+    hub: Hub, said: Path, tmp_path: Path,
+    changed: dict[str, Any], fit: tuple[str, ...], reason: str, named: str,
+) -> None:  # fmt: skip
+    hub.files["config.json"] = json.dumps(CONFIG | changed).encode()
+    assert run(tmp_path / "m", fit=("--tp", "2", *fit)) == download.HOPELESS
+    told = json.loads(said.read_text())
+    assert told["reason"] == reason
+    assert named in told["message"]
+    assert str(tmp_path) not in told["message"]
+    assert [name for name, _ in hub.requests] == ["config.json"]
+
+
+def test_a_model_that_fits_is_fetched_and_its_config_once(
+    hub: Hub, said: Path, tmp_path: Path
+) -> None:
+    fit = ("--tp", "2", "--max-model-len", "2048", "--memory", str(1 << 30))
+    assert run(tmp_path / "m", fit=fit) == 0
+    assert fetched(tmp_path / "m") == WANTED
+    assert [name for name, _ in hub.requests].count("config.json") == 1
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_source_without_what_a_worker_reads_first_is_refused(
+    hub: Hub, said: Path, tmp_path: Path, name: str
+) -> None:
+    del hub.files[name]
+    assert run(tmp_path / "m", fit=("--tp", "1")) == download.HOPELESS
+    assert json.loads(said.read_text()) == {
+        "reason": "ModelNotFound",
+        "message": f"the source holds no {name}",
+    }
 
 
 def test_a_cut_file_is_resumed_where_it_ended(hub: Hub, said: Path, tmp_path: Path) -> None:

@@ -485,6 +485,38 @@ def test_of_a_log_in_json_only_the_message_is_shown() -> None:
     assert found.message == "llama-0-a1-1: the engine ended: OSError: gone"
 
 
+def test_a_router_that_ends_again_and_again_leaves_its_last_words() -> None:
+    ended = {"terminated": {"exitCode": 2, "message": "api_keys_file: line 3 has no key"}}
+    waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s"}}
+    status = container("router", restarts=5, state=waiting, lastState=ended)
+    found = pod_problem(pod_of(pod_object(containerStatuses=[status])))
+    assert found is not None
+    assert "line 3 has no key" in found.message
+
+
+# ---- the model, as the pods find it --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pod", "cached"),
+    [
+        ({"restarts": 1, "exited": "model '/model/x' is not a directory", "exit_code": 5},
+         "False/ModelUnusable"),
+        ({"restarts": 1, "exited": "CUDA out of memory", "exit_code": 1}, "True/Cached"),
+        ({"not_mounted": 'MountVolume.SetUp failed for volume "model" : /srv/x is not a directory'},
+         "False/VolumeNotMounted"),
+        ({"not_mounted": 'MountVolume.SetUp failed for volume "tls" : secret not found'},
+         "True/Cached"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_that_pods_do_not_find_is_not_cached(pod: dict[str, Any], cached: str) -> None:
+    given = facts(STARTING, groups=[group_with(**pod)])
+    assert conditions(given)["ModelCached"] == cached
+    assert conditions(given)["Degraded"].startswith("True/")
+    assert (pod.get("exited") or pod["not_mounted"]) in message(given)
+
+
 def test_a_start_ends_when_its_probe_has_passed() -> None:
     running = {"running": {"startedAt": "2026-01-01T00:46:00Z"}}
     passed = pod_of(pod_object(containerStatuses=[container(state=running, started=True)]))
@@ -583,6 +615,15 @@ def test_a_service_has_served_from_its_first_readiness_until_it_is_stopped() -> 
 
 
 # ---- a service that is down ----------------------------------------------------------------------
+
+
+def test_a_service_that_was_up_and_is_down_is_degraded_whatever_it_waits_for() -> None:
+    up = computed(facts(record(0)), EMPTY, NOW)
+    assert conditions(facts(STARTING), up)["Degraded"] == "True/Starting"
+    asleep = facts(resource=spec(replicas=0))
+    assert conditions(asleep, up)["Degraded"] == "False/AsExpected"
+    stopped = facts(resource=spec(suspend=True))
+    assert conditions(stopped, up)["Degraded"] == "False/AsExpected"
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ from radixgrove.operator.planning.model_cache import (
     wanted_claims,
 )
 from radixgrove.operator.planning.observed import JobState, Pod
+from radixgrove.operator.render import models
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.render.models import User, resolve_job_name
+from radixgrove.protocol.model.fit import Intended
 from tests.operator.operator_builders import CONFIG, SERVICE, spec
 
 NOW = 1_000_000.0
@@ -76,6 +78,36 @@ def test_a_claim_of_the_users_that_is_not_there_is_named_and_waited_for() -> Non
     assert found.requeue_at == NOW + 30
 
 
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [("Pending", (True, False, "ClaimPending")), ("Lost", (False, True, "ClaimLost"))],
+)
+def test_a_claim_of_the_users_that_holds_nothing_is_not_called_provided(
+    phase: str, expected: tuple[bool, bool, str]
+) -> None:
+    claim = live_claim({}) | {"status": {"phase": phase}}
+    cache = Cache({}, {"models": claim}, [])
+    resource = spec(model={"source": "pvc://models/llama"})
+    found = decide(SERVICE, resource, ModelStatus(), cache, CONFIG, NOW)
+    assert (found.ready, found.present, found.reason) == expected
+    assert found.requeue_at == NOW + 30
+    if phase == "Pending":
+        assert "ReadWriteMany of the storage class theirs" in found.message
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [("starting\nKilled by the node", "Killed by the node"), ("OOMKilled", "OOMKilled"),
+     ('{"level": 3}', "no message"), ("", "no message")],
+)  # fmt: skip
+def test_a_fetcher_that_was_ended_from_outside_shows_what_it_left(said: str, shown: str) -> None:
+    claim = names.cache_name(HUB, COMMIT)
+    job = JobState(claim, "u", failed=True, finished_at=NOW, message=said)
+    found = step(hub(revision=COMMIT), jobs={claim: job}, claims={claim: {}})
+    assert found.message.startswith(shown)
+    assert "{" not in found.message
+
+
 def test_a_claim_without_a_volume_names_the_value_that_chooses_its_storage_class() -> None:
     words = "0/2 nodes are available: pod has unbound immediate PersistentVolumeClaims."
     name = names.cache_name(HUB, COMMIT)
@@ -86,7 +118,13 @@ def test_a_claim_without_a_volume_names_the_value_that_chooses_its_storage_class
     cache = Cache({name: job}, {name: claim}, [User(SERVICE, CacheSpec())])
     found = decide(SERVICE, hub(revision=COMMIT), ModelStatus(), cache, CONFIG, NOW)
     assert found.reason == "Unschedulable"
-    for part in (words, name, "the cluster's default storage class", "modelCache.storageClass"):
+    for part in (
+        words,
+        name,
+        "the cluster's default storage class",
+        "modelCache.storageClass",
+        "modelCache.accessMode",
+    ):
         assert part in found.message
 
 
@@ -168,6 +206,31 @@ def test_a_failed_download_says_why_and_is_tried_again_later() -> None:
     later = step(hub(revision=COMMIT), jobs={claim: job}, claims={claim: {}}, now=NOW + 61)
     assert later.delete_jobs == [job]
     assert later.status.failures == 1
+
+
+def test_a_model_that_was_unfit_for_another_service_is_judged_anew() -> None:
+    claim = names.cache_name(HUB, COMMIT)
+    resource = hub(revision=COMMIT)
+
+    def look(tp: int, reason: str, judged_for: int) -> CacheStep:
+        job = models.download_job(
+            claim, SERVICE, resource.model, COMMIT, CONFIG, Intended(tp=judged_for)
+        )
+        state = JobState(
+            claim, "u", failed=True, finished_at=NOW,
+            message=json.dumps({"reason": reason, "message": "x"}),
+            intended=job["metadata"]["annotations"][names.INTENDED],
+        )  # fmt: skip
+        cache = Cache(
+            {claim: state}, {claim: live_claim({})}, [User(SERVICE, CacheSpec())], Intended(tp=tp)
+        )
+        return decide(SERVICE, resource, ModelStatus(), cache, CONFIG, NOW)
+
+    changed = look(2, "ModelDoesNotFit", judged_for=3)
+    assert (changed.reason, len(changed.delete_jobs)) == ("Downloading", 1)
+    assert changed.requeue_at is not None
+    assert look(3, "ModelDoesNotFit", judged_for=3).reason == "ModelDoesNotFit"
+    assert look(2, "DownloadFailed", judged_for=3).reason == "DownloadFailed", "waits its time"
 
 
 def test_a_download_that_keeps_failing_is_tried_less_and_less_down_to_once_an_hour() -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.registry import Registration
+from radixgrove.service import exit_codes
 from radixgrove.service.directories import remove_abandoned
 from tests.conftest import RedisServer, find_free_port, wait_until
 from tests.worker.agent.conftest import StartAgent
@@ -193,7 +194,7 @@ def test_a_taken_port_is_refused_even_when_shared(start_agent: StartAgent) -> No
 
 def test_a_model_that_is_none_is_refused(start_agent: StartAgent) -> None:
     agent = start_agent(model="/nonexistent/model")
-    assert agent.end() == 1
+    assert agent.end() == exit_codes.MODEL
     assert "pass a local Hugging Face directory, or `demo`" in agent.output
 
 
@@ -241,7 +242,7 @@ def test_a_damaged_file_is_named_before_anything_starts(
         write_index(model_dir, name)
     (model_dir / name).write_bytes(content)
     agent = start_agent()
-    assert agent.end() == 1
+    assert agent.end() == exit_codes.MODEL
     assert "Traceback" not in agent.output
     (line,) = agent.output.splitlines()
     assert "ERROR" in line
@@ -271,7 +272,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(
     config = json.loads((model_dir / "config.json").read_bytes()) | {"embedding_multiplier": 12.0}
     (model_dir / "config.json").write_text(json.dumps(config))
     agent = start_agent()
-    assert agent.end() == 1
+    assert agent.end() == exit_codes.MODEL
     (line,) = agent.output.splitlines()
     assert "embedding_multiplier 12.0 is not supported" in line
     assert "download" not in line

@@ -207,7 +207,9 @@ def test_a_length_beyond_the_models_is_refused(tmp_path: Path) -> None:
         build_executor(settings(max_model_len=300), tmp_path, lambda phase: None)
 
 
-def test_backends_for_cuda_are_refused_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_backends_for_cuda_are_refused_where_no_gpu_is_found(tmp_path: Path) -> None:
     tiny.save("llama", tmp_path)
+    wanted = settings(device=Device.AUTO, attention_backend="triton")
     with pytest.raises(ModelError, match="attention backend triton needs CUDA"):
-        build_executor(settings(attention_backend="triton"), tmp_path, lambda phase: None)
+        build_executor(wanted, tmp_path, lambda phase: None)

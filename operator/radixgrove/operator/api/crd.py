@@ -33,6 +33,11 @@ _NAME_RULES = [
         "message": "a name must be fit for a Service: lower-case letters, digits and dashes, a "
         "letter first",
     },
+    {
+        "rule": "self.metadata.name != 'default'",
+        "message": "a service must not be called default: its ServiceAccount has its name, and "
+        "every namespace has one called default",
+    },
 ]
 
 
@@ -128,6 +133,7 @@ def custom_resource_definition() -> Schema:
                 "plural": names.PLURAL,
                 "singular": names.KIND.lower(),
                 "shortNames": [names.SHORT_NAME],
+                "categories": ["all"],
             },
             "versions": [_version()],
         },

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Any
 
 GROUP = "serving.radixgrove.io"
@@ -35,6 +36,8 @@ RENDERED = f"{GROUP}/rendered"  # on a StatefulSet: hash of the rendered object
 KEYS = f"{GROUP}/keys"  # on a router's pods: hash of the installation's keys
 SOURCE = f"{GROUP}/source"
 RESOLVED = f"{GROUP}/resolved-revision"
+INTENDED = f"{GROUP}/intended"  # on a download Job: hash of what the model must be fit for
+GPU_MEMORY = "nvidia.com/gpu.memory"  # on a node: MiB of one of its GPUs
 
 WORKER = "worker"
 ROUTER = "router"
@@ -78,6 +81,14 @@ def service_key(namespace: str, name: str) -> str:
     """The service's name in Redis and in the routers' tables; at most 63 characters."""
     key = f"{namespace}.{name}"
     return key if len(key) <= 63 else f"{key[:52]}.{digest(key)}"
+
+
+def collide(one: str, other: str) -> bool:
+    """Whether objects of two services of one namespace would have the same name: the router's of
+    one, or a group's, and those that bear the other service's own name."""
+    short, long = sorted((one, other), key=len)
+    rest = long.removeprefix(short)
+    return rest != long and bool(re.fullmatch(r"-router|-\d+-a\d+", rest))
 
 
 def labels(service: str, component: str) -> dict[str, str]:

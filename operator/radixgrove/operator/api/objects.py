@@ -49,6 +49,7 @@ class Running(TypedDict, total=False):
 
 
 class Terminated(TypedDict, total=False):
+    exitCode: int
     reason: str
     message: str
     startedAt: str
@@ -221,6 +222,7 @@ class EventObject(TypedDict, total=False):
     involvedObject: ObjectReference
     lastTimestamp: str
     eventTime: str
+    reason: str
     message: str
 
 

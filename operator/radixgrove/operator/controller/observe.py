@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from radixgrove.operator.api import names
-from radixgrove.operator.api.objects import CONFIG_MAP, EVENT, NODE, POD, STATEFUL_SET
+from radixgrove.operator.api.objects import (
+    CONFIG_MAP,
+    EVENT,
+    NODE,
+    POD,
+    STATEFUL_SET,
+    EventObject,
+)
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.store import Store
 from radixgrove.operator.kube.client import Kube, controllers
@@ -23,6 +31,12 @@ from radixgrove.operator.render.revision import thaw
 logger = logging.getLogger(__name__)
 
 _REFUSED_AFTER = 2.0  # seconds without pods before asking why
+_MOUNTED_AFTER = 10.0  # seconds without volumes before asking why
+_NOT_MOUNTED = ("FailedMount", "FailedAttachVolume")
+
+
+def _when(event: EventObject) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime"))
 
 
 class Observer:
@@ -45,7 +59,7 @@ class Observer:
             if group is not None and len(group.pods) < group.nodes:
                 group = group_of(stateful_set, pods, self._refusal(context, group))
             if group is not None:
-                groups.append(group)
+                groups.append(self._with_mounts(context, group))
         context.observed = ObservedState(
             tuple(groups), self._nodes(groups), highest_attempt([*all_sets, *pods])
         )
@@ -70,9 +84,24 @@ class Observer:
             events = self._kube.list(EVENT, context.service.namespace, fields=fields)
             own = [e for e in events if e.get("involvedObject", {}).get("uid") == group.uid]
             if own:
-                last = max(own, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime")))
+                last = max(own, key=_when)
                 return str(last.get("message", ""))[:1024]
         return ""
+
+    def _with_mounts(self, context: ReconcileContext, group: Group) -> Group:
+        """With what keeps pods that have a node from their volumes, which only Events say."""
+        late = context.now - group.created >= _MOUNTED_AFTER and not group.draining
+        stuck = [pod for pod in group.pods if late and pod.creating]
+        for pod in stuck[:1]:  # the others mount the same
+            with context.trying():
+                fields = f"involvedObject.name={pod.name},involvedObject.uid={pod.uid}"
+                events = self._kube.list(EVENT, context.service.namespace, fields=fields)
+                about = [e for e in events if e.get("reason") in _NOT_MOUNTED]
+                if about:
+                    said = str(max(about, key=_when).get("message", ""))[:1024]
+                    pods = [replace(p, not_mounted=said) if p is pod else p for p in group.pods]
+                    return replace(group, pods=tuple(pods))
+        return group
 
     def _nodes(self, groups: Sequence[Group]) -> dict[str, Node]:
         """The watch may lag behind a scheduler: a node it does not know is looked up."""

@@ -18,10 +18,17 @@ from radixgrove.operator.controller.store import (
 from radixgrove.operator.kube.client import Kube
 from radixgrove.operator.kube.keys import Keys
 from radixgrove.operator.planning import model_cache
+from radixgrove.operator.planning.demand import demand_of, largest_gpu
 from radixgrove.operator.planning.observed import JobState, job_of
 from radixgrove.operator.render import group as render_group
 from radixgrove.operator.render import models, policies
-from radixgrove.operator.render.revision import InvalidEngine, revision_of
+from radixgrove.operator.render.revision import (
+    InvalidEngine,
+    ModelAt,
+    Revision,
+    revision_of,
+)
+from radixgrove.protocol.model.fit import Intended
 
 
 class Preparer:
@@ -34,7 +41,7 @@ class Preparer:
         self._config = config
 
     def prepare(self, context: ReconcileContext) -> None:
-        """Fills `name_taken`, `keys`, `router`, `model`, `invalid` and `target`."""
+        """Fills `name_taken`, `keys`, `router`, `invalid`, `model` and `target`."""
         own = other_service_of(context.body)
         assert own is not None
         other_services = self._store.services()
@@ -50,7 +57,8 @@ class Preparer:
         else:
             dedicated_router.remove(self._kube, context, self._config)
         self._remove_policies(context)
-        self._model(context, own, same_namespace)
+        intended = self._check(context)
+        self._model(context, own, same_namespace, intended)
         # Groups made before their namespace has the new keys would start with the old ones, and
         # keep them.
         if context.keys and not context.name_taken:
@@ -87,7 +95,11 @@ class Preparer:
                 self._kube.delete("NetworkPolicy", meta["namespace"], meta["name"], meta["uid"])
 
     def _model(
-        self, context: ReconcileContext, own: OtherService, other_services: list[OtherService]
+        self,
+        context: ReconcileContext,
+        own: OtherService,
+        other_services: list[OtherService],
+        intended: Intended | None,
     ) -> None:
         namespace, known = context.service.namespace, context.before.model
         jobs: dict[str, JobState] = {}
@@ -103,11 +115,16 @@ class Preparer:
         claims = {name: claim for name, claim in found.items() if claim is not None}
         users = sorted({n.key: n for n in [*other_services, own]}.values(), key=lambda n: n.age)
         cache = model_cache.Cache(
-            jobs, claims, [models.User(n.service, n.spec.model.cache, n.claim) for n in users]
+            jobs,
+            claims,
+            [models.User(n.service, n.spec.model.cache, n.claim) for n in users],
+            intended,
         )
         step = model_cache.decide(
             context.service, context.spec, known, cache, self._config, context.now
         )
+        if isinstance(context.invalid, InvalidEngine) and not step.ready:
+            model_cache.withhold(step, context.invalid)
         for child in step.apply:
             with context.trying():
                 self._kube.apply_cached(child)
@@ -116,27 +133,30 @@ class Preparer:
                 self._kube.delete("Job", namespace, done.name, done.uid)
         context.model = step
 
-    def _target(self, context: ReconcileContext) -> None:
-        """The revision that groups are to run, checked by rendering it."""
-        step = context.model
-        if step.at is None:
-            return
-        restart = context.body["metadata"].get("annotations", {}).get(names.RESTART, "")
-        target = revision_of(
-            context.spec,
-            context.service.name,
-            step.at,
-            restart,
-            self._config,
-            context.keys,
-            step.size,
-        )
-        target = context.revisions.get(target.hash, target)  # as it was frozen
+    def _check(self, context: ReconcileContext) -> Intended | None:
+        """Refuses what cannot run before a model is fetched for it; what that must be fit for."""
+        wanted = self._revision(context, ModelAt(source=context.spec.model.source))
         try:
-            render_group.stateful_set(context.service, target, 0, 0, self._config)
+            pod = render_group.check(context.service, wanted, self._config)
         except InvalidEngine as error:
             context.invalid = error
+            return None
+        if not render_group.is_own_worker(pod, wanted):
+            return None
+        nodes = self._store.nodes().values()
+        return render_group.intended(wanted, largest_gpu(demand_of(pod), nodes))
+
+    def _target(self, context: ReconcileContext) -> None:
+        """The revision that groups are to run; none while it is refused."""
+        step = context.model
+        if step.at is None or not step.ready or isinstance(context.invalid, InvalidEngine):
             return
-        if step.ready:
-            context.target = target.hash
-            context.revisions[target.hash] = target
+        target = self._revision(context, step.at, step.size)
+        context.target = target.hash
+        context.revisions.setdefault(target.hash, target)  # as it was frozen
+
+    def _revision(self, context: ReconcileContext, model: ModelAt, size: int = 0) -> Revision:
+        restart = context.body["metadata"].get("annotations", {}).get(names.RESTART, "")
+        return revision_of(
+            context.spec, context.service.name, model, restart, self._config, context.keys, size
+        )

@@ -25,7 +25,7 @@ from radixgrove.operator.controller.observe import Observer
 from radixgrove.operator.controller.prepare import Preparer
 from radixgrove.operator.controller.report import Reporter
 from radixgrove.operator.controller.status_writer import StatusWriter
-from radixgrove.operator.controller.store import Key, Store
+from radixgrove.operator.controller.store import Key, Store, collision, other_service_of
 from radixgrove.operator.kube.client import Kube
 from radixgrove.operator.kube.keys import Keys
 from radixgrove.operator.kube.ownership import Ownership
@@ -136,7 +136,7 @@ class Reconciler:
         self._elsewhere[key] = holder
 
     def _begin(self, body: ServiceObject) -> ReconcileContext | None:
-        """None for a spec that this version cannot read, which its status then names."""
+        """None for a resource that is left alone; its status then says why."""
         meta = body["metadata"]
         try:
             before = InferenceServiceStatus.model_validate(body.get("status") or {})
@@ -146,7 +146,12 @@ class Reconciler:
             spec = InferenceServiceSpec.model_validate(body.get("spec", {}))
         except ValidationError as error:
             # The API server's schema is that of another version of the operator.
-            self._refuse(body, before, f"spec.{first_mistake(error)}")
+            self._refuse(body, before, "InvalidSpec", f"spec.{first_mistake(error)}")
+            return None
+        own = other_service_of(body)
+        taken = collision(own, self._store.services()) if own is not None else ""
+        if taken:
+            self._refuse(body, before, "NameCollides", taken)
             return None
         return ReconcileContext(
             body=body,
@@ -158,9 +163,11 @@ class Reconciler:
             now=time.time(),
         )
 
-    def _refuse(self, body: ServiceObject, before: InferenceServiceStatus, message: str) -> None:
+    def _refuse(
+        self, body: ServiceObject, before: InferenceServiceStatus, reason: str, message: str
+    ) -> None:
         meta = body["metadata"]
-        change = conditions.refused(meta.get("generation", 0), message, before, time.time())
+        change = conditions.refused(meta.get("generation", 0), reason, message, before, time.time())
         old = body.get("status") or {}
         if any(old.get(key) != value for key, value in change.items()):
             logger.error("%s/%s: %s", meta["namespace"], meta["name"], message)

@@ -50,7 +50,13 @@ class OtherService:
             other.service.namespace,
             other.claim,
         )
-        return same_claim or not set(self.names).isdisjoint(other.names)
+        shared = same_claim or not set(self.names).isdisjoint(other.names)
+        return shared or self.collides_with(other)
+
+    def collides_with(self, other: OtherService) -> bool:
+        """Whether objects of both would have the same name."""
+        one, two = self.service, other.service
+        return one.namespace == two.namespace and names.collide(one.name, two.name)
 
     @property
     def age(self) -> tuple[float, str, str]:
@@ -213,3 +219,15 @@ def owner_key(body: ChildObject) -> Key | None:
     meta = body.get("metadata", {})
     name = meta.get("labels", {}).get(names.SERVICE)
     return (meta["namespace"], name) if name else None
+
+
+def collision(own: OtherService, other_services: list[OtherService]) -> str:
+    """Which older service has objects of the names that this one's would have; "" if none."""
+    for other in other_services:
+        if other.age < own.age and own.collides_with(other):
+            return (
+                f"objects of the older service {other.service.name} have the names that this one's "
+                "would have (its own name, and that with -router or -GROUP-aATTEMPT behind it): "
+                "give it another name"
+            )
+    return ""

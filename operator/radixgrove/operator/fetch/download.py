@@ -4,6 +4,10 @@ Runs in Jobs of the operator's image:
 
     python -m radixgrove.operator.fetch resolve  --source hf://ORG/REPO [--revision main]
     python -m radixgrove.operator.fetch download --source hf://ORG/REPO --revision SHA --into DIR
+        [--tp 8 --dtype bfloat16 --max-model-len 32768 --memory BYTES]
+
+With `--tp` the model's `config.json` is looked at before any weights are fetched: whether the
+worker has the architecture, and whether the model fits what it is meant for.
 
 The result is one line of JSON in the termination log: `{"revision": …}`, with `bytes` once they
 are there, or `{"reason": …, "message": …}` for the service's conditions. Files arrive in
@@ -25,11 +29,16 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from radixgrove.operator.fetch.sources import FetchError, RemoteFile, Source, open_source
+from radixgrove.protocol.model.config import ModelError
+from radixgrove.protocol.model.directory import CONFIG, load_config
+from radixgrove.protocol.model.fit import Intended, check_fit
+from radixgrove.protocol.text.tokenizer import TOKENIZER_JSON
 from radixgrove.service import logs
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT = "snapshot"  # directory on the claim
+UNFIT = "ModelDoesNotFit"  # the hardware or the engine; others may run it
 HOPELESS = 3  # exit code of what another try would not change
 _PASSING = {"DownloadFailed", "CacheBusy"}
 _ATTEMPTS = 8  # without any progress in between
@@ -38,10 +47,10 @@ _LARGEST_COUNT = 10_000
 _TURN = 600.0  # seconds to wait for another Job of the claim; the operator tries again later
 
 
-def download(source: Source, into: Path) -> int:
+def download(source: Source, into: Path, intended: Intended | None = None) -> int:
     """Fills `into/snapshot`; its bytes. A second run goes on where the first one stopped.
 
-    Raises FetchError.
+    `intended`: what the model must be fit for; None: whatever it is. Raises FetchError.
     """
     into.mkdir(parents=True, exist_ok=True)
     final, incoming = into / SNAPSHOT, into / "incoming"
@@ -51,6 +60,8 @@ def download(source: Source, into: Path) -> int:
             return _size(final)
         files = wanted(source.files())
         _check_space(incoming, files)
+        if intended is not None:
+            _check_config(source, files, incoming, intended)
         for number, remote in enumerate(files, 1):
             logger.info("%d/%d %s, %d bytes", number, len(files), remote.path, remote.size)
             _fetch(source, remote, incoming)
@@ -80,6 +91,28 @@ def wanted(files: list[RemoteFile]) -> list[RemoteFile]:
     if not any(remote.path.endswith(".safetensors") for remote in chosen):
         raise FetchError("ModelNotFound", "the source holds no .safetensors file")
     return chosen
+
+
+def _check_config(
+    source: Source, files: list[RemoteFile], incoming: Path, intended: Intended
+) -> None:
+    """Fetches `config.json` alone, and refuses what a worker would refuse once it has all.
+
+    Raises FetchError.
+    """
+    by_path = {remote.path: remote for remote in files}
+    for name in (CONFIG, TOKENIZER_JSON):
+        if name not in by_path:
+            raise FetchError("ModelNotFound", f"the source holds no {name}")
+    _fetch(source, by_path[CONFIG], incoming)
+    try:
+        config = load_config(incoming)
+    except ModelError as error:
+        raise FetchError("ModelUnsupported", str(error).replace(f"{incoming}/", "")) from error
+    try:
+        check_fit(config, intended)
+    except ModelError as error:
+        raise FetchError(UNFIT, str(error)) from error
 
 
 def _fetch(source: Source, remote: RemoteFile, incoming: Path) -> None:
@@ -186,6 +219,17 @@ def _say(message: dict[str, str]) -> None:
         Path(path).write_text(json.dumps(message)[:4000])
 
 
+def _intended(given: argparse.Namespace) -> Intended | None:
+    if given.tp is None:
+        return None
+    return Intended(
+        tp=given.tp,
+        dtype=given.dtype,
+        max_model_len=given.max_model_len,
+        memory=given.memory,
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="radixgrove.operator.fetch")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -195,6 +239,10 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--revision", default="", required=name == "download")
         if name == "download":
             command.add_argument("--into", type=Path, required=True)
+            command.add_argument("--tp", type=int)
+            command.add_argument("--dtype", default="")
+            command.add_argument("--max-model-len", type=int)
+            command.add_argument("--memory", type=int, default=0)
     given = parser.parse_args(arguments)
     logs.configure("info", json=False)
     try:
@@ -204,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
             logger.info("%s is at %s", given.source, revision)
             _say({"revision": revision})
         else:
-            size = download(source, given.into)
+            size = download(source, given.into, _intended(given))
             _say({"revision": given.revision, "bytes": str(size)})
     except FetchError as failure:
         logger.error("%s: %s", failure.reason, failure.message)

@@ -19,6 +19,7 @@ from radixgrove.operator.planning.diagnosis import Problem, problem
 from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.planning.plan import Plan
 from radixgrove.operator.planning.service_view import ServiceView
+from radixgrove.operator.render.group import MODEL_VOLUME
 
 # Reasons that need no action; Events of all others are warnings.
 _CALM = {
@@ -159,10 +160,10 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(
-    generation: int, message: str, before: InferenceServiceStatus, now: float
+    generation: int, reason: str, message: str, before: InferenceServiceStatus, now: float
 ) -> dict[str, Any]:
-    """What changes in a status when this version cannot read the spec; groups stay in mind."""
-    verdict = ConditionDraft("Ready", False, "InvalidSpec", message)
+    """What changes in a status when the resource is left alone as it is; groups stay in mind."""
+    verdict = ConditionDraft("Ready", False, reason, message)
     condition = _condition(verdict, generation, before, now)
     return {
         "observedGeneration": generation,
@@ -290,7 +291,17 @@ def _progressing(facts: StatusInput, ready: int, desired: int) -> ConditionDraft
 
 def _model_cached(facts: StatusInput) -> ConditionDraft:
     model = facts.view.model
-    return ConditionDraft("ModelCached", model.ready, model.reason, model.message)
+    for group in facts.groups if model.ready else ():
+        trouble = None if group.draining else problem(group)
+        if trouble is not None and _is_about_the_model(trouble):
+            return ConditionDraft("ModelCached", False, trouble.reason, trouble.message)
+    present = model.ready and model.present
+    return ConditionDraft("ModelCached", present, model.reason, model.message)
+
+
+def _is_about_the_model(trouble: Problem) -> bool:
+    mount = trouble.reason == "VolumeNotMounted" and f'"{MODEL_VOLUME}"' in trouble.message
+    return mount or trouble.reason == "ModelUnusable"
 
 
 def _degraded(facts: StatusInput, ready: ConditionDraft) -> ConditionDraft:
@@ -308,6 +319,7 @@ def _degraded(facts: StatusInput, ready: ConditionDraft) -> ConditionDraft:
     if failed or lost or facts.plan.blocked:
         reason, message = _hindrance(facts)
         return ConditionDraft("Degraded", True, reason, message)
-    if not ready.value and ready.reason not in _CALM:
+    down = facts.view.before.served and facts.view.desired > 0
+    if not ready.value and (down or ready.reason not in _CALM):
         return ConditionDraft("Degraded", True, ready.reason, ready.message)
     return ConditionDraft("Degraded", False, "AsExpected", "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from radixgrove.operator.api import names
 from radixgrove.operator.api.objects import PodSpec, Taint, Toleration
 
 DEFAULT_SCHEDULER = "default-scheduler"
@@ -76,6 +77,12 @@ def _matches(toleration: Toleration, taint: Taint) -> bool:
     if toleration.get("operator", "Equal") == "Exists":
         return key in ("", taint["key"])
     return key == taint["key"] and toleration.get("value", "") == taint.get("value", "")
+
+
+def largest_gpu(demand: NodeDemand, nodes: Collection[Node]) -> int:
+    """Bytes of the largest GPU among nodes that could run such pods; 0 where none says."""
+    sizes = [node.labels.get(names.GPU_MEMORY, "") for node in nodes if demand.admits(node)]
+    return max((int(size) for size in sizes if size.isdecimal()), default=0) << 20
 
 
 def demand_of(spec: PodSpec) -> NodeDemand:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from radixgrove.operator.api.spec import duration
 from radixgrove.operator.planning.observed import Group, Pod
+from radixgrove.service import exit_codes
 
 _IMAGE = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull",
           "RegistryUnavailable", "ImageInspectError"}  # fmt: skip
@@ -53,7 +54,10 @@ def pod_problem(pod: Pod, startup: float = 0.0) -> Problem | None:
                 f"{pod.name} ended {duration(pod.ran)} after its start: if it was still loading, "
                 f"raise startup.timeout ({allowed}); its last message: {last}",
             )
-        return Problem("EngineFailed", f"{pod.name}: {last}")
+        reason = "ModelUnusable" if pod.exit_code == exit_codes.MODEL else "EngineFailed"
+        return Problem(reason, f"{pod.name}: {last}")
+    if pod.not_mounted:
+        return Problem("VolumeNotMounted", f"{pod.name}: {pod.not_mounted}")
     if pod.unschedulable:
         missing = re.search(r"Insufficient ([a-z0-9.-]+/)?gpus?\b", pod.unschedulable)
         kind = "InsufficientGPUs" if missing else "Unschedulable"

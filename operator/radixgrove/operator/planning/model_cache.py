@@ -18,12 +18,13 @@ from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import ClaimObject, Object
 from radixgrove.operator.api.spec import AccessMode, InferenceServiceSpec, Model
 from radixgrove.operator.api.status import ModelStatus
-from radixgrove.operator.fetch.download import SNAPSHOT
+from radixgrove.operator.fetch.download import SNAPSHOT, UNFIT
 from radixgrove.operator.planning.diagnosis import pod_problem
 from radixgrove.operator.planning.observed import JobState
 from radixgrove.operator.render import models
 from radixgrove.operator.render.common import Service
-from radixgrove.operator.render.revision import ModelAt
+from radixgrove.operator.render.revision import InvalidSettings, ModelAt
+from radixgrove.protocol.model.fit import Intended
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 _FETCHED = ("hf://", "s3://")
@@ -41,6 +42,7 @@ class Cache:
     jobs: Mapping[str, JobState]
     claims: Mapping[str, ClaimObject]
     users: Sequence[models.User]  # services of the namespace, this one included; the oldest first
+    intended: Intended | None = None  # what the model must be fit for; None: not known
 
     def users_of(self, claim: str, service: Service) -> list[models.User]:
         """Those that use the claim already, and `service`, which is about to."""
@@ -54,6 +56,7 @@ class CacheStep:
     status: ModelStatus
     at: ModelAt | None = None  # set once groups can be made
     ready: bool = False
+    present: bool = True  # False: groups may be made, though nothing can be there yet
     reason: str = ""
     message: str = ""
     apply: list[Object] = field(default_factory=list)
@@ -125,6 +128,14 @@ def decide(
     return _fetch(service, model, status, revision, cache, config, now)
 
 
+def withhold(step: CacheStep, refused: InvalidSettings) -> None:
+    """Begin no lookup or download for a service that would be refused afterwards."""
+    if all(child["kind"] != "Job" for child in step.apply):
+        return
+    step.apply = []
+    step.reason, step.message = refused.reason, f"the model is not fetched before: {refused}"
+
+
 def _provided(
     spec: InferenceServiceSpec, status: ModelStatus, cache: Cache, now: float
 ) -> CacheStep:
@@ -144,6 +155,19 @@ def _provided(
             "is ReadOnlyMany or ReadWriteMany",
         )  # fmt: skip
     at = ModelAt(source=spec.model.source, claim=claim, sub_path=path.strip("/"))
+    phase = live.get("status", {}).get("phase", "Bound")
+    if phase == "Lost":
+        return CacheStep(
+            status, reason="ClaimLost", requeue_at=now + _LOOK_AGAIN,
+            message=f"the claim {claim} has lost its volume: make it anew, or name another one",
+        )  # fmt: skip
+    if phase == "Pending":
+        # Some volumes are bound once a pod wants them, and may be filled before.
+        return CacheStep(
+            status, at, ready=True, present=False, reason="ClaimPending",
+            requeue_at=now + _LOOK_AGAIN,
+            message=f"the claim {claim} has no volume yet{_unbound(live)}",
+        )  # fmt: skip
     return CacheStep(
         status, at, ready=True, reason="Provided", message=f"read from the claim {claim}"
     )
@@ -210,12 +234,19 @@ def _fetch(
         )
         message = f"revision {revision} on {name}"
         status = status.model_copy(update={"failures": 0})
-        return CacheStep(status, at, True, "Cached", message, [claim], size=size)
+        return CacheStep(
+            status, at, ready=True, reason="Cached", message=message, apply=[claim], size=size
+        )
     progress = f"kubectl logs --namespace {service.namespace} job/{name}"
     fetching = f"revision {revision} into {name}; how far it is: {progress}"
+    wanted = models.download_job(name, service, model, revision, config, cache.intended)
     if job is None:
         step = CacheStep(status, at, reason="Downloading", message=fetching)
-        step.apply = [claim, models.download_job(name, service, model, revision, config)]
+        step.apply = [claim, wanted]
+        return step
+    if _judged_otherwise(job, wanted):
+        step = CacheStep(status, at, reason="Downloading", message=fetching)
+        step.delete_jobs, step.requeue_at = [job], now + 1.0
         return step
     if job.failed:
         step = _failed(status, job, config, now)
@@ -224,6 +255,12 @@ def _fetch(
     step = _under_way(status, job, "Downloading", fetching, live)
     step.at, step.apply = at, [claim]
     return step
+
+
+def _judged_otherwise(job: JobState, wanted: Object) -> bool:
+    """Whether a Job found the model unfit for something else than this service wants it for."""
+    intended = wanted["metadata"]["annotations"][names.INTENDED]
+    return job.failed and _result(job).get("reason") == UNFIT and job.intended != intended
 
 
 def _size(claim: ClaimObject | None, job: JobState | None) -> int:
@@ -239,21 +276,23 @@ def _under_way(
 ) -> CacheStep:
     """A Job that has not ended, and what keeps its pod from starting, if anything does."""
     trouble = pod_problem(job.pod) if job.pod is not None else None
-    if trouble is None:
-        return CacheStep(status, reason=reason, message=message)
+    if trouble is not None:
+        reason, message = trouble.reason, trouble.message
     if claim is not None and claim.get("status", {}).get("phase") == "Pending":
-        return CacheStep(status, reason=trouble.reason, message=trouble.message + _unbound(claim))
-    return CacheStep(status, reason=trouble.reason, message=trouble.message)
+        message += (
+            f" (the claim {claim['metadata']['name']} has no volume yet{_unbound(claim)}. "
+            "model.cache.storageClass and model.cache.accessMode, or modelCache.storageClass and "
+            "modelCache.accessMode of the chart, ask for another one; delete the claim then)"
+        )
+    return CacheStep(status, reason=reason, message=message)
 
 
 def _unbound(claim: ClaimObject) -> str:
-    """What to do about a claim without a volume."""
+    """What a claim without a volume asks for."""
     given = claim["spec"].get("storageClassName")
-    used = f"storage class {given}" if given else "the cluster's default storage class"
-    return (
-        f" (the claim {claim['metadata']['name']} has no volume yet; it asks for {used}: "
-        "model.cache.storageClass, or modelCache.storageClass of the chart, names another one)"
-    )
+    used = f"the storage class {given}" if given else "the cluster's default storage class"
+    modes = ", ".join(claim["spec"].get("accessModes", []))
+    return f": it asks for {modes} of {used}"
 
 
 def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: float) -> CacheStep:
@@ -261,7 +300,7 @@ def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: flo
     result = _result(job)
     wait = config.model_cache.retry_after * 2.0 ** min(status.failures, 16)
     retry_at = (job.finished_at or now) + min(wait, _LONGEST_WAIT)
-    message = result.get("message", "the download ended without a message; see its pod's log")
+    message = result.get("message") or _log_end(job) or "no message; see the log of its pod"
     again = (
         f"tried again at {times.to_seconds_text(retry_at)}, or once the Job {job.name} is deleted"
     )
@@ -275,6 +314,13 @@ def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: flo
     else:
         step.requeue_at = retry_at
     return step
+
+
+def _log_end(job: JobState) -> str:
+    """What a fetcher that was ended from outside has left: the end of its log, or a reason."""
+    lines = [line for line in job.message.splitlines() if line.strip()]
+    last = lines[-1].strip()[:1000] if lines else ""
+    return "" if last[:1] in ("[", "{") else last
 
 
 def _result(job: JobState) -> dict[str, str]:

@@ -38,8 +38,17 @@ class Pod:
     waiting: tuple[str, str] = ("", "")  # reason and message of a container that does not start
     started_at: float | None = None  # its worker container, as long as its start lasts
     exited: str = ""  # message of the container's previous run
+    exit_code: int = 0  # of that run
+    not_mounted: str = ""  # why its containers have no volumes yet
     ran: float = 0.0  # seconds that run took
     address: str = ""
+
+    @property
+    def creating(self) -> bool:
+        """It has a node, and none of its containers has begun."""
+        return (
+            bool(self.node) and self.phase == "Pending" and not (self.running or any(self.waiting))
+        )
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,7 @@ class JobState:
     failed: bool = False
     finished_at: float | None = None
     message: str = ""  # termination message of its pod
+    intended: str = ""  # hash of what the model it fetches must be fit for
     pod: Pod | None = None  # its newest
 
 
@@ -144,7 +154,8 @@ def pod_of(pod: PodObject) -> Pod:
     meta, status = pod["metadata"], pod.get("status", {})
     conditions = {c["type"]: c for c in status.get("conditions", [])}
     containers = status.get("containerStatuses", [])
-    worker = next((c for c in containers if c["name"] == "worker"), ContainerStatus(name="worker"))
+    worker = next((c for c in containers if c["name"] == "worker"), None)
+    worker = worker or next(iter(containers), ContainerStatus(name="worker"))
     state, last = worker.get("state", {}), worker.get("lastState", {})
     scheduled, ready = conditions.get("PodScheduled"), conditions.get("Ready")
     ended = last.get("terminated") or state.get("terminated") or Terminated()
@@ -165,6 +176,7 @@ def pod_of(pod: PodObject) -> Pod:
         waiting=_waiting([*status.get("initContainerStatuses", []), *containers]),
         started_at=_start_of(worker),
         exited=_readable(ended.get("message", "")) or ended.get("reason", ""),
+        exit_code=ended.get("exitCode", 0),
         ran=_length(ended),
         address=status.get("podIP", ""),
     )
@@ -183,6 +195,11 @@ def _readable(log: str) -> str:
             line = ": ".join(part for part in (str(entry["message"]), raised) if part)
         lines.append(line)
     return "\n".join(lines)
+
+
+def _last_words(run: Terminated) -> str:
+    reason = run.get("reason", "")
+    return run.get("message", "") or ("" if reason in ("Completed", "Error") else reason)
 
 
 def _waiting(containers: Iterable[ContainerStatus]) -> tuple[str, str]:
@@ -251,7 +268,8 @@ def job_of(job: JobObject, pods: Iterable[PodObject]) -> JobState:
             continue
         newest = pod_of(pod)
         for container in pod.get("status", {}).get("containerStatuses", []):
-            message = container.get("state", {}).get("terminated", {}).get("message", message)
+            ended = container.get("state", {}).get("terminated")
+            message = _last_words(ended) if ended else message
     return JobState(
         name=meta["name"],
         uid=meta["uid"],
@@ -259,6 +277,7 @@ def job_of(job: JobObject, pods: Iterable[PodObject]) -> JobState:
         failed="Failed" in conditions,
         finished_at=times.from_text(done.get("lastTransitionTime")) if done else None,
         message=message,
+        intended=meta.get("annotations", {}).get(names.INTENDED, ""),
         pod=newest,
     )
 

@@ -26,11 +26,18 @@ from radixgrove.operator.render.revision import (
     MODEL_DIRECTORY,
     InvalidOverrides,
     Revision,
+    UnsupportedShape,
     config_map_data,
     host_cache,
     shared_memory,
 )
+from radixgrove.protocol.model.fit import Intended
+from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
+from radixgrove.protocol.settings import DType, WorkerSettings
 
+WORKER_CONTAINER = "worker"
+MODEL_VOLUME = "model"
+_ARGUMENTS = ["radixgrove", "worker", "--config", "/etc/radixgrove/worker.yaml"]
 _PROBE_PERIOD = 5
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -100,6 +107,47 @@ def stateful_set(
     }
     rendered["metadata"]["annotations"] = {names.RENDERED: names.digest(rendered, 16)}
     return rendered
+
+
+def check(service: Service, revision: Revision, config: OperatorConfig) -> Object:
+    """Refuse what its worker would refuse when it starts, as far as that is known before.
+
+    Returns the pod spec of its groups. Raises InvalidEngine.
+    """
+    rendered = stateful_set(service, revision, 0, 0, config)
+    pod: Object = rendered["spec"]["template"]["spec"]
+    if not is_own_worker(pod, revision):
+        return pod
+    hardware = revision.hardware
+    ranks = hardware.nodes * hardware.gpus_per_node
+    try:
+        check_ranks(tp=revision.parallelism.tp, ranks=ranks, nodes=hardware.nodes)
+    except UnsupportedRanks as error:
+        raise UnsupportedShape(f"hardware and parallelism: {error}") from error
+    return pod
+
+
+def is_own_worker(pod: Object, revision: Revision) -> bool:
+    """Whether the pods run the chart's worker. Of another image or command nothing is known."""
+    own = {"image": revision.frozen_image, "args": _ARGUMENTS, "command": None}
+    return all(
+        container.get(key) == value
+        for container in pod.get("containers", [])
+        if container["name"] == WORKER_CONTAINER
+        for key, value in own.items()
+    )
+
+
+def intended(revision: Revision, gpu_bytes: int) -> Intended:
+    """What a model must be fit for. `gpu_bytes`: of the largest GPU it may get; 0: not known."""
+    hardware, tp = revision.hardware, revision.parallelism.tp
+    asked = WorkerSettings.model_validate(revision.engine.worker_settings())
+    dtype = "" if asked.dtype is DType.AUTO else asked.dtype.value
+    memory = int(tp * gpu_bytes * asked.memory_fraction)
+    if hardware.device is DeviceKind.CPU:
+        dtype = dtype or DType.FLOAT32.value
+        memory = int(quantity(hardware.memory)) if hardware.memory else 0
+    return Intended(tp=tp, dtype=dtype, max_model_len=asked.max_model_len, memory=memory)
 
 
 def _overridden(template: Object, revision: Revision) -> Object:
@@ -211,10 +259,10 @@ def _container(service: Service, revision: Revision, name: str, config: Operator
     attempts = math.ceil(revision.startup_seconds / _PROBE_PERIOD)
     rdma = revision.hardware.network in (Network.ROCE, Network.IB)
     return {
-        "name": "worker",
+        "name": WORKER_CONTAINER,
         "image": revision.worker_image,
         "imagePullPolicy": config.images.pull_policy,
-        "args": ["radixgrove", "worker", "--config", "/etc/radixgrove/worker.yaml"],
+        "args": _ARGUMENTS,
         "env": _environment(service, revision, name, config),
         "ports": [
             {"name": "http", "containerPort": names.API_PORT},
@@ -238,7 +286,7 @@ def _container(service: Service, revision: Revision, name: str, config: Operator
             {"name": "tmp", "mountPath": "/tmp"},
             # The claim as a whole: a kubelet makes a missing `subPath`, so that a mistake in the
             # source would leave an empty directory on the user's volume.
-            {"name": "model", "mountPath": MODEL_DIRECTORY, "readOnly": True},
+            {"name": MODEL_VOLUME, "mountPath": MODEL_DIRECTORY, "readOnly": True},
         ],
     }
 
@@ -354,6 +402,6 @@ def _scratch_volumes(revision: Revision) -> list[Object]:
 def _model_volumes(revision: Revision) -> list[Object]:
     if revision.model.host_path:
         host_path = {"path": revision.model.host_path, "type": "Directory"}
-        return [{"name": "model", "hostPath": host_path}]
+        return [{"name": MODEL_VOLUME, "hostPath": host_path}]
     claim = {"claimName": revision.model.claim, "readOnly": True}
-    return [{"name": "model", "persistentVolumeClaim": claim}]
+    return [{"name": MODEL_VOLUME, "persistentVolumeClaim": claim}]

@@ -18,6 +18,7 @@ from radixgrove.operator.render.common import (
     secret_env,
     with_pod_defaults,
 )
+from radixgrove.protocol.model.fit import Intended
 
 _FETCHER = "fetch"
 # Fields that the API server keeps from changing, or lets only grow.
@@ -75,15 +76,39 @@ def claim(
 
 
 def download_job(
-    name: str, service: Service, model: Model, revision: str, config: OperatorConfig
+    name: str,
+    service: Service,
+    model: Model,
+    revision: str,
+    config: OperatorConfig,
+    intended: Intended | None = None,
 ) -> Object:
-    """Fills the claim `name`; a second run resumes, and checks every file's hash."""
+    """Fills the claim `name`; a second run resumes, and checks every file's hash.
+
+    `intended`: what the model must be fit for, or nothing is fetched.
+    """
+    fitness = _fitness(intended)
     arguments = ["download", "--source", model.source, "--revision", revision, "--into", "/models"]
-    job = _job(service, name, names.DOWNLOAD, model, arguments, config)
+    job = _job(service, name, names.DOWNLOAD, model, [*arguments, *fitness], config)
+    job["metadata"]["annotations"] = {names.INTENDED: names.digest(fitness)}
     pod = job["spec"]["template"]["spec"]
     pod["containers"][0]["volumeMounts"].append({"name": "models", "mountPath": "/models"})
     pod["volumes"].append({"name": "models", "persistentVolumeClaim": {"claimName": name}})
     return job
+
+
+def _fitness(intended: Intended | None) -> list[str]:
+    """As arguments of the fetcher."""
+    if intended is None:
+        return []
+    arguments = ["--tp", str(intended.tp)]
+    if intended.dtype:
+        arguments += ["--dtype", intended.dtype]
+    if intended.max_model_len is not None:
+        arguments += ["--max-model-len", str(intended.max_model_len)]
+    if intended.memory:
+        arguments += ["--memory", str(intended.memory)]
+    return arguments
 
 
 def resolve_job_name(service: Service, model: Model) -> str:
@@ -151,6 +176,7 @@ def _fetcher(model: Model, arguments: list[str], config: OperatorConfig) -> Obje
         ],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
         "securityContext": container_security_context(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
 

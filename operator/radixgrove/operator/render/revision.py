@@ -60,6 +60,12 @@ class InvalidOverrides(InvalidEngine):
     reason = "InvalidPodOverrides"
 
 
+class UnsupportedShape(InvalidEngine):
+    """The worker of this version does not run groups of that shape."""
+
+    reason = "UnsupportedShape"
+
+
 class ModelAt(SpecModel):
     """Where the model's files are, once they are there."""
 

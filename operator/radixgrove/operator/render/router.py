@@ -185,6 +185,7 @@ def _container(settings: RouterSettings, config: OperatorConfig) -> Object:
             "limits": {"memory": "2Gi"},
         },
         "securityContext": container_security_context(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": mounts,
     }
 

@@ -35,7 +35,7 @@ from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import demo_model, management, model_files
 from radixgrove.worker.agent.preparation import (
     AgentError,
-    check_ranks,
+    check_group,
     reserved_port,
     resolve_model,
     resolve_settings,
@@ -91,7 +91,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
     # Until the event loop takes over, SIGTERM must still unwind: a conversion may be running.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        check_ranks(settings, os.environ)
+        check_group(settings, os.environ)
         check_management(settings)
         model_dir = resolve_model(settings.model)
         model_files.check(model_dir, weights=settings.load_format is LoadFormat.SAFETENSORS)
@@ -102,12 +102,10 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
             logs.count_drops()
             runtime.write()
             return asyncio.run(Agent(runtime, modules).run())
-    except (
-        AgentError,
-        demo_model.DemoModelError,
-        ModelError,
-        BindingError,
-    ) as error:
+    except ModelError as error:
+        _log.error("%s", error)
+        return exit_codes.MODEL
+    except (AgentError, demo_model.DemoModelError, BindingError) as error:
         _log.error("%s", error)
         return getattr(error, "code", exit_codes.FAILED)
 

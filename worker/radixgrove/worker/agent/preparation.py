@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from radixgrove.protocol.errors import StartFailed
+from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service import exit_codes
 from radixgrove.service.listening import bound_socket
@@ -22,21 +23,21 @@ class AgentError(StartFailed):
         self.code = code
 
 
-def check_ranks(settings: WorkerSettings, environ: Mapping[str, str]) -> None:
-    """Refuse a group of which this worker would leave ranks idle, or make two replicas of one.
-
-    The operator says in the environment how many ranks a group has.
+def check_group(settings: WorkerSettings, environ: Mapping[str, str]) -> None:
+    """Refuse a group that this worker cannot run; the operator says in the environment how it is.
 
     Raises:
-        AgentError: they are not the `tp` ranks of one node.
+        AgentError: its ranks are not the `tp` ones of one node.
     """
-    ranks = environ.get("WORLD_SIZE", "")
-    if "GROUP_MARKER" in environ and ranks != str(settings.tp):
-        raise AgentError(
-            f"the group has {ranks or 'no'} ranks on {environ.get('NNODES', '?')} nodes, and this "
-            f"worker runs the tp={settings.tp} ranks of one node: it has no pipeline or data "
-            "parallelism yet"
-        )
+    if "GROUP_MARKER" not in environ:
+        return
+    ranks, nodes = (environ.get(name, "") for name in ("WORLD_SIZE", "NNODES"))
+    if not (ranks.isdecimal() and nodes.isdecimal()):
+        raise AgentError(f"WORLD_SIZE {ranks!r} and NNODES {nodes!r} are no numbers")
+    try:
+        check_ranks(tp=settings.tp, ranks=int(ranks), nodes=int(nodes))
+    except UnsupportedRanks as error:
+        raise AgentError(str(error)) from error
 
 
 def resolve_model(model: str) -> Path:
@@ -51,11 +52,12 @@ def resolve_model(model: str) -> Path:
     path = Path(model).expanduser()
     if not path.is_dir():
         raise AgentError(
-            f"model {model!r} is not a directory: pass a local Hugging Face directory, or `demo`"
+            f"model {model!r} is not a directory: pass a local Hugging Face directory, or `demo`",
+            exit_codes.MODEL,
         )
     for name in ("config.json", "tokenizer.json"):
         if not (path / name).is_file():
-            raise AgentError(f"model directory {model!r} has no {name}")
+            raise AgentError(f"model directory {model!r} has no {name}", exit_codes.MODEL)
     return path.resolve()
 
 

@@ -19,19 +19,9 @@ def cache_namespace(settings: WorkerSettings, dtype: str, kv_dtype: str) -> str:
 
 
 def index_block(settings: WorkerSettings) -> int:
-    """Tokens of an index block: as set, else the smallest multiple of the page from 16 on.
-
-    Raises:
-        ValueError: the setting is no multiple of the page.
-    """
+    """Tokens of an index block: as set, else the smallest multiple of the page from 16 on."""
     page = settings.page_size
-    if settings.index_block is None:
-        return -(-_SMALLEST_INDEX_BLOCK // page) * page
-    if settings.index_block % page:
-        raise ValueError(
-            f"index_block must be a multiple of page_size {page}, got {settings.index_block}"
-        )
-    return settings.index_block
+    return settings.index_block or -(-_SMALLEST_INDEX_BLOCK // page) * page
 
 
 def block_hasher(settings: WorkerSettings, namespace: str) -> BlockHasher:

@@ -8,6 +8,7 @@ import torch
 
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelConfig, ModelError
+from radixgrove.protocol.model.fit import check_length
 from radixgrove.protocol.settings import CPU_STEP_SLACK, Device, DType, KVDType, WorkerSettings
 
 # From here on (Ada, Hopper) the kernels have instructions that convert float8.
@@ -75,10 +76,8 @@ def choose_kv_dtype(setting: KVDType, dtype: torch.dtype, device: torch.device) 
 
 
 def choose_length(setting: int | None, config: ModelConfig) -> int:
-    longest = config.max_position_embeddings
-    if setting is not None and setting > longest:
-        raise ModelError(f"max_model_len {setting} exceeds the model's {longest}")
-    return setting or longest
+    check_length(config, setting)
+    return setting or config.max_position_embeddings
 
 
 def fit_length(setting: int | None, max_model_len: int, kv_tokens: int) -> int:

@@ -1,0 +1,78 @@
+"""Whether a model can run as it is meant to, known from its `config.json` alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from radixgrove.protocol.model.config import ModelError, parse_config
+from radixgrove.protocol.model.fit import Intended, check_fit, count_parameters
+
+PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_bytes())
+
+
+def one_of_each_kind() -> list[dict[str, Any]]:
+    """Of what changes which weights there are: architecture, biases, tied embeddings."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for entry in PUBLISHED:
+        if "refused" not in entry:
+            config = parse_config(entry["config"])
+            biases = (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm)
+            found.setdefault((config.architecture, config.tied_embeddings, *biases), entry)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("entry", one_of_each_kind(), ids=lambda entry: entry["model"])
+def test_weights_are_counted_as_transformers_makes_them(
+    entry: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(entry["config"]))
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.num_hidden_layers = 2
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    own = replace(parse_config(entry["config"]), num_layers=2)
+    assert count_parameters(own) == sum(p.numel() for p in model.parameters())
+
+
+EIGHT_BILLION = parse_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "bfloat16",
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("intended", "named"),
+    [
+        (Intended(tp=3), "possible: 1, 2, 4, 8"),
+        (Intended(max_model_len=8193), "8193 exceeds the model's 8192"),
+        (Intended(tp=2, memory=14 << 30), r"15.0 GiB in bfloat16, and the group's 2 ranks have 14"),
+        (Intended(dtype="float32", memory=16 << 30), "29.9 GiB in float32"),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_is_refused_with_what_would(intended: Intended, named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        check_fit(EIGHT_BILLION, intended)
+
+
+def test_what_can_run_or_is_not_known_is_let_through() -> None:
+    check_fit(EIGHT_BILLION, Intended(tp=8, max_model_len=8192, memory=16 << 30))
+    check_fit(EIGHT_BILLION, Intended(dtype="float32"))
