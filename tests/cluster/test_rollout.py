@@ -67,3 +67,45 @@ def test_no_request_fails_while_engine_settings_roll_and_while_a_bad_model_does_
         wait_until(lambda: served.pods() == good, "only the good pods are left")
         traffic.wait_for_more(2)
     assert traffic.failures == []
+
+
+@pytest.fixture
+def alone(installed: Cluster, worker_mounts: Mounts) -> Iterator[Served]:
+    """A single replica with the default rollout, which gives it up before its successor starts."""
+    service = Served(installed.kubectl, demo.NAMESPACE, "alone")
+    service.apply(demo.spec(worker_mounts, 1, engine=ENGINE))
+    service.wait_until_ready(1)
+    yield service
+    service.delete()
+
+
+def test_a_single_replica_survives_a_bad_image_and_comes_back_from_a_bad_model(
+    alone: Served,
+) -> None:
+    before = alone.pods()
+    alone.patch({"image": "localhost/radixgrove/worker:missing"})
+    alone.wait(
+        lambda s: (
+            reason(s, "Progressing") == "False/RolloutBlocked"
+            and reason(s, "Degraded") == "True/ImagePull"
+            and "worker:missing" in message(s, "Degraded")
+            and reason(s, "Ready") == "True/Serving"
+        ),
+        "the image is found wanting before the running group goes",
+    )
+    assert alone.pods() == before
+
+    source = alone.read()["spec"]["model"]["source"]
+    alone.patch({"image": None, "model": {"source": f"{source}-which-is-missing"}})
+    status = alone.wait(
+        lambda s: (
+            reason(s, "Progressing") == "False/RolledBack"
+            and reason(s, "Ready") == "True/Serving"
+            and reason(s, "ModelCached").startswith("True/")
+        ),
+        "the last good revision is back",
+    )
+    assert "which-is-missing" in message(status, "Degraded")
+    alone.patch({"model": {"source": source}})
+    settled = alone.wait_until_ready(1)
+    assert reason(settled, "Degraded") == "False/AsExpected"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import kubernetes_validate
 import pytest
 
 from radixgrove.operator.api import metrics, names
@@ -94,6 +95,7 @@ class Operator:
 
 
 # Of the chart's own worker it is known that it runs on one node.
+KUBERNETES = "1.35"
 TWO_NODES = {"hardware": {"nodes": 2, "gpusPerNode": 8}, "image": "example.com/of-groups:1"}
 
 
@@ -203,6 +205,96 @@ def test_a_service_whose_objects_would_have_anothers_names_is_left_alone() -> No
     operator.store.service_gone((KEY[0], "llama-router"))
     operator.settle()
     assert operator.condition() == "True/Serving"
+
+
+def kill_container(pod: dict[str, Any], words: str) -> None:
+    """It ended once before it was ready."""
+    ended = {"terminated": {"exitCode": 1, "message": words}}
+    status = {"name": "worker", "restartCount": 1, "state": {"running": {}}, "lastState": ended}
+    pod["status"] = {"phase": "Running", "containerStatuses": [status]}
+
+
+AT_ONCE = CONFIG.model_copy(update={"drain_notice": 0.0})
+
+
+def test_a_new_image_is_tried_where_it_is_to_run_before_the_only_replica_goes() -> None:
+    operator = Operator(image="example.com/worker:1")
+    operator.restart(AT_ONCE)
+    operator.settle("n0")
+    operator.apply(image="example.com/worker:2")
+    operator.context()
+    (job,) = operator.kube.of("Job")
+    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (container["image"], container["args"]) == (
+        "example.com/worker:2", ["radixgrove", "--version"],
+    )  # fmt: skip
+    assert "limits" not in container["resources"], "no GPU"
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    (term,) = pod["affinity"]["nodeAffinity"][required]["nodeSelectorTerms"]
+    assert term["matchFields"][0]["values"] == ["n0"]
+    assert operator.condition("Progressing") == "True/CheckingImage"
+
+    waiting = {"reason": "ErrImagePull", "message": "worker:2: not found"}
+    tries = {
+        "kind": "Pod",
+        "metadata": {
+            "name": "try",
+            "namespace": KEY[0],
+            "labels": {"job-name": job["metadata"]["name"]},
+            "ownerReferences": [{"uid": job["metadata"]["uid"], "controller": True}],
+        },
+        "status": {"containerStatuses": [{"name": "worker", "state": {"waiting": waiting}}]},
+    }
+    operator.kube.add(tries)
+    operator.context()
+    assert operator.condition() == "True/Serving", "the running group stays"
+    assert operator.sets() == ["llama-0-a1"]
+    assert operator.condition("Progressing") == "False/RolloutBlocked"
+    assert operator.condition("Degraded") == "True/ImagePull"
+    assert "worker:2: not found" in operator.message("Degraded")
+
+    job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    operator.context()
+    operator.context()
+    operator.context()
+    assert operator.sets() == ["llama-0-a2"]
+    operator.settle("n0")
+    assert operator.condition("Degraded") == "False/AsExpected"
+
+
+def test_a_revision_that_does_not_start_gives_way_to_the_last_good_one() -> None:
+    operator = Operator(model={"source": "pvc://models/llama", "name": "good"})
+    operator.restart(AT_ONCE)
+    operator.settle("n0")
+    good = operator.resource["status"]["revision"]
+    operator.apply(model={"source": "pvc://models/missing", "name": "bad"})
+    for _ in range(3):
+        operator.context()
+    assert operator.sets() == ["llama-0-a2"]
+    operator.kube.run_pods("n0")
+    kill_container(operator.pod("llama-0-a2-0"), "no such directory")
+    operator.context()
+    assert operator.condition("Degraded") == "True/RolledBack"
+    assert "no such directory" in operator.message("Degraded")
+    operator.settle("n0")
+    assert operator.condition() == "True/Serving"
+    assert operator.condition("Progressing") == "False/RolledBack"
+    assert operator.resource["status"]["revision"] == good
+    assert operator.table.entries["team-a.llama"].names == ["good"], "what its workers answer to"
+    operator.restart(AT_ONCE)
+    assert operator.context() == [], "also a new operator does not try again"
+
+    operator.apply(
+        model={"source": "pvc://models/llama", "name": "good"}, startup={"timeout": "9m"}
+    )
+    for _ in range(3):
+        operator.context()
+    operator.settle("n0")
+    assert operator.condition("Progressing") == "False/Settled"
+    assert operator.condition("Degraded") == "False/AsExpected"
+    assert operator.resource["status"]["rolledBack"] == ""
 
 
 def test_a_pod_on_an_unreachable_node_is_moved_unless_its_worker_renews_its_lease() -> None:

@@ -53,6 +53,16 @@ def test_the_budgets_hold_in_every_situation(
         assert serving - given_up >= min(serving, desired)
 
 
+@given(slots, st.integers(1, 6), st.integers(0, 3), st.integers(0, 3))
+def test_on_hold_no_ready_group_goes_that_is_wanted(
+    slots: list[Slot], desired: int, unavailable: int, surge: int
+) -> None:
+    moves = plan(slots, desired, NEW, unavailable, surge, hold=True)
+    ready_now = {slot.index for slot in slots if slot.ready and not slot.draining}
+    left = ready_now - set(moves.drain)
+    assert len(left) >= min(desired, len(ready_now))
+
+
 def test_a_fresh_service_makes_all_its_groups() -> None:
     assert plan([], 3, NEW, 1, 0).create == (0, 1, 2)
 

@@ -43,6 +43,7 @@ WORKER = "worker"
 ROUTER = "router"
 DOWNLOAD = "model-download"
 RESOLVE = "model-resolve"
+IMAGE_CHECK = "image-check"
 
 API_PORT = 8100
 MANAGEMENT_PORT = 8101

@@ -116,6 +116,15 @@ class InferenceServiceStatus(StatusModel):
     updated_replicas: int = Field(0, description="Ready groups of the present revision.")
     served: bool = Field(False, description="A group has been ready since groups are wanted.")
     revision: str = Field("", description="Revision being rolled out.", max_length=63)
+    good_revision: str = Field(
+        "", description="Revision of which a group was last ready.", max_length=63
+    )
+    rolled_back: str = Field(
+        "",
+        description="Revision that did not start, for which goodRevision has come back.",
+        max_length=63,
+    )
+    rolled_back_because: str = Field("", description="Why it did not start.", max_length=MAX_DETAIL)
     parallelism: Parallelism | None = Field(None, description="The parallelism in force.")
     model: ModelStatus = Field(ModelStatus(), description="The model, as it was resolved.")
     groups: list[GroupStatus] = Field(

@@ -104,7 +104,7 @@ class Actor:
             return
         entry = ModelEntry(
             service=context.service.key,
-            names=context.spec.model_names(context.service.name),
+            names=self._names(context),
             attempts=plan.serving,
             desired=context.desired,
             wakes=scaling is not None and scaling.min == 0 and not context.spec.suspend,
@@ -112,6 +112,12 @@ class Actor:
         context.routers_behind = True
         self._redis.put(table, context.created, entry)
         context.routers_behind = False
+
+    def _names(self, context: ReconcileContext) -> list[str]:
+        """Those of the revision that runs, where it is not the one asked for."""
+        if context.rollback is not None and context.target is not None:
+            return context.revisions[context.target].names
+        return context.spec.model_names(context.service.name)
 
     def _create(self, context: ReconcileContext, plan: Plan, new: NewAttempt) -> None:
         service, config, revision = context.service, self._config, context.revisions[new.revision]
@@ -183,7 +189,7 @@ class Actor:
 
     def _remove_revisions(self, context: ReconcileContext, plan: Plan) -> None:
         used = {record.revision for record in plan.records}
-        used |= {context.target or context.before.revision}
+        used |= {context.target or context.before.revision, context.before.good_revision}
         mounted = {name for stateful_set in context.sets for name in _mounted(stateful_set)}
         newest = {c["metadata"]["labels"].get(names.REVISION): c for c in context.config_maps}
         for config_map in context.config_maps:

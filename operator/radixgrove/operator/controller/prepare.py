@@ -17,11 +17,13 @@ from radixgrove.operator.controller.store import (
 )
 from radixgrove.operator.kube.client import Kube
 from radixgrove.operator.kube.keys import Keys
-from radixgrove.operator.planning import model_cache
+from radixgrove.operator.planning import image_check, model_cache, rollback
 from radixgrove.operator.planning.demand import demand_of, largest_gpu
+from radixgrove.operator.planning.image_check import ImageCheck
 from radixgrove.operator.planning.observed import JobState, job_of
 from radixgrove.operator.render import group as render_group
 from radixgrove.operator.render import models, policies
+from radixgrove.operator.render.image_check import image_check_job, image_check_name
 from radixgrove.operator.render.revision import (
     InvalidEngine,
     ModelAt,
@@ -63,6 +65,7 @@ class Preparer:
         # keep them.
         if context.keys and not context.name_taken:
             self._target(context)
+            self._safeguard(context)
 
     def _give_keys(
         self, context: ReconcileContext, other_services: list[OtherService], own: OtherService
@@ -154,6 +157,49 @@ class Preparer:
         target = self._revision(context, step.at, step.size)
         context.target = target.hash
         context.revisions.setdefault(target.hash, target)  # as it was frozen
+
+    def _safeguard(self, context: ReconcileContext) -> None:
+        """Gives up a target that did not start, and tries its image before a ready group goes."""
+        if context.target is None:
+            return
+        groups = context.observed.groups
+        context.rollback = rollback.decide(
+            context.target, context.before, groups, context.revisions
+        )
+        if context.rollback is not None:
+            context.target = context.before.good_revision
+        wanted = image_check.candidate(
+            groups,
+            context.target,
+            context.spec.rollout.max_unavailable,
+            lambda revision: self._image_of(context, revision),
+        )
+        if wanted is not None and context.desired:
+            context.image_check = self._try(context, wanted)
+
+    def _image_of(self, context: ReconcileContext, revision: str) -> str:
+        known = context.revisions.get(revision)
+        if known is None:
+            return ""
+        try:
+            return render_group.own_image(context.service, known, self._config)
+        except InvalidEngine:  # of an older operator
+            return ""
+
+    def _try(self, context: ReconcileContext, wanted: image_check.Candidate) -> ImageCheck:
+        assert context.target is not None
+        service, namespace = context.service, context.service.namespace
+        name = image_check_name(service, wanted.image, wanted.nodes)
+        found = self._kube.get("Job", namespace, name)
+        if found is not None:
+            pods = self._kube.list("Pod", namespace, {"job-name": name})
+            return image_check.judge(wanted, job_of(found, pods))
+        revision = context.revisions[context.target]
+        rendered = render_group.stateful_set(service, revision, 0, 0, self._config)
+        pod = rendered["spec"]["template"]["spec"]
+        with context.trying():
+            self._kube.apply(image_check_job(service, pod, wanted.nodes))
+        return image_check.judge(wanted, None)
 
     def _revision(self, context: ReconcileContext, model: ModelAt, size: int = 0) -> Revision:
         restart = context.body["metadata"].get("annotations", {}).get(names.RESTART, "")

@@ -18,13 +18,15 @@ from radixgrove.operator.api.status import (
 from radixgrove.operator.planning.diagnosis import Problem, problem
 from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.planning.plan import Plan
+from radixgrove.operator.planning.rollback import Rollback, good_revision
 from radixgrove.operator.planning.service_view import ServiceView
 from radixgrove.operator.render.group import MODEL_VOLUME
 
 # Reasons that need no action; Events of all others are warnings.
 _CALM = {
-    "AsExpected", "Asleep", "Cached", "Downloading", "Draining", "NodePath", "Provided",
-    "Resolving", "RollingOut", "ScaledToZero", "Serving", "Settled", "Starting", "Suspended",
+    "AsExpected", "Asleep", "Cached", "CheckingImage", "Downloading", "Draining", "NodePath",
+    "Provided", "Resolving", "RollingOut", "ScaledToZero", "Serving", "Settled", "Starting",
+    "Suspended",
 }  # fmt: skip
 
 _FETCHING = {"Resolving", "Downloading"}
@@ -68,6 +70,9 @@ def compute(facts: StatusInput) -> InferenceServiceStatus:
     verdicts = [is_ready, _progressing(facts, len(ready), desired)]
     verdicts += [_model_cached(facts), _degraded(facts, is_ready)]
     selector = names.labels(facts.view.service.name, names.WORKER) | {names.POD_INDEX: "0"}
+    given_up = facts.view.rollback
+    if facts.view.target is None and before.rolled_back:  # not known yet what is asked for now
+        given_up = Rollback(before.rolled_back, before.rolled_back_because)
     return InferenceServiceStatus(
         observed_generation=facts.view.generation,
         operator=facts.operator,
@@ -80,6 +85,9 @@ def compute(facts: StatusInput) -> InferenceServiceStatus:
         updated_replicas=sum(1 for r in ready if r.revision == facts.view.target),
         served=desired > 0 and (before.served or before.ready_replicas > 0 or bool(ready)),
         revision=facts.view.target or before.revision,
+        good_revision=good_revision(facts.view.target, before, [r.revision for r in ready]),
+        rolled_back=given_up.revision if given_up else "",
+        rolled_back_because=given_up.because if given_up else "",
         parallelism=facts.view.spec.layout,
         model=facts.view.model.status,
         groups=records,
@@ -208,6 +216,8 @@ def _hindrance(facts: StatusInput) -> tuple[str, str]:
     """The first thing that keeps groups from being ready."""
     if facts.view.failures:
         return "RequestRefused", "; ".join(facts.view.failures)
+    if facts.view.image_check.problem is not None:
+        return facts.view.image_check.problem.reason, facts.view.image_check.problem.message
     for record in facts.plan.records:
         if record.phase is GroupPhase.FAILED:
             return _failed(facts, record)
@@ -272,6 +282,8 @@ def _progressing(facts: StatusInput, ready: int, desired: int) -> ConditionDraft
     if desired and not model.ready:
         return ConditionDraft("Progressing", True, model.reason, model.message)
     old = [r for r in facts.plan.records if r.revision != facts.view.target]
+    if old and desired and facts.view.image_check.hold:
+        return ConditionDraft("Progressing", True, "CheckingImage", facts.view.image_check.message)
     if old and desired:
         reason, message = _hindrance(facts)
         text = f"{len(old)} groups are of an old revision"
@@ -286,7 +298,16 @@ def _progressing(facts: StatusInput, ready: int, desired: int) -> ConditionDraft
         return ConditionDraft("Progressing", True, router.reason, router.message)
     if len(facts.plan.records) > desired:
         return ConditionDraft("Progressing", True, "Draining", "groups are leaving")
+    if facts.view.rollback and desired:
+        return ConditionDraft("Progressing", False, "RolledBack", _given_up(facts.view.rollback))
     return ConditionDraft("Progressing", False, "Settled", "")
+
+
+def _given_up(rollback: Rollback) -> str:
+    return (
+        f"revision {rollback.revision} did not start, so the last good one runs again; a change of "
+        f"the spec or of the restart annotation is tried anew. {rollback.because}"
+    )
 
 
 def _model_cached(facts: StatusInput) -> ConditionDraft:
@@ -312,6 +333,8 @@ def _degraded(facts: StatusInput, ready: ConditionDraft) -> ConditionDraft:
         return ConditionDraft("Degraded", True, "OutdatedCRD", facts.outdated)
     if facts.view.invalid and facts.groups:
         return ConditionDraft("Degraded", True, facts.view.invalid.reason, str(facts.view.invalid))
+    if facts.view.rollback and facts.view.desired:
+        return ConditionDraft("Degraded", True, "RolledBack", _given_up(facts.view.rollback))
     failed = any(r.phase is GroupPhase.FAILED for r in facts.plan.records)
     lost = any(
         (r.failures or r.restarts) and r.phase is not GroupPhase.READY for r in facts.plan.records

@@ -12,6 +12,7 @@ from radixgrove.operator.planning import gang, recovery, rollout
 from radixgrove.operator.planning.demand import NodeDemand
 from radixgrove.operator.planning.diagnosis import Problem, problem
 from radixgrove.operator.planning.observed import Group, Pod
+from radixgrove.operator.planning.rollback import failing
 from radixgrove.operator.planning.service_view import ServiceView
 
 _LOOK_AGAIN = 5.0  # seconds between looks at groups that are not placed whole
@@ -256,7 +257,7 @@ def _roll(
             index=index,
             revision=record.revision,
             ready=index in live and live[index].ready and _may_serve(record, live[index]),
-            failing=_failing(record, live.get(index)),
+            failing=failing(record, live.get(index)),
         )
         for index, record in sorted(records.items())
     ]
@@ -264,8 +265,11 @@ def _roll(
         rollout.Slot(index, "", draining=True)
         for index in {g.index for g in given.view.observed.groups if g.draining} - set(records)
     ]
-    moves = rollout.plan(slots, given.view.desired, target, spec.max_unavailable, spec.max_surge)
-    plan.blocked = moves.blocked
+    check = given.view.image_check
+    moves = rollout.plan(
+        slots, given.view.desired, target, spec.max_unavailable, spec.max_surge, hold=check.hold
+    )
+    plan.blocked = moves.blocked or check.problem is not None
     for index in moves.drain:
         del records[index]
         if index in live:
@@ -275,15 +279,6 @@ def _roll(
             plan.requeue_by(given.view.now)  # its place is free at the next look
     for index in moves.create if given.view.target is not None else ():
         records[index] = GroupStatus(index=index, revision=target)
-
-
-def _failing(record: GroupStatus, group: Group | None) -> bool:
-    if record.phase is GroupPhase.FAILED or (record.failures > 0 and not record.was_ready):
-        return True
-    if group is None or record.was_ready:
-        return False
-    trouble = problem(group)
-    return trouble is not None and trouble.stuck
 
 
 def _start(given: PlanInput, plan: Plan, record: GroupStatus) -> GroupStatus:

@@ -4,7 +4,8 @@ Whole groups only. Rules, in order of weight:
 - at least `desired - max_unavailable` groups stay ready, unless they broke by themselves;
 - at most `desired + max_surge` groups exist;
 - old groups that are not ready serve no request: they are replaced first, outside the budget;
-- no old group is given up while a group of the target revision is failing.
+- no old group is given up while a group of the target revision is failing, and no ready one while
+  the rollout is on hold.
 """
 
 from __future__ import annotations
@@ -32,8 +33,15 @@ class Moves:
 
 
 def plan(
-    slots: Sequence[Slot], desired: int, target: str, max_unavailable: int, max_surge: int
+    slots: Sequence[Slot],
+    desired: int,
+    target: str,
+    max_unavailable: int,
+    max_surge: int,
+    *,
+    hold: bool = False,
 ) -> Moves:
+    """`hold`: nothing is known yet of what would take the place of ready groups."""
     live = [slot for slot in slots if not slot.draining]
     old = [slot for slot in live if slot.revision != target]
     new = [slot for slot in live if slot.revision == target]
@@ -46,7 +54,7 @@ def plan(
             [slot for slot in live if slot.index not in drain],
             desired,
             target,
-            max_unavailable,
+            0 if hold else max_unavailable,
             max_surge,
         )
     # Groups that leave count until they are gone: they still hold their GPUs.

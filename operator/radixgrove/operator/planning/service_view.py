@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.api.status import InferenceServiceStatus, ModelStatus
 from radixgrove.operator.planning.diagnosis import Problem
+from radixgrove.operator.planning.image_check import ImageCheck
 from radixgrove.operator.planning.model_cache import CacheStep
 from radixgrove.operator.planning.observed import ObservedState
+from radixgrove.operator.planning.rollback import Rollback
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.render.revision import InvalidSettings, Revision
 
@@ -32,6 +34,8 @@ class ServiceView:
     invalid: InvalidSettings | None = None  # which settings are refused, and why
     router: Problem | None = None  # why the service's own router does not answer
     routers_behind: bool = False  # routers know an older state than this one
+    rollback: Rollback | None = None  # the last good revision runs instead of the one asked for
+    image_check: ImageCheck = field(default_factory=ImageCheck)  # of the target's image
     failures: list[str] = field(default_factory=list)  # requests refused, Redis away
 
     @property

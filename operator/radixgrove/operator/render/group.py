@@ -138,6 +138,14 @@ def is_own_worker(pod: Object, revision: Revision) -> bool:
     )
 
 
+def own_image(service: Service, revision: Revision, config: OperatorConfig) -> str:
+    """The image of its groups; "" where they run another command than the worker's."""
+    pod = stateful_set(service, revision, 0, 0, config)["spec"]["template"]["spec"]
+    (worker,) = (c for c in pod["containers"] if c["name"] == WORKER_CONTAINER)
+    own = worker.get("args") == _ARGUMENTS and not worker.get("command")
+    return str(worker["image"]) if own else ""
+
+
 def intended(revision: Revision, gpu_bytes: int) -> Intended:
     """What a model must be fit for. `gpu_bytes`: of the largest GPU it may get; 0: not known."""
     hardware, tp = revision.hardware, revision.parallelism.tp
