@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
         "router": {
             "auth": {"keysSecret": "keys"},
             "settings": {"retries": 3},
+            "autoscaling": {"enabled": True, "maxReplicas": 16},
             "service": {"type": "LoadBalancer", "port": 8080, "annotations": {"a": "b"}},
         },
         "keys": {"existingSecret": "mine"},
@@ -47,6 +48,24 @@ CASES: dict[str, dict[str, Any]] = {
             "runtimeClassName": "nvidia",
             "proxy": {"https": "http://proxy:3128", "noProxy": ".svc"},
             "caBundle": "ca",
+            "routers": {
+                "nodeSelector": {"disk": "fast"},
+                "tolerations": [{"key": "edge", "operator": "Exists"}],
+                "affinity": {"podAffinity": {}},
+                "topologySpreadConstraints": [
+                    {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"},
+                ],
+                "env": [{"name": "A", "value": "1"}],
+                "volumes": [{"name": "v", "emptyDir": {}}],
+                "volumeMounts": [{"name": "v", "mountPath": "/v"}],
+                "imagePullSecrets": ["second"],
+                "priorityClassName": "higher",
+                "serviceAccountName": "mine",
+                "annotations": {"mesh": "off", "checksum/config": "theirs"},
+                "labels": {"team": "a", "app.kubernetes.io/name": "theirs"},
+            },
+            "workers": {"env": [{"name": "B", "value": "2"}]},
+            "downloads": {"serviceAccountName": "reader"},
         },
         "networkPolicy": {"scrapeFrom": [{"namespaceSelector": {"matchLabels": {"m": "y"}}}]},
         "monitoring": {"enabled": True, "labels": {"r": "x"}, "dashboard": True, "alerts": True},
@@ -236,6 +255,9 @@ def test_values_reach_the_operator() -> None:
     assert config.pods.ca_bundle == "ca"
     assert config.model_cache.storage_class == "fast"
     assert config.gang_timeout == 600
+    assert config.pods.workers.env == [{"name": "B", "value": "2"}]
+    assert config.pods.downloads.service_account_name == "reader"
+    assert config.pods.routers.annotations["mesh"] == "off"
     assert config.network_policies.scrape_from == [
         {"namespaceSelector": {"matchLabels": {"m": "y"}}}
     ]
@@ -243,10 +265,51 @@ def test_values_reach_the_operator() -> None:
 
 def test_chart_wide_defaults_reach_every_pod() -> None:
     for name, spec in pods(render(CASES["everything"])):
-        assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists"}], name
-        assert spec["nodeSelector"] == {"pool": "ai"}, name
-        assert spec["priorityClassName"] == "high", name
-        assert spec["imagePullSecrets"] == [{"name": "pull"}], name
+        router = name == "radixgrove-router"
+        assert spec["tolerations"][0] == {"key": "gpu", "operator": "Exists"}, name
+        assert spec["nodeSelector"]["pool"] == "ai", name
+        assert spec["priorityClassName"] == ("higher" if router else "high"), name
+        assert spec["imagePullSecrets"][0] == {"name": "pull"}, name
+
+
+def test_fields_of_routers_reach_the_shared_one() -> None:
+    template = find(render(CASES["everything"]), "Deployment", "radixgrove-router")["spec"][
+        "template"
+    ]
+    spec, meta = template["spec"], template["metadata"]
+    (container,) = spec["containers"]
+    assert spec["nodeSelector"] == {"pool": "ai", "disk": "fast"}
+    assert [t["key"] for t in spec["tolerations"]] == ["gpu", "edge"]
+    (spread,) = spec["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "zone"
+    assert spread["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
+    assert {"name": "A", "value": "1"} in container["env"]
+    assert {"name": "v", "mountPath": "/v"} in container["volumeMounts"]
+    assert {"name": "v", "emptyDir": {}} in spec["volumes"]
+    assert spec["imagePullSecrets"] == [{"name": "pull"}, {"name": "second"}]
+    assert spec["serviceAccountName"] == "mine"
+    assert spec["affinity"] == {"podAffinity": {}}
+    assert meta["annotations"]["mesh"] == "off"
+    assert meta["labels"]["team"] == "a"
+    assert "theirs" not in [*meta["labels"].values(), *meta["annotations"].values()]
+
+
+def test_an_autoscaler_of_routers_alone_says_how_many() -> None:
+    objects = render(CASES["everything"])
+    deployment = find(objects, "Deployment", "radixgrove-router")
+    scaler = find(objects, "HorizontalPodAutoscaler", "radixgrove-router")["spec"]
+    assert "replicas" not in deployment["spec"], "or each upgrade would set it back"
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 16)
+    assert not [o for o in render({}) if o["kind"] == "HorizontalPodAutoscaler"]
+    assert find(render({}), "Deployment", "radixgrove-router")["spec"]["replicas"] == 2
+
+
+def test_one_operator_at_a_time_may_be_evicted() -> None:
+    objects = render({"operator": {"replicas": 2}})
+    budget = find(objects, "PodDisruptionBudget", "radixgrove-operator")["spec"]
+    pod = find(objects, "Deployment", "radixgrove-operator")["spec"]["template"]
+    assert budget["maxUnavailable"] == 1
+    assert budget["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
 
 
 @pytest.mark.parametrize("part", ["operator", "router"])
@@ -493,6 +556,9 @@ def test_a_service_that_starts_in_time_is_not_down() -> None:
         ({"pods": {"priorityClassName": "High"}}, "priorityClassName"),
         ({"networkPolicy": {"scrapeFrom": [{"namespace": "x"}]}}, r"scrapeFrom.*0"),
         ({"networkPolicy": {"scrapeFrom": [{}]}}, r"scrapeFrom.*0"),
+        ({"pods": {"workers": {"env": [{"name": "A", "value": 1}]}}}, r"workers.*env.*0.*value"),
+        ({"pods": {"workers": {"nodeselector": {}}}}, r"workers.*nodeselector"),
+        ({"pods": {"downloads": {"serviceAccountName": ""}}}, r"downloads.*serviceAccountName"),
         ({"route": {"enabled": True}}, r"route.*parentRefs"),
         ({"route": {"enabled": True, "parentRefs": [{"namespace": "x"}]}}, r"parentRefs.*0.*name"),
         ({"ingress": {"enabled": True}}, r"ingress.*host"),

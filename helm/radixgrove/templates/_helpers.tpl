@@ -64,22 +64,27 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{- /* Chart-wide defaults of a pod spec. */ -}}
+{{- /* Chart-wide defaults of a pod spec, and under them those of its kind (`own`, perhaps none). */ -}}
 {{- define "radixgrove.pod-defaults" -}}
-{{- with .Values.image.pullSecrets }}
+{{- $values := .root.Values -}}
+{{- $own := .own | default dict -}}
+{{- with concat $values.image.pullSecrets ($own.imagePullSecrets | default list) | uniq }}
 imagePullSecrets:
 {{- range . }}
   - name: {{ . | quote }}
 {{- end }}
 {{- end }}
-{{- with .Values.pods.tolerations }}
+{{- with concat $values.pods.tolerations ($own.tolerations | default list) }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .Values.pods.nodeSelector }}
+{{- with merge dict ($own.nodeSelector | default dict) $values.pods.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .Values.pods.priorityClassName }}
+{{- with $own.priorityClassName | default $values.pods.priorityClassName }}
 priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with $own.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
@@ -126,6 +131,9 @@ priorityClassName: {{ . | quote }}
 {{- with .Values.pods.priorityClassName -}}{{- $_ := set $pods "priority_class" . -}}{{- end -}}
 {{- with .Values.pods.runtimeClassName -}}{{- $_ := set $pods "runtime_class" . -}}{{- end -}}
 {{- with .Values.pods.caBundle -}}{{- $_ := set $pods "ca_bundle" . -}}{{- end -}}
+{{- range $kind := list "workers" "routers" "downloads" -}}
+{{- with index $.Values.pods $kind -}}{{- $_ := set $pods $kind . -}}{{- end -}}
+{{- end -}}
 {{- $cache := dict "size" .Values.modelCache.size "access_mode" .Values.modelCache.accessMode "hub_endpoint" .Values.modelCache.hubEndpoint "retry_after" .Values.modelCache.retryAfter -}}
 {{- with .Values.modelCache.storageClass -}}{{- $_ := set $cache "storage_class" . -}}{{- end -}}
 namespace: {{ .Release.Namespace | quote }}

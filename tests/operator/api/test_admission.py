@@ -48,6 +48,7 @@ def test_examples_are_admitted(plane: ControlPlane, namespace: str, path: Path) 
         ({"rollout": {"maxUnavailable": 0}}, "cannot both be 0"),
         ({"model": {"source": "ftp://x"}}, "spec.model.source"),
         ({"model": {"source": "s3://b/x", "revision": "main"}}, "revision is for hf://"),
+        ({"model": {"source": "gs://b/x", "path": "y"}}, "path is for oci://"),
         ({"router": {"policy": "random"}}, "belong to a dedicated router"),
         ({"router": {"settings": {"retries": 1}}}, "belong to a dedicated router"),
         ({"engine": {"pageSize": 0}}, "spec.engine.pageSize"),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import threading
+import urllib.parse
+import zlib
 from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +265,111 @@ def test_more_than_the_disk_holds_is_refused_first(tmp_path: Path) -> None:
     assert refused.value.reason == "NoSpace"
 
 
+# ---- Google Cloud Storage ------------------------------------------------------------------------
+
+
+class Bucket:
+    """Speaks as much of Google's JSON API, and of the metadata server, as a download needs."""
+
+    def __init__(self) -> None:
+        self.files = {f"llama/{name}": content for name, content in FILES.items()}
+        self.token = ""  # that it asks for
+        self.given: dict[str, Any] = {}  # by the metadata server
+        bucket = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                bucket.answer(self)
+
+            def log_message(self, format: str, *args: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        parts = urllib.parse.urlsplit(request.path)
+        query = dict(urllib.parse.parse_qsl(parts.query))
+        if parts.path.startswith("/computeMetadata/"):
+            known = bool(self.given) and request.headers["Metadata-Flavor"] == "Google"
+            self._send(request, 200 if known else 404, json.dumps(self.given).encode())
+        elif self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
+            self._send(request, 401, b"")
+        elif parts.path == "/storage/v1/b/models/o":
+            self._send(request, 200, json.dumps(self._listing(query)).encode())
+        else:
+            name = urllib.parse.unquote(parts.path.rpartition("/")[2])
+            start = int(request.headers.get("Range", "bytes=0-")[6:-1])
+            status = 206 if "Range" in request.headers else 200
+            self._send(request, status, self.files[name][start:])
+
+    def _listing(self, query: dict[str, str]) -> dict[str, Any]:
+        """Two pages."""
+        names = sorted(name for name in self.files if name.startswith(query["prefix"]))
+        page, rest = (names[3:], []) if "pageToken" in query else (names[:3], names[3:])
+        items = [
+            {
+                "name": name,
+                "size": str(len(self.files[name])),
+                "md5Hash": base64.b64encode(hashlib.md5(self.files[name]).digest()).decode(),
+                "generation": str(zlib.crc32(self.files[name])),
+            }
+            for name in page
+        ]
+        return {"items": items} | ({"nextPageToken": "2"} if rest else {})
+
+    def _send(self, request: BaseHTTPRequestHandler, status: int, body: bytes) -> None:
+        request.send_response(status)
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body)
+
+
+@pytest.fixture
+def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    bucket = Bucket()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://{bucket.address}")
+    monkeypatch.setenv("GCE_METADATA_HOST", bucket.address)
+    yield bucket
+    bucket.server.shutdown()
+    bucket.server.server_close()
+
+
+def resolved(said: Path, source: str) -> str:
+    assert download.main(["resolve", "--source", source]) == 0
+    return str(json.loads(said.read_text())["revision"])
+
+
+@pytest.mark.parametrize("token", ["", "of the pod's account"])
+def test_a_google_bucket_is_resolved_and_fetched(
+    google: Bucket, said: Path, tmp_path: Path, token: str
+) -> None:
+    google.token = token
+    google.given = {"access_token": token, "expires_in": 3600} if token else {}
+    revision = resolved(said, "gs://models/llama")
+    incoming = tmp_path / "m/incoming"
+    incoming.mkdir(parents=True)
+    (incoming / "model-00001-of-00001.safetensors.part").write_bytes(WEIGHTS[:5000])
+    assert run(tmp_path / "m", "gs://models/llama", revision, fit=("--tp", "2")) == 0
+    assert fetched(tmp_path / "m") == WANTED
+
+
+def test_a_google_bucket_that_changed_or_refuses_is_named(
+    google: Bucket, said: Path, tmp_path: Path
+) -> None:
+    revision = resolved(said, "gs://models/llama")
+    google.files["llama/config.json"] = b"{}"
+    assert run(tmp_path / "m", "gs://models/llama", revision) == download.HOPELESS
+    assert json.loads(said.read_text())["reason"] == "ModelChanged"
+    assert download.main(["resolve", "--source", "gs://models/nothing"]) == download.HOPELESS
+    assert json.loads(said.read_text())["reason"] == "ModelNotFound"
+    google.token = "another"
+    assert download.main(["resolve", "--source", "gs://models/llama"]) == download.HOPELESS
+    told = json.loads(said.read_text())
+    assert told["reason"] == "Unauthorized"
+    assert "pods.downloads.serviceAccountName" in told["message"]
+
+
 # ---- S3 ------------------------------------------------------------------------------------------
 
 
@@ -308,6 +418,19 @@ def test_objects_that_changed_since_are_noticed(bucket: Any, said: Path, tmp_pat
     bucket.put_object(Bucket="models", Key="llama/config.json", Body=b"other")
     assert run(tmp_path / "m", "s3://models/llama", revision) == download.HOPELESS
     assert json.loads(said.read_text())["reason"] == "ModelChanged"
+
+
+def test_a_bucket_without_credentials_names_both_ways_to_give_them(
+    bucket: Any, said: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    assert download.main(["resolve", "--source", "s3://models/llama"]) == download.HOPELESS
+    message = json.loads(said.read_text())["message"]
+    assert "model.credentialsSecret" in message
+    assert "pods.downloads.serviceAccountName" in message
 
 
 def test_an_empty_prefix_is_not_found(bucket: Any, said: Path) -> None:

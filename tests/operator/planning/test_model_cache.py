@@ -128,6 +128,15 @@ def test_a_claim_without_a_volume_names_the_value_that_chooses_its_storage_class
         assert part in found.message
 
 
+def test_an_image_is_mounted_as_it_is() -> None:
+    reference = "registry.example.com/models/llama:8b"
+    resource = spec(model={"source": f"oci://{reference}", "path": "models/llama"})
+    found = step(resource)
+    assert (found.ready, found.reason, found.apply) == (True, "ImageVolume", [])
+    assert found.at is not None
+    assert (found.at.image, found.at.directory) == (reference, "/model/models/llama")
+
+
 def test_a_node_path_is_said_to_be_one() -> None:
     found = step(spec(model={"source": "file:///srv/models/llama"}))
     assert found.at is not None

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from radixgrove.cli.configuration import EMPTY_FILE, load_environment, resolve
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import NetworkPolicies, PodDefaults
-from radixgrove.operator.api.spec import InferenceServiceSpec, Model, Router
+from radixgrove.operator.api.spec import InferenceServiceSpec, Model, PodFields, Router
 from radixgrove.operator.fetch.download import HOPELESS
 from radixgrove.operator.render import group, models, policies, router
 from radixgrove.operator.render.common import Service
@@ -28,6 +28,7 @@ from radixgrove.operator.render.merge import strategic_merge
 from radixgrove.operator.render.revision import (
     InvalidEngine,
     InvalidOverrides,
+    ModelAt,
     config_map_data,
     revision_of,
     thaw,
@@ -281,6 +282,14 @@ def test_a_start_may_take_longer_the_larger_the_model(
     assert frozen.hash == revision(**startup).hash, "to learn the size rolls nothing"
 
 
+def test_a_model_in_an_image_is_a_volume_of_it() -> None:
+    frozen = revision().model_copy(update={"model": ModelAt(source="oci://r/m:1", image="r/m:1")})
+    rendered = group.stateful_set(SERVICE, frozen, 0, 1, CONFIG)
+    kubernetes_validate.validate(rendered, KUBERNETES, strict=True)
+    volumes = {v["name"]: v for v in rendered["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["model"]["image"] == {"reference": "r/m:1"}
+
+
 def test_a_group_outlives_the_drain_of_its_requests() -> None:
     pod = worker(engine={"settings": {"drain_timeout": 300.0}})
     assert pod["terminationGracePeriodSeconds"] > 300
@@ -347,6 +356,77 @@ def test_merge_follows_kubectls_rules() -> None:
     }
 
 
+FIELDS = {
+    "nodeSelector": {"disk": "fast"},
+    "tolerations": [{"key": "spot", "operator": "Exists"}],
+    "affinity": {
+        "podAntiAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {"weight": 1, "podAffinityTerm": {"topologyKey": "zone"}}
+            ]
+        }
+    },
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    ],
+    "env": [{"name": "A", "value": "service"}],
+    "volumes": [{"name": "v", "emptyDir": {}}],
+    "volumeMounts": [{"name": "v", "mountPath": "/v"}],
+    "imagePullSecrets": ["mine"],
+    "priorityClassName": "high",
+    "serviceAccountName": "reader",
+    "annotations": {"mesh": "off"},
+    "labels": {"team": "a", names.MANAGED_BY: "somebody"},
+}
+
+
+def of_kind(kind: str, config: Any, fields: PodFields) -> dict[str, Any]:
+    """A workload with pods of that kind."""
+    model = Model(source="hf://org/model")
+    match kind:
+        case "workers":
+            frozen = revision(pods={"workers": fields.model_dump(by_alias=True)})
+            return group.stateful_set(SERVICE, frozen, 0, 1, config)
+        case "routers":
+            return router.router_objects(SERVICE, Router(dedicated=True), config, "", fields)[0]
+        case _:
+            return models.download_job("m", SERVICE, model, "c0ffee", config, fields=fields)
+
+
+@pytest.mark.parametrize("kind", ["workers", "routers", "downloads"])
+def test_fields_of_chart_and_service_reach_the_pods_of_their_kind(kind: str) -> None:
+    everywhere = PodFields(
+        env=[{"name": "A", "value": "chart"}, {"name": "B", "value": "chart"}],
+        tolerations=[{"key": "pool", "operator": "Exists"}],
+        image_pull_secrets=["theirs"],
+        priority_class_name="low",
+    )
+    config = CONFIG.model_copy(update={"pods": PodDefaults.model_validate({kind: everywhere})})
+    bare = of_kind(kind, CONFIG, PodFields())["spec"]["template"]
+    workload = of_kind(kind, config, PodFields.model_validate(FIELDS))
+    kubernetes_validate.validate(workload, KUBERNETES, strict=True)
+    template = workload["spec"]["template"]
+    pod = template["spec"]
+    assert pod["nodeSelector"] == {"disk": "fast"}
+    assert [toleration["key"] for toleration in pod["tolerations"]] == ["pool", "spot"]
+    own = bare["spec"].get("affinity", {}).get("podAntiAffinity", {})
+    terms = "preferredDuringSchedulingIgnoredDuringExecution"
+    assert len(pod["affinity"]["podAntiAffinity"][terms]) == len(own.get(terms, [])) + 1
+    zone = next(c for c in pod["topologySpreadConstraints"] if c["topologyKey"] == "zone")
+    counted = zone["labelSelector"]["matchLabels"]
+    assert counted.items() <= template["metadata"]["labels"].items()
+    env = environment(pod)
+    assert (env["A"], env["B"]) == ("service", "chart")
+    assert set(environment(bare["spec"])) <= set(env)
+    assert {"name": "v", "emptyDir": {}} in pod["volumes"]
+    assert {"name": "v", "mountPath": "/v"} in pod["containers"][0]["volumeMounts"]
+    assert pod["imagePullSecrets"] == [{"name": "theirs"}, {"name": "mine"}]
+    assert (pod["priorityClassName"], pod["serviceAccountName"]) == ("high", "reader")
+    assert template["metadata"]["annotations"]["mesh"] == "off"
+    assert template["metadata"]["labels"]["team"] == "a"
+    assert template["metadata"]["labels"][names.MANAGED_BY] == names.MANAGER
+
+
 # ---- what restarts a group -----------------------------------------------------------------------
 
 
@@ -359,6 +439,7 @@ def test_merge_follows_kubectls_rules() -> None:
         {"rollout": {"maxUnavailable": 0, "maxSurge": 2}},
         {"router": {"dedicated": True, "replicas": 5}},
         {"suspend": True},
+        {"pods": {"routers": {"priorityClassName": "high"}, "downloads": {"labels": {"a": "b"}}}},
         {"hardware": {"nodes": 1, "device": "cuda"}},  # defaults, spelled out
         {"engine": {"settings": {}}},
     ],
@@ -378,6 +459,7 @@ def test_these_changes_restart_nothing(fields: dict[str, Any]) -> None:
         {"hardware": {"gpusPerNode": 2}},
         {"image": "rg/worker:2"},
         {"startup": {"timeout": "1h"}},
+        {"pods": {"workers": {"env": [{"name": "A", "value": "1"}]}}},
         {"podOverrides": {"spec": {"hostNetwork": True}}},
         {"model": {"source": "hf://org/model", "aliases": ["other"]}},
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from radixgrove.operator.api.spec import AccessMode
+from radixgrove.operator.api.spec import AccessMode, PodFields
 
 
 class ConfigModel(BaseModel):
@@ -32,6 +32,9 @@ class PodDefaults(ConfigModel):
     runtime_class: str | None = None  # of pods with GPUs
     env: dict[str, str] = {}  # proxies
     ca_bundle: str | None = None  # ConfigMap with ca.crt, in every served namespace
+    workers: PodFields = PodFields()
+    routers: PodFields = PodFields()
+    downloads: PodFields = PodFields()
 
 
 class ModelCacheDefaults(ConfigModel):

@@ -91,13 +91,26 @@ class Model(SpecModel):
             message="credentialsSecret is for s3:// sources",
             field_path=".credentialsSecret",
         ),
+        Rule(
+            rule="!has(self.path) || self.source.startsWith('oci://')",
+            message="path is for oci:// sources",
+            field_path=".path",
+        ),
     ]
     source: str = Field(
-        description="hf://ORG/REPO, s3://BUCKET/PREFIX, pvc://CLAIM/PATH or file:///PATH on the "
-        "node (the last only where the namespace admits hostPath volumes).",
+        description="hf://ORG/REPO, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, oci://IMAGE, "
+        "pvc://CLAIM/PATH or file:///PATH on the node (the last only where the namespace admits "
+        "hostPath volumes).",
         pattern=r"^(hf://[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?|s3://[a-z0-9.-]+(/[A-Za-z0-9._/=-]+)?"
+        r"|gs://[a-z0-9._-]+(/[A-Za-z0-9._/=-]+)?|oci://[a-z0-9][A-Za-z0-9._/:@-]*"
         r"|pvc://[a-z0-9.-]+(/[A-Za-z0-9._/-]+)?|file:///[A-Za-z0-9._/-]+)$",
         max_length=512,
+    )
+    path: str | None = Field(
+        None,
+        description="Directory of the model in the image of an oci:// source; its root by default.",
+        pattern=r"^[A-Za-z0-9._/-]+$",
+        max_length=256,
     )
     revision: str | None = Field(
         None,
@@ -257,7 +270,7 @@ class Startup(SpecModel):
         None,
         description="Load and warm-up, until ready; then the kubelet restarts the container. By "
         "default 30m and the time to read the model at 100 MB/s, where its size is known (hf://, "
-        "s3://).",
+        "s3://, gs://).",
     )
 
 
@@ -359,6 +372,49 @@ class Autoscaling(SpecModel):
     cooldown: Duration = Field("5m", description="Calm before a group is given back.")
 
 
+_Labels = Annotated[dict[str, str], Field(max_length=64)]
+_Objects = Annotated[list[dict[str, Any]], Field(max_length=32)]
+
+
+class PodFields(SpecModel):
+    """What pods of one kind get on top of what the operator decides; as in a pod's spec."""
+
+    node_selector: _Labels = Field({}, description="Labels that their node must have.")
+    tolerations: _Objects = Field([], description="Taints that they bear, further ones.")
+    affinity: dict[str, Any] = Field(
+        {}, description="Terms of affinity, on top of the operator's own.", max_length=3
+    )
+    topology_spread_constraints: _Objects = Field(
+        [],
+        description="How they spread; without a labelSelector it is over the pods of their kind.",
+    )
+    env: _Objects = Field([], description="Environment of their main container.")
+    volumes: _Objects = Field([], description="Further volumes.")
+    volume_mounts: _Objects = Field([], description="Where the main container mounts them.")
+    image_pull_secrets: list[ObjectName] = Field(
+        [], description="Names of Secrets, further ones.", max_length=16
+    )
+    priority_class_name: ObjectName | None = Field(None, description="PriorityClass.")
+    service_account_name: ObjectName | None = Field(
+        None,
+        description="ServiceAccount, which must exist; one without rights by default. For "
+        "workload identity.",
+    )
+    annotations: _Labels = Field({}, description="Annotations of the pods.")
+    labels: _Labels = Field({}, description="Labels of the pods; the operator's own stay.")
+
+
+NO_FIELDS = PodFields()
+
+
+class Pods(SpecModel):
+    """Fields of a service's pods by kind; the chart's are under them."""
+
+    workers: PodFields | None = Field(None, description="Of its groups; a change rolls them.")
+    routers: PodFields | None = Field(None, description="Of a router of its own.")
+    downloads: PodFields | None = Field(None, description="Of Jobs that fetch its model.")
+
+
 class InferenceServiceSpec(SpecModel):
     """A served model: worker groups, their router entry, their recovery and rollout."""
 
@@ -397,6 +453,7 @@ class InferenceServiceSpec(SpecModel):
     recovery: Recovery = Field(Recovery(), description="What a lost pod means.")
     rollout: Rollout = Field(Rollout(), description="How a new revision comes in.")
     router: Router = Field(Router(), description="Shared or dedicated router.")
+    pods: Pods = Field(Pods(), description="Fields of its pods, by kind.")
     suspend: bool = Field(False, description="Keep the resource, run no group.")
     image: str | None = Field(
         None,
@@ -413,8 +470,8 @@ class InferenceServiceSpec(SpecModel):
     scheduler_name: ObjectName | None = Field(None, description="Scheduler of the worker pods.")
     pod_overrides: dict[str, Any] = Field(
         {},
-        description="Pod template merged strategically over the rendered one, the only escape "
-        "hatch: {metadata: {...}, spec: {...}}. The worker's container is named `worker`.",
+        description="Pod template merged strategically over the rendered one, for what `pods` does "
+        "not have: {metadata: {...}, spec: {...}}. The worker's container is named `worker`.",
         max_length=2,
     )
 

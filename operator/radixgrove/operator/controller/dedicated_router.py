@@ -5,7 +5,7 @@ from __future__ import annotations
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import DEPLOYMENT, POD
-from radixgrove.operator.api.spec import Router
+from radixgrove.operator.api.spec import NO_FIELDS, Router
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.kube.client import Kube, controllers
 from radixgrove.operator.planning.diagnosis import Problem, pod_problem
@@ -18,7 +18,13 @@ def keep(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> None:
     try:
         # Without keys in its namespace a new pod would read none, or old ones for ever.
         children = (
-            router_objects(context.service, context.spec.router, config, context.keys)
+            router_objects(
+                context.service,
+                context.spec.router,
+                config,
+                context.keys,
+                context.spec.pods.routers or NO_FIELDS,
+            )
             if context.keys
             else []
         )

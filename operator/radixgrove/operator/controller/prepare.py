@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import CLAIM, JOB, NETWORK_POLICY, POD, Object
+from radixgrove.operator.api.spec import NO_FIELDS
 from radixgrove.operator.controller import dedicated_router
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.store import (
@@ -122,6 +123,7 @@ class Preparer:
             claims,
             [models.User(n.service, n.spec.model.cache, n.claim) for n in users],
             intended,
+            context.spec.pods.downloads or NO_FIELDS,
         )
         step = model_cache.decide(
             context.service, context.spec, known, cache, self._config, context.now
@@ -190,9 +192,9 @@ class Preparer:
         assert context.target is not None
         service, namespace = context.service, context.service.namespace
         name = image_check_name(service, wanted.image, wanted.nodes)
-        found = self._kube.get("Job", namespace, name)
+        found = self._kube.get(JOB, namespace, name)
         if found is not None:
-            pods = self._kube.list("Pod", namespace, {"job-name": name})
+            pods = self._kube.list(POD, namespace, {"job-name": name})
             return image_check.judge(wanted, job_of(found, pods))
         revision = context.revisions[context.target]
         rendered = render_group.stateful_set(service, revision, 0, 0, self._config)

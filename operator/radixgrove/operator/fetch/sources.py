@@ -1,15 +1,21 @@
-"""Where models come from: the Hugging Face hub's file API, and S3.
+"""Where models come from: the Hugging Face hub's file API, S3, and Google Cloud Storage.
 
 The hub's API: `GET /api/models/REPO/revision/REV` (commit), `GET /api/models/REPO/tree/COMMIT`
 (files; `oid` is git's blob hash, `lfs.oid` the SHA-256 of large ones) and
 `GET /REPO/resolve/COMMIT/PATH`.
+
+Google's JSON API: `GET /storage/v1/b/BUCKET/o?prefix=` and
+`GET /storage/v1/b/BUCKET/o/NAME?alt=media`, with the token that the metadata server gives the
+pod's ServiceAccount, if there is one.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -25,6 +31,12 @@ _CHUNK = 1 << 20
 _TIMEOUT = urllib3.Timeout(connect=15.0, read=60.0)
 _MAX_LISTING = 64 << 20  # bytes of one answer
 _MAX_PAGES = 1000
+
+
+_ACCESS = (
+    "set model.credentialsSecret, or pods.downloads.serviceAccountName to a ServiceAccount with "
+    "workload identity"
+)
 
 
 class FetchError(PeerError):
@@ -79,6 +91,9 @@ def open_source(source: str, revision: str) -> Source:
     if scheme == "s3":
         bucket, _, prefix = rest.partition("/")
         return S3Source(bucket, prefix, revision)
+    if scheme == "gs":
+        bucket, _, prefix = rest.partition("/")
+        return GoogleSource(bucket, prefix, revision)
     raise FetchError("ModelNotFound", f"{scheme}:// is not fetched")
 
 
@@ -140,28 +155,46 @@ class HubSource:
             raise OSError("the hub's answer is no JSON") from error
 
     def _get(self, url: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        try:
-            response = self._pool.request(
-                "GET", url, headers=headers, preload_content=False, timeout=_TIMEOUT,
-                retries=urllib3.Retry(connect=3, read=0, redirect=5, status=0, backoff_factor=0.5),
-            )  # fmt: skip
-        except urllib3.exceptions.HTTPError as error:
-            host = urllib.parse.urlsplit(url).hostname
-            raise ConnectionError(
-                f"{host} is not reached ({type(error).__name__}): see modelCache.hubEndpoint, "
-                "pods.proxy and pods.caBundle among the chart's values"
-            ) from error
-        if response.status < 300:
-            return response
-        response.release_conn()
-        if response.status in (401, 403):
-            raise FetchError(
-                "Unauthorized", f"the hub refuses {self._name}: set model.tokenSecret, and accept "
-                "the model's terms with that account",
-            )  # fmt: skip
-        if response.status == 404:
-            raise FetchError("ModelNotFound", f"the hub has no {self._name}")
-        raise OSError(f"the hub answers {response.status}")
+        return _get(
+            self._pool, url, headers,
+            hint="modelCache.hubEndpoint, pods.proxy and pods.caBundle",
+            refused=f"the hub refuses {self._name}: set model.tokenSecret, and accept the model's "
+            "terms with that account",
+            missing=f"the hub has no {self._name}",
+        )  # fmt: skip
+
+
+def _get(
+    pool: urllib3.PoolManager,
+    url: str,
+    headers: dict[str, str],
+    *,
+    hint: str,
+    refused: str,
+    missing: str,
+) -> urllib3.BaseHTTPResponse:
+    """An answer, its body still to be read. `hint`: values of the chart that matter to reach it.
+
+    Raises FetchError with `refused` or `missing`, and OSError for what may pass.
+    """
+    host = urllib.parse.urlsplit(url).hostname
+    try:
+        response = pool.request(
+            "GET", url, headers=headers, preload_content=False, timeout=_TIMEOUT,
+            retries=urllib3.Retry(connect=3, read=0, redirect=5, status=0, backoff_factor=0.5),
+        )  # fmt: skip
+    except urllib3.exceptions.HTTPError as error:
+        raise ConnectionError(
+            f"{host} is not reached ({type(error).__name__}): see {hint} among the chart's values"
+        ) from error
+    if response.status < 300:
+        return response
+    response.release_conn()
+    if response.status in (401, 403):
+        raise FetchError("Unauthorized", refused)
+    if response.status == 404:
+        raise FetchError("ModelNotFound", missing)
+    raise OSError(f"{host} answers {response.status}")
 
 
 def _hub_file(entry: dict[str, Any]) -> RemoteFile:
@@ -216,11 +249,11 @@ class S3Source:
         self._revision = revision
 
     def resolve(self) -> str:
-        return self._digest(self._list())
+        return _digest_of(self._list())
 
     def files(self) -> list[RemoteFile]:
         files = self._list()
-        if self._revision and self._digest(files) != self._revision:
+        if self._revision and _digest_of(files) != self._revision:
             raise FetchError(
                 "ModelChanged", "the bucket's objects changed since they were looked up"
             )
@@ -269,10 +302,6 @@ class S3Source:
             raise FetchError("ModelNotFound", f"s3://{self._bucket}/{self._prefix} holds nothing")
         return [remote for remote in found if remote.path and not remote.path.endswith("/")]
 
-    def _digest(self, files: list[RemoteFile]) -> str:
-        lines = sorted(f"{remote.path}\0{remote.size}\0{remote.version}\n" for remote in files)
-        return hashlib.sha256("".join(lines).encode()).hexdigest()[:40]
-
     def _translated(self, error: Exception) -> Exception:
         response: dict[str, Any] = getattr(error, "response", {})
         code = str(response.get("Error", {}).get("Code", ""))
@@ -281,4 +310,113 @@ class S3Source:
             return FetchError("ModelNotFound", f"{where} does not exist")
         if code in ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403"):
             return FetchError("Unauthorized", f"{where} is refused: see model.credentialsSecret")
+        if type(error).__name__ == "NoCredentialsError":
+            return FetchError("Unauthorized", f"no credentials for {where}: {_ACCESS}")
         return OSError(code or type(error).__name__)
+
+
+class GoogleSource:
+    """All objects under a prefix of a bucket. Its revision is the digest of their listing."""
+
+    def __init__(self, bucket: str, prefix: str, revision: str) -> None:
+        endpoint = os.environ.get("STORAGE_EMULATOR_HOST", "https://storage.googleapis.com")
+        self._objects = f"{endpoint.rstrip('/')}/storage/v1/b/{urllib.parse.quote(bucket)}/o"
+        self._where = f"gs://{bucket}/{prefix}"
+        self._prefix = prefix.rstrip("/") + "/" if prefix else ""
+        self._revision = revision
+        self._pool = _pool(endpoint)
+        self._identity = _GoogleIdentity()
+
+    def resolve(self) -> str:
+        return _digest_of(self._list())
+
+    def files(self) -> list[RemoteFile]:
+        files = self._list()
+        if self._revision and _digest_of(files) != self._revision:
+            raise FetchError(
+                "ModelChanged", "the bucket's objects changed since they were looked up"
+            )
+        return files
+
+    def read(self, remote: RemoteFile, offset: int) -> Iterator[bytes]:
+        name = urllib.parse.quote(self._prefix + remote.path, safe="")
+        headers = {"Range": f"bytes={offset}-"} if offset else {}
+        url = f"{self._objects}/{name}?alt=media&generation={remote.version}"
+        yield from _body(self._get(url, headers), offset)
+
+    def _list(self) -> list[RemoteFile]:
+        found: list[RemoteFile] = []
+        query = {
+            "prefix": self._prefix,
+            "fields": "items(name,size,md5Hash,generation),nextPageToken",
+        }
+        for _ in range(_MAX_PAGES):
+            with self._get(f"{self._objects}?{urllib.parse.urlencode(query)}", {}) as response:
+                data = response.read(_MAX_LISTING)
+            try:
+                answer = json.loads(data)
+            except ValueError as error:
+                raise OSError("the bucket's listing is no JSON") from error
+            found += [self._file(entry) for entry in answer.get("items", [])]
+            if "nextPageToken" not in answer:
+                break
+            query["pageToken"] = answer["nextPageToken"]
+        else:
+            raise FetchError("ModelTooLarge", "the bucket's listing does not end")
+        if not found:
+            raise FetchError("ModelNotFound", f"{self._where} holds nothing")
+        return [remote for remote in found if remote.path and not remote.path.endswith("/")]
+
+    def _file(self, entry: dict[str, Any]) -> RemoteFile:
+        """An object that was composed of others has no MD5."""
+        digest = base64.b64decode(entry.get("md5Hash", "")).hex()
+        return RemoteFile(
+            path=str(entry["name"])[len(self._prefix) :],
+            size=int(entry["size"]),
+            algorithm="md5" if digest else "none",
+            digest=digest,
+            version=str(entry["generation"]),
+        )
+
+    def _get(self, url: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
+        return _get(
+            self._pool, url, headers | self._identity.headers(),
+            hint="pods.proxy and pods.caBundle",
+            refused=f"{self._where} is refused: set pods.downloads.serviceAccountName to a "
+            "ServiceAccount with workload identity, whose account may read it",
+            missing=f"{self._where} does not exist",
+        )  # fmt: skip
+
+
+class _GoogleIdentity:
+    """The pod's own account, as the node's metadata server knows it; none: public buckets only."""
+
+    def __init__(self) -> None:
+        self._token = ""
+        self._asked = False
+        self._until = 0.0
+
+    def headers(self) -> dict[str, str]:
+        """Asks again shortly before a token ends."""
+        if not self._asked or (self._token and time.monotonic() > self._until):
+            self._ask()
+        return {"Authorization": f"Bearer {self._token}"} if self._token else {}
+
+    def _ask(self) -> None:
+        host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
+        url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
+        self._asked = True
+        try:
+            answer = urllib3.PoolManager().request(
+                "GET", url, headers={"Metadata-Flavor": "Google"}, timeout=3.0, retries=False
+            )
+            found = answer.json() if answer.status == 200 else {}
+        except (urllib3.exceptions.HTTPError, ValueError):
+            found = {}
+        self._token = str(found.get("access_token", ""))
+        self._until = time.monotonic() + float(found.get("expires_in", 0)) - 60.0
+
+
+def _digest_of(files: list[RemoteFile]) -> str:
+    lines = sorted(f"{remote.path}\0{remote.size}\0{remote.version}\n" for remote in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:40]

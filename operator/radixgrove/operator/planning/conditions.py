@@ -24,9 +24,9 @@ from radixgrove.operator.render.group import MODEL_VOLUME
 
 # Reasons that need no action; Events of all others are warnings.
 _CALM = {
-    "AsExpected", "Asleep", "Cached", "CheckingImage", "Downloading", "Draining", "NodePath",
-    "Provided", "Resolving", "RollingOut", "ScaledToZero", "Serving", "Settled", "Starting",
-    "Suspended",
+    "AsExpected", "Asleep", "Cached", "CheckingImage", "Downloading", "Draining",
+    "ImageVolume", "NodePath", "Provided", "Resolving", "RollingOut", "ScaledToZero", "Serving",
+    "Settled", "Starting", "Suspended",
 }  # fmt: skip
 
 _FETCHING = {"Resolving", "Downloading"}

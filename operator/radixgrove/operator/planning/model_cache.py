@@ -16,7 +16,13 @@ from dataclasses import dataclass, field
 from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import ClaimObject, Object
-from radixgrove.operator.api.spec import AccessMode, InferenceServiceSpec, Model
+from radixgrove.operator.api.spec import (
+    NO_FIELDS,
+    AccessMode,
+    InferenceServiceSpec,
+    Model,
+    PodFields,
+)
 from radixgrove.operator.api.status import ModelStatus
 from radixgrove.operator.fetch.download import SNAPSHOT, UNFIT
 from radixgrove.operator.planning.diagnosis import pod_problem
@@ -27,7 +33,7 @@ from radixgrove.operator.render.revision import InvalidSettings, ModelAt
 from radixgrove.protocol.model.fit import Intended
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
-_FETCHED = ("hf://", "s3://")
+_FETCHED = ("hf://", "s3://", "gs://")
 _LONGEST_WAIT = 3600.0  # seconds between two downloads that fail
 _LOOK_AGAIN = 30.0  # seconds; a change of a user's own claim is not watched
 # Annotations of a filled claim.
@@ -43,6 +49,7 @@ class Cache:
     claims: Mapping[str, ClaimObject]
     users: Sequence[models.User]  # services of the namespace, this one included; the oldest first
     intended: Intended | None = None  # what the model must be fit for; None: not known
+    fields: PodFields = NO_FIELDS  # of the Jobs' pods
 
     def users_of(self, claim: str, service: Service) -> list[models.User]:
         """Those that use the claim already, and `service`, which is about to."""
@@ -113,6 +120,12 @@ def decide(
         return CacheStep(
             status, ModelAt(source=model.source, host_path=rest), ready=True, reason="NodePath",
             message="read from the node's own disk; needs a namespace that admits hostPath volumes",
+        )  # fmt: skip
+    if scheme == "oci":
+        at = ModelAt(source=model.source, image=rest, sub_path=(model.path or "").strip("/"))
+        return CacheStep(
+            status, at, ready=True, reason="ImageVolume",
+            message="the kubelet pulls it as an image volume, which Kubernetes has from 1.33 on",
         )  # fmt: skip
     if scheme == "pvc":
         return _provided(spec, status, cache, now)
@@ -195,7 +208,7 @@ def _resolve(
     job = cache.jobs.get(models.resolve_job_name(service, model))
     if job is None:
         step = CacheStep(status, reason="Resolving", message="looking up the revision")
-        step.apply.append(models.resolve_job(service, model, config))
+        step.apply.append(models.resolve_job(service, model, config, cache.fields))
         return step
     if job.failed:
         return _failed(status, job, config, now)
@@ -239,7 +252,9 @@ def _fetch(
         )
     progress = f"kubectl logs --namespace {service.namespace} job/{name}"
     fetching = f"revision {revision} into {name}; how far it is: {progress}"
-    wanted = models.download_job(name, service, model, revision, config, cache.intended)
+    wanted = models.download_job(
+        name, service, model, revision, config, cache.intended, cache.fields
+    )
     if job is None:
         step = CacheStep(status, at, reason="Downloading", message=fetching)
         step.apply = [claim, wanted]

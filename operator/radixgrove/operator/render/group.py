@@ -21,6 +21,7 @@ from radixgrove.operator.render.common import (
     with_pod_defaults,
 )
 from radixgrove.operator.render.merge import CannotMerge, strategic_merge
+from radixgrove.operator.render.pods import with_fields
 from radixgrove.operator.render.revision import (
     DRAIN_TIMEOUT,
     MODEL_DIRECTORY,
@@ -84,7 +85,9 @@ def stateful_set(
     name = names.group_name(service.name, index, attempt)
     labels = group_labels(service, revision, index, attempt)
     spec = _pod_spec(service, revision, name, config, avoid)
-    template = {"metadata": {"labels": labels}, "spec": spec}
+    template: Object = {"metadata": {"labels": labels}, "spec": spec}
+    counted = names.labels(service.name, names.WORKER)
+    template = with_fields(template, WORKER_CONTAINER, counted, config.pods.workers, revision.pods)
     template = _overridden(template, revision)
     template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **labels}
     rendered: Object = {
@@ -411,5 +414,7 @@ def _model_volumes(revision: Revision) -> list[Object]:
     if revision.model.host_path:
         host_path = {"path": revision.model.host_path, "type": "Directory"}
         return [{"name": MODEL_VOLUME, "hostPath": host_path}]
+    if revision.model.image:
+        return [{"name": MODEL_VOLUME, "image": {"reference": revision.model.image}}]
     claim = {"claimName": revision.model.claim, "readOnly": True}
     return [{"name": MODEL_VOLUME, "persistentVolumeClaim": claim}]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from radixgrove.operator.api import names
-from radixgrove.operator.render.common import Object, Service, metadata
+from radixgrove.operator.api.objects import Object
+from radixgrove.operator.render.common import Service, metadata
 from radixgrove.operator.render.group import MODEL_VOLUME, WORKER_CONTAINER
 
 _LEFT_OUT = ("config", MODEL_VOLUME)  # volumes that `--version` needs none of

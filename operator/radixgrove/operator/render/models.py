@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import ClaimObject, Object
-from radixgrove.operator.api.spec import CacheSpec, Model
+from radixgrove.operator.api.spec import NO_FIELDS, CacheSpec, Model, PodFields
 from radixgrove.operator.fetch.download import HOPELESS
 from radixgrove.operator.render.common import (
     Service,
@@ -18,6 +18,7 @@ from radixgrove.operator.render.common import (
     secret_env,
     with_pod_defaults,
 )
+from radixgrove.operator.render.pods import with_fields
 from radixgrove.protocol.model.fit import Intended
 
 _FETCHER = "fetch"
@@ -82,6 +83,7 @@ def download_job(
     revision: str,
     config: OperatorConfig,
     intended: Intended | None = None,
+    fields: PodFields = NO_FIELDS,
 ) -> Object:
     """Fills the claim `name`; a second run resumes, and checks every file's hash.
 
@@ -89,7 +91,7 @@ def download_job(
     """
     fitness = _fitness(intended)
     arguments = ["download", "--source", model.source, "--revision", revision, "--into", "/models"]
-    job = _job(service, name, names.DOWNLOAD, model, [*arguments, *fitness], config)
+    job = _job(service, name, names.DOWNLOAD, model, [*arguments, *fitness], config, fields)
     job["metadata"]["annotations"] = {names.INTENDED: names.digest(fitness)}
     pod = job["spec"]["template"]["spec"]
     pod["containers"][0]["volumeMounts"].append({"name": "models", "mountPath": "/models"})
@@ -115,7 +117,9 @@ def resolve_job_name(service: Service, model: Model) -> str:
     return f"{service.name}-resolve-{names.digest([model.source, model.revision])}"
 
 
-def resolve_job(service: Service, model: Model, config: OperatorConfig) -> Object:
+def resolve_job(
+    service: Service, model: Model, config: OperatorConfig, fields: PodFields = NO_FIELDS
+) -> Object:
     """Finds out which commit (or listing, on s3) the source stands for now.
 
     A Job, because it has the token: the operator itself reads no user's secrets.
@@ -124,7 +128,7 @@ def resolve_job(service: Service, model: Model, config: OperatorConfig) -> Objec
     if model.revision:
         arguments += ["--revision", model.revision]
     name = resolve_job_name(service, model)
-    return _job(service, name, names.RESOLVE, model, arguments, config)
+    return _job(service, name, names.RESOLVE, model, arguments, config, fields)
 
 
 def _job(
@@ -134,7 +138,9 @@ def _job(
     model: Model,
     arguments: list[str],
     config: OperatorConfig,
+    fields: PodFields,
 ) -> Object:
+    labels = names.labels(service.name, component)
     pod = with_pod_defaults(
         {
             "restartPolicy": "Never",
@@ -155,10 +161,13 @@ def _job(
             "backoffLimit": 3,
             # A failure that another try would not change is final at once.
             "podFailurePolicy": {"rules": [_give_up_on(HOPELESS)]},
-            "template": {
-                "metadata": {"labels": names.labels(service.name, component)},
-                "spec": pod,
-            },
+            "template": with_fields(
+                {"metadata": {"labels": labels}, "spec": pod},
+                _FETCHER,
+                labels,
+                config.pods.downloads,
+                fields,
+            ),
         },
     }
 

@@ -17,11 +17,13 @@ from pydantic import ValidationError
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.spec import (
+    NO_FIELDS,
     DeviceKind,
     Engine,
     Hardware,
     InferenceServiceSpec,
     Parallelism,
+    PodFields,
     SpecModel,
     Startup,
     seconds,
@@ -74,6 +76,7 @@ class ModelAt(SpecModel):
     claim: str = ""
     sub_path: str = ""
     host_path: str = ""
+    image: str = ""  # mounted as a volume
 
     @property
     def directory(self) -> str:
@@ -93,6 +96,7 @@ class Revision(SpecModel):
     image: str = ""  # the resource's own
     topology_key: str | None = None
     scheduler_name: str | None = None
+    pods: PodFields = NO_FIELDS
     pod_overrides: dict[str, Any] = {}
     restart: str = ""
     keys: str = ""  # hash of what pods read of the installation when they start
@@ -137,6 +141,7 @@ def revision_of(
         image=spec.image or "",
         topology_key=spec.topology_key,
         scheduler_name=spec.scheduler_name,
+        pods=spec.pods.workers or NO_FIELDS,
         pod_overrides=spec.pod_overrides,
         restart=restart,
         keys=keys,

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import Object
-from radixgrove.operator.api.spec import Router
+from radixgrove.operator.api.spec import NO_FIELDS, PodFields, Router
 from radixgrove.operator.render.common import (
     Service,
     container_security_context,
@@ -21,6 +21,7 @@ from radixgrove.operator.render.common import (
     pod_security_context,
     with_pod_defaults,
 )
+from radixgrove.operator.render.pods import with_fields
 from radixgrove.operator.render.policies import router_network_policy
 from radixgrove.operator.render.revision import DRAIN_TIMEOUT, InvalidSettings, first_mistake
 from radixgrove.protocol.settings import RouterSettings
@@ -79,7 +80,11 @@ def router_settings(service: Service, router: Router, config: OperatorConfig) ->
 
 
 def router_objects(
-    service: Service, router: Router, config: OperatorConfig, keys: str
+    service: Service,
+    router: Router,
+    config: OperatorConfig,
+    keys: str,
+    fields: PodFields = NO_FIELDS,
 ) -> list[Object]:
     """`keys`: hash of the installation's, which routers read when they start.
 
@@ -88,7 +93,7 @@ def router_objects(
     labels = names.labels(service.name, names.ROUTER)
     guards = [router_network_policy(service, config)] if config.network_policies.enabled else []
     return [
-        _deployment(service, router, config, keys),
+        _deployment(service, router, config, keys, fields),
         {
             "apiVersion": "v1",
             "kind": "Service",
@@ -112,7 +117,9 @@ def router_objects(
     ]
 
 
-def _deployment(service: Service, router: Router, config: OperatorConfig, keys: str) -> Object:
+def _deployment(
+    service: Service, router: Router, config: OperatorConfig, keys: str, fields: PodFields
+) -> Object:
     labels = names.labels(service.name, names.ROUTER)
     settings = router_settings(service, router, config)
     spec = with_pod_defaults(
@@ -143,10 +150,13 @@ def _deployment(service: Service, router: Router, config: OperatorConfig, keys: 
             "replicas": router.replicas or 2,
             "selector": {"matchLabels": labels},
             "strategy": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
-            "template": {
-                "metadata": {"labels": labels, "annotations": {names.KEYS: keys}},
-                "spec": spec,
-            },
+            "template": with_fields(
+                {"metadata": {"labels": labels, "annotations": {names.KEYS: keys}}, "spec": spec},
+                "router",
+                labels,
+                config.pods.routers,
+                fields,
+            ),
         },
     }
 
