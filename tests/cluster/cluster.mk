@@ -35,5 +35,11 @@ test-cluster-rights: cluster-build cluster-prepare $(IMAGES) ## take every right
 test-cluster-slow: cluster-build cluster-prepare ## all of the slow ones: those, the demonstration, the worker's image, which has CUDA
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" -o timeout=1800
 
-demo-cluster: cluster-prepare ## a cluster, the chart, the demo model and one question; until Ctrl-C
+# Checked with any Python before the environment is made, which is gigabytes.
+CHECK_PYTHON := $(or $(wildcard $(CLUSTER_PYTHON)),python3)
+
+demo-cluster: ## a cluster, the chart, the demo model and one question; sets itself up; until Ctrl-C
+	@$(CHECK_PYTHON) -m tests.cluster.harness.demo_check
+	@$(if $(filter $(BIN)/python,$(CLUSTER_PYTHON)),VENV=$(VENV) .ci/setup dev)
+	@$(CLUSTER) prepare
 	@exec $(CLUSTER) demo

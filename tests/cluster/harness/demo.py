@@ -23,7 +23,10 @@ _QUESTION = "What is the capital of France? Answer with one word."
 
 def run() -> None:
     """Shows the whole way on a real cluster and returns when interrupted."""
-    build.ensure(build.DEMONSTRATION)
+    if build.missing(build.DEMONSTRATION):
+        build.provide_go(_say)
+    build.ensure(build.DEMONSTRATION, report=_say)
+    _say("starting two nodes")
     with Cluster(nodes=2) as cluster:
         _say(f"two nodes are ready: {', '.join(node.name for node in cluster.nodes)}")
         release.build_images(cluster)
