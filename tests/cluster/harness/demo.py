@@ -29,8 +29,10 @@ def run() -> None:
     _say("starting two nodes")
     with Cluster(nodes=2) as cluster:
         _say(f"two nodes are ready: {', '.join(node.name for node in cluster.nodes)}")
+        _say("building the images of operator, router and Redis, unless the cache has them")
         release.build_images(cluster)
         _say("images are built from the project's Dockerfiles")
+        _say("installing the chart")
         release.install(cluster)
         _say("helm has installed operator, router and Redis")
         started = time.monotonic()
