@@ -1,6 +1,6 @@
 """`python -m tools.reference`: tables of the docs, from the code.
 
-The settings in configuration.md, and what api.md says is refused.
+The settings in configuration.md, and what api.md says is refused or ignored.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from radixgrove.cli.configuration import PARTS, flag_of, is_secret, show
 from radixgrove.protocol.endpoints import ENDPOINTS
+from radixgrove.protocol.openai.bodies import IGNORED, MESSAGE_UNSUPPORTED, PART_TYPES
 from radixgrove.protocol.settings import Settings
 
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
@@ -39,8 +40,8 @@ def _table(title: str, fields: dict[str, FieldInfo]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def refused() -> str:
-    """Markdown: fields that are refused, where, and with which values they are not."""
+def fields() -> str:
+    """Markdown: fields that are refused, where, and unless which value; and what is ignored."""
     lines = ["| refused | by | unless it is |", "|---|---|---|"]
     names = sorted({name for endpoint in ENDPOINTS for name in endpoint.neutral})
     for name in names:
@@ -48,12 +49,31 @@ def refused() -> str:
         where = "both" if len(having) == len(ENDPOINTS) else having[0].name
         values = ["null", *map(json.dumps, having[0].neutral[name])]
         lines.append(f"| `{name}` | {where} | {', '.join(f'`{value}`' for value in values)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_refused_elsewhere(), "", *_ignored()]) + "\n"
+
+
+def _refused_elsewhere() -> list[str]:
+    fields = ", ".join(f"`{name}`" for name in MESSAGE_UNSUPPORTED)
+    parts = " or ".join(f"`{name}`" for name in PART_TYPES)
+    return [
+        "Refused too: `best_of` other than `n`; in messages "
+        f"{fields}, unless null, and parts of the content whose `type` is not {parts}."
+    ]
+
+
+def _ignored() -> list[str]:
+    return [
+        "Ignored are all other fields, among them:",
+        "",
+        "| ignored |",
+        "|---|",
+        *(f"| `{name}` |" for name in IGNORED),
+    ]
 
 
 PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "configuration.md": settings,
-    DOCS / "api.md": refused,
+    DOCS / "api.md": fields,
 }
 
 

@@ -224,6 +224,7 @@ class SimulatedReplica:
 
     def _report(self) -> None:
         assert self.publisher is not None
+        left = max(0.0, self._busy_until - time.monotonic()) * 1000
         self.publisher.apply(
             Stats(
                 state=EngineState.READY,
@@ -232,6 +233,7 @@ class SimulatedReplica:
                 step_remaining=None,
                 running=self.running,
                 waiting=self.waiting,
+                prefill_backlog=round(left / self._block_ms * BLOCK_TOKENS),
                 prompt_tokens=self.counters.blocks * BLOCK_TOKENS,
                 cached_tokens=self.counters.hits * BLOCK_TOKENS,
             )
@@ -308,8 +310,7 @@ class SimulatedReplica:
         behaviour = self.behaviour
         if behaviour.hang:
             await asyncio.Event().wait()
-        text = body.get("prompt") or "".join(m["content"] for m in body.get("messages", []))
-        path = _path(text)
+        path = _path(_text(body))
         cached = await self._prefill(path, envelope)
         usage = {
             "prompt_tokens": len(path) * BLOCK_TOKENS,
@@ -355,31 +356,42 @@ class SimulatedReplica:
         arrived = time.monotonic()
         self.waiting += 1
         try:
-            async with self._turn:
-                self.waiting -= 1
-                self.running += 1
-                try:
-                    matched = self.cache.match(path)
-                    if self.publisher is not None and envelope is not None:
-                        self.publisher.apply(Admitted([f"{envelope.request_id}:0"]))
-                    begin = max(arrived, self._busy_until)
-                    self._busy_until = begin + (len(path) - matched) * self._block_ms / 1000
-                    await asyncio.sleep(max(0.0, self._busy_until - time.monotonic()))
-                    chain = bytes(HASH_BYTES * len(path))
-                    if envelope is not None and envelope.prompts:
-                        chain = self._hasher.chain(envelope.prompts[0])
-                    self._publish(*self.cache.insert(path, chain))
-                finally:
-                    self.running -= 1
+            await self._turn.acquire()
+        finally:
+            self.waiting -= 1
+        self.running += 1
+        try:
+            matched = self.cache.match(path)
+            if self.publisher is not None and envelope is not None:
+                self.publisher.apply(Admitted([f"{envelope.request_id}:0"]))
+            begin = max(arrived, self._busy_until)
+            self._busy_until = begin + (len(path) - matched) * self._block_ms / 1000
+            await asyncio.sleep(max(0.0, self._busy_until - time.monotonic()))
+            chain = bytes(HASH_BYTES * len(path))
+            if envelope is not None and envelope.prompts:
+                chain = self._hasher.chain(envelope.prompts[0])
+            self._publish(*self.cache.insert(path, chain))
         except asyncio.CancelledError:
             self._busy_until = min(self._busy_until, time.monotonic())
             raise
+        finally:
+            self.running -= 1
+            self._turn.release()
         self.counters.blocks += len(path)
         self.counters.hits += matched
         return matched
 
 
 TOKENIZER = tokenizer_files().tokenizer()
+
+
+def _text(body: dict[str, Any]) -> str:
+    """What stands for a prompt: all its strings, or JSON of what is none."""
+    given = body.get("prompt")
+    if given is None:
+        given = [message["content"] for message in body["messages"]]
+    texts = given if isinstance(given, list) else [given]
+    return "".join(text if isinstance(text, str) else json.dumps(text) for text in texts)
 
 
 def _path(text: str) -> list[int]:

@@ -225,3 +225,9 @@ def test_no_setting_is_ignored_by_its_part(part: str, folders: tuple[str, ...]) 
 def test_the_documentation_lists_every_setting_as_it_is() -> None:
     page = DOCS / "configuration.md"
     assert updated(page) == page.read_text(), "run python -m tools.reference"
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://a.example/", "https://*.example", ""])
+def test_what_is_no_origin_of_a_web_page_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigurationError, match="cors_origins"):
+        resolve("router", {"cors_origins": [origin]}, {}, EMPTY_FILE)

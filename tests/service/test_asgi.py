@@ -18,8 +18,11 @@ from radixgrove.service.asgi import App, Receive, Scope, Send
 SECRET = "/home/secret/path"
 
 
-def call(app: App, path: str = "/", **request: Any) -> httpx.Response:
-    transport = httpx.ASGITransport(asgi.build(app, max_body_bytes=100))
+def call(
+    app: App, path: str = "/", *, cors_origins: list[str] | None = None, **request: Any
+) -> httpx.Response:
+    built = asgi.build(app, max_body_bytes=100, cors_origins=cors_origins or [])
+    transport = httpx.ASGITransport(built)
 
     async def send() -> httpx.Response:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -180,3 +183,31 @@ async def test_bodies_of_all_requests_are_bounded(released: bool) -> None:
         assert (await first).status_code == 200
         assert (await second).status_code == (200 if released else 429)
         assert (await client.post("/", content=b"x" * 60)).status_code == 200
+
+
+@pytest.mark.parametrize("origins", [["https://app.example"], ["*"]])
+def test_pages_of_allowed_origins_may_ask_and_read(origins: list[str]) -> None:
+    async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
+        raise errors.unauthorized(given=False)
+
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "x-a, x-b"}
+    page = {"origin": "https://app.example"}
+    preflight = call(refusing, method="OPTIONS", cors_origins=origins, headers=page | asks)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-headers"] == "x-a, x-b"
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    refused = call(refusing, cors_origins=origins, headers=page)
+    assert refused.status_code == 401
+    for response in (preflight, refused):
+        allowed = response.headers["access-control-allow-origin"]
+        assert allowed == ("*" if origins == ["*"] else page["origin"])
+        assert "access-control-allow-credentials" not in response.headers
+    assert "x-request-id" in refused.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("origins", [[], ["https://app.example"]])
+def test_pages_of_other_origins_may_not(origins: list[str]) -> None:
+    headers = {"origin": "https://other.example", "access-control-request-method": "POST"}
+    for method in ("OPTIONS", "POST"):
+        response = call(echo, method=method, cors_origins=origins, headers=headers)
+        assert "access-control-allow-origin" not in response.headers

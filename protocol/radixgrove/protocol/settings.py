@@ -102,6 +102,7 @@ def reveal(secret: SecretStr | None) -> str | None:
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]  # 0: any free port
+CorsOrigin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s,?#*]+)$")]
 
 
 class StepLimits(NamedTuple):
@@ -152,6 +153,10 @@ class Settings(BaseModel):
     )
     request_timeout: float = _field(
         60.0, "Seconds in which a request must arrive whole.", gt=0, le=86400
+    )
+    cors_origins: list[CorsOrigin] = _field(
+        [],
+        "Origins whose web pages may use the API from a browser, `https://host[:port]`; `*`: all.",
     )
     drain_timeout: float = _field(
         30.0, "Seconds that running requests get on SIGTERM.", gt=0, le=86400

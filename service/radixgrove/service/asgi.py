@@ -1,4 +1,4 @@
-"""ASGI middleware that router and worker share; it imports no web framework.
+"""ASGI middleware that router, worker and operator share.
 
 From the outside in, `build` stacks them so that every answer, the framework's own ones included,
 has a request id, OpenAI's error shape and one access log line.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
 
 from radixgrove.protocol.errors import PeerError
 from radixgrove.protocol.openai import errors
@@ -41,6 +43,7 @@ ON_DISCONNECT = "on_disconnect"  # see service/http.py
 RELEASE_BODY = "release_body"  # to be called once the request's body is needed no more
 ANSWERED = "answered"  # true: the framework answered a failure, which it raises nevertheless
 
+EXPOSED_HEADERS = (REQUEST_ID_HEADER, "retry-after", "x-should-retry")  # to scripts of web pages
 QUIET_PATHS = frozenset({"/livez", "/health", "/readyz", "/metrics"})
 
 
@@ -330,7 +333,25 @@ class BodyLimit:
             release()
 
 
-def build(app: App, *, max_body_bytes: int, max_bodies_bytes: int | None = None) -> App:
-    """`app` with request context, error shaping and limits of bodies, one and all, around it."""
-    limited = BodyLimit(app, max_body_bytes, max_bodies_bytes)
-    return RequestContext(ErrorShape(limited))
+def build(
+    app: App,
+    *,
+    max_body_bytes: int,
+    max_bodies_bytes: int | None = None,
+    cors_origins: Sequence[str] = (),
+) -> App:
+    """`app` with request context, error shaping and limits of bodies, one and all, around it.
+
+    `cors_origins`: whose web pages may read the answers, refusals too; `*`: all. Keys travel in a
+    header that a page sets itself: no cookies, so no credentials in the sense of CORS.
+    """
+    shaped: App = ErrorShape(BodyLimit(app, max_body_bytes, max_bodies_bytes))
+    if cors_origins:
+        shaped = CORSMiddleware(
+            shaped,
+            allow_origins=cors_origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
+    return RequestContext(shaped)

@@ -86,6 +86,37 @@ def test_stream_without_include_usage_has_no_usage(
     assert all(chunk["choices"] for chunk in chunks)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_every_chunk_has_the_usage_so_far_where_it_is_asked_for(
+    frontend: Frontend, whole: bool
+) -> None:
+    frontend.engine.cached_tokens = 5
+    options = {"continuous_usage_stats": True, "include_usage": whole}
+    *chunks, _ = events(frontend.chat("hi", n=2, stream=True, stream_options=options))
+    assert bool(chunks[-1]["choices"]) != whole
+    usages = [chunk["usage"] for chunk in chunks]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert (counts[0], counts[-1]) == (0, 6)  # of both choices
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 2
+    assert len({usage["prompt_tokens"] for usage in usages}) == 1
+    assert usages[-1]["prompt_tokens_details"] == {"cached_tokens": 5}
+    assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in usages)
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_a_scored_prompt_has_no_completion_in_its_usage(
+    frontend: Frontend, logprobs: int | None
+) -> None:
+    asked = {"max_tokens": 0, "echo": True, "logprobs": logprobs}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, _ = events(frontend.complete("hi", stream=True, stream_options=options, **asked))
+    usages = [chunk["usage"] for chunk in chunks] + [
+        frontend.complete("hi", **asked).json()["usage"]
+    ]
+    assert {usage["completion_tokens"] for usage in usages} == {0}
+
+
 def test_completion_stream_equals_whole_answer(frontend: Frontend) -> None:
     frontend.answer(PIECES)
     whole = frontend.complete("x", max_tokens=100).json()

@@ -12,6 +12,7 @@ from openapi_spec_validator import validate
 
 from radixgrove.worker.messages import RefusalReason, Refused
 from tests.conftest import wait_until
+from tests.drawn_requests import send_drawn_requests
 from tests.worker.frontend.conftest import MODEL, Frontend, StartFrontend
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -143,6 +144,19 @@ def test_chat_parameters_are_checked_by_name(
     error = error_of(post(frontend, "/v1/chat/completions", json.dumps(body).encode()), 400)
     assert error["param"] == param
     assert frontend.engine.submits == []
+
+
+@pytest.mark.parametrize(
+    ("bias", "said"),
+    [
+        ({"3": 1, "49152": 0}, "The key '49152' of 'logit_bias' is no token id from 0 to 49151."),
+        ({"the": 1}, "The key 'the' of 'logit_bias' is no token id from 0 to 49151."),
+        ({"x" * 99: 1}, f"The key '{'x' * 32}…' of 'logit_bias' is no token id from 0 to 49151."),
+        ({"3": 1, "4": -101}, "The value of the key '4' of 'logit_bias' must be from -100 to 100."),
+    ],
+)
+def test_refused_biases_are_named(frontend: Frontend, bias: dict[str, Any], said: str) -> None:
+    assert error_of(frontend.chat("hi", logit_bias=bias), 400)["message"] == said
 
 
 @pytest.mark.parametrize(
@@ -437,3 +451,11 @@ def test_the_document_lists_what_is_served_and_nothing_else(frontend: Frontend) 
         if "get" in methods and "{" not in path:
             for method in ("GET", "HEAD"):
                 assert httpx.request(method, f"{frontend.url}{path}").status_code == 200
+
+
+def test_no_request_that_its_document_allows_or_forbids_is_a_failure(frontend: Frontend) -> None:
+    with frontend.client() as client:
+        document = client.get("/openapi.json").json()
+    statuses = send_drawn_requests(frontend.url, document, MODEL)
+    assert statuses[200] > 10
+    assert statuses[400] > 10

@@ -273,7 +273,9 @@ def test_requests_that_outlive_the_drain_end_with_an_error(start_frontend: Start
 def keyed(start_frontend: StartFrontend, tmp_path: Path) -> Frontend:
     keys = tmp_path / "keys"
     keys.write_text("# two tenants\nalice: key-a\nbob: key-b\n")
-    frontend: Frontend = start_frontend(api_keys_file=str(keys))
+    frontend: Frontend = start_frontend(
+        api_keys_file=str(keys), cors_origins=["https://app.example"]
+    )
     frontend.answer("fine")
     return frontend
 
@@ -296,6 +298,16 @@ def test_every_route_but_health_needs_a_key(keyed: Frontend) -> None:
                     assert response.json()["error"]["code"] == "invalid_api_key"
     assert httpx.get(f"{keyed.url}/livez").status_code == 200
     assert httpx.get(f"{keyed.url}/readyz").status_code == 200
+
+
+def test_a_web_page_asks_without_a_key_whether_it_may(keyed: Frontend) -> None:
+    page = {"origin": "https://app.example"}
+    asks = page | {"access-control-request-method": "POST"}
+    allowed = keyed.client().options("/v1/chat/completions", headers=asks)
+    refused = keyed.client().post("/v1/chat/completions", headers=page)
+    assert [allowed.status_code, refused.status_code] == [200, 401]
+    for response in (allowed, refused):
+        assert response.headers["access-control-allow-origin"] == page["origin"]
 
 
 def test_whoever_scrapes_metrics_needs_no_api_key(

@@ -22,7 +22,8 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
-MAX_LOGIT_BIAS = 1024
+MAX_LOGIT_BIAS = 1024  # entries
+MAX_BIAS = 100
 MAX_TEMPLATE_KWARGS = 16
 
 Probability = Annotated[float, Meta(ge=0, le=1)]
@@ -36,7 +37,7 @@ StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
-    continuous_usage_stats: Any = None
+    continuous_usage_stats: bool | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -198,3 +199,24 @@ CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "web_search_options": (),
 }
 COMPLETION_NEUTRAL: Neutral = NEUTRAL | {"prompt_embeds": (), "suffix": ("",)}
+
+MESSAGE_UNSUPPORTED = ("audio", "function_call")  # fields of a message, unless null
+PART_TYPES = ("text", "refusal")  # of a message's content
+
+# Known fields, of OpenAI's own and of other servers, that change no answer here. Like every field
+# that is unknown they are not read; documents name them.
+IGNORED = (
+    "include_reasoning",
+    "kv_transfer_params",
+    "metadata",
+    "parallel_tool_calls",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "safety_identifier",
+    "store",
+    "stream_options.include_obfuscation",
+    "user",
+    "verbosity",
+)

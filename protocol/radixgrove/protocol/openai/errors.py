@@ -98,20 +98,20 @@ def context_length_exceeded(limit: int, prompt: int, completion: int, param: str
 def model_not_found(model: str) -> ApiError:
     return ApiError(
         404,
-        f"The model '{_shorten(model)}' does not exist or you do not have access to it.",
+        f"The model '{shorten(model)}' does not exist or you do not have access to it.",
         param="model",
         code="model_not_found",
     )
 
 
 def not_found(method: str, path: str) -> ApiError:
-    return ApiError(404, f"Invalid URL ({_shorten(method)} {_shorten(path)}).", code="unknown_url")
+    return ApiError(404, f"Invalid URL ({shorten(method)} {shorten(path)}).", code="unknown_url")
 
 
 def method_not_allowed(method: str, allow: str) -> ApiError:
     return ApiError(
         405,
-        f"Not allowed to {_shorten(method)} this URL (allowed: {allow}).",
+        f"Not allowed to {shorten(method)} this URL (allowed: {allow}).",
         code="method_not_supported",
         headers={"allow": allow},
     )
@@ -196,5 +196,6 @@ def _retry_after(seconds: float | None) -> dict[str, str]:
     return {"retry-after": str(min(120, max(1, math.ceil(seconds or 1.0))))}
 
 
-def _shorten(text: str, limit: int = 200) -> str:
+def shorten(text: str, limit: int = 200) -> str:
+    """What a client sent, as much of it as a message may repeat."""
     return text if len(text) <= limit else text[:limit] + "…"

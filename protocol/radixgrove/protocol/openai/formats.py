@@ -224,11 +224,19 @@ class StreamEncoder:
         self._form = form
         opened = _encode(head)[:-1]
         self._before = b"data: " + opened + b',"choices":[{"index":'
-        # With `include_usage` every chunk but the last one has `usage: null`.
-        self._after = (b',"usage":null}' if include_usage else b"}") + b"\n\n"
         self._usage = b"data: " + opened + b',"choices":[],"usage":'
         self._delta = form.before_text
-        self._plain_end = form.after_text + b',"logprobs":null,"finish_reason":null}]' + self._after
+        # With `include_usage` every chunk but the last one has `usage: null`.
+        self._end_chunks_with(b',"usage":null}' if include_usage else b"}")
+
+    def usage_so_far(self, usage: Usage) -> None:
+        """Chunks have this usage from now on."""
+        self._end_chunks_with(b',"usage":%s}' % _encode(usage))
+
+    def _end_chunks_with(self, after: bytes) -> None:
+        self._after = after + b"\n\n"
+        end = self._form.after_text + b',"logprobs":null,"finish_reason":null}]'
+        self._plain_end = end + self._after
 
     def opening(
         self, index: int, text: str = "", prompt_token_ids: list[int] | None = None

@@ -18,7 +18,10 @@ from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
+    MAX_BIAS,
     MAX_SEQUENCES,
+    MESSAGE_UNSUPPORTED,
+    PART_TYPES,
     ChatBody,
     ChatMessage,
     CompletionBody,
@@ -69,6 +72,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    continuous_usage: bool  # every chunk of a stream has the usage so far
     ignore_eos: bool
     include_stop: bool  # the stop string or token ends the text instead of being cut off
     skip_special_tokens: bool
@@ -305,8 +309,6 @@ def _refuse_unsupported(wire: GenerationBody, table: Neutral) -> None:
         value = getattr(wire, name)
         if value is not None and value not in neutral:
             raise errors.unsupported(name)
-    if wire.stream_options is not None and wire.stream_options.continuous_usage_stats:
-        raise errors.unsupported("stream_options.continuous_usage_stats")
 
 
 def _generation(
@@ -328,6 +330,7 @@ def _generation(
     if min_tokens > (limits.max_model_len if max_tokens is None else max_tokens):
         raise errors.invalid("'min_tokens' must not exceed the tokens to generate.", "min_tokens")
     stop = (wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ())
+    options = wire.stream_options or StreamOptions()
     return Generation(
         sampling=SamplingParams(
             max_tokens=max_tokens or 1,
@@ -351,7 +354,8 @@ def _generation(
         n=n,
         stop=stop,
         stream=stream,
-        include_usage=bool((wire.stream_options or StreamOptions()).include_usage),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
         ignore_eos=bool(wire.ignore_eos),
         include_stop=bool(wire.include_stop_str_in_output),
         skip_special_tokens=wire.skip_special_tokens is not False,
@@ -380,10 +384,16 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
             raise errors.invalid(
-                f"'logit_bias' has a key that is not a token id below {vocab_size}.", "logit_bias"
+                f"The key '{errors.shorten(key, 32)}' of 'logit_bias' is no token id from 0 to "
+                f"{vocab_size - 1}.",
+                "logit_bias",
             )
-        if not -100 <= value <= 100:
-            raise errors.invalid("Values of 'logit_bias' must be from -100 to 100.", "logit_bias")
+        if not -MAX_BIAS <= value <= MAX_BIAS:
+            raise errors.invalid(
+                f"The value of the key '{key}' of 'logit_bias' must be from -{MAX_BIAS} to "
+                f"{MAX_BIAS}.",
+                "logit_bias",
+            )
         bias[int(key)] = value
     return bias
 
@@ -433,7 +443,7 @@ def _checked_messages(messages: list[ChatMessage] | None) -> list[ChatMessage]:
                 f"Invalid value for '{where}.role': must be one of {', '.join(ROLES)}.",
                 f"{where}.role",
             )
-        for field in ("audio", "function_call"):
+        for field in MESSAGE_UNSUPPORTED:
             if getattr(message, field) is not None:
                 raise errors.unsupported(f"{where}.{field}")
         if message.content is None and message.role != "assistant":
@@ -453,7 +463,7 @@ def _checked_messages(messages: list[ChatMessage] | None) -> list[ChatMessage]:
 
 def _check_part(part: ContentPart, where: str) -> None:
     text = part.refusal if part.type == "refusal" else part.text
-    if part.type not in ("text", "refusal"):
+    if part.type not in PART_TYPES:
         raise errors.unsupported(where, f"'{where}' is not text; only text parts are supported.")
     if text is None:
         raise errors.invalid(f"Missing required parameter: '{where}.text'.", f"{where}.text")

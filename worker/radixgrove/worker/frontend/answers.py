@@ -84,17 +84,14 @@ class Answer:
                     choice.token_ids += delta.token_ids
                     choice.scored += delta.scored
                 choice.finish = delta.finish or choice.finish
-        return self._whole(choices, flight.usage())
+        return self._whole(choices, self._usage(flight))
 
     def without_engine(self) -> bytes:
         """An echo of nothing but the prompt needs no engine."""
         number = len(self.prompts) * self.generation.n
-        usage = Usage.of(sum(len(prompt) for prompt in self.prompts), 0, 0)
-        return self._whole([_Collected() for _ in range(number)], usage)
+        return self._whole([_Collected() for _ in range(number)], self._unread())
 
     def _whole(self, collected: list[_Collected], usage: Usage) -> bytes:
-        if self.silent:
-            usage = Usage.of(usage.prompt_tokens, 0, usage.prompt_tokens_details.cached_tokens)
         ids = self.generation.return_token_ids
         choices = [
             Choice(
@@ -118,27 +115,33 @@ class Answer:
             ApiError, ClientDisconnected: as `RequestInFlight.deltas`; events may have left already.
         """
         opened = False
+        sampled = 0  # tokens of all choices
         async for batch in flight.deltas():
             events: list[bytes] = []
             if not batch:
                 events.append(PING)
             elif not opened:
                 opened = True
+                self._count(flight, 0)
                 events += self._openings(flight.sequences)
             for sequence, message, delta in batch:
+                sampled += len(message.token_ids)
+                self._count(flight, sampled)
                 events += self._events(sequence, message, delta)
             joined = b"".join(events)
             if joined:
                 yield joined
-        yield self._closing(flight.usage())
+        yield self._closing(self._usage(flight))
 
     def stream_without_engine(self) -> bytes:
         encoder = self._encoder
+        usage = self._unread()
+        if self.generation.continuous_usage:
+            encoder.usage_so_far(usage)
         events = []
         for index in range(len(self.prompts) * self.generation.n):
             events.append(encoder.text(index, self.echoed(index)))
             events.append(encoder.finish(index, "length"))
-        usage = Usage.of(sum(len(prompt) for prompt in self.prompts), 0, 0)
         return b"".join(events) + self._closing(usage)
 
     def _openings(self, sequences: list[Sequence]) -> list[bytes]:
@@ -170,6 +173,22 @@ class Answer:
     def _closing(self, usage: Usage) -> bytes:
         return (self._encoder.usage(usage) if self.generation.include_usage else b"") + DONE
 
+    # ---- usage -------------------------------------------------------------------------------
+
+    def _usage(self, flight: RequestInFlight) -> Usage:
+        usage = flight.usage()
+        return _with_completion(usage, 0) if self.silent else usage
+
+    def _unread(self) -> Usage:
+        """Of prompts that the engine did not see."""
+        return Usage.of(sum(len(prompt) for prompt in self.prompts), 0, 0)
+
+    def _count(self, flight: RequestInFlight, sampled: int) -> None:
+        """Says in the chunks to come what has been used, where the client asks for it."""
+        if self.generation.continuous_usage:
+            shown = 0 if self.silent else sampled
+            self._encoder.usage_so_far(_with_completion(flight.usage(), shown))
+
     # ---- parts -------------------------------------------------------------------------------
 
     def echoed(self, index: int) -> str:
@@ -195,6 +214,10 @@ class Answer:
         if not self._scores:
             return None
         return self._form.logprobs(scored_bytes(scored, self.model.vocabulary))
+
+
+def _with_completion(usage: Usage, tokens: int) -> Usage:
+    return Usage.of(usage.prompt_tokens, tokens, usage.prompt_tokens_details.cached_tokens)
 
 
 def token_list(token_ids: bytes) -> list[int]:

@@ -84,6 +84,7 @@ class Frontend:
             guarded,
             max_body_bytes=settings.max_body_bytes,
             max_bodies_bytes=settings.max_bodies_bytes,
+            cors_origins=settings.cors_origins,
         )
 
     @property
