@@ -91,6 +91,124 @@ def test_more_decoding_rows_than_the_step_holds_take_turns_to_the_end() -> None:
         assert harness.tokens[f"r{index}"] == harness.expected(f"r{index}")
 
 
+@pytest.mark.parametrize(("depth", "budget"), [(1, 8), (2, 8), (3, 4)])
+def test_rows_that_sit_a_step_out_are_in_the_next(depth: int, budget: int) -> None:
+    """Steps yield less than they may, so that rows come back which seemed to have ended."""
+    options = {"max_step_tokens": budget, "max_row_tokens": 4, "max_model_len": 64}
+    harness = Harness(depth, lambda bound: 1, num_pages=600, **options)
+    for index in range(8):
+        harness.submit(request(f"r{index}", prompt(index, 3), 24))
+    progress: dict[str, tuple[int, int]] = {}  # tokens, and the step in which they came
+    most_decoding = step = 0
+    while harness.step():
+        step += 1
+        most_decoding = max(most_decoding, len(harness.plans[-1].decodes))
+        for name, tokens in harness.tokens.items():
+            if len(tokens) != progress.get(name, (0, 0))[0] or name in harness.ended:
+                progress[name] = len(tokens), step
+            assert step - progress[name][1] <= 8, f"{name} starves"
+    assert len(harness.ended) == 8
+    assert most_decoding == budget // 4
+
+
+# ---- short prompts beside long ones --------------------------------------------------------------
+
+WIDE = {"num_pages": 600, "max_rows": 32, "max_running": 32, "max_model_len": 512}
+
+
+def steps_until_it_ran(harness: Harness, names: set[str]) -> int:
+    """Steps until all of them have a token."""
+    steps = 0
+    while not names <= harness.tokens.keys():
+        harness.step()
+        steps += 1
+    return steps
+
+
+@DEPTHS
+def test_short_prompts_behind_long_ones_begin_in_the_first_two_steps_after_they_came(
+    depth: int,
+) -> None:
+    harness = Harness(depth, max_step_tokens=64, **WIDE)
+    for index in range(4):
+        harness.submit(request(f"long{index}", prompt(index, 400), 1))
+    harness.step()
+    planned = len(harness.plans)
+    for index in range(8):
+        harness.submit(request(f"short{index}", prompt(10 + index, 4), 1))
+    harness.run()
+    admitted = [
+        unpack(new.token_ids)
+        for plan in list(harness.plans)[planned : planned + 2]
+        for new in plan.new_rows
+    ]
+    assert [p for p in admitted if len(p) == 4] == [prompt(10 + index, 4) for index in range(8)]
+    # As many steps as it takes to compute all tokens, and one that is not full.
+    assert len(harness.plans) <= (4 * 400 + 8 * 4) // 64 + 1
+
+
+def test_long_prompts_keep_three_quarters_of_each_step() -> None:
+    harness = Harness(max_step_tokens=64, **WIDE)
+    harness.submit(request("long", prompt(0, 500), 1))
+    harness.step()
+    for index in range(300):
+        harness.submit(request(f"short{index}", prompt(1 + index, 8), 1))
+    while "long" not in harness.tokens:
+        harness.step()
+        plan = harness.plans[-1]
+        assert plan.num_tokens == 64
+        (own,) = [chunk for chunk in plan.prefills if chunk.row == 0]
+        assert own.length >= 48 or own.sample
+
+
+def test_a_short_request_is_one_with_little_left_to_compute() -> None:
+    """Whatever its prompt's length, what is cached need not be computed."""
+    harness = Harness(max_step_tokens=64, **WIDE)
+    common = prompt(5, 100)
+    harness.submit(request("first", common, 1))
+    harness.run()
+    for index in range(3):
+        harness.submit(request(f"long{index}", prompt(index, 400), 1))
+    harness.step()
+    harness.submit(request("other", prompt(7, 104), 1))
+    harness.submit(request("follows", [*common, 1, 2, 3, 4], 1))
+    assert steps_until_it_ran(harness, {"follows"}) <= 2
+    assert "other" not in harness.tokens
+
+
+def test_short_requests_pass_nothing_that_waits_for_memory() -> None:
+    harness = Harness(max_step_tokens=64, **{**WIDE, "num_pages": 200})
+    harness.submit(request("runs", prompt(0, 500), 1))
+    harness.step()
+    harness.submit(request("waits", prompt(1, 400), 1))  # 225 pages for both
+    harness.submit(request("short", prompt(2, 4), 1))
+    harness.run()
+    admitted = order_of_admission(harness)
+    assert [len(tokens) for tokens in admitted] == [500, 400, 4]
+
+
+def test_short_requests_leave_a_row_to_each_that_they_pass() -> None:
+    harness = Harness(max_step_tokens=64, **{**WIDE, "max_running": 3})
+    for index in range(2):
+        harness.submit(request(f"long{index}", prompt(index, 400), 100))
+    harness.step()
+    harness.submit(request("short0", prompt(10, 4), 8))
+    harness.submit(request("short1", prompt(11, 4), 8))
+    harness.run()
+    assert [len(tokens) for tokens in order_of_admission(harness)] == [400, 4, 400, 4]
+
+
+@pytest.mark.parametrize("policy", [SchedulePolicy.PRIORITY, SchedulePolicy.LONGEST_OUTPUT])
+def test_where_the_order_is_the_users_nothing_is_passed(policy: SchedulePolicy) -> None:
+    harness = Harness(max_step_tokens=64, schedule_policy=policy, **WIDE)
+    for index in range(2):
+        harness.submit(request(f"long{index}", prompt(index, 400), 9, priority=1))
+    harness.step()
+    harness.submit(request("short", prompt(10, 4), 1))
+    harness.run()
+    assert [len(tokens) for tokens in order_of_admission(harness)] == [400, 400, 4]
+
+
 # ---- sharing a prefix in flight ------------------------------------------------------------------
 
 

@@ -205,11 +205,20 @@ def test_every_request_ends_once_with_its_own_text(
     count = 0
     for operation in operations:
         count = apply(harness, operation, count)
+        check_promises(harness)
     harness.run()
     assert len(harness.ended) == count
     for index in range(count):
         check_answer(harness, f"r{index}")
     check_empty(harness)
+
+
+def check_promises(harness: Harness) -> None:
+    """What running requests are expected to add is the same by arrays and one by one."""
+    admission = harness.scheduler._admission
+    rows = harness.scheduler._batch.active
+    each = [admission._growth(request, len(active.pages)) for request, active in rows.items()]
+    assert admission._growth_of_running() == sum(each)
 
 
 def check_empty(harness: Harness) -> None:

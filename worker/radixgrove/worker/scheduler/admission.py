@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from radixgrove.protocol.settings import SchedulePolicy
 from radixgrove.worker.cache.node import TreeNode
 from radixgrove.worker.plan import NewRow
@@ -21,6 +23,10 @@ from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.queue import WaitingQueue
 from radixgrove.worker.scheduler.request import Request, RequestState, RunningRequest, count_tokens
 
+# Policies whose order is the user's: nothing passes what comes first.
+_STRICT = (SchedulePolicy.PRIORITY, SchedulePolicy.LONGEST_OUTPUT)
+# A step lets short requests pass no more than this: looking costs CPU.
+_MOST_PASSED = 64
 # A step looks at no more requests than this that wait for another's prefix: looking costs CPU.
 _MOST_FOLLOWERS = 128
 # While a step is full, so many of those that wait are looked at for loads to begin.
@@ -90,19 +96,62 @@ class Admission:
                 admitted += 1
         return admitted
 
-    def _has_room(self, step: StepDraft) -> bool:
-        running = len(self._batch.active)
-        free = self._memory.rows.free
-        return step.budget > 0 and free > 0 and running < self._config.max_running
+    def admit_short(self, step: StepDraft, now: float, most: int) -> int:
+        """Start waiting requests that have at most so many tokens to compute; how many.
+
+        They pass longer ones that wait for their turn, but take neither row nor pages from those:
+        each that is passed keeps its own, and one that does not fit is not passed.
+        """
+        if not self._queue or self._config.schedule_policy in _STRICT:
+            return 0
+        self._promised = None
+        admitted = passed = 0
+        for request in self._queue.in_order(now):
+            if passed == _MOST_PASSED or not self._has_room(step, passed):
+                break
+            if request.state is RequestState.AWAITING_KV:
+                continue
+            tokens = request.tokens()
+            found = self._peek(request, tokens)
+            if self._waits_for_pages(request, tokens, found):
+                passed += 1
+                continue
+            node, cached = found or (None, 0)
+            if count_tokens(tokens) - cached * self._config.page_size > most:
+                if not self._fits(request, node, cached):
+                    break
+                passed += 1
+                self._promised = self._reserved() + self._growth(request, cached)
+            elif not self._worth_loading(request, tokens, found):
+                if not self._start(step, request, tokens, from_host=False):
+                    break
+                admitted += 1
+        return admitted
+
+    def _has_room(self, step: StepDraft, promised: int = 0) -> bool:
+        """Whether the step has tokens left, and there is a row beside those that are promised."""
+        free = self._config.max_running - len(self._batch.active)
+        return step.budget > 0 and min(free, self._memory.rows.free) > promised
 
     def _reserved(self) -> int:
         """Pages that new requests may not have: what those admitted, or soon to be, will add."""
         if self._promised is None:
-            running = sum(self._growth(r, len(a.pages)) for r, a in self._batch.active.items())
+            running = self._growth_of_running()
             loads = [] if self.loads is None else self.loads.holds()
             coming = sum(self._growth(r, hold.node.end) for r, hold in loads)
             self._promised = self._watermark + running + coming
         return self._promised
+
+    def _growth_of_running(self) -> int:
+        """The sum of `_growth` over all that hold a row, by arrays: there may be thousands."""
+        rows = self._batch.active
+        count, size = len(rows), self._config.page_size
+        prompts = np.fromiter((request.prompt_len for request in rows), np.int64, count)
+        limits = np.fromiter((request.limit for request in rows), np.int64, count)
+        generated = np.fromiter((len(request.output) for request in rows), np.int64, count)
+        capacity = np.fromiter((active.capacity for active in rows.values()), np.int64, count)
+        most = prompts + generated + self.estimator.remaining_of_all(generated, limits)
+        return int(np.maximum(0, -(-most // size) - capacity // size).sum())
 
     def _growth(self, request: Request, pages: int) -> int:
         """Pages that a request which has so many is expected to add."""
@@ -139,7 +188,7 @@ class Admission:
         limit = self._limit(tokens)
         reserved = self._reserved()
         node = self._memory.tree.match(request.scope, tokens, limit)
-        if not (self._fits(request, node) and self.loads.begin(request, tokens, limit)):
+        if not (self._fits(request, node, _end(node)) and self.loads.begin(request, tokens, limit)):
             return False
         self._promised = reserved + self._growth(request, end)
         return True
@@ -170,10 +219,9 @@ class Admission:
         )
         return request.awaits_prefix
 
-    def _fits(self, request: Request, node: TreeNode | None) -> bool:
-        """Whether a request with a prefix cached up to `node` fits beside the running ones."""
+    def _fits(self, request: Request, node: TreeNode | None, cached: int) -> bool:
+        """Whether a request fits beside the running ones; `cached` of its pages end at `node`."""
         memory = self._memory
-        cached = 0 if node is None else node.end
         available = (
             memory.pool.free + memory.tree.residency.evictable - memory.tree.unlocked_pages(node)
         )
@@ -213,7 +261,7 @@ class Admission:
         if from_host and node is not None:
             below = memory.tree.match_host(node, tokens, limit)
         active = None
-        if self._fits(request, node):
+        if self._fits(request, node, _end(node)):
             active = memory.allocate_row(request, tokens, count_tokens(tokens), node, below)
         if active is None:
             memory.tree.forget_if_empty(node)
@@ -286,3 +334,7 @@ class Admission:
         self._queue.put_back(request)
         self.estimator.preempted()
         self._counters.preemptions += 1
+
+
+def _end(node: TreeNode | None) -> int:
+    return 0 if node is None else node.end

@@ -73,7 +73,7 @@ class Batch:
 
         `make_room` is asked for pages when there are too few; it returns the rows that still run.
         """
-        rows = self._ready()[: step.budget // self._most]
+        rows = self._take_turns(self._ready(), step.budget // self._most)
         short = [active for active in rows if active.launched + self._most > active.capacity]
         if short:
             rows = self._grow(rows, short, step.appended, make_room)
@@ -100,6 +100,15 @@ class Batch:
             return [active for active in self._decoding if active.tokens_left]
         ready = [active for active in self._decoding if active.tokens_left and not active.held]
         return ready[: -(-len(self._decoding) // self._micro_batches)]
+
+    def _take_turns(self, ready: list[RunningRequest], most: int) -> list[RunningRequest]:
+        """The first of them, where a step cannot hold all: these stand behind the others then."""
+        if len(ready) <= most:
+            return ready
+        rows = ready[:most]
+        served = set(rows)
+        self._decoding = [active for active in self._decoding if active not in served] + rows
+        return rows
 
     def _grow(
         self,
@@ -138,13 +147,25 @@ class Batch:
 
     # ---- prefill ---------------------------------------------------------------------------------
 
-    def add_prefills(self, step: StepDraft) -> None:
-        """Chunks for rows in prefill while the budget lasts."""
+    def add_prefills(self, step: StepDraft, most_left: int | None = None) -> None:
+        """Chunks for rows in prefill that have none in this step, while the budget lasts.
+
+        Args:
+            most_left: only for those with so few tokens left.
+        """
+        begun = {active for active, _ in step.chunks}
         for active in self._prefilling:
             if step.budget <= 0:
                 break
-            if active.live:
+            short = most_left is None or active.length - active.launched <= most_left
+            if active.live and short and active not in begun:
                 self.add_chunk(step, active)
+
+    def prefills_more_than(self, tokens: int) -> bool:
+        """Whether a row in prefill has more tokens left."""
+        return any(
+            active.live and active.length - active.launched > tokens for active in self._prefilling
+        )
 
     @property
     def prefill_backlog(self) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+from numpy.typing import NDArray
+
 # Requests often ask for far more tokens than they use; beyond this the guess does not grow.
 _LONGEST_ESTIMATE = 4096
 _PRIOR_SHARE = 0.5
@@ -34,6 +37,15 @@ class OutputEstimator:
         """Tokens that a request with `generated` tokens is expected to add, at least one."""
         expected = math.ceil(self.share * min(limit, _LONGEST_ESTIMATE))
         return max(1, min(expected, limit) - generated)
+
+    def remaining_of_all(
+        self, generated: NDArray[np.int64], limits: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """`remaining` of many requests at once."""
+        bounded = np.minimum(limits, _LONGEST_ESTIMATE)
+        expected = np.ceil(self.share * bounded).astype(np.int64)
+        remaining: NDArray[np.int64] = np.maximum(1, np.minimum(expected, limits) - generated)
+        return remaining
 
 
 class QueuePace:

@@ -1,9 +1,9 @@
 """The scheduler: requests in, step plans out, results in, tokens out.
 
 Continuous batching: every step holds every decoding row that may go on, then prefill chunks up to
-the step's budget. `intake` takes requests in, `admission` decides who runs, `batch` what each row
-adds to a step, `results` what comes of it, and `lifecycle` how requests end. All times are Unix
-seconds, given by the caller.
+the step's budget, of which long prompts leave short ones a share. `intake` takes requests in,
+`admission` decides who runs, `batch` what each row adds to a step, `results` what comes of it, and
+`lifecycle` how requests end. All times are Unix seconds, given by the caller.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from radixgrove.worker.scheduler.queue import WaitingQueue
 from radixgrove.worker.scheduler.results import Results
 
 _SNAPSHOT_CHUNK = 8192  # blocks of one snapshot message
+# While long prompts are computed, one token in so many of a step is for prompts that need no more.
+_SHORT_SHARE = 4
 
 
 class Scheduler:
@@ -96,6 +98,7 @@ class Scheduler:
             running=len(self._batch.active),
             waiting=len(self._lifecycle.requests) - len(self._batch.active),
             waiting_tokens=self._queue.tokens,
+            prefill_backlog=self._batch.prefill_backlog,
             pages_total=pool.num_pages,
             pages_free=pool.free,
             pages_evictable=tree.residency.evictable,
@@ -158,15 +161,29 @@ class Scheduler:
         return self._launch(step, saves, loads)
 
     def _fill(self, step: StepDraft, now: float) -> None:
-        """Decodes first, then prefill that has begun, then new requests."""
+        """Decodes first, then short prompts, prefill that has begun, and new requests."""
         preemptions = self.counters.preemptions
         self._batch.add_decodes(step, self._admission.make_room)
-        self._batch.add_prefills(step)
         # A preempted request would come straight back for the pages it just gave.
-        if preemptions == self.counters.preemptions:
-            admitted = self._admission.admit(step, now)
-            if admitted:
-                self._pace.admitted(admitted, now)
+        may_admit = preemptions == self.counters.preemptions
+        admitted = self._serve_short(step, now, may_admit)
+        self._batch.add_prefills(step)
+        if may_admit:
+            admitted += self._admission.admit(step, now)
+        if admitted:
+            self._pace.admitted(admitted, now)
+
+    def _serve_short(self, step: StepDraft, now: float, may_admit: bool) -> int:
+        """Short prompts beside long ones: a share of the step is theirs; how many were admitted."""
+        share = self.config.max_step_tokens // _SHORT_SHARE
+        if not self._batch.prefills_more_than(share):
+            return 0
+        others = max(0, step.budget - share)
+        step.budget -= others
+        self._batch.add_prefills(step, share)
+        admitted = self._admission.admit_short(step, now, share) if may_admit else 0
+        step.budget += others
+        return admitted
 
     def _launch(
         self, step: StepDraft, saves: list[PageCopies], loads: list[PageCopies]
