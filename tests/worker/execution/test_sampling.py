@@ -13,11 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixgrove.kernels import sample, top_k_top_p
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.execution.sampling.draw import draw
-from radixgrove.worker.execution.sampling.logits_processors import edit_logits
+from radixgrove.worker.execution.sampling.logits_processors import counting_bytes, edit_logits
 from radixgrove.worker.execution.sampling.logprobs import token_logprobs
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import SamplingFeatures, SamplingState
@@ -333,3 +334,41 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
     assert [token for token, _ in entries[0].top] == expected[1].topk(4).indices.tolist()
     assert all(a[1] >= b[1] for a, b in pairwise(entries[0].top))
     assert entries[1].top == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}])
+def test_the_least_temperatures_are_greedy(changes: dict[str, Any]) -> None:
+    """Also beside rows that draw; divided by 1e-39, most logits are infinite."""
+    bench = Bench(2)
+    bench.enter(0, params(temperature=1e-39, **changes))
+    bench.enter(1, params(temperature=1.0, seed=3, **changes))
+    logits = torch.arange(50.0).repeat(2, 1)
+    for _ in range(20):
+        assert bench.sample(logits, [0, 1]).tokens[0] == 49
+
+
+def test_penalties_take_bounded_scratch_and_count_all_rows_alike() -> None:
+    """However many long rows ask for them; each row's own length decides what is counted."""
+    rows, length, vocab = 24, 1 << 17, 40
+    bench = Bench(rows, length)
+    for row in range(rows):
+        tokens = [row] * (length - row - 1)
+        bench.enter(row, params(temperature=0.0, presence_penalty=1.0), tokens, prompt_len=1)
+    sizes: list[int] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, arguments: Any = (), options: Any = None
+        ) -> Any:
+            result = function(*arguments, **(options or {}))
+            if isinstance(result, Tensor) and result._base is None:
+                sizes.append(result.numel() * result.element_size())
+            return result
+
+    logits = torch.zeros(rows, vocab)
+    logits[:, -1] = -0.5
+    logits[torch.arange(rows), torch.arange(rows)] = 0.25  # 0.75 below zero once penalized
+    with Noting():
+        sampled = bench.sample(logits, list(range(rows)))
+    assert sampled.tokens.tolist() == [1, *([0] * (rows - 1))]
+    assert max(sizes) <= counting_bytes(rows, length) / 4 < rows * length * 8

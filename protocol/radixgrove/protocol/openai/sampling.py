@@ -6,13 +6,16 @@ import msgspec
 
 # OpenAI's bound for `top_logprobs`; also the width of the tensors that carry them.
 MAX_TOP_LOGPROBS = 20
+# Below it a draw is the most probable token, and logits divided by it leave float32.
+LEAST_TEMPERATURE = 1e-6
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One sequence's sampling settings, already validated and bounded.
 
-    `temperature == 0` means greedy. `seed` is always set (drawn at the edge when the client gave
-    none): the random number of position p is a pure function of (seed, p), whatever the batch.
+    A `temperature` below `LEAST_TEMPERATURE` means greedy. `seed` is always set (drawn at the edge
+    when the client gave none): the random number of position p is a pure function of (seed, p),
+    whatever the batch.
     Stop *strings* are not here: the frontend owns text, the scheduler owns tokens.
     """
 
@@ -35,4 +38,4 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < LEAST_TEMPERATURE

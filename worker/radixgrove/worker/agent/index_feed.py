@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from radixgrove.protocol import index
 from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, BlockHasher, members
@@ -21,6 +22,7 @@ SNAPSHOT_TIMEOUT = 30.0  # from the request to the last chunk; then it is asked 
 MAX_BUFFERED_MEMBERS = 1 << 18  # of events; beyond it they are dropped and a snapshot replaces them
 MAX_SNAPSHOT_MEMBERS = 1 << 22
 PIPELINE_BATCHES = 16
+MOST_DOMAINS = 1024  # whose numbers are remembered: a salt makes a domain of its own
 
 Operation = tuple[bytes, bytes]  # b"+gpu", packed members
 
@@ -52,9 +54,8 @@ class IndexFeed:
     """
 
     def __init__(self, hasher: BlockHasher, request_snapshot: Callable[[], None]) -> None:
-        self._hasher = hasher
         self._request_snapshot = request_snapshot
-        self._domains: dict[str, int] = {}
+        self._domain64 = lru_cache(MOST_DOMAINS)(hasher.domain64)
         self._events: deque[tuple[int, list[Operation]]] = deque()  # engine sequence, operations
         self._engine_sequence: int | None = None
         self._snapshot: Snapshot | None = None
@@ -97,12 +98,10 @@ class IndexFeed:
     def _operations(self, events: Sequence[CacheEvent]) -> list[Operation]:
         operations = []
         for event in events:
-            domain = self._domains.get(event.domain)
-            if domain is None:
-                domain = self._domains[event.domain] = self._hasher.domain64(event.domain)
             if event.hashes:
                 sign = b"+" if event.stored else b"-"
-                operations.append((sign + event.tier.encode(), members(event.hashes, domain)))
+                packed = members(event.hashes, self._domain64(event.domain))
+                operations.append((sign + event.tier.encode(), packed))
         return operations
 
     # ---- what is to be sent to Redis -------------------------------------------------------

@@ -67,36 +67,47 @@ class RequestTable:
             self._num_pages[shrunk.row] = shrunk.pages
         if plan.new_rows:
             self._enter(plan.new_rows)
-        places = [
-            (new.row, column, page)
-            for new in plan.new_rows
-            for column, page in enumerate(new.pages)
-        ]
-        for row, page in plan.appended_pages:
-            places.append((row, self._num_pages[row], page))
-            self._num_pages[row] += 1
-        if places:
-            rows, columns, pages = np.array(places, dtype=np.int64).T
-            self.host_pages[rows, columns] = pages
-            packed = to_device(
-                np.stack([rows * self.pages.shape[1] + columns, pages]), self._device
-            )
-            self.pages.view(-1).index_copy_(0, packed[0], packed[1].int())
+        if plan.new_rows or plan.appended_pages:
+            self._fill_pages(plan)
 
     def _enter(self, new_rows: list[NewRow]) -> None:
         self.entered += len(new_rows)
-        tokens = np.concatenate([np.frombuffer(new.token_ids, dtype="<i4") for new in new_rows])
-        known = to_device(tokens, self._device)
-        begin = 0
-        for new in new_rows:
-            length = len(new.token_ids) // 4
-            self.tokens[new.row, :length] = known[begin : begin + length]
-            begin += length
-            self.host_lens[new.row] = length
+        tokens = [np.frombuffer(new.token_ids, dtype="<i4") for new in new_rows]
+        known = to_device(np.concatenate(tokens), self._device)
+        rows = [new.row for new in new_rows]
+        lengths = [len(ids) for ids in tokens]
+        packed = to_device(np.array([rows, lengths], dtype=np.int64), self._device)
+        row, length = packed[0], packed[1]
+        # Where each row begins in the table, less where its tokens begin in `known`.
+        shift = row * self.tokens.shape[1] + length - length.cumsum(0)
+        places = torch.arange(len(known), device=self._device) + shift.repeat_interleave(
+            length, output_size=len(known)
+        )
+        self.tokens.view(-1).index_copy_(0, places, known)
+        self.lens.index_copy_(0, row, length.int())
+        for new, count in zip(new_rows, lengths, strict=True):
+            self.host_lens[new.row] = count
             self._num_pages[new.row] = len(new.pages)
-        lens = [(new.row, self.host_lens[new.row]) for new in new_rows]
-        packed = to_device(np.array(lens, dtype=np.int64).T.copy(), self._device)
-        self.lens.index_copy_(0, packed[0], packed[1].int())
+
+    def _fill_pages(self, plan: StepPlan) -> None:
+        """Pages of the new rows' prefixes, and those that rows were given."""
+        width = self.pages.shape[1]
+        appended = []
+        for row, page in plan.appended_pages:
+            appended.append((row * width + self._num_pages[row], page))
+            self._num_pages[row] += 1
+        parts = [np.array(appended, dtype=np.int64).reshape(-1, 2).T]
+        for new in plan.new_rows:
+            begin, count = new.row * width, len(new.pages)
+            parts.append(
+                np.stack([np.arange(begin, begin + count), np.array(new.pages, dtype=np.int64)])
+            )
+        packed = np.concatenate(parts, axis=1)
+        if not packed.size:
+            return
+        self.host_pages.reshape(-1)[packed[0]] = packed[1]
+        places, pages = to_device(packed, self._device)
+        self.pages.view(-1).index_copy_(0, places, pages.int())
 
     def append(self, rows: Tensor, sampled: Tensor) -> None:
         """Add each row's sample to its tokens; `rows` [S] int64, `sampled` [S] int64.

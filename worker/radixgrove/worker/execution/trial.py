@@ -12,6 +12,7 @@ from radixgrove.worker.execution.assembly import LoadedModel
 from radixgrove.worker.execution.graphs import Report as CaptureReport
 from radixgrove.worker.execution.memory import CudaUse
 from radixgrove.worker.execution.page_copier import staging_bytes
+from radixgrove.worker.execution.sampling.logits_processors import counting_bytes
 from radixgrove.worker.execution.warmup import exercise, trial_pages
 from radixgrove.worker.messages import EngineState
 
@@ -35,6 +36,8 @@ def measure_cuda(loaded: LoadedModel, longest: int) -> CudaUse:
     torch.cuda.reset_peak_memory_stats(device)
     exercise(runner, limits.max_step_tokens)
     activations = torch.cuda.max_memory_allocated(device) - weights - pool
+    # The trial's rows are short: what penalties count of long ones comes on top.
+    activations += counting_bytes(limits.max_running, longest)
     graphs = 0
     batches, steps = loaded.graph_sizes(backend)
     if batches:

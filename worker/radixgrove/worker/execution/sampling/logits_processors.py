@@ -15,6 +15,9 @@ from radixgrove.worker.execution.sampling.state import SamplingFeatures, Samplin
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.execution.transfer import to_device
 
+_COUNTED_TOKENS = 1 << 20  # at once, or one row's
+_COUNTING_BYTES = 32  # of scratch a token: ids, indices, masks, counts
+
 
 def edit_logits(
     logits: Tensor,
@@ -54,22 +57,43 @@ def _penalize(
     """Repetition (Keskar et al., CTRL, 2019) over prompt and output; presence and frequency, as in
     OpenAI's API, over the output alone."""
     floats = state.floats(rows)
-    prompt_lens = state.integers(rows)["prompt_len"][:, None]
-    lens = table.lens.index_select(0, rows)[:, None]
-    tokens = table.tokens[:, :longest].index_select(0, rows).long()
-    positions = torch.arange(longest, device=rows.device)
+    prompt_lens = state.integers(rows)["prompt_len"]
     # One column more, for tokens of a prompt that have no logit.
     size = len(logits), logits.shape[1] + 1
     counts = torch.zeros(size, dtype=torch.int32, device=logits.device)
-    tokens.clamp_(max=logits.shape[1])
-    # Positions beyond a prompt mark its first token: all writes to one place are the same.
-    counts.scatter_(1, torch.where(positions < prompt_lens, tokens, tokens[:, :1]), ops.PROMPT_BIT)
-    generated = (positions >= prompt_lens) & (positions < lens)
-    counts.scatter_add_(1, tokens, generated.int())
+    step = _rows_at_once(longest)
+    for begin in range(0, len(rows), step):
+        part = slice(begin, begin + step)
+        _count_tokens(counts[part], rows[part], prompt_lens[part, None], table, longest)
     own = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
     ops.penalize(
         logits, own, counts[:, :-1], floats["repetition"], floats["presence"], floats["frequency"]
     )
+
+
+def _count_tokens(
+    counts: Tensor, rows: Tensor, prompt_lens: Tensor, table: RequestTable, longest: int
+) -> None:
+    """Fills `counts` [S, V + 1], zeros, as `ops.penalize` reads them."""
+    lens = table.lens.index_select(0, rows)[:, None]
+    tokens = table.tokens[:, :longest].index_select(0, rows).long()
+    tokens.clamp_(max=counts.shape[1] - 1)
+    positions = torch.arange(longest, device=rows.device)
+    # Positions beyond a prompt mark its first token: all that write to one place write the same.
+    counts.scatter_(1, torch.where(positions < prompt_lens, tokens, tokens[:, :1]), ops.PROMPT_BIT)
+    generated = (positions >= prompt_lens) & (positions < lens)
+    counts.scatter_add_(1, tokens, generated.int())
+
+
+def _rows_at_once(longest: int) -> int:
+    """Rows whose tokens are counted together: their scratch is bounded, however long they are."""
+    return max(1, _COUNTED_TOKENS // longest)
+
+
+def counting_bytes(rows: int, longest: int) -> int:
+    """Most scratch, in bytes, that counting the tokens of so many rows takes."""
+    tokens = min(rows, _rows_at_once(longest)) * longest
+    return tokens * _COUNTING_BYTES
 
 
 def _bias(

@@ -109,7 +109,7 @@ class SamplingState:
                 self.stops.set(new.row, dict.fromkeys(sampling.stop_token_ids, float("-inf")))
             floats.append(
                 (
-                    sampling.temperature,
+                    0.0 if sampling.is_greedy else sampling.temperature,
                     sampling.top_p,
                     sampling.min_p,
                     sampling.repetition_penalty,
