@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,9 +22,12 @@ REPLICA: dict[str, Any] = {
     "state": "ready",
     "running": 2,
     "waiting": 1,
+    "waiting_tokens": 340,
     "in_flight": 0,
     "kv_use": 0.123,
     "hit_rate": 0.5,
+    "host_use": 0.75,
+    "host_hit_rate": 0.2,
     "generation_age": 7500.0,
     "device": "cpu",
 }
@@ -51,6 +55,9 @@ class Cluster(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self._take()
+        if self.path.endswith("/undrain"):
+            self._answer({"state": "ready"})
+            return
         if self.path.endswith("/drain"):
             if "replica-0" not in self.path:
                 self._answer({"error": {"message": "There is no replica 'x'."}}, 404)
@@ -86,9 +93,13 @@ def url() -> Iterator[str]:
 def test_ps_is_one_line_a_replica(url: str) -> None:
     result = radixgrove("ps", "--management-url", url, RADIXGROVE_MANAGEMENT_KEY="k")
     assert result.returncode == 0
-    assert result.stdout.splitlines()[2].split() == [
-        *("replica-0", "m", "ready", "2", "1", "12%", "50%", "2h", "cpu")
-    ]
+    head, row = result.stdout.splitlines()[1:3]
+    columns = dict(zip(re.split(r"  +", head), re.split(r"  +", row), strict=True))
+    assert columns == {
+        **{"REPLICA": "replica-0", "MODEL": "m", "STATE": "ready", "AGE": "2h", "DEVICE": "cpu"},
+        **{"RUN": "2", "QUEUE": "1", "QUEUED TOKENS": "340"},
+        **{"KV": "12%", "KV HITS": "30%", "HOST": "75%", "HOST HITS": "20%"},
+    }
     assert Cluster.seen[0][3] == "Bearer k"
     as_json = radixgrove("ps", "--management-url", url, "--json")
     assert json.loads(as_json.stdout)["replicas"] == [REPLICA]
@@ -103,6 +114,12 @@ def test_drain_waits_until_nothing_is_left(url: str) -> None:
     assert result.returncode == 0
     assert "replica-0 is drained" in result.stdout
     assert ("POST", "/replicas/replica-0/drain") in [entry[:2] for entry in Cluster.seen]
+
+
+def test_undrain_asks_for_it(url: str) -> None:
+    result = radixgrove("undrain", "replica/0", "--management-url", url)
+    assert (result.returncode, result.stdout) == (0, "replica/0 gets requests again\n")
+    assert Cluster.seen[-1][:2] == ("POST", "/replicas/replica%2F0/undrain")
 
 
 def test_drain_gives_up_at_its_deadline(url: str) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 from openapi_spec_validator import validate
 
-from tests.router.conftest import MakeRouter
+from tests.conftest import RedisServer
+from tests.drawn_requests import send_drawn_requests
+from tests.router.conftest import MakeReplica, MakeRouter
+from tests.router.harness import MODEL
 
 
 async def test_documents_list_what_is_served_and_nothing_else(make_router: MakeRouter) -> None:
@@ -21,7 +27,7 @@ async def test_documents_list_what_is_served_and_nothing_else(make_router: MakeR
             True,
             {
                 *("/livez", "/health", "/readyz", "/status", "/log-level"),
-                "/replicas/{replica_id}/drain",
+                *("/replicas/{replica_id}/drain", "/replicas/{replica_id}/undrain"),
             },
         ),
     ):
@@ -32,3 +38,31 @@ async def test_documents_list_what_is_served_and_nothing_else(make_router: MakeR
             status = (await router.get(path, management=management)).status
             expected = {"/readyz": 503, "/v1/models/{model}": 404}.get(path, 200)
             assert status == (expected if "get" in methods else 405), path
+
+
+async def test_web_pages_may_use_the_api_and_never_the_management_port(
+    make_router: MakeRouter,
+) -> None:
+    router = await make_router(ready=False, cors_origins=["https://app.example"])
+    for origin, management, allowed in (
+        ("https://app.example", False, "https://app.example"),
+        ("https://other.example", False, None),
+        ("https://app.example", True, None),
+    ):
+        answer = await router.get("/livez", management=management, origin=origin)
+        assert answer.headers.get("access-control-allow-origin") == allowed
+
+
+async def test_no_request_that_a_document_allows_or_forbids_is_a_failure(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server)
+    for management in (False, True):
+        document = (await router.get("/openapi.json", management=management)).json
+        url = f"http://127.0.0.1:{router.management_port if management else router.port}"
+        # Bodies are the simulated replica's.
+        send = partial(send_drawn_requests, url, document, MODEL, check_bodies=management)
+        statuses = await asyncio.to_thread(send)
+        assert statuses[200] > 10
+        assert statuses[400] > 10

@@ -216,6 +216,35 @@ async def test_drain_through_the_management_port(
     assert (await router.get("/replicas/r1/drain")).status == 404  # not on the public port
 
 
+async def test_a_drained_replica_comes_back_on_request(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    """From every router, whichever drained it."""
+    replicas = [
+        await make_replica(redis_url=redis_server.url, replica_id=f"r{i}") for i in range(2)
+    ]
+    router, other = await make_router(redis_server), await make_router(redis_server)
+
+    async def states(of: Router) -> dict[str, str]:
+        status = (await of.get("/status", management=True)).json
+        return {entry["replica"]: entry["state"] for entry in status["replicas"]}
+
+    await router.post("/replicas/r0/drain", b"", management=True)
+    assert (await states(router))["r0"] == "draining"
+    await eventually(lambda: replicas[0].publisher.status().draining)
+    assert (await other.post("/replicas/r0/undrain", b"", management=True)).status == 200
+    assert (await states(other))["r0"] == "ready"
+    await eventually(lambda: not replicas[0].publisher.status().draining)
+    for one in (router, other):
+
+        async def ready(one: Router = one) -> bool:
+            return (await states(one))["r0"] == "ready"
+
+        await eventually(ready)
+        answers = [await one.complete(prompt(500 + i)) for i in range(12)]
+        assert {answer.replica for answer in answers} == {"r0", "r1"}
+
+
 async def test_log_level_can_be_changed(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:

@@ -99,6 +99,7 @@ def place(
     reservation: str = "r1",
     ceiling: float = 1e15,
     router: str = ME,
+    others: list[tuple[list[bytes], int]] | None = None,
 ) -> list[Any]:
     names = [keys.leases, keys.reserved, *keys.pending, keys.routers]
     facts = PlacementFacts()
@@ -125,9 +126,14 @@ def place(
                 random.getrandbits(31),
                 ceiling,
                 int(ROUTER_LEASE_SECONDS * 1000),
+                *([] if others is None else [packed_paths(others)]),
             ],
         )
     )
+
+
+def packed_paths(paths: list[tuple[list[bytes], int]]) -> bytes:
+    return msgspec.msgpack.encode([(b"".join(members), shared) for members, shared in paths])
 
 
 def candidate_states() -> st.SearchStrategy[list[Candidate]]:
@@ -194,6 +200,69 @@ def test_chooses_as_if_it_had_looked_at_every_block(
     assert (int(requests), int(queued)) == (before[0] + 1, before[1] + answer[3])
     entry = server.hget(keys.reserved, "r1").decode().split()
     assert entry[:3] == [ME, str(answer[3]), chosen.generation]
+
+
+@examples(100)
+@given(
+    candidates=candidate_states(),
+    lengths=st.lists(st.integers(0, 40), min_size=len(PATHS), max_size=len(PATHS)),
+    shared=st.integers(0, 5),
+    rest=st.integers(1, 40),
+)
+def test_several_prompts_are_placed_by_what_is_cached_of_all(
+    server: redis.Redis, candidates: list[Candidate], lengths: list[int], shared: int, rest: int
+) -> None:
+    """The last of them begins as the first does: blocks that both have count once."""
+    keys = ServiceKeys("test", "service")
+    write(server, keys, candidates)
+    common = min(shared, lengths[0])
+    asked = [(path, length, 0) for path, length in enumerate(lengths)]
+    asked.append((0, common, common))
+    tokens = sum(lengths) * BLOCK + rest
+    others = [(PATHS[path][:length], seen) for path, length, seen in asked[1:]]
+    answer = place(server, keys, candidates, PATHS[0][: lengths[0]], tokens, others=others)
+    usable = [c for c in candidates if not c.expired and c.state is LeaseState.READY]
+    if not usable:
+        assert answer[0] == 0
+        return
+
+    def cost(candidate: Candidate) -> float:
+        saved = 0.0
+        for path, length in enumerate(lengths):
+            gpu, total = candidate.depths(path, length)
+            saved += total * candidate.token_ms - (total - gpu) * candidate.host_token_ms
+        saved *= BLOCK
+        credit = min(HIT_CREDIT * saved, MOST_CREDIT_MS)
+        return candidate.load() + tokens * candidate.token_ms - saved - credit
+
+    chosen = candidates[answer[0] - 1]
+    assert cost(chosen) == pytest.approx(min(map(cost, usable)), abs=1e-6)
+    depths = [chosen.depths(path, length) for path, length in enumerate(lengths)]
+    assert answer[1] == sum(total for _, total in depths)
+    assert answer[2] == sum(total - gpu for gpu, total in depths)
+
+
+def test_pending_holders_are_found_by_every_prompt_of_a_list(server: redis.Redis) -> None:
+    keys = ServiceKeys("test", "service")
+    write(server, keys, candidates := _idle(4))
+    for candidate in candidates:
+        candidate.token_ms = 0.05
+    others = [(PATHS[1], 0), (PATHS[2], 0)]
+    first = place(server, keys, candidates, PATHS[0], 121 * BLOCK, others=others)
+    for path in (2, 1, 0):
+        again = place(server, keys, candidates, PATHS[path], 41 * BLOCK, reservation=f"r{path}")
+        assert again[:2] == [first[0], 40]
+
+
+def test_a_measured_rate_counts_in_place_of_the_registered_one(server: redis.Redis) -> None:
+    keys = ServiceKeys("test", "service")
+    write(server, keys, candidates := _idle(2))
+    server.hset(keys.load(candidates[0].generation), "@ms", "0.5")
+    for number in range(5):
+        answer = place(server, keys, candidates, [], 100, reservation=f"r{number}")
+        assert answer[0] == 1
+        assert float(answer[4]) == 50
+        server.hdel(keys.load(candidates[0].generation), ME)
 
 
 def _idle(count: int) -> list[Candidate]:

@@ -248,6 +248,52 @@ async def test_admitted_request_stops_counting_as_queued(
         assert left <= 11  # 160 tokens at 16 a millisecond
 
 
+async def test_what_keeps_a_replica_busy_is_what_it_last_said_and_never_adds_up(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    """Registered at 16 tokens a second, it computes 1,600: every admission books too much."""
+
+    def busy_seconds() -> float:
+        seconds, micros = client.time()
+        return float(client.hget(load, "@busy") or 0) / 1000 - seconds - micros / 1e6
+
+    async with running(redis_server.url, prefill_tokens_per_second=16.0) as engine:
+        generation = engine.publisher.status().generation
+        load = KEYS.load(generation)
+        for number in range(5):
+            client.hset(KEYS.reserved, f"res{number}", f"router 160 {generation} 1 0")
+            engine.publisher.apply(Admitted([f"res{number}:0"]))
+            engine.pulse(running=1, prefill_backlog=160)  # which has the request already
+            gone = f"res{number}"
+            await eventually(lambda gone=gone: not client.hexists(KEYS.reserved, gone))
+            await eventually(lambda: 9 < busy_seconds() <= 10)
+        engine.pulse(running=1, prefill_backlog=160, prefill_rate=1600.0)
+        await eventually(lambda: busy_seconds() <= 0.1)
+        assert float(client.hget(load, "@ms")) == 0.625
+        engine.pulse(running=1)  # its request goes on without prefill
+        await eventually(lambda: not client.hexists(load, "@busy"))
+        assert client.ttl(load) > 0
+
+
+async def test_a_drained_replica_that_registers_anew_is_still_drained_until_it_is_undrained(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    def tell(script: str, generation: str) -> None:
+        client.register_script(index.script(script).text)([KEYS.leases], [generation])
+
+    async with running(redis_server.url) as engine:
+        status = engine.publisher.status
+        first = status().generation
+        tell("drain", first)
+        await eventually(lambda: status().draining)
+        client.flushall()
+        await eventually(lambda: status().generation != first and status().registered)
+        assert lease(client, engine).state is LeaseState.DRAINING
+        tell("undrain", status().generation)
+        assert lease(client, engine).state is LeaseState.READY
+        await eventually(lambda: not status().draining)
+
+
 @examples(15)
 @given(
     steps=st.lists(

@@ -18,6 +18,7 @@ _COMMANDS = {
     "worker": ("parts", "worker", "Run one worker: an engine and its HTTP frontends."),
     "router": ("parts", "router", "Run a router: one endpoint before all replicas."),
     "drain": ("drain", "drain", "Let a replica finish and send it nothing new."),
+    "undrain": ("drain", "undrain", "Send a drained replica requests again."),
     "doctor": ("doctor", "doctor", "Check this machine and the configuration."),
     "config": ("config", "config", "Show settings and where each came from."),
     "bench": ("bench", "bench", "Measure a running endpoint."),

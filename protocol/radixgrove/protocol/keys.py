@@ -31,6 +31,11 @@ def router_key(prefix: str, router_id: str) -> str:
     return f"{prefix}:router:{router_id}"
 
 
+# The field of a generation's load that holds `registry.Measured`, as JSON. Others that begin with
+# `@` are the scripts' own.
+MEASURED = "@measured"
+
+
 class ServiceKeys:
     """Key names of one service."""
 

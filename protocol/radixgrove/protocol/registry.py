@@ -218,6 +218,16 @@ class LoadReport(msgspec.Struct, kw_only=True, frozen=True):
         )
 
 
+class Measured(msgspec.Struct, kw_only=True, frozen=True):
+    """What a replica measures as it runs. Its lease is renewed with it; it stands beside the load
+    of its generation, where release 0.1 does not look."""
+
+    prefill_tokens_per_second: float = 0.0  # 0: not measured
+    host_pages_total: int = 0
+    host_pages_used: int = 0
+    host_cached_tokens: int = 0  # counter since start; part of `LoadReport.cached_tokens`
+
+
 class Lease(msgspec.Struct, frozen=True):
     """A generation's right to be placed on, until `expires_ms` of Redis's clock."""
 

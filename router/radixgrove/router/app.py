@@ -95,6 +95,7 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
         guarded,
         max_body_bytes=settings.max_body_bytes,
         max_bodies_bytes=settings.max_bodies_bytes,
+        cors_origins=settings.cors_origins,
     )
     return CloseOnDrain(app, proxy)
 
@@ -132,6 +133,13 @@ def make_management_app(
         await fleet.drain(replica_id)
         logger.info("draining replica %s on request", replica_id)
         return reply(DrainedReplica(replica_id))
+
+    @api.act("/replicas/{replica_id:path}/undrain", DrainedReplica)
+    async def undrain(replica_id: str) -> Response:
+        """A drained replica gets requests again, from every router."""
+        await fleet.undrain(replica_id)
+        logger.info("replica %s gets requests again, on request", replica_id)
+        return reply(DrainedReplica(replica_id, "ready"))
 
     return api.guarded()
 

@@ -34,7 +34,7 @@ from radixgrove.protocol.openai.requests import (
 from radixgrove.protocol.registry import Registration
 from radixgrove.protocol.settings import RouterSettings, Sharing, reveal
 from radixgrove.protocol.text.budget import EncodingBudget
-from radixgrove.protocol.text.prompts import PrefixCache, PromptEncoder
+from radixgrove.protocol.text.prompts import EncodedPrompt, PrefixCache, PromptEncoder
 from radixgrove.protocol.text.tokenizer import (
     MAX_FILE_BYTES,
     TOKENIZER_FILES,
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ENCODERS = 16
 MAX_DOMAINS = 4096
+MAX_PATHS = 16  # prompts of a request that are looked up in the index
 FETCH_TIMEOUT = aiohttp.ClientTimeout(total=20.0)
 FETCH_RETRY_SECONDS = 1.0
 ENCODER_WAIT = 10.0  # a request waits that long for a tokenizer on its way
@@ -140,22 +141,21 @@ class Encoders:
         prompts = await endpoint.encode(model.encoder, request, limits)
         for prompt in prompts:
             generation.max_tokens_for(len(prompt), limits)
-        longest = max(prompts, key=len)
         block = registration.index_block
-        names = b""
+        paths: list[tuple[bytes, int]] = []
         if generation.prefix_cache and generation.sampling.prompt_logprobs is None:
-            # The last token is always computed, so a prompt is never served from the cache whole.
-            usable = (len(longest) - 1) // block * HASH_BYTES
             shared = registration.sharing == Sharing.SHARED
             sharing = Sharing.SHARED if shared else Sharing.PRIVATE
-            domain = sharing_domain(sharing, principal, generation.cache_salt)
-            names = members(longest.hashes[:usable], model.domain64(domain))
+            domain = model.domain64(sharing_domain(sharing, principal, generation.cache_salt))
+            paths = _paths(prompts, block, domain)
+        repeated = sum(shared for _, shared in paths) * block
         ask = PlacementRequest(
-            prompt_tokens=sum(map(len, prompts)),
-            members=names,
+            prompt_tokens=sum(map(len, prompts)) - repeated,
+            members=paths[0][0] if paths else b"",
             block_tokens=block,
             sequences=generation.n * len(prompts),
-            longest=len(longest),
+            longest=max(map(len, prompts)),
+            others=paths[1:],
         )
         metrics.soon(metrics.ENCODE_SECONDS.observe, time.perf_counter() - started)
         ids = [prompt.token_ids for prompt in prompts]
@@ -242,6 +242,27 @@ class Encoders:
         if files.digest != digest:
             raise TokenizerError("the files do not have the digest that was registered")
         return files
+
+
+def _paths(prompts: list[EncodedPrompt], block: int, domain: int) -> list[tuple[bytes, int]]:
+    """Members of each prompt, the longest first, and how many of them prompts before it have too.
+
+    Of very many prompts the shortest are placed by their length alone.
+    """
+    seen: set[bytes] = set()
+    paths = []
+    for prompt in sorted(prompts, key=len, reverse=True)[:MAX_PATHS]:
+        # The last token is always computed, so a prompt is never served from the cache whole.
+        usable = (len(prompt) - 1) // block * HASH_BYTES
+        packed = members(prompt.hashes[:usable], domain)
+        if len(prompts) == 1:
+            return [(packed, 0)]
+        names = [packed[i : i + MEMBER_BYTES] for i in range(0, len(packed), MEMBER_BYTES)]
+        # A block's name is that of the whole prefix: what is shared comes first.
+        shared = sum(name in seen for name in names)
+        seen.update(names)
+        paths.append((packed, shared))
+    return paths
 
 
 def encode_foreign(body: bytes) -> Encoded:

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 import aiohttp
+import msgspec
 
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.openai.errors import ApiError, model_not_found, overloaded
-from radixgrove.protocol.registry import Registration
+from radixgrove.protocol.registry import LeaseState, Registration
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import metrics
 from radixgrove.router.demand import DemandReport
@@ -292,22 +293,36 @@ class Fleet:
         Raises:
             ApiError: 404, there is no such replica; 503, Redis takes no writes.
         """
+        await self._set_drained(replica_id, True)
+
+    async def undrain(self, replica_id: str) -> None:
+        """A replica that was drained gets requests again. Raises ApiError as `drain`."""
+        await self._set_drained(replica_id, False)
+
+    async def _set_drained(self, replica_id: str, drained: bool) -> None:
         found = self.find(replica_id)
         if found is None:
             raise ApiError(404, f"There is no replica '{replica_id[:128]}'.", code="not_found")
         service, replica = found
-        replica.drained = True
+        replica.drained = drained
         if replica.registration is not None and self._link is not None:
             keys = ServiceKeys(self._settings.redis_prefix, service.name)
+            script = "drain" if drained else "undrain"
             try:
-                await self._link.run_script("drain", [keys.leases], replica.generation)
+                await self._link.run_script(script, [keys.leases], replica.generation)
             except (RedisUnavailable, RedisRefused):
                 raise ApiError(
                     503,
-                    "Redis is away: only this router process drains the replica.",
+                    f"Redis is away: only this router process {script}s the replica.",
                     type="server_error",
                     code="service_unavailable",
                 ) from None
+            # From here on its lease says so, to every process of every router.
+            replica.drained = False
+            state = LeaseState.DRAINING if drained else LeaseState.READY
+            if replica.lease is not None:
+                replica.lease = msgspec.structs.replace(replica.lease, state=state)
+                replica.ready = not drained
         self._rebuild()
 
     def _count_states(self) -> None:

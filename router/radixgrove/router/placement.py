@@ -49,11 +49,17 @@ NO_CEILING = 1e15
 class PlacementRequest:
     """What placement knows of a request."""
 
-    prompt_tokens: int
-    members: bytes  # of the prompt's full blocks that a cache could serve, packed
+    prompt_tokens: int  # to compute where nothing is cached: what prompts share counts once
+    members: bytes  # of the longest prompt's full blocks that a cache could serve, packed
     block_tokens: int
     sequences: int = 1  # choices × prompts: how many the replica will run
     longest: int = 0  # tokens of its longest prompt; 0: unknown
+    # Of its other prompts: members, and how many of them prompts before it have too.
+    others: list[tuple[bytes, int]] = field(default_factory=list)
+
+    @property
+    def paths(self) -> list[tuple[bytes, int]]:
+        return [(self.members, 0), *self.others]
 
 
 @dataclass(slots=True)
@@ -132,10 +138,11 @@ class Placer:
         if not candidates:
             return None
         if self._policy is not RoutingPolicy.PREFIX:
-            ask = replace(ask, members=b"")
+            ask = replace(ask, members=b"", others=[])
         decision = await self._choose(service, candidates, ask)
         if decision is not None and not decision.generation:
-            decision.replica.sent.add(ask.members)
+            for members, _ in ask.paths:
+                decision.replica.sent.add(members)
         return decision
 
     async def _choose(
@@ -164,8 +171,7 @@ class Placer:
         """The request is over, however it ended. Call it exactly once."""
         replica = decision.replica
         replica.in_flight = max(0, replica.in_flight - decision.sequences)
-        if replica.in_flight == 0:
-            replica.busy_until = 0.0  # whatever was estimated, it is done
+        _end_work(replica, decision.work_ms)
         if not decision.generation:
             return
         ledger = self._ledgers[decision.service.name]
@@ -263,6 +269,7 @@ class Placer:
             self._random.getrandbits(31),
             ceiling,
             _LEASE_MS,
+            *([msgspec.msgpack.encode(ask.others)] if ask.others else []),
         )
         ledger.unanswered.add(reservation)
         future: asyncio.Future[list[Any]] | None = None
@@ -399,6 +406,7 @@ class Placer:
         wait_ms = max(0.0, replica.busy_until - now) * 1000
         replica.in_flight += ask.sequences
         replica.busy_until = max(now, replica.busy_until) + work_ms / 1000
+        replica.open_ms += work_ms
         return Placement(
             service=service,
             replica=replica,
@@ -418,6 +426,16 @@ class Placer:
         replica = decision.replica
         replica.in_flight = max(0, replica.in_flight - decision.sequences)
         replica.busy_until -= decision.work_ms / 1000
+        replica.open_ms = max(0.0, replica.open_ms - decision.work_ms)
+
+
+def _end_work(replica: Replica, work_ms: float) -> None:
+    """A request's prefill is done, whatever was estimated: what others need keeps it busy."""
+    if replica.in_flight == 0:
+        replica.open_ms = replica.busy_until = 0.0
+        return
+    replica.open_ms = max(0.0, replica.open_ms - work_ms)
+    replica.busy_until = min(replica.busy_until, time.monotonic() + replica.open_ms / 1000)
 
 
 def count(decision: Placement, ask: PlacementRequest) -> None:
@@ -436,7 +454,7 @@ def _fits(replica: Replica, ask: PlacementRequest) -> bool:
 def _cost(replica: Replica, ask: PlacementRequest, now: float) -> tuple[float, int]:
     """Cost as in lua/place.lua, and matched blocks, by this process's own view."""
     token_ms = replica.token_ms
-    matched = replica.sent.match(ask.members)
+    matched = sum(max(0, replica.sent.match(path) - shared) for path, shared in ask.paths)
     load = max(0.0, replica.busy_until - now) * 1000 + replica.in_flight * DECODE_TOKENS * token_ms
     saved = matched * ask.block_tokens * token_ms
     credit = min(HIT_CREDIT * saved, MOST_CREDIT_MS)

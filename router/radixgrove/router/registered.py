@@ -171,6 +171,7 @@ class RegisteredReplicas:
                 return  # a restart that died again; the one before it is gone too
             replica = known[registration.replica_id] = self._replica(registration)
         replica.lease = record.leases.get(registration.generation)
+        replica.measured = record.measured.get(registration.generation, replica.measured)
         replica.leased = lease is not None
         if lease is not None and (new or self._link.up):
             replica.ready = lease.state is LeaseState.READY

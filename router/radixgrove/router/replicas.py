@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from radixgrove.protocol.openai.requests import ModelLimits
-from radixgrove.protocol.registry import Lease, LeaseState, Registration, is_http_url
+from radixgrove.protocol.registry import (
+    Lease,
+    LeaseState,
+    Measured,
+    Registration,
+    is_http_url,
+)
 from radixgrove.router.approximate_index import SentIndex
 from radixgrove.service.liveness import Clock
 
@@ -108,6 +114,7 @@ class Replica:
     breaker: Breaker
     registration: Registration | None = None
     lease: Lease | None = None
+    measured: Measured | None = None  # as it runs
     models: list[str] = field(default_factory=list)
     ready: bool = False  # by its lease, or its last probe where no lease speaks for it
     leased: bool = False  # its lease was running when Redis was last read
@@ -123,6 +130,7 @@ class Replica:
     # This process's own view, all that counts without Redis:
     in_flight: int = 0
     busy_until: float = 0.0  # monotonic time by which prefills sent there should be done
+    open_ms: float = 0.0  # of prefill that requests in flight there were estimated to need
     sent: SentIndex = field(default_factory=SentIndex)
 
     @property
@@ -132,8 +140,9 @@ class Replica:
     @property
     def token_ms(self) -> float:
         """Estimated milliseconds to prefill a token."""
+        measured = self.measured.prefill_tokens_per_second if self.measured else 0.0
         rate = self.registration.engine.prefill_tokens_per_second if self.registration else 0.0
-        return 1000.0 / (rate or DEFAULT_TOKENS_PER_SECOND)
+        return 1000.0 / (measured or rate or DEFAULT_TOKENS_PER_SECOND)
 
     @property
     def host_token_ms(self) -> float:

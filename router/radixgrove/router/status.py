@@ -25,9 +25,12 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     device: str
     running: int | None
     waiting: int | None
+    waiting_tokens: int | None  # of their prompts, less what is cached
     in_flight: int  # through this router process
     kv_use: float | None  # share of KV pages held by running requests, 0..1
-    hit_rate: float | None  # cached share of all prompt tokens, 0..1
+    hit_rate: float | None  # cached share of all prompt tokens, 0..1, from either tier
+    host_use: float | None  # share of the host tier's pages that hold KV; null without a tier
+    host_hit_rate: float | None  # share of all prompt tokens that came back from the host
     prompt_tokens: int | None
     cached_tokens: int | None
 
@@ -72,15 +75,19 @@ def _replica(service: Service, replica: Replica) -> ReplicaStatus:
         device=registration.engine.device if registration is not None else "",
         running=None,
         waiting=None,
+        waiting_tokens=None,
         in_flight=replica.in_flight,
         kv_use=None,
         hit_rate=None,
+        host_use=None,
+        host_hit_rate=None,
         prompt_tokens=None,
         cached_tokens=None,
     )
     if report is None:
         return status
     status.running, status.waiting = report.running, report.waiting
+    status.waiting_tokens = report.waiting_tokens
     status.prompt_tokens, status.cached_tokens = report.prompt_tokens, report.cached_tokens
     if report.started_ms:
         status.generation_age = max(0.0, time.time() - report.started_ms / 1000)
@@ -88,4 +95,9 @@ def _replica(service: Service, replica: Replica) -> ReplicaStatus:
         status.kv_use = 1 - report.pages_free / report.pages_total
     if report.prompt_tokens:
         status.hit_rate = report.cached_tokens / report.prompt_tokens
+    measured = replica.measured
+    if measured is not None and measured.host_pages_total:
+        status.host_use = measured.host_pages_used / measured.host_pages_total
+        if report.prompt_tokens:
+            status.host_hit_rate = measured.host_cached_tokens / report.prompt_tokens
     return status

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import redis
 
-from radixgrove.protocol.keys import ServiceKeys, services_key
+from radixgrove.protocol.keys import MEASURED, ServiceKeys, services_key
 from radixgrove.protocol.model_table import ModelTable, table_key
-from radixgrove.protocol.registry import Lease, Registration
+from radixgrove.protocol.registry import Lease, Measured, Registration
 from radixgrove.service.redis_client import ask
 from radixgrove.service.redis_link import RedisLink
 from radixgrove.service.redis_rules import RedisRefused
@@ -32,6 +33,7 @@ class ServiceRecord:
     now_ms: int
     registrations: dict[str, Registration] = field(default_factory=dict)  # by replica id
     leases: dict[str, Lease] = field(default_factory=dict)  # by generation
+    measured: dict[str, Measured] = field(default_factory=dict)  # likewise, where it was read
     malformed: int = 0  # entries of either kind
 
     def lease_of(self, registration: Registration) -> Lease | None:
@@ -90,7 +92,21 @@ class ClusterDirectory:
             self._link.call("HGETALL", keys.leases),
             self._link.call("TIME"),
         )
-        return _record(_pairs(registrations), _pairs(leases), clock)
+        record = _record(_pairs(registrations), _pairs(leases), clock)
+        await self._add_measured(keys, record)
+        return record
+
+    async def _add_measured(self, keys: ServiceKeys, record: ServiceRecord) -> None:
+        generations = [entry.generation for entry in record.registrations.values()]
+        found = await asyncio.gather(
+            *(self._link.call("HGET", keys.load(name), MEASURED) for name in generations)
+        )
+        for generation, data in zip(generations, found, strict=True):
+            if data is not None:
+                try:
+                    record.measured[generation] = msgspec.json.decode(data, type=Measured)
+                except msgspec.DecodeError:
+                    record.malformed += 1
 
     async def records(self, names: Iterable[str]) -> dict[str, ServiceRecord | RedisRefused]:
         """Many services, read side by side; what Redis refuses of one stands in its place.

@@ -146,6 +146,8 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True):
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0  # prompt tokens of waiting requests, less what the cache holds
+    prefill_backlog: int = 0  # tokens that running requests have yet to prefill
+    prefill_rate: float = 0.0  # tokens a second, of late; 0: not measured
     pages_total: int = 0
     pages_free: int = 0
     pages_evictable: int = 0  # cached and unreferenced
@@ -208,7 +210,10 @@ class PhaseReport(msgspec.Struct, tag="phase"):
 
 
 class Admitted(msgspec.Struct, tag="admitted"):
-    """Requests that began their prefill: the router's reservation for them stops counting."""
+    """Requests that began their prefill: the router's reservation for them stops counting.
+
+    Sent before the pulse whose `prefill_backlog` has them.
+    """
 
     request_ids: list[str]
 

@@ -1,4 +1,4 @@
-"""`radixgrove drain REPLICA`."""
+"""`radixgrove drain REPLICA`, and `undrain`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.5
 @management_url_option
 def drain(replica: str, wait: bool, timeout: float, management_url: str) -> int:
     key = management_key()
-    fetch(management_url, "POST", f"/replicas/{quote(replica, safe='')}/drain", key=key)
+    _tell(management_url, replica, "drain")
     if not wait:
         click.echo(f"{replica} is draining; `radixgrove ps` shows what it still runs")
         return exit_codes.OK
@@ -35,6 +35,19 @@ def drain(replica: str, wait: bool, timeout: float, management_url: str) -> int:
         if time.monotonic() > deadline:
             raise click.ClickException(f"{replica} still has {left} requests after {timeout:.0f} s")
         time.sleep(_POLL_SECONDS)
+
+
+@click.command(help="Send a drained replica requests again.")
+@click.argument("replica")
+@management_url_option
+def undrain(replica: str, management_url: str) -> None:
+    _tell(management_url, replica, "undrain")
+    click.echo(f"{replica} gets requests again")
+
+
+def _tell(management_url: str, replica: str, what: str) -> None:
+    path = f"/replicas/{quote(replica, safe='')}/{what}"
+    fetch(management_url, "POST", path, key=management_key())
 
 
 def _left(status: dict[str, list[dict[str, object]]], replica: str) -> int:

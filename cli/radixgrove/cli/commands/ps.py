@@ -9,10 +9,16 @@ import click
 
 from radixgrove.cli.client import fetch, management_key, management_url_option
 
-_HEADS = ("REPLICA", "MODEL", "STATE", "RUN", "QUEUE", "KV", "HITS", "AGE", "DEVICE")
+_HEADS = (
+    *("REPLICA", "MODEL", "STATE", "RUN", "QUEUE", "QUEUED TOKENS"),
+    *("KV", "KV HITS", "HOST", "HOST HITS", "AGE", "DEVICE"),
+)
 
 
-@click.command(help="Show replicas, their state and load on one screen.")
+@click.command(
+    help="Show replicas, their state and load on one screen. KV and HOST: how full pool and host "
+    "tier are; hits: the share of prompt tokens that each of them had."
+)
 @management_url_option
 @click.option("--json", "as_json", is_flag=True, help="Print the router's own answer.")
 def ps(management_url: str, as_json: bool) -> None:
@@ -40,11 +46,18 @@ def _row(replica: dict[str, Any]) -> tuple[str, ...]:
         replica["state"],
         _number(replica["running"]),
         _number(replica["waiting"]),
+        _number(replica["waiting_tokens"]),
         _share(replica["kv_use"]),
-        _share(replica["hit_rate"]),
+        _share(_less(replica["hit_rate"], replica["host_hit_rate"])),
+        _share(replica["host_use"]),
+        _share(replica["host_hit_rate"]),
         age(replica["generation_age"]),
         replica["device"] or "-",
     )
+
+
+def _less(all_hits: float | None, from_host: float | None) -> float | None:
+    return None if all_hits is None else max(0.0, all_hits - (from_host or 0.0))
 
 
 def _number(value: int | None) -> str:

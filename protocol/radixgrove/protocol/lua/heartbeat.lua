@@ -1,6 +1,8 @@
 -- A replica renews its lease and says how busy it is.
 -- KEYS: replicas, leases, load
--- ARGV: replica id, generation, lease ms, state, load report, '1' when the engine is idle
+-- ARGV: replica id, generation, lease ms, state, load report, milliseconds of prefill that running
+--       requests have yet to get ('' where the report is not new), milliseconds a token as measured
+--       ('' where they were not), what else was measured
 -- Returns 'OK', 'DRAINING', 'UNKNOWN' (register again) or 'SUPERSEDED'.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -16,8 +18,18 @@ if expires == 0 then
   return 'UNKNOWN'
 end
 
--- Draining ends only with the generation.
+-- Draining ends only with the generation, or by undrain.lua.
 if state ~= 2 then state = tonumber(ARGV[4]) end
 redis.call('HSET', KEYS[2], ARGV[2], struct.pack('<dB', now + ARGV[3], state) .. ARGV[5])
-if ARGV[6] == '1' then redis.call('HDEL', KEYS[3], '@busy') end
+-- What is known of the engine replaces what was booked: nothing adds up, whatever was estimated.
+if ARGV[6] ~= '' then
+  if tonumber(ARGV[6]) > 0 then
+    redis.call('HSET', KEYS[3], '@busy', string.format('%.0f', now + ARGV[6]))
+  else
+    redis.call('HDEL', KEYS[3], '@busy')
+  end
+end
+if ARGV[7] ~= '' then redis.call('HSET', KEYS[3], '@ms', ARGV[7]) end
+redis.call('HSET', KEYS[3], '@measured', ARGV[8])
+redis.call('PEXPIRE', KEYS[3], 60000) -- as router_heartbeat.lua does
 return state == 2 and 'DRAINING' or 'OK'

@@ -25,7 +25,9 @@
 --       a host tier), `max_running` (0: unknown), `indexed` (its blocks are named as in `members`);
 --       and `decode_tokens`, `hit_credit`, `most_credit_ms` (router/costs.py),
 --       packed members of the prompt's blocks, router id, reservation id, prompt tokens,
---       tokens a block, requests (sequences) to book, random seed, ceiling ms, a router's lease in ms
+--       tokens a block, requests (sequences) to book, random seed, ceiling ms, a router's lease in ms,
+--       and, of a request with several prompts, msgpack of the others {packed members, how many of
+--       them a prompt before has too}…: its tokens are those that it has to compute at most
 -- Returns {index of the candidate from 1, matched blocks, of which host blocks, tokens booked,
 --          time ms, load ms}; {-1} when no cost is below the ceiling; {0, how many} when no candidate
 --          may be chosen, and of how many a lease says so: it runs, or was ended. One that only ran
@@ -40,13 +42,17 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local facts = cmsgpack.unpack(ARGV[1])
 local generation, token_ms, host_token_ms = facts.generation, facts.token_ms, facts.host_token_ms
 local max_running, indexed = facts.max_running, facts.indexed
-local members, me, id = ARGV[2], ARGV[3], ARGV[4]
+local me, id = ARGV[3], ARGV[4]
 local tokens, block, sequences = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local ceiling = tonumber(ARGV[9])
-local depth = #members / 8
 math.randomseed(tonumber(ARGV[8]))
 
-local function member(d) return string.sub(members, d * 8 - 7, d * 8) end
+-- One path of blocks for each prompt.
+local paths = {{members = ARGV[2], shared = 0}}
+for _, other in ipairs(ARGV[11] and cmsgpack.unpack(ARGV[11]) or {}) do
+  paths[#paths + 1] = {members = other[1], shared = other[2]}
+end
+local function member(path, d) return string.sub(path.members, d * 8 - 7, d * 8) end
 
 -- ---- load ------------------------------------------------------------------------------------
 local live_router = {}
@@ -63,23 +69,25 @@ end
 local slot = {}
 for i, name in ipairs(generation) do
   slot[name] = i
-  -- Where bringing back is no faster than computing, the worker computes: as without a host tier.
-  if host_token_ms[i] >= token_ms[i] then host_token_ms[i] = 0 end
 end
 local leases = redis.call('HMGET', KEYS[1], unpack(generation))
 
 local function load_ms(i, running, waiting, waiting_tokens)
-  local ms = token_ms[i]
   local fields = redis.call('HGETALL', KEYS[5 + 3 * i])
   local in_flight, queued, busy = 0, 0, 0
   for f = 1, #fields, 2 do
     if fields[f] == '@busy' then
       busy = math.max(0, fields[f + 1] - now)
+    elseif fields[f] == '@ms' then
+      token_ms[i] = tonumber(fields[f + 1]) -- measured, where the caller's was registered
     elseif live_router[fields[f]] then
       local r, t = string.match(fields[f + 1], '(%d+) (%d+)')
       in_flight, queued = in_flight + r, queued + t
     end
   end
+  local ms = token_ms[i]
+  -- Where bringing back is no faster than computing, the worker computes: as without a host tier.
+  if host_token_ms[i] >= ms then host_token_ms[i] = 0 end
   -- What routers booked and what the replica reports overlap; neither alone is complete.
   in_flight, queued = math.max(in_flight, running + waiting), math.max(queued, waiting_tokens)
   local load = queued * ms + busy + in_flight * facts.decode_tokens * ms
@@ -111,27 +119,33 @@ end)
 -- ---- pending holders ---------------------------------------------------------------------------
 local epoch = math.floor(now / EPOCH_MS)
 local pending_now = KEYS[3 + epoch % 2]
-local checkpoints, names, held = {}, {}, {}
-local step = 1
-while step <= depth do
-  checkpoints[#checkpoints + 1] = step
-  if step > 1 and step * 1.5 <= depth then checkpoints[#checkpoints + 1] = step * 1.5 end
-  step = step * 2
-end
-if depth > 0 and checkpoints[#checkpoints] ~= depth then checkpoints[#checkpoints + 1] = depth end
-for c, d in ipairs(checkpoints) do names[c] = member(d) end
 
-local pending = {} -- candidate → deepest checkpoint it is computing
-if #names > 0 then
+local function add_checkpoints(path)
+  local depth, step = #path.members / 8, 1
+  local checkpoints, names = {}, {}
+  while step <= depth do
+    checkpoints[#checkpoints + 1] = step
+    if step > 1 and step * 1.5 <= depth then checkpoints[#checkpoints + 1] = step * 1.5 end
+    step = step * 2
+  end
+  if depth > 0 and checkpoints[#checkpoints] ~= depth then checkpoints[#checkpoints + 1] = depth end
+  for c, d in ipairs(checkpoints) do names[c] = member(path, d) end
+  path.depth, path.checkpoints, path.names = depth, checkpoints, names
+end
+
+-- `pending`: candidate → deepest checkpoint it is computing; `held`: the records of this epoch.
+local function look_up_pending(path)
+  path.pending, path.held = {}, {}
+  if #path.names == 0 then return end
   for key = 3, 4 do
-    local records = redis.call('HMGET', KEYS[key], unpack(names))
+    local records = redis.call('HMGET', KEYS[key], unpack(path.names))
     for c, record in ipairs(records) do
       if record then
-        if KEYS[key] == pending_now then held[c] = record end
+        if KEYS[key] == pending_now then path.held[c] = record end
         for at = 1, #record, GENERATION + 8 do
           local i = slot[string.sub(record, at, at + GENERATION - 1)]
           if i and struct.unpack('<d', record, at + GENERATION) > now then
-            pending[i] = math.max(pending[i] or 0, checkpoints[c])
+            path.pending[i] = math.max(path.pending[i] or 0, path.checkpoints[c])
           end
         end
       end
@@ -139,18 +153,25 @@ if #names > 0 then
   end
 end
 
--- ---- search ------------------------------------------------------------------------------------
-local function on_gpu(i, d) return redis.call('SISMEMBER', KEYS[3 + 3 * i], member(d)) == 1 end
-local function anywhere(i, d)
-  return on_gpu(i, d)
-    or (host_token_ms[i] > 0 and redis.call('SISMEMBER', KEYS[4 + 3 * i], member(d)) == 1)
+for _, path in ipairs(paths) do
+  add_checkpoints(path)
+  look_up_pending(path)
 end
 
--- Largest d in low..high with holds(i, d), given holds(i, low) (or low = 0).
-local function bisect(i, low, high, holds)
+-- ---- search ------------------------------------------------------------------------------------
+local function on_gpu(i, path, d)
+  return redis.call('SISMEMBER', KEYS[3 + 3 * i], member(path, d)) == 1
+end
+local function anywhere(i, path, d)
+  return on_gpu(i, path, d)
+    or (host_token_ms[i] > 0 and redis.call('SISMEMBER', KEYS[4 + 3 * i], member(path, d)) == 1)
+end
+
+-- Largest d in low..high with holds(i, path, d), given holds(i, path, low) (or low = 0).
+local function bisect(i, path, low, high, holds)
   while low < high do
     local middle = math.ceil((low + high) / 2)
-    if holds(i, middle) then low = middle else high = middle - 1 end
+    if holds(i, path, middle) then low = middle else high = middle - 1 end
   end
   return low
 end
@@ -167,31 +188,71 @@ local function saved_to_make_up(lead)
   return lead - most
 end
 
+-- Blocks of a path that a candidate has in either tier, and on the GPU alone; `low` it has for sure.
+local function depths(i, path, low)
+  local all = bisect(i, path, low, path.depth, anywhere)
+  if host_token_ms[i] == 0 then return all, all end
+  return all, math.max(bisect(i, path, 0, all, on_gpu), path.pending[i] or 0)
+end
+
+local function time_saved(i, all, gpu)
+  return block * (all * token_ms[i] - (all - gpu) * host_token_ms[i])
+end
+
 local best, best_cost, best_saved = nil, math.huge, 0
 local matched, host = 0, 0
-for _, i in ipairs(order) do
-  local saved = (pending[i] or 0) * block * token_ms[i]
-  local cost = cost_of(i, saved)
-  if cost < best_cost then
-    best, best_cost, best_saved, matched = i, cost, saved, pending[i] or 0
+local function search_one(path)
+  for _, i in ipairs(order) do
+    local saved = (path.pending[i] or 0) * block * token_ms[i]
+    local cost = cost_of(i, saved)
+    if cost < best_cost then
+      best, best_cost, best_saved, matched = i, cost, saved, path.pending[i] or 0
+    end
   end
+  for _, i in ipairs(order) do
+    if load[i] - facts.most_credit_ms >= best_cost then break end
+    local ms = token_ms[i]
+    local saved = saved_to_make_up(load[i] + tokens * ms - best_cost)
+    local needed = math.max(math.floor(saved / (block * ms)) + 1, (path.pending[i] or 0) + 1)
+    if needed <= path.depth and indexed[i] and anywhere(i, path, needed) then
+      local all, gpu = depths(i, path, needed)
+      saved = time_saved(i, all, gpu)
+      local cost = cost_of(i, saved)
+      if cost < best_cost then
+        best, best_cost, best_saved, matched, host = i, cost, saved, all, all - gpu
+      end
+    end
+  end
+  path.matched = matched
 end
-for _, i in ipairs(order) do
-  if load[i] - facts.most_credit_ms >= best_cost then break end
-  local ms, host_ms = token_ms[i], host_token_ms[i]
-  local saved = saved_to_make_up(load[i] + tokens * ms - best_cost)
-  local needed = math.max(math.floor(saved / (block * ms)) + 1, (pending[i] or 0) + 1)
-  if needed <= depth and indexed[i] and anywhere(i, needed) then
-    local all = bisect(i, needed, depth, anywhere)
-    local gpu = all
-    if host_ms > 0 then gpu = math.max(bisect(i, 0, all, on_gpu), pending[i] or 0) end
-    saved = block * (all * ms - (all - gpu) * host_ms)
+
+-- What prompts have in common counts once.
+local function search_all()
+  for _, i in ipairs(order) do
+    if load[i] - facts.most_credit_ms >= best_cost then break end
+    local all, gpu, found = 0, 0, {}
+    for p, path in ipairs(paths) do
+      local a = path.pending[i] or 0
+      local g = a
+      if indexed[i] then
+        a, g = depths(i, path, 0)
+        a = math.max(a, path.pending[i] or 0)
+        if host_token_ms[i] == 0 then g = a end
+      end
+      found[p] = a
+      all = all + math.max(0, a - path.shared)
+      gpu = gpu + math.max(0, g - path.shared)
+    end
+    local saved = time_saved(i, all, gpu)
     local cost = cost_of(i, saved)
     if cost < best_cost then
       best, best_cost, best_saved, matched, host = i, cost, saved, all, all - gpu
+      for p, path in ipairs(paths) do path.matched = found[p] end
     end
   end
 end
+
+if #paths == 1 then search_one(paths[1]) else search_all() end
 if best_cost >= ceiling then return {-1} end
 
 -- ---- reservation -------------------------------------------------------------------------------
@@ -210,19 +271,21 @@ if indexed[best] then
   local until_ms = now + math.min(load[best] + work_ms + SLACK_MS, EPOCH_MS)
   local record = chosen .. struct.pack('<d', until_ms)
   local writes = {}
-  for c, d in ipairs(checkpoints) do
-    if d > matched then
-      local kept = {record}
-      local old = held[c] or ''
-      for at = 1, #old, #record do
-        local other = string.sub(old, at, at + #record - 1)
-        if #kept < HOLDERS and string.sub(other, 1, GENERATION) ~= chosen
-          and struct.unpack('<d', other, GENERATION + 1) > now then
-          kept[#kept + 1] = other
+  for _, path in ipairs(paths) do
+    for c, d in ipairs(path.checkpoints) do
+      if d > math.max(path.matched, path.shared) then
+        local kept = {record}
+        local old = path.held[c] or ''
+        for at = 1, #old, #record do
+          local other = string.sub(old, at, at + #record - 1)
+          if #kept < HOLDERS and string.sub(other, 1, GENERATION) ~= chosen
+            and struct.unpack('<d', other, GENERATION + 1) > now then
+            kept[#kept + 1] = other
+          end
         end
+        writes[#writes + 1] = path.names[c]
+        writes[#writes + 1] = table.concat(kept)
       end
-      writes[#writes + 1] = names[c]
-      writes[#writes + 1] = table.concat(kept)
     end
   end
   if #writes > 0 then

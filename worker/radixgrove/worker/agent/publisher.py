@@ -25,6 +25,7 @@ from radixgrove.protocol.registry import (
     LEASE_SECONDS,
     LeaseState,
     LoadReport,
+    Measured,
     Registration,
     RegistrationRefused,
     disagreement,
@@ -35,7 +36,7 @@ from radixgrove.service.redis_link import RedisLink
 from radixgrove.service.redis_rules import RedisRefused, RedisUnavailable
 from radixgrove.service.redis_wire import Argument
 from radixgrove.worker.agent.index_feed import PIPELINE_BATCHES, IndexFeed
-from radixgrove.worker.messages import Admitted, CacheEvents, CacheSnapshot, Stats
+from radixgrove.worker.messages import Admitted, CacheEvents, CacheSnapshot, EngineState, Stats
 
 logger = logging.getLogger(__name__)
 
@@ -103,13 +104,15 @@ class Publisher:
         self._registered_ms = 0
         self._registered = False
         self._superseded = False
-        self._draining = False
+        self._draining = False  # by itself
+        self._told_to_drain = False  # by a router, until it says otherwise
         self._problem = ""
 
         self._stats: Stats | None = None
         self._stats_fresh = False
         self._next_heartbeat = 0.0
         self._admitted: deque[str] = deque(maxlen=MAX_ADMITTED)
+        self._reported = 0  # the first of them, whose prefill the last report has
         self._redis_sequence = 0
 
     # ---- the agent's side ------------------------------------------------------------------
@@ -141,6 +144,7 @@ class Publisher:
         match message:
             case Stats():
                 self._stats, self._stats_fresh = message, True
+                self._reported = len(self._admitted)
             case Admitted():
                 # `<reservation>:<sequence>`: the first sequence to begin ends the reservation.
                 self._admitted.extend({name.rpartition(":")[0] for name in message.request_ids})
@@ -183,7 +187,7 @@ class Publisher:
             connected=self._link.up,
             registered=self._registered,
             synchronised=self._feed.synchronised and self._link.up,
-            draining=self._draining,
+            draining=self._draining or self._told_to_drain,
             generation=self._generation,
             buffered_members=self._feed.buffered,
             resyncs=self._feed.resyncs,
@@ -264,7 +268,7 @@ class Publisher:
             identity,
             self._lease_ms,
             self._report().pack(),
-            int(self._state()),
+            int(LeaseState.DRAINING if self._told_to_drain else self._state()),
         )
         if answer[0] == index.MISMATCH:
             theirs = msgspec.json.decode(answer[1], type=dict[str, str | int])
@@ -306,9 +310,9 @@ class Publisher:
         return LeaseState.READY if self._ready() else LeaseState.NOT_READY
 
     async def _heartbeat(self, now: float) -> None:
-        stats = self._stats
-        # Only a fresh report may say "idle": an old one does not know of prefills begun since.
-        idle = self._stats_fresh and stats is not None and not (stats.running or stats.waiting)
+        stats = self._stats or _NO_STATS
+        # Only a fresh report says what is left: an old one does not know of prefills begun since.
+        left = stats.prefill_backlog * self._token_ms if self._stats_fresh else ""
         self._stats_fresh = False
         self._next_heartbeat = now + HEARTBEAT_SECONDS
         keys = self._keys
@@ -320,7 +324,9 @@ class Publisher:
             self._lease_ms,
             int(self._state()),
             self._report().pack(),
-            "1" if idle else "0",
+            left,
+            1000.0 / stats.prefill_rate if stats.prefill_rate else "",
+            msgspec.json.encode(_measured(stats)),
         )
         if answer == index.UNKNOWN:
             self._registered = False
@@ -338,21 +344,35 @@ class Publisher:
         else:
             self._superseded = False
             self._problem = ""
-            self._draining = self._draining or answer == index.DRAINING
+            self._told_to_drain = answer == index.DRAINING and not self._draining
 
     # ---- index -----------------------------------------------------------------------------
 
+    @property
+    def _token_ms(self) -> float:
+        """Milliseconds that a token's prefill takes; 0: unknown."""
+        measured = self._stats.prefill_rate if self._stats is not None else 0.0
+        rate = measured or self._registration.engine.prefill_tokens_per_second
+        return 1000.0 / rate if rate > 0 else 0.0
+
     async def _send_admitted(self) -> None:
-        if not self._admitted:
+        """Ends reservations; what the last report does not have keeps the replica busy longer."""
+        while self._reported:
+            await self._admit(self._reported, 0.0)
+        await self._admit(len(self._admitted), self._token_ms)
+
+    async def _admit(self, count: int, token_ms: float) -> None:
+        """The first `count` admissions, a bounded number at a time."""
+        ids = [self._admitted.popleft() for _ in range(min(len(self._admitted), count, 1024))]
+        self._reported = max(0, self._reported - len(ids)) if ids else 0
+        if not ids:
             return
-        rate = self._registration.engine.prefill_tokens_per_second
-        ids = [self._admitted.popleft() for _ in range(min(len(self._admitted), 1024))]
         keys = self._keys
         await self._link.run_script(
             "admit",
             [keys.reserved, keys.load(self._generation), keys.leases],
             self._generation,
-            1000.0 / rate if rate > 0 else 0.0,
+            token_ms,
             *ids,
         )
 
@@ -409,6 +429,18 @@ class Publisher:
         now = time.monotonic()
         if now >= self._next_heartbeat:
             await self._heartbeat(now)
+
+
+_NO_STATS = Stats(state=EngineState.LOADING, ticks=0, steps=0, step_remaining=None)
+
+
+def _measured(stats: Stats) -> Measured:
+    return Measured(
+        prefill_tokens_per_second=stats.prefill_rate,
+        host_pages_total=stats.host_pages_total,
+        host_pages_used=stats.host_pages_used,
+        host_cached_tokens=stats.host_cached_tokens,
+    )
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:

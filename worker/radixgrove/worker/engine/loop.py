@@ -27,6 +27,7 @@ from radixgrove.service import logs
 from radixgrove.worker.cache.identity import block_hasher, cache_namespace
 from radixgrove.worker.engine.links import Links
 from radixgrove.worker.engine.metrics import EngineMetrics, PhaseClock
+from radixgrove.worker.engine.prefill_rate import PrefillRate
 from radixgrove.worker.messages import (
     Abort,
     Admitted,
@@ -65,6 +66,7 @@ _COPYING_SECONDS = 0.001  # a copy is under way, and a request may wait for its 
 @dataclass(slots=True)
 class _Launched:
     tokens: int
+    prefill: int  # of them
     allowance: float  # seconds from the moment it is the oldest in flight
 
 
@@ -82,6 +84,7 @@ class Engine:
         self._inbox = links.inbox
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._metrics = EngineMetrics()
+        self._rate = PrefillRate(settings.step_limits(on_cpu=info.device == "cpu").max_step_tokens)
         self._clock = PhaseClock()
         self._stopping = False
         self._busy = False
@@ -223,7 +226,8 @@ class Engine:
                 self._oldest_since = now
             tokens = plan.num_tokens
             allowance = self._settings.step_timeout + tokens * self._seconds_per_token
-            self._flights.append(_Launched(tokens, allowance))
+            prefill = sum(chunk.length for chunk in plan.prefills)
+            self._flights.append(_Launched(tokens, prefill, allowance))
             self._clock.end("schedule")
             self._pulse_if_due(now)  # on a CPU the launch itself computes
             self._clock.end("pulse")
@@ -237,6 +241,7 @@ class Engine:
         launched = self._flights.popleft()
         if launched.tokens:  # a plan may hold copies only
             self._metrics.observe_step(now - self._oldest_since, launched.tokens)
+            self._rate.observe(now - self._oldest_since, launched.prefill)
         self._oldest_since = now
         self._scheduler.complete(result)
 
@@ -251,9 +256,12 @@ class Engine:
         for index, items in self._scheduler.take_outputs().items():
             if not self._frontends[index].send(Outputs(items)):
                 self._give_up_on(index, items)
+        self._tell_admitted()
+        self._publish_events()
+
+    def _tell_admitted(self) -> None:
         if admitted := self._scheduler.take_admitted():
             self._agent.send(Admitted(admitted))
-        self._publish_events()
 
     def _give_up_on(self, index: int, lost: list[Tokens | Refused]) -> None:
         """A frontend does not read: end its requests rather than compute what is never sent."""
@@ -294,6 +302,8 @@ class Engine:
         self._told_deadline = deadline if deadline is not None else -math.inf
         remaining = None if deadline is None else max(0.0, deadline - now)
         stats = self._scheduler.stats(EngineState.READY, self._ticks, remaining)
+        stats.prefill_rate = self._rate.tokens_per_second
+        self._tell_admitted()
         self._agent.send(stats)
         for frontend in self._frontends:
             frontend.send(stats)
