@@ -12,6 +12,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -37,7 +38,13 @@ def main() -> int:
         raise OSError("this kernel has no child subreapers")
     port, management_port = free_ports(2)
     command = [sys.executable, "-m", "radixgrove.cli", "up", "--replicas", "2"]
-    command += ["--port", str(port), "--management-port", str(management_port)]
+    command += ["--port", str(port), "--management-port", str(management_port), "--follow"]
+    with tempfile.TemporaryDirectory(prefix="radixgrove-smoke-") as directory:
+        return _check([*command, "--log-dir", directory], port)
+
+
+def _check(command: list[str], port: int) -> int:
+    """Runs the cluster of that command; returns the exit status."""
     cluster = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         _await_ready(cluster)

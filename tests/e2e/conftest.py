@@ -34,11 +34,17 @@ class UpProcess:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def log_dir(self) -> Path:
+        """Where the parts' logs are."""
+        return self.log.parent / "parts"
+
     def start(self) -> None:
         command = [
             *(sys.executable, "-m", "radixgrove.cli", "up", "--port", str(self.port)),
             *("--management-port", str(self.management_port), "--max-model-len", "2048"),
-            *("--device", "cpu", "--kv-tokens", "16384", *self.arguments),
+            *("--device", "cpu", "--kv-tokens", "16384", "--log-dir", str(self.log_dir)),
+            *self.arguments,
         ]
         with self.log.open("wb") as sink:
             self.process = subprocess.Popen(command, stdout=sink, stderr=sink)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shlex
 import shutil
@@ -16,36 +17,47 @@ import click
 from radixgrove.cli.cluster import Cluster, ClusterError, Signals
 from radixgrove.cli.demonstration import QUESTION, demonstrate
 from radixgrove.cli.options import SettingsCommand, setting_options
+from radixgrove.cli.part_logs import PartLogs, default_directory, show
 from radixgrove.cli.parts import AMBIGUOUS
 from radixgrove.cli.resolving import UpParts
 from radixgrove.service import exit_codes, logs
-from radixgrove.service.children import Sink
 from radixgrove.service.directories import private_directory
 
-_NAME_WIDTH = 10
 
-
-def _up(config: str | None, show_requests: bool, **flags: Any) -> int:
+def _up(
+    config: str | None, show_requests: bool, follow: bool, log_dir: Path | None, **flags: Any
+) -> int:
     parts = UpParts(config, flags)
-    with private_directory("radixgrove-up-") as directory:
+    directory = log_dir or default_directory(parts.router.settings.port)
+    # Someone who chooses a level wants to see the lines.
+    chosen = [part.sources["log_level"] for part in (parts.router, parts.worker)]
+    try:
+        part_logs = PartLogs(directory, follow=follow or chosen != ["default", "default"])
+    except OSError as error:
+        text = f"no logs can be written to {directory} ({error.strerror}): choose --log-dir"
+        raise click.ClickException(text) from None
+    with private_directory("radixgrove-up-") as private, contextlib.closing(part_logs):
         try:
-            return asyncio.run(_run(parts, directory, show_requests))
+            return asyncio.run(_run(parts, private, part_logs, show_requests))
         except ClusterError as error:
             logs.STDERR.flush()  # the reason comes last
-            raise click.ClickException(str(error)) from None
+            raise click.ClickException(f"{error}\nLogs: {directory}") from None
 
 
-async def _run(parts: UpParts, directory: Path, show_requests: bool) -> int:
+async def _run(parts: UpParts, directory: Path, part_logs: PartLogs, show_requests: bool) -> int:
     signals = Signals()
     started = time.monotonic()
-    cluster = Cluster(parts, directory, _prefixed, _announce)
+    cluster = Cluster(parts, directory, part_logs.sink, _announce)
+    replicas = len(cluster.workers)
+    _announce(f"starting {replicas} {'replica' if replicas == 1 else 'replicas'} and a router")
+    _announce(f"their logs, requests included: {part_logs.directory}/*.log")
     starting = asyncio.create_task(cluster.start())
     stopped = asyncio.create_task(signals.stop.wait())
     try:
         await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            _announce_ready(cluster, time.monotonic() - started)
+            _announce_ready(cluster, part_logs.directory, time.monotonic() - started)
             if show_requests:
                 await _demonstrate(cluster, signals)
             await stopped
@@ -59,16 +71,11 @@ async def _run(parts: UpParts, directory: Path, show_requests: bool) -> int:
     return exit_codes.OK
 
 
-def _prefixed(name: str) -> Sink:
-    head = f"{name:<{_NAME_WIDTH}}| "
-    return lambda line: logs.STDERR.write(head + line)
-
-
 def _announce(text: str) -> None:
-    logs.STDERR.write(logs.escape(f"{'up':<{_NAME_WIDTH}}| {text}"))
+    show("up", logs.escape(text))
 
 
-def _announce_ready(cluster: Cluster, seconds: float) -> None:
+def _announce_ready(cluster: Cluster, log_directory: Path, seconds: float) -> None:
     """The end of the start: where it is, what it serves, and a command to paste."""
     worker = cluster.workers[0]
     model = _model_id(worker.served_model_name, worker.model)
@@ -93,6 +100,7 @@ def _announce_ready(cluster: Cluster, seconds: float) -> None:
         f"{key} \\\n               -d '{body}'\n"
         f"  more       {_command()} chat{other}\n"
         f"             {_command()} ps{other_manage}\n"
+        f"  logs       {log_directory}/*.log\n"
         "  end        Ctrl-C drains and leaves nothing behind\n"
     )
     sys.stdout.flush()
@@ -139,6 +147,16 @@ up = SettingsCommand(
             ["--demonstrate", "show_requests"],
             is_flag=True,
             help="Send three requests when ready; print answers, replicas and cached tokens.",
+        ),
+        click.Option(
+            ["--follow"],
+            is_flag=True,
+            help="Show all log lines of all parts here, requests too; so does --log-level.",
+        ),
+        click.Option(
+            ["--log-dir"],
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Where the parts' logs go (~/.local/state/radixgrove/up-PORT), a file each.",
         ),
     ],
     callback=_up,

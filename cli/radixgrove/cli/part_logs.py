@@ -1,0 +1,90 @@
+"""Where the lines of a local cluster's parts go: to files, and what people need to the terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from radixgrove.service import logs
+from radixgrove.service.children import Sink
+
+_NAME_WIDTH = 10
+_FILE_BYTES = 32 << 20
+# As service/logs.py writes them: `time LEVEL logger: message`.
+_RECORD = re.compile(r"^\S+Z (?P<level>[A-Z]+) +\S+: (?P<message>.*)$")
+_FAILURES = {"WARNING", "ERROR", "CRITICAL"}
+_PROGRESS = "start: "
+
+
+def default_directory(port: int) -> Path:
+    """Of the cluster whose endpoint has that port: no two of them run at once."""
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "radixgrove" / f"up-{port}"
+
+
+def show(name: str, text: str) -> None:
+    """A line on the terminal, after the name of the part that it is about."""
+    logs.STDERR.write(f"{name:<{_NAME_WIDTH}}| {text}")
+
+
+def worth_showing(line: str) -> str | None:
+    """What of a log line people need while it runs: how far a start is, and what went wrong."""
+    level, message = _parse(line)
+    if level in _FAILURES or (level == "INFO" and message.startswith(_PROGRESS)):
+        return message
+    return None
+
+
+def _parse(line: str) -> tuple[str, str]:
+    """Level and message; empty where the line is no record."""
+    match = _RECORD.match(line)
+    if match is not None:
+        return match["level"], match["message"]
+    if line.startswith("{"):
+        try:
+            record = json.loads(line)
+            return str(record["level"]).upper(), str(record["message"])
+        except (ValueError, KeyError):
+            pass
+    return "", ""
+
+
+class PartLogs:
+    """One file a part, begun anew at each start, of bounded size."""
+
+    def __init__(self, directory: Path, *, follow: bool) -> None:
+        """
+        Args:
+            follow: every line goes to the terminal too.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        self.directory = directory
+        self._follow = follow
+        self._files: list[logging.Handler] = []
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def sink(self, name: str) -> Sink:
+        """Takes the lines of the part of that name."""
+        path = self.directory / f"{name}.log"
+        path.unlink(missing_ok=True)
+        path.touch(mode=0o600)  # with `log_prompts` it has what people said
+        file = RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=1, encoding="utf-8")
+        self._files.append(file)
+
+        def take(line: str) -> None:
+            file.emit(logging.LogRecord(name, logging.INFO, "", 0, "%s", (line,), None))
+            shown = line if self._follow else worth_showing(line)
+            if shown is not None:
+                show(name, shown)
+
+        return take
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
