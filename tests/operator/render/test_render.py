@@ -573,6 +573,33 @@ def test_the_workers_environment_holds_only_settings_the_worker_knows() -> None:
                 assert name.removeprefix("RADIXGROVE_").lower() in WorkerSettings.model_fields
 
 
+CPU_WORKER: dict[str, Any] = {"device": "cpu", "cpu": "2500m"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "threads"),
+    [
+        ({"hardware": CPU_WORKER}, "requests.cpu"),
+        ({"hardware": {**CPU_WORKER, "gpusPerNode": 2}}, "1"),
+        ({"hardware": CPU_WORKER, "engine": {"settings": {"cpu_threads": 7}}}, None),
+        ({"hardware": {"device": "cpu"}}, None),
+        ({"hardware": {"cpu": "4"}}, None),  # a GPU's worker
+    ],
+)
+def test_a_cpu_engine_computes_with_the_cores_that_its_pod_requests(
+    fields: dict[str, Any], threads: str | None
+) -> None:
+    entries = worker(**fields)["containers"][0]["env"]
+    found = [entry for entry in entries if entry["name"] == "RADIXGROVE_CPU_THREADS"]
+    if threads is None:
+        assert found == []
+    elif threads.isdigit():
+        assert found[0]["value"] == threads
+    else:
+        reference = found[0]["valueFrom"]["resourceFieldRef"]
+        assert reference == {"containerName": "worker", "resource": threads, "divisor": "1"}
+
+
 def test_a_dedicated_routers_environment_holds_only_settings_the_router_knows() -> None:
     deployment = own_router(policy="random", auth={"keysSecret": "keys"}, settings={"retries": 1})
     for name in environment(deployment["spec"]["template"]["spec"]):

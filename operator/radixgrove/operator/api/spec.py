@@ -176,7 +176,9 @@ class Hardware(SpecModel):
     shared_memory: Quantity | None = Field(
         None, description="Size of /dev/shm; 2Gi a GPU (1Gi on a CPU) by default."
     )
-    cpu: Quantity | None = Field(None, description="CPUs requested by each pod.")
+    cpu: Quantity | None = Field(
+        None, description="CPUs requested by each pod; on a CPU also the threads of its engine."
+    )
     memory: Quantity | None = Field(
         None,
         description="Memory requested by each pod and its limit; /dev/shm and the pod's share of "

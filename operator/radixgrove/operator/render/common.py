@@ -84,6 +84,12 @@ def field_env(name: str, path: str) -> Object:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
+def resource_env(name: str, container: str, resource: str) -> Object:
+    """A container's own request or limit, in whole units, rounded up."""
+    reference = {"containerName": container, "resource": resource, "divisor": "1"}
+    return {"name": name, "valueFrom": {"resourceFieldRef": reference}}
+
+
 def key_env(config: OperatorConfig, *settings: str) -> list[Object]:
     """Secrets of the installation as the settings' environment variables."""
     return [

@@ -18,6 +18,7 @@ from radixgrove.operator.render.common import (
     key_env,
     metadata,
     pod_security_context,
+    resource_env,
     with_pod_defaults,
 )
 from radixgrove.operator.render.merge import CannotMerge, strategic_merge
@@ -341,8 +342,24 @@ def _environment(
         field_env("NODE_NAME", "spec.nodeName"),
         field_env("NODE_RANK", f"metadata.labels['{names.POD_INDEX}']"),
         *({"name": key, "value": str(value)} for key, value in values.items()),
+        *_threads(revision),
         *key_env(config, "internal_key", "cluster_secret", "management_key", "redis_url"),
     ]
+
+
+def _threads(revision: Revision) -> list[Object]:
+    """What a pod requests of the node's cores is what its engine computes with.
+
+    A request is no quota: without this, every worker of a node takes all of its cores.
+    """
+    hardware = revision.hardware
+    chosen = "cpu_threads" in revision.engine.worker_settings()
+    if hardware.device is not DeviceKind.CPU or not hardware.cpu or chosen:
+        return []
+    if hardware.gpus_per_node == 1:
+        return [resource_env("RADIXGROVE_CPU_THREADS", "worker", "requests.cpu")]
+    each = max(1, int(quantity(hardware.cpu)) // hardware.gpus_per_node)  # ranks
+    return [{"name": "RADIXGROVE_CPU_THREADS", "value": str(each)}]
 
 
 def _resources(revision: Revision, config: OperatorConfig) -> Object:

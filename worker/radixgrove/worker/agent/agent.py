@@ -36,6 +36,7 @@ from radixgrove.worker.agent import demo_model, management, model_files
 from radixgrove.worker.agent.preparation import (
     AgentError,
     check_group,
+    openmp_waiting,
     reserved_port,
     resolve_model,
     resolve_settings,
@@ -213,7 +214,7 @@ class Agent:
 
     def _child(self, name: str, module: str, index: int) -> Supervised:
         command = [sys.executable, "-m", module, str(self.runtime.directory), str(index)]
-        environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **openmp_waiting(os.environ)}
         return Supervised(name, command, environ, logs.STDERR.write, restart=False)
 
     async def _receive(self) -> None:

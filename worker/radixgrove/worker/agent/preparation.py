@@ -14,6 +14,10 @@ from radixgrove.service import exit_codes
 from radixgrove.service.listening import bound_socket
 from radixgrove.worker.agent import demo_model
 
+# What says how GNU's OpenMP waits, and for how many turns of a loop it spins here.
+_OPENMP_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+_SPINS = 1000
+
 
 class AgentError(StartFailed):
     """The worker cannot start or go on; the text says what to do, `code` is the exit code."""
@@ -38,6 +42,17 @@ def check_group(settings: WorkerSettings, environ: Mapping[str, str]) -> None:
         check_ranks(tp=settings.tp, ranks=int(ranks), nodes=int(nodes))
     except UnsupportedRanks as error:
         raise AgentError(str(error)) from error
+
+
+def openmp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
+    """How threads of an engine wait for each other, unless the user has said it.
+
+    They spin for as long as the next operation takes to come, then sleep. GNU's default of 300,000
+    turns is some 10 ms: where others use the cores too, threads spin for one that does not run.
+    """
+    if _OPENMP_WAITING & environ.keys():
+        return {}
+    return {"GOMP_SPINCOUNT": str(_SPINS)}
 
 
 def resolve_model(model: str) -> Path:
