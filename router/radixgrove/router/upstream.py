@@ -13,7 +13,7 @@ from radixgrove.protocol.errors import PeerError
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.settings import RouterSettings
-from radixgrove.router.event_stream import COMMENTS, says_unavailable
+from radixgrove.router.event_stream import COMMENTS, MAX_LINE_BYTES, says_unavailable
 from radixgrove.router.http_client import (
     AnswerBroke,
     ConnectFailed,
@@ -158,19 +158,29 @@ class Attempt:
         media_type = _media_type(self.answer.headers)
         if media_type == EVENT_STREAM:
             self.answer.headers = [f for f in self.answer.headers if f[0] != b"content-length"]
-            self.answer.body = await self._connection.read(deadline)
+            self.answer.body = await self._first_lines(deadline, comment)
             self.streams = True
-            while self.answer.body and COMMENTS.fullmatch(self.answer.body):
-                await comment(self.answer)
-                self.answer.body = await self._read_on()
-            if not self.answer.body:
-                raise NoAnswer
             self._note(self.answer.body)
             return
         self.answer.body = await self._whole(deadline)
         if self._connection.until_close and media_type in JSON and not _is_json(self.answer.body):
             raise NoAnswer
         self._note(self.answer.body[-4096:])
+
+    async def _first_lines(self, deadline: float, comment: Comment) -> bytes:
+        """A stream up to a whole line that is no comment: half a line cannot be passed on."""
+        body = await self._connection.read(deadline)
+        while body:
+            if COMMENTS.fullmatch(body):
+                self.answer.body, body = body, b""
+                await comment(self.answer)
+            elif b"\n" in body or len(body) > MAX_LINE_BYTES:
+                return body
+            more = await self._read_on()
+            if not more:
+                break
+            body += more
+        raise NoAnswer
 
     async def _whole(self, deadline: float) -> bytes:
         chunks, size = [], 0
