@@ -13,7 +13,7 @@ SINCE ?= main
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run smoke test check mutants lint format bench lock clean
+.PHONY: help setup setup-dev run smoke test test-drills check mutants lint format bench lock clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -32,6 +32,9 @@ smoke: setup ## the same, checked, and gone afterwards
 
 test: setup-dev ## all tests that need neither a GPU nor Kubernetes
 	$(BIN)/python -m pytest $(SPREAD)
+
+test-drills: setup-dev ## each ordinary fault beside a load, RECORD= a directory for the figures
+	$(BIN)/python -m pytest -m drill tests/drills $(if $(RECORD),--record-drills $(RECORD))
 
 check: lint ## lint, and the tests that touch what differs from SINCE (main)
 	@tests=$$($(BIN)/python -m tools.touched --since $(SINCE)); \

@@ -48,6 +48,10 @@ settings.load_profile("ci")
 _CLUSTER_TIMEOUT = 1500
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-drills", help="the directory where drills write their figures")
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker("cluster") and item.get_closest_marker("timeout") is None:
         item.add_marker(pytest.mark.timeout(_CLUSTER_TIMEOUT))

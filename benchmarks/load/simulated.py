@@ -150,6 +150,7 @@ class SimulatedReplica:
         secret: bytes = b"",
         block_ms: float = 1.0,
         capacity: int = 10_000,
+        max_model_len: int = 1 << 20,
         keep_bodies: bool = False,
     ) -> None:
         self.behaviour = Behaviour()
@@ -159,6 +160,7 @@ class SimulatedReplica:
         self.publisher: Publisher | None = None
         self.models = models or [MODEL]
         self._block_ms = block_ms
+        self._max_model_len = max_model_len
         self._keep_bodies = keep_bodies
         self._redis_url, self._prefix = redis_url, prefix
         self._replica_id, self._service = replica_id, service
@@ -200,7 +202,7 @@ class SimulatedReplica:
             tokenizer_digest=tokenizer_files().digest,
             engine=EngineInfo(
                 page_size=BLOCK_TOKENS,
-                max_model_len=1 << 20,
+                max_model_len=self._max_model_len,
                 vocab_size=20_000,
                 prefill_tokens_per_second=BLOCK_TOKENS / self._block_ms * 1000,
             ),
@@ -271,7 +273,7 @@ class SimulatedReplica:
         elif path == "/tokenize":  # vllm-router asks the workers
             body = msgspec.json.decode(await _body(receive))
             ids = TOKENIZER.encode(body.get("prompt") or "", add_special_tokens=False).ids
-            answer = {"count": len(ids), "tokens": ids, "max_model_len": 1 << 20}
+            answer = {"count": len(ids), "tokens": ids, "max_model_len": self._max_model_len}
             await _answer(send, 200, msgspec.json.encode(answer))
         elif path in ("/v1/completions", "/v1/chat/completions"):
             await self._complete(scope, receive, send)
@@ -439,6 +441,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         redis_url=arguments.redis,
         block_ms=arguments.block_ms,
         capacity=arguments.capacity,
+        max_model_len=arguments.max_model_len,
         replica_id=arguments.replica_id,
     )
     await replica.start()
@@ -449,7 +452,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     await replica.stop()
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
     import uvloop
 
     parser = argparse.ArgumentParser(description="A simulated replica.")
@@ -458,4 +461,9 @@ if __name__ == "__main__":
     parser.add_argument("--replica-id")
     parser.add_argument("--block-ms", type=float, default=1.0)
     parser.add_argument("--capacity", type=int, default=10_000)
-    uvloop.run(_main(parser.parse_args()))
+    parser.add_argument("--max-model-len", type=int, default=1 << 20)
+    uvloop.run(_main(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    main()
