@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +99,7 @@ def place(
     reservation: str = "r1",
     ceiling: float = 1e15,
     router: str = ME,
-    others: list[tuple[list[bytes], int]] | None = None,
+    others: Sequence[tuple[list[bytes], int]] = (),
 ) -> list[Any]:
     names = [keys.leases, keys.reserved, *keys.pending, keys.routers]
     facts = PlacementFacts()
@@ -126,14 +126,10 @@ def place(
                 random.getrandbits(31),
                 ceiling,
                 int(ROUTER_LEASE_SECONDS * 1000),
-                *([] if others is None else [packed_paths(others)]),
+                *(part for path, shared in others for part in (b"".join(path), shared)),
             ],
         )
     )
-
-
-def packed_paths(paths: list[tuple[list[bytes], int]]) -> bytes:
-    return msgspec.msgpack.encode([(b"".join(members), shared) for members, shared in paths])
 
 
 def candidate_states() -> st.SearchStrategy[list[Candidate]]:

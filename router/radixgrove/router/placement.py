@@ -34,6 +34,7 @@ from radixgrove.service.cluster_directory import side_by_side
 from radixgrove.service.complaints import Complaints
 from radixgrove.service.redis_link import RedisLink
 from radixgrove.service.redis_rules import RedisRefused, RedisUnavailable
+from radixgrove.service.redis_wire import Argument
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +259,7 @@ class Placer:
             RedisUnavailable, RedisRefused: there is none.
             AnswerLate: it has not come within `redis_timeout`.
         """
-        arguments = (
+        arguments: list[Argument] = [
             template.facts,
             ask.members,
             self._router_id,
@@ -269,8 +270,9 @@ class Placer:
             self._random.getrandbits(31),
             ceiling,
             _LEASE_MS,
-            *([msgspec.msgpack.encode(ask.others)] if ask.others else []),
-        )
+        ]
+        for members, shared in ask.others:
+            arguments += (members, shared)
         ledger.unanswered.add(reservation)
         future: asyncio.Future[list[Any]] | None = None
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.api.objects import Object
+from radixgrove.operator.api.objects import Object, PodSpec
 from radixgrove.operator.api.spec import DeviceKind, Network, quantity
 from radixgrove.operator.render.common import (
     Service,
@@ -113,13 +113,13 @@ def stateful_set(
     return rendered
 
 
-def check(service: Service, revision: Revision, config: OperatorConfig) -> Object:
+def check(service: Service, revision: Revision, config: OperatorConfig) -> PodSpec:
     """Refuse what its worker would refuse when it starts, as far as that is known before.
 
     Returns the pod spec of its groups. Raises InvalidEngine.
     """
     rendered = stateful_set(service, revision, 0, 0, config)
-    pod: Object = rendered["spec"]["template"]["spec"]
+    pod: PodSpec = rendered["spec"]["template"]["spec"]
     if not is_own_worker(pod, revision):
         return pod
     hardware = revision.hardware
@@ -131,7 +131,7 @@ def check(service: Service, revision: Revision, config: OperatorConfig) -> Objec
     return pod
 
 
-def is_own_worker(pod: Object, revision: Revision) -> bool:
+def is_own_worker(pod: PodSpec, revision: Revision) -> bool:
     """Whether the pods run the chart's worker. Of another image or command nothing is known."""
     own = {"image": revision.frozen_image, "args": _ARGUMENTS, "command": None}
     return all(

@@ -26,8 +26,8 @@
 --       and `decode_tokens`, `hit_credit`, `most_credit_ms` (router/costs.py),
 --       packed members of the prompt's blocks, router id, reservation id, prompt tokens,
 --       tokens a block, requests (sequences) to book, random seed, ceiling ms, a router's lease in ms,
---       and, of a request with several prompts, msgpack of the others {packed members, how many of
---       them a prompt before has too}…: its tokens are those that it has to compute at most
+--       and for each other prompt of the request: packed members, how many of them a prompt before
+--       has too; the request's tokens are those that it has to compute at most
 -- Returns {index of the candidate from 1, matched blocks, of which host blocks, tokens booked,
 --          time ms, load ms}; {-1} when no cost is below the ceiling; {0, how many} when no candidate
 --          may be chosen, and of how many a lease says so: it runs, or was ended. One that only ran
@@ -49,8 +49,8 @@ math.randomseed(tonumber(ARGV[8]))
 
 -- One path of blocks for each prompt.
 local paths = {{members = ARGV[2], shared = 0}}
-for _, other in ipairs(ARGV[11] and cmsgpack.unpack(ARGV[11]) or {}) do
-  paths[#paths + 1] = {members = other[1], shared = other[2]}
+for i = 11, #ARGV, 2 do
+  paths[#paths + 1] = {members = ARGV[i], shared = tonumber(ARGV[i + 1])}
 end
 local function member(path, d) return string.sub(path.members, d * 8 - 7, d * 8) end
 
