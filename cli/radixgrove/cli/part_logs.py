@@ -28,7 +28,7 @@ def default_directory(port: int) -> Path:
 
 def show(name: str, text: str) -> None:
     """A line on the terminal, after the name of the part that it is about."""
-    logs.STDERR.write(f"{name:<{_NAME_WIDTH}}| {text}")
+    logs.STDERR.write(f"{name:<{_NAME_WIDTH}}| {logs.escape(text)}")
 
 
 def worth_showing(line: str) -> str | None:

@@ -72,7 +72,7 @@ async def _run(parts: UpParts, directory: Path, part_logs: PartLogs, show_reques
 
 
 def _announce(text: str) -> None:
-    show("up", logs.escape(text))
+    show("up", text)
 
 
 def _announce_ready(cluster: Cluster, log_directory: Path, seconds: float) -> None:
