@@ -13,6 +13,8 @@ class RadixgroveError(Exception):
     │   │   ├── DamagedFileError
     │   │   └── MemoryShortage
     │   ├── TokenizerError
+    │   ├── ConstraintError
+    │   │   └── UnenforceableError
     │   ├── TemplateRefusal
     │   ├── TemplateFailure
     │   ├── KeyFileError

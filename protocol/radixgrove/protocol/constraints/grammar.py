@@ -1,0 +1,303 @@
+"""From constraints to grammars and matchers, by llguidance: only workers import this.
+
+Whatever a client can send is either compiled within the bounds below or refused in words: a keyword
+that llguidance cannot enforce is named, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from radixgrove.protocol.constraints.constraint import (
+    TOO_COMPLEX,
+    UNSATISFIABLE,
+    Constraint,
+    ConstraintError,
+    Form,
+    Tags,
+)
+from radixgrove.protocol.constraints.rewrite import rewrite
+from radixgrove.protocol.constraints.schema import check_properties, has_value
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# A row of 10,000 items holds an object of 2,400 optional properties; a state of a lexer takes one
+# or two kilobytes. Errors are for clients: without the parser's state.
+LIMITS = LLParserLimits(
+    max_items_in_row=10_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=100_000,
+    max_lexer_states=50_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+# llguidance follows rules and references by recursion: the longest chains that fit the bounds need
+# some 30 MiB of stack, and would end the process on an ordinary one.
+_STACK_BYTES = 128 << 20
+_MOST_REASON = 300  # characters of llguidance's words that are passed on
+
+_OPTIONS = "x-guidance"  # llguidance reads its own options there, which are ours to give
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
+_FORMAT = "Unknown format"
+_ONE_OF = "oneOf"
+_REGEX_REASON = re.compile(r"^error: (.*)$", re.MULTILINE)
+_COMPLEX = re.compile(r"too (?:big|complex|large|many)|limit|fuel", re.IGNORECASE)
+# In a Lark grammar: what may hold the word without meaning it, then the word itself.
+_EMBEDDED = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|%json\s*(?=\{)')
+
+
+class UnenforceableError(ConstraintError):
+    """A keyword of a schema that must be enforced cannot be; the reason names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A constraint as llguidance takes it, whatever the tokenizer."""
+
+    grammar: str
+    ignored: tuple[str, ...]  # keywords of a JSON schema that are not enforced
+
+
+def compiler_threads(count: int, name: str) -> ThreadPoolExecutor:
+    """Threads to compile what clients send: nowhere else is the stack large enough."""
+    threads = ThreadPoolExecutor(count, thread_name_prefix=name)
+    started = threading.Barrier(count)
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        for _ in range(count):  # each blocks a thread until all are there
+            threads.submit(started.wait)
+    finally:
+        threading.stack_size(before)
+    return threads
+
+
+def load_tokenizer(tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+    """What matchers know of a model's tokens; takes some tenths of a second.
+
+    Args:
+        tokenizer_json: as `tokenizers` writes it, with all added tokens.
+        vocab_size: masks have a bit for each id below it, and for all that the tokenizer has.
+        eos_ids: tokens that may end an answer.
+
+    Raises:
+        ConstraintError: llguidance does not know this kind of tokenizer.
+    """
+    eos = list(eos_ids) or None
+    with suppress(ValueError):
+        return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
+    try:  # it may have more tokens than the model
+        return LLTokenizer(tokenizer_json, eos_token=eos)
+    except ValueError as error:
+        raise ConstraintError("this model's tokenizer does not support it") from error
+
+
+def compile_constraint(constraint: Constraint, tokenizer: LLTokenizer, whitespace: int) -> Compiled:
+    """Compile a constraint, and its first mask; in one of `compiler_threads`.
+
+    Args:
+        whitespace: most characters of white space between two tokens of JSON.
+
+    Raises:
+        ConstraintError: it is malformed, cannot be enforced, has no answer, or is too complex.
+    """
+    if constraint.form is Form.JSON_SCHEMA:
+        return _compile_schema(constraint, tokenizer, whitespace)
+    return _compile(_grammar(constraint, tokenizer, whitespace), tokenizer)
+
+
+def _compile(grammar: str, tokenizer: LLTokenizer) -> Compiled:
+    matcher = build_matcher(grammar, tokenizer)
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise refusal(matcher.get_error())
+    return Compiled(grammar, _ignored(matcher.get_grammar_warnings()))
+
+
+def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: int) -> Compiled:
+    """A schema as it stands; if that cannot be enforced whole, in other words; if that cannot
+    either and it need not be, without some keywords."""
+    schema = _checked(constraint.text)
+
+    def compiled(schema: dict[str, Any], *, strict: bool) -> Compiled:
+        options = _options(whitespace, strict=strict)
+        return _compile(LLMatcher.grammar_from_json_schema(schema, overrides=options), tokenizer)
+
+    try:
+        return compiled(schema, strict=True)
+    except UnenforceableError as error:
+        unenforceable = error
+    other = rewrite(schema)
+    try:
+        return compiled(other, strict=True)
+    except ConstraintError as error:
+        if error.code == UNSATISFIABLE:
+            raise
+    if constraint.strict:
+        raise unenforceable
+    with suppress(ConstraintError):
+        return compiled(other, strict=False)
+    return compiled(schema, strict=False)
+
+
+def build_matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """A matcher at its beginning; made in one of `compiler_threads`.
+
+    Raises:
+        ConstraintError: the grammar is not one, or too complex.
+    """
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise refusal(matcher.get_error())
+    return matcher
+
+
+def refusal(error: str) -> ConstraintError:
+    """llguidance's error in words for clients."""
+    if found := _UNIMPLEMENTED.search(error):
+        keys = ", ".join(f"'{key}'" for key in msgspec.json.decode(found[1], type=list[str]))
+        return UnenforceableError(f"it is strict, but {keys} cannot be enforced")
+    if "oneOf constraints are not supported" in error:
+        return UnenforceableError(
+            "it is strict, but a 'oneOf' of branches that may hold at once cannot be enforced"
+        )
+    if error.startswith(_FORMAT):
+        return UnenforceableError(f"it is strict, but 'format' cannot be enforced: {_first(error)}")
+    if error.startswith(("Unsatisfiable schema", "NoExtension")):
+        return ConstraintError(_first(error), UNSATISFIABLE)
+    if _COMPLEX.search(_first(error)):
+        return ConstraintError(_first(error), TOO_COMPLEX)
+    if reason := _REGEX_REASON.search(error):
+        return ConstraintError(f"a regular expression is not valid here: {reason[1]}")
+    return ConstraintError(_first(error))
+
+
+def _first(error: str) -> str:
+    line = error.partition("\n")[0]
+    return line if len(line) <= _MOST_REASON else line[:_MOST_REASON] + "…"
+
+
+def _ignored(warnings: Iterable[str]) -> tuple[str, ...]:
+    """The keywords that warnings name, each once."""
+    names: dict[str, None] = {}
+    for warning in warnings:
+        if found := _UNIMPLEMENTED.search(warning):
+            names.update(dict.fromkeys(msgspec.json.decode(found[1], type=list[str])))
+        elif warning.startswith(_FORMAT):
+            names["format"] = None
+        elif warning.startswith(_ONE_OF):
+            names[_ONE_OF] = None
+        else:
+            raise ConstraintError(_first(warning))  # never in silence
+    return tuple(names)
+
+
+def _grammar(constraint: Constraint, tokenizer: LLTokenizer, whitespace: int) -> str:
+    match constraint.form:
+        case Form.TAGS:
+            tags = msgspec.json.decode(constraint.text, type=Tags)
+            return LLMatcher.grammar_from_lark(_lark(_tagged(tags, tokenizer), whitespace))
+        case Form.REGEX:
+            return LLMatcher.grammar_from_regex(constraint.text)
+        case Form.CHOICE:
+            texts = msgspec.json.decode(constraint.text, type=list[str])
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
+    return LLMatcher.grammar_from_lark(_lark(constraint.text, whitespace))
+
+
+def _options(whitespace: int, *, strict: bool) -> JsonCompileOptions:
+    options: JsonCompileOptions = {"lenient": not strict, "coerce_one_of": not strict}
+    if whitespace:
+        options["whitespace_pattern"] = rf"[\x20\x0A\x0D\x09]{{0,{whitespace}}}"
+    else:
+        options["whitespace_flexible"] = False
+    return options
+
+
+def _checked(text: str) -> dict[str, Any]:
+    """A schema without options of llguidance.
+
+    Raises:
+        ConstraintError: it is no JSON, too large, or surely has no value.
+    """
+    try:
+        schema = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        raise ConstraintError("the schema is not valid JSON") from None
+    check_properties(schema)
+    if not has_value(schema):
+        raise ConstraintError("no value satisfies the schema", UNSATISFIABLE)
+    if not isinstance(schema, dict):
+        return {}  # true: any value
+    schema.pop(_OPTIONS, None)
+    return schema
+
+
+def _tagged(tags: Tags, tokenizer: LLTokenizer) -> str:
+    """A Lark grammar of free text with tags. A trigger may be one of the model's own tokens, which
+    text never holds."""
+    names = [f"tag_{number}" for number in range(len(tags.structures))]
+    lines = ["%llguidance {}", f"start: ({' | '.join(names)})* rest", "rest: TEXT"]
+    lines.append(r"TEXT: /(.|\n)*/")
+    for name, tag in zip(names, tags.structures, strict=True):
+        trigger = max((t for t in tags.triggers if tag.begin.startswith(t)), key=len)
+        begin = tag.begin[len(trigger) :]
+        body = f"%json {bytes(tag.schema).decode()}"
+        if begin:
+            body = f"{json.dumps(begin)} {body}"
+        if tag.end:
+            body = f"{body} {json.dumps(tag.end)}"
+        if _is_token(trigger, tokenizer):
+            lines.append(f"{name}: TEXT {trigger} {body}")
+        else:
+            lines.append(f"{name}_trigger[lazy]: TEXT {json.dumps(trigger)}")
+            lines.append(f"{name}: {name}_trigger {body}")
+    return "\n".join(lines)
+
+
+def _is_token(text: str, tokenizer: LLTokenizer) -> bool:
+    """Whether a text like `<tool_call>` is a token that no other text makes."""
+    if not (text.startswith("<") and text.endswith(">")):
+        return False
+    ids = tokenizer.tokenize_str(text, parse_special=True)
+    return len(ids) == 1 and tokenizer.is_special_token(ids[0])
+
+
+def _lark(text: str, whitespace: int) -> str:
+    """A Lark grammar of a Lark or GBNF one, with our options in the schemas that it embeds.
+
+    Raises:
+        ConstraintError: it is neither.
+    """
+    try:
+        lark = any_to_lark(text)
+    except Exception as error:  # the converter raises bare Exception
+        raise ConstraintError(f"neither Lark nor GBNF: {_first(str(error))}") from error
+    decoder = json.JSONDecoder()
+    parts, end = [], 0
+    for found in _EMBEDDED.finditer(lark):
+        if not found[0].startswith("%json") or found.start() < end:
+            continue
+        try:
+            schema, after = decoder.raw_decode(lark, found.end())
+        except (ValueError, RecursionError):
+            raise ConstraintError("a schema after %json is not valid JSON") from None
+        checked = _checked(json.dumps(schema))
+        parts += [
+            lark[end : found.end()],
+            json.dumps(checked | {_OPTIONS: _options(whitespace, strict=False)}),
+        ]
+        end = after
+    return "".join([*parts, lark[end:]])

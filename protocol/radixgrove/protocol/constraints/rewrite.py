@@ -1,0 +1,463 @@
+"""JSON schemas in other words: keywords that llguidance does not know, by those that it does.
+
+`not`, `if`/`then`/`else`, `oneOf` of branches that overlap, `dependencies` and their successors,
+and `uniqueItems` of few values become `anyOf` and `allOf` of schemas that hold for the same values.
+What has no such equivalent is left as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import pairwise, permutations
+from typing import Any
+
+from radixgrove.protocol.constraints.schema import resolve
+
+Schema = dict[str, Any] | bool
+
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+# Larger results would take longer to compile than they are worth.
+_MOST_BRANCHES = 6  # of a `oneOf` that is written out
+_MOST_VALUES = 5  # of items that are unique: 326 arrays
+_MOST_NEGATED = 2000  # keywords, those of references again and again
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLES = ("additionalProperties", "items", "not", "if", "then", "else")
+_DEFINITION = re.compile(r"#|#/(?:\$defs|definitions)/[^/]*")
+# They say nothing about a value.
+_ANNOTATIONS = frozenset(
+    {
+        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("$comment", "$schema", "$id", "id", "$defs", "definitions"),
+    }
+)
+
+
+def rewrite(schema: Any) -> Any:
+    """The schema, with what it can say in other words said so; a malformed one as it is, which the
+    compiler refuses with the reason."""
+    try:
+        return _Rewriter(schema).schema(schema)
+    except (AttributeError, TypeError, RecursionError):
+        return schema
+
+
+class _Rewriter:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = _MOST_NEGATED
+        self._pointed = _is_pointed_into(root)
+        self._negating: set[str] = set()  # references on the way
+
+    def schema(self, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        out = self._within(schema)
+        added = [
+            *self._negated(out),
+            *self._conditional(out),
+            *self._exclusive(out),
+            *self._dependent(out),
+        ]
+        added += self._unique(out)
+        added = [part for part in added if part is not True]
+        if len(added) == 1 and not self._pointed:
+            return self._distributed(out, added[0])
+        if added:
+            out["allOf"] = [*out.get("allOf", []), *added]
+        return out
+
+    def _distributed(self, base: dict[str, Any], added: Schema) -> Any:
+        """The base with what was added: once in each branch where that can be, so that properties
+        keep the base's order."""
+        kept = {key: base[key] for key in base if key in _ANNOTATIONS}
+        rest = {key: base[key] for key in base if key not in _ANNOTATIONS}
+        branches = added.get("anyOf", [added]) if isinstance(added, dict) else [added]
+        joined = [merged(rest, branch) for branch in branches]
+        if any(branch is None for branch in joined):
+            return {**base, "allOf": [*base.get("allOf", []), added]}
+        found = any_of(joined)
+        if isinstance(found, dict):
+            return {**kept, **found}
+        return {**kept, "not": {}} if not found else kept
+
+    def _within(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """A copy with its parts rewritten."""
+        out = dict(schema)
+        for key in _MAPS:
+            if isinstance(out.get(key), dict):
+                out[key] = {name: self.schema(part) for name, part in out[key].items()}
+        for key in _LISTS:
+            if isinstance(out.get(key), list):
+                out[key] = [self.schema(part) for part in out[key]]
+        for key in _SINGLES:
+            if isinstance(out.get(key), dict):
+                out[key] = self.schema(out[key])
+        return out
+
+    # ---- keywords: each takes itself out, and says the same in other words -----------------------
+
+    def _negated(self, out: dict[str, Any]) -> list[Schema]:
+        if "not" not in out:
+            return []
+        negation = self.negation(out["not"])
+        if negation is None:
+            return []
+        del out["not"]
+        return [negation]
+
+    def _conditional(self, out: dict[str, Any]) -> list[Schema]:
+        if "if" not in out:
+            out.pop("then", None)
+            out.pop("else", None)
+            return []
+        condition = out["if"]
+        negation = self.negation(condition)
+        if negation is None:
+            return []
+        holds = [condition, out.pop("then", True)]
+        fails = [negation, out.pop("else", True)]
+        del out["if"]
+        return [any_of([all_of(holds), all_of(fails)])]
+
+    def _exclusive(self, out: dict[str, Any]) -> list[Schema]:
+        branches = out.get("oneOf")
+        if not isinstance(branches, list) or not 1 <= len(branches) <= _MOST_BRANCHES:
+            return []
+        negations = [self.negation(branch) for branch in branches]
+        known = [negation for negation in negations if negation is not None]
+        if len(known) < len(branches):
+            return []
+        del out["oneOf"]
+        return [
+            any_of(
+                [all_of([branch, *known[:i], *known[i + 1 :]]) for i, branch in enumerate(branches)]
+            )
+        ]
+
+    def _dependent(self, out: dict[str, Any]) -> list[Schema]:
+        added = []
+        for key in ("dependencies", "dependentRequired", "dependentSchemas"):
+            if not isinstance(out.get(key), dict):
+                continue
+            for name, needed in out.pop(key).items():
+                then = {"required": needed} if isinstance(needed, list) else self.schema(needed)
+                absent: Schema = {"properties": {name: False}}
+                added.append(any_of([absent, then]))
+        return added
+
+    def _unique(self, out: dict[str, Any]) -> list[Schema]:
+        if out.get("uniqueItems") is not True:
+            return []
+        if isinstance(out.get("maxItems"), int) and out["maxItems"] <= 1:
+            del out["uniqueItems"]
+            return []
+        values = _values(out.get("items"))
+        if values is None or len(values) > _MOST_VALUES or "prefixItems" in out:
+            return []
+        least, most = out.get("minItems", 0), out.get("maxItems", len(values))
+        sizes = [size for size in range(len(values) + 1) if least <= size <= most]
+        arrays: list[Schema] = [
+            {
+                "type": "array",
+                "prefixItems": [{"const": value} for value in chosen],
+                "items": False,
+                "minItems": size,
+                "maxItems": size,
+            }
+            for size in sizes
+            for chosen in permutations(values, size)
+        ]
+        for key in ("uniqueItems", "items", "minItems", "maxItems"):
+            out.pop(key, None)
+        return [any_of([_of_types(set(TYPES) - {"array"}), *arrays])]
+
+    # ---- negation --------------------------------------------------------------------------------
+
+    def negation(self, schema: Any) -> Schema | None:
+        """A schema for exactly the other values; None where there is none in words we have."""
+        if isinstance(schema, bool):
+            return not schema
+        self._left -= 1
+        if not isinstance(schema, dict) or self._left < 0:
+            return None
+        parts: list[Schema] = []
+        for key, value in schema.items():
+            if key in _ANNOTATIONS or (key == "additionalProperties" and value in (True, {})):
+                continue
+            part = self._negated_keyword(key, value)
+            if part is None:
+                return None
+            parts.append(part)
+        return any_of(parts)
+
+    def _negated_keyword(self, key: str, value: Any) -> Schema | None:
+        match key:
+            case "type":
+                return _without_types(value)
+            case "const":
+                return _without_values([value])
+            case "enum" if isinstance(value, list):
+                return _without_values(value)
+            case "required" if isinstance(value, list):
+                absent: list[Schema] = [
+                    {"type": "object", "properties": {name: False}} for name in value
+                ]
+                return any_of(absent)
+            case "properties" if isinstance(value, dict):
+                return self._some_property(value)
+            case "not":
+                return value if isinstance(value, (dict, bool)) else None
+            case "anyOf" if isinstance(value, list):
+                return self._each(value, all_of)
+            case "allOf" if isinstance(value, list):
+                return self._each(value, any_of)
+            case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
+                return _beyond(key, value)
+            case "minLength" | "maxLength" | "minItems" | "maxItems":
+                return _longer_or_shorter(key, value)
+            case "$ref" if isinstance(value, str):
+                return self._referenced(value)
+        return None
+
+    def _referenced(self, reference: str) -> Schema | None:
+        target = resolve(self._root, reference)
+        if target is True or reference in self._negating:
+            return None
+        self._negating.add(reference)
+        negation = self.negation(target)
+        self._negating.remove(reference)
+        return negation
+
+    def _each(self, schemas: list[Any], join: Callable[[list[Any]], Schema]) -> Schema | None:
+        negations = [self.negation(schema) for schema in schemas]
+        if any(negation is None for negation in negations):
+            return None
+        return join(negations)
+
+    def _some_property(self, properties: dict[str, Any]) -> Schema | None:
+        """One of them is there, and is what it must not be."""
+        found: list[Schema] = []
+        for name, schema in properties.items():
+            negation = self.negation(schema)
+            if negation is None:
+                return None
+            found.append({"type": "object", "properties": {name: negation}, "required": [name]})
+        return any_of(found)
+
+
+def any_of(schemas: list[Any]) -> Schema:
+    """What holds where one of them does."""
+    if any(schema is True for schema in schemas):
+        return True
+    some = [schema for schema in schemas if schema is not False]
+    if len(some) < 2:
+        return some[0] if some else False
+    return {"anyOf": some}
+
+
+def all_of(schemas: list[Any]) -> Schema:
+    """What holds where each of them does."""
+    if any(schema is False for schema in schemas):
+        return False
+    some: list[Any] = []
+    for schema in schemas:
+        if schema is True:
+            continue
+        both = merged(some[-1], schema) if some else None
+        if both is False:
+            return False
+        if both is None:
+            some.append(schema)
+        else:
+            some[-1] = both
+    if len(some) < 2:
+        return some[0] if some else True
+    return {"allOf": some}
+
+
+def merged(one: dict[str, Any], other: Any) -> Schema | None:
+    """One schema that holds where both do, its properties in the order of the first; None where
+    their keywords cannot stand side by side."""
+    if isinstance(other, bool):
+        return one if other else False
+    out = dict(one)
+    for key, value in other.items():
+        if key not in out or out[key] == value:
+            out[key] = value
+        elif key == "type":
+            types = _common_types(out[key], value)
+            if not types:
+                return False
+            out[key] = types
+        elif key == "required":
+            out[key] = list(dict.fromkeys([*out[key], *value]))
+        elif key == "properties":
+            both = [name for name in value if name in out[key]]
+            joined = {name: all_of([out[key][name], value[name]]) for name in both}
+            out[key] = {**out[key], **value, **joined}
+        else:
+            return None
+    return out if _side_by_side(one, other) else None
+
+
+def _side_by_side(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether no keyword of one counts what keywords of the other name."""
+    if "$ref" in one or "$ref" in other:
+        return one == other
+    for first, second in ((one, other), (other, one)):
+        named = set(second.get("properties", {})) - set(first.get("properties", {}))
+        if named and not {"additionalProperties", "patternProperties"}.isdisjoint(first):
+            return False
+        if "items" in first and "prefixItems" in second and first != second:
+            return False
+    return True
+
+
+def _common_types(one: Any, other: Any) -> list[str]:
+    first, second = ({names} if isinstance(names, str) else set(names) for names in (one, other))
+    for names, others in ((first, second), (second, first)):
+        if "number" in names and "integer" in others:
+            names.add("integer")
+    common = first & second
+    if "number" in common:
+        common.discard("integer")
+    return [name for name in (*TYPES, "integer") if name in common]
+
+
+def _is_pointed_into(root: Any) -> bool:
+    """Whether references lead to other places than definitions."""
+    parts = [root]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            reference = part.get("$ref")
+            if isinstance(reference, str) and not _DEFINITION.fullmatch(reference):
+                return True
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return False
+
+
+def type_of(value: Any) -> str:
+    """A JSON value's type, one of `TYPES`."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def _of_types(types: set[str]) -> Schema:
+    named = [name for name in TYPES if name in types]
+    if len(named) == len(TYPES):
+        return True
+    return {"type": named} if named else False
+
+
+def _without_types(given: Any) -> Schema | None:
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not set(names) <= set(TYPES):
+        return None  # numbers that are no integers have no name
+    return _of_types(set(TYPES) - set(names))
+
+
+def _without_values(values: list[Any]) -> Schema | None:
+    """All but these; None where one is an array or an object."""
+    types = {type_of(value) for value in values}
+    if not types <= {"null", "boolean", "number", "string"}:
+        return None
+    others: list[Schema] = [_of_types(set(TYPES) - types)]
+    if "boolean" in types:
+        named = [value for value in values if isinstance(value, bool)]
+        others += [{"const": truth} for truth in (True, False) if truth not in named]
+    if "number" in types:
+        others += _between(sorted({v for v in values if type_of(v) == "number"}))
+    if "string" in types:
+        pattern = _pattern_without({value for value in values if isinstance(value, str)})
+        others.append({"type": "string", "pattern": f"^(?:{pattern})$"})
+    return any_of(others)
+
+
+def _between(numbers: list[float]) -> list[Schema]:
+    """The intervals that these numbers leave."""
+    ends = [None, *numbers, None]
+    intervals: list[Schema] = []
+    for low, high in pairwise(ends):
+        interval: dict[str, Any] = {"type": "number"}
+        if low is not None:
+            interval["exclusiveMinimum"] = low
+        if high is not None:
+            interval["exclusiveMaximum"] = high
+        intervals.append(interval)
+    return intervals
+
+
+def _pattern_without(texts: set[str]) -> str:
+    """A regular expression of all texts but these: each leaves them at its first other character,
+    or ends elsewhere."""
+    branches = [] if "" in texts else [""]
+    heads = sorted({text[0] for text in texts if text})
+    anything = r"[\s\S]*"
+    if heads:
+        branches.append(f"[^{''.join(_in_class(head) for head in heads)}]{anything}")
+    else:
+        branches.append(rf"[\s\S]{anything}")
+    for head in heads:
+        tails = {text[1:] for text in texts if text[:1] == head}
+        branches.append(f"{re.escape(head)}(?:{_pattern_without(tails)})")
+    return "|".join(branches)
+
+
+def _in_class(character: str) -> str:
+    return f"\\{character}" if character in r"\]^-[&~" else character
+
+
+def _beyond(key: str, bound: Any) -> Schema | None:
+    if isinstance(bound, bool) or not isinstance(bound, (int, float)):
+        return None
+    other = {
+        "minimum": "exclusiveMaximum",
+        "maximum": "exclusiveMinimum",
+        "exclusiveMinimum": "maximum",
+        "exclusiveMaximum": "minimum",
+    }
+    return {"type": "number", other[key]: bound}
+
+
+def _longer_or_shorter(key: str, bound: Any) -> Schema | None:
+    if isinstance(bound, bool) or not isinstance(bound, int):
+        return None
+    kind = "string" if key.endswith("Length") else "array"
+    if key.startswith("max"):
+        return {"type": kind, f"min{key[3:]}": bound + 1}
+    return {"type": kind, f"max{key[3:]}": bound - 1} if bound > 0 else False
+
+
+def _values(items: Any) -> list[Any] | None:
+    """All values that items may have, if they are few and plain."""
+    if not isinstance(items, dict):
+        return None
+    rest = set(items) - _ANNOTATIONS
+    if rest == {"type"} and items["type"] in ("boolean", "null"):
+        return [True, False] if items["type"] == "boolean" else [None]
+    values = (
+        items.get("enum") if "enum" in items else [items["const"]] if "const" in items else None
+    )
+    if not isinstance(values, list) or not rest <= {"enum", "const", "type"}:
+        return None
+    if "type" in rest and {type_of(value) for value in values} != {items["type"]}:
+        return None
+    plain = all(type_of(value) in ("null", "boolean", "number", "string") for value in values)
+    distinct = {(type_of(value), value) for value in values} if plain else set()
+    return values if plain and len(distinct) == len(values) else None

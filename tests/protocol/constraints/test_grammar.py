@@ -1,0 +1,277 @@
+"""What a compiled constraint accepts, and the words in which others are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from radixgrove.protocol.constraints import constraint
+from radixgrove.protocol.constraints.constraint import (
+    TOO_COMPLEX,
+    TOO_LARGE,
+    UNSATISFIABLE,
+    Constraint,
+    ConstraintError,
+    Form,
+)
+from radixgrove.protocol.constraints.grammar import Compiled, build_matcher, compile_constraint
+from tests.checkout import ROOT
+from tests.grammars import encode, tokenizer
+
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+def schema_of(schema: Any, *, strict: bool = False) -> Constraint:
+    return constraint.json_schema(json.dumps(schema).encode(), "p", strict=strict)
+
+
+def compiled(asked: Constraint, whitespace: int = 8) -> Compiled:
+    return compile_constraint(asked, tokenizer(), whitespace)
+
+
+def accepts(asked: Constraint, text: str, whitespace: int = 8) -> bool:
+    matcher = build_matcher(compiled(asked, whitespace).grammar, tokenizer())
+    return matcher.consume_tokens(encode(text)) and matcher.is_accepting()
+
+
+def refused(asked: Constraint) -> ConstraintError:
+    with pytest.raises(ConstraintError) as caught:
+        compiled(asked)
+    return caught.value
+
+
+# ---- what is accepted ------------------------------------------------------------------------
+
+
+def test_a_schema_accepts_its_values() -> None:
+    assert accepts(schema_of(OBJECT), '{"a":1}')
+    assert accepts(schema_of(OBJECT), '{ "a" : 1\n}')
+    for text in ('{"a":1', '{"a":"1"}', "{}", '{"a":1,"b":2}'):
+        assert not accepts(schema_of(OBJECT), text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (constraint.text_form(Form.REGEX, "[a-c]{2,3}", "p"), "abc"),
+        (constraint.choice(['say "hi"', "two\nlines", "ß"], "p"), 'say "hi"'),
+        (constraint.choice(['say "hi"', "two\nlines", "ß"], "p"), "two\nlines"),
+        (constraint.text_form(Form.GRAMMAR, 'start: "x" | "y" start', "p"), "yyx"),
+        (constraint.text_form(Form.GRAMMAR, 'root ::= "x" | "y" root', "p"), "yyx"),
+        (schema_of(True), "[1]"),
+    ],
+)
+def test_other_forms_accept_theirs(asked: Constraint, text: str) -> None:
+    assert accepts(asked, text)
+    assert not accepts(asked, text + "?")
+
+
+def test_a_grammar_embeds_schemas() -> None:
+    text = 'start: "call " %json ' + json.dumps(OBJECT) + ' ";"\nOTHER: /%json x/'
+    asked = constraint.text_form(Form.GRAMMAR, text, "p")
+    assert accepts(asked, 'call {"a":1};')
+    assert not accepts(asked, 'call {"b":1};')
+
+
+def test_text_is_free_until_a_trigger_comes() -> None:
+    """Then it goes on as one of the tags does, and is free again."""
+    schema = msgspec.Raw(json.dumps(OBJECT).encode())
+    tags = [constraint.Tag(begin=f"<{n}>", schema=schema, end="</>") for n in ("one", "two")]
+    asked = constraint.tags(constraint.Tags(structures=tags, triggers=["<"]), "p")
+    for text in ("", "any\n text", 'so <one>{"a":1}</> and <two>{"a": 2}</>.'):
+        assert accepts(asked, text)
+    for text in ("<", "<three>", '<one>{"b":1}</>', '<one>{"a":1}', f'<one>{{"a":{" " * 9}1}}</>'):
+        assert not accepts(asked, text)
+
+
+# ---- white space -----------------------------------------------------------------------------
+
+EMBEDDED = constraint.text_form(Form.GRAMMAR, f"start: %json {json.dumps(OBJECT)}", "p")
+
+
+@pytest.mark.parametrize("asked", [schema_of(OBJECT), EMBEDDED], ids=["schema", "embedded"])
+@pytest.mark.parametrize("blanks", [" ", "\n", "\t"])
+def test_white_space_has_a_bound(asked: Constraint, blanks: str) -> None:
+    for place in ('{%s"a":1}', '{"a"%s:1}', '{"a":%s1}', '{"a":1%s}'):
+        assert accepts(asked, place % (blanks * 8))
+        assert not accepts(asked, place % (blanks * 9))
+    assert not accepts(asked, blanks + '{"a":1}')
+    assert accepts(asked, '{"a":1}', whitespace=0)
+    assert not accepts(asked, '{"a": 1}', whitespace=0)
+
+
+@pytest.mark.parametrize("options", [{"whitespace_pattern": " *"}, {"lenient": True}, 5])
+def test_the_compilers_options_are_not_for_clients(options: Any) -> None:
+    asked = schema_of({**OBJECT, "x-guidance": options, "not": {}}, strict=True)
+    assert "'not' cannot be enforced" in refused(asked).reason
+    asked = schema_of({**OBJECT, "x-guidance": options})
+    assert not accepts(asked, '{"a":' + 9 * " " + "1}")
+
+
+def test_a_property_may_have_the_name_of_the_options() -> None:
+    asked = schema_of({"type": "object", "properties": {"x-guidance": {"type": "integer"}}})
+    assert accepts(asked, '{"x-guidance":1}')
+    assert not accepts(asked, '{"x-guidance":""}')
+
+
+# ---- keywords that cannot be enforced ----------------------------------------------------------
+
+BOTH = {"oneOf": [{"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "z$"}]}
+UNENFORCED = [
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "contains": {"const": 1}}, "contains"),
+    ({"type": "object", "propertyNames": {"maxLength": 3}}, "propertyNames"),
+    ({"type": "string", "not": {"pattern": "a"}}, "not"),
+    ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({"type": "string", "format": "no-such-format"}, "format"),
+    (BOTH, "oneOf"),
+]
+
+
+@pytest.mark.parametrize(("schema", "keyword"), UNENFORCED)
+def test_a_keyword_is_named_and_the_rest_enforced(schema: Any, keyword: str) -> None:
+    whole = {"type": "object", "properties": {"v": schema, "n": {"type": "integer"}}}
+    assert compiled(schema_of(whole)).ignored == (keyword,)
+    assert not accepts(schema_of(whole), '{"n":""}')
+
+
+@pytest.mark.parametrize(("schema", "keyword"), UNENFORCED)
+def test_strictly_it_is_refused_by_name(schema: Any, keyword: str) -> None:
+    assert f"'{keyword}'" in refused(schema_of({"properties": {"v": schema}}, strict=True)).reason
+
+
+def test_what_can_be_said_in_other_words_is_enforced() -> None:
+    """Also where it stands beside a keyword that cannot."""
+    letter = {"type": "string", "maxLength": 1, "not": {"enum": ["x", "y"]}}
+    for strict in (False, True):
+        assert accepts(schema_of(letter, strict=strict), '"z"')
+        assert not accepts(schema_of(letter, strict=strict), '"x"')
+    both = {"type": "object", "properties": {"v": letter, "w": {"contains": {}}}, "required": ["v"]}
+    assert compiled(schema_of(both)).ignored == ("contains",)
+    assert not accepts(schema_of(both), '{"v":"x"}')
+
+
+def test_an_exclusive_one_of_is_exact() -> None:
+    schema = {"oneOf": [{"type": "string"}, {"type": "integer"}]}
+    assert compiled(schema_of(schema, strict=True)).ignored == ()
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "no-such-type"}, "no-such-type"),
+        ({"type": "string", "pattern": "("}, "regular expression"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "pattern": r"(a)\1"}, "backreferences"),
+        ({"$ref": "#/$defs/nowhere"}, "/\\$defs/nowhere"),
+        ({"$ref": "https://example.org/x"}, "does not fetch"),
+        ({"properties": 5}, "properties must be an object"),
+        ({"required": "a"}, "required"),
+        ({"minimum": "x"}, "minimum"),
+    ],
+)
+def test_a_malformed_schema_is_refused_with_the_reason(schema: Any, reason: str) -> None:
+    error = refused(schema_of(schema))
+    assert error.code is None
+    assert reason.replace("\\", "") in error.reason
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        False,
+        {"enum": []},
+        {"type": "integer", "minimum": 5, "maximum": 3},
+        {"type": "array", "minItems": 3, "maxItems": 1},
+        {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        {"type": "object", "required": ["a"], "properties": {"a": False}},
+        {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}},
+        {"$ref": "#"},
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_no_value_satisfies_is_refused(schema: Any, strict: bool) -> None:
+    assert refused(schema_of(schema, strict=strict)).code == UNSATISFIABLE
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "reason"),
+    [
+        (Form.REGEX, "(", "unclosed group"),
+        (Form.REGEX, "(?<=a)b", "look-around"),
+        (Form.GRAMMAR, "start: nowhere", "nowhere"),
+        (Form.GRAMMAR, "no grammar at all", "neither Lark nor GBNF"),
+        (Form.GRAMMAR, "start: %json {", "%json"),
+        (Form.GRAMMAR, "start: %json {'a'}", "%json"),
+    ],
+)
+def test_a_malformed_grammar_is_refused_with_the_reason(form: Form, text: str, reason: str) -> None:
+    assert reason in refused(constraint.text_form(form, text, "p")).reason
+
+
+def test_what_is_too_complex_is_refused() -> None:
+    """Each definition takes what the one before it has, twice: 2 to the 12th alternatives."""
+    definitions: dict[str, Any] = {"a0": {"type": "object"}}
+    for i in range(1, 13):
+        required = [{"type": "object", "required": [name]} for name in (f"x{i}", f"y{i}", f"z{i}")]
+        before = {"$ref": f"#/$defs/a{i - 1}"}
+        definitions[f"a{i}"] = {
+            "allOf": [{"anyOf": [before, required[0]]}, {"anyOf": required[1:]}]
+        }
+    assert refused(schema_of({"$ref": "#/$defs/a12", "$defs": definitions})).code == TOO_COMPLEX
+
+
+def test_properties_that_take_seconds_to_compile_are_refused() -> None:
+    properties = {f"p{i}": {} for i in range(3000)}
+    error = refused(schema_of({"type": "object", "properties": properties}))
+    assert (error.code, "too many properties" in error.reason) == (TOO_LARGE, True)
+
+
+_CHAINS = """
+import json
+from radixgrove.protocol.constraints import constraint
+from radixgrove.protocol.constraints.grammar import compile_constraint, compiler_threads
+from tests.grammars import tokenizer
+links = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(2800)}
+schema = json.dumps({"$ref": "#/$defs/0", "$defs": {**links, "2800": {"type": "string"}}})
+rules = "start: r0\\n" + "".join(f'r{i}: "b" r{i+1}\\n' for i in range(3500)) + 'r3500: "a"'
+asked = [
+    constraint.json_schema(schema.encode(), "p"),
+    constraint.text_form(constraint.Form.GRAMMAR, rules, "p"),
+]
+with compiler_threads(2, "test") as threads:
+    for each in asked:
+        assert threads.submit(compile_constraint, each, tokenizer(), 8).result().grammar
+"""
+
+
+def test_the_longest_chains_of_references_and_rules_end_no_process() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", _CHAINS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_an_object_of_two_thousand_properties_can_be_written() -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}
+    assert accepts(schema_of(schema), '{"p7":1,"p1999":2}')
+
+
+def test_reasons_are_short_and_for_clients() -> None:
+    for asked in (schema_of({"type": "x" * 10_000}), schema_of({"$ref": "#/" + "y" * 10_000})):
+        reason = refused(asked).reason
+        assert len(reason) < 400
+        assert "<state>" not in reason

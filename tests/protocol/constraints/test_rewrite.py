@@ -1,0 +1,147 @@
+"""Schemas in other words hold for the same values: `jsonschema` judges both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jsonschema import Draft7Validator, Draft202012Validator
+
+from radixgrove.protocol.constraints.rewrite import rewrite
+
+NAMES = ("a", "b", "c")
+plain = st.sampled_from([None, True, False, 0, 1, 2.5, 10, "", "a", "ab", "b-]^", "é"])
+values = st.recursive(
+    plain,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True)
+types = st.sampled_from(["null", "boolean", "number", "integer", "string", "array", "object"])
+simple: st.SearchStrategy[Any] = st.one_of(
+    st.booleans(),
+    st.fixed_dictionaries({"type": types}),
+    st.fixed_dictionaries({"const": values}),
+    st.fixed_dictionaries({"enum": st.lists(plain, min_size=1, max_size=4)}),
+    st.fixed_dictionaries({"required": names}),
+    st.fixed_dictionaries({"minimum": st.integers(0, 3)}),
+    st.fixed_dictionaries({"exclusiveMaximum": st.sampled_from([0, 2.5])}),
+    st.fixed_dictionaries({"maxLength": st.integers(0, 2)}),
+    st.fixed_dictionaries({"minItems": st.integers(0, 2)}),
+    st.fixed_dictionaries({"pattern": st.just("^a")}),
+)
+
+
+def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    several = st.lists(inner, min_size=1, max_size=3)
+    keywords = {
+        "type": types,
+        "properties": st.dictionaries(st.sampled_from(NAMES), inner, min_size=1, max_size=2),
+        "required": names,
+        "not": inner,
+        "if": inner,
+        "then": inner,
+        "else": inner,
+        "oneOf": several,
+        "anyOf": several,
+        "allOf": several,
+        "dependentRequired": st.dictionaries(st.sampled_from(NAMES), names, max_size=2),
+        "dependentSchemas": st.dictionaries(st.sampled_from(NAMES), inner, max_size=1),
+        "uniqueItems": st.booleans(),
+        "items": inner | st.fixed_dictionaries({"enum": st.lists(plain, min_size=1, max_size=3)}),
+        "minItems": st.integers(0, 2),
+        "maxItems": st.integers(0, 3),
+    }
+    return st.sets(st.sampled_from(sorted(keywords)), min_size=1, max_size=4).flatmap(
+        lambda chosen: st.fixed_dictionaries({key: keywords[key] for key in sorted(chosen)})
+    )
+
+
+schemas = st.recursive(simple, larger, max_leaves=6)
+
+
+@given(schema=schemas, instances=st.lists(values, min_size=1, max_size=8))
+@example({"not": {"enum": ["a", "ab", ""]}}, ["a", "ab", "", "abc", "b", 1, None])
+@example({"not": {"const": True}}, [True, False, 1])
+@example({"not": {"required": ["a", "b"]}}, [{}, {"a": 1}, {"a": 1, "b": 2}, 5])
+@example(
+    {"if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}},
+    [{}, {"a": 1}, {"a": 1, "b": 2}, {"a": 2}, 5],
+)
+@example({"uniqueItems": True, "items": {"enum": [1, "a"]}}, [[], [1], [1, 1], ["a", 1], 5, [2]])
+def test_the_same_values_are_valid(schema: Any, instances: list[Any]) -> None:
+    other = rewrite(schema)
+    before, after = Draft202012Validator(schema), Draft202012Validator(other)
+    for value in instances:
+        assert before.is_valid(value) == after.is_valid(value), (schema, other, value)
+
+
+@given(
+    needed=st.dictionaries(st.sampled_from(NAMES), names | simple, min_size=1, max_size=2),
+    instances=st.lists(values, min_size=1, max_size=8),
+)
+def test_dependencies_of_older_drafts_are_the_same(needed: Any, instances: list[Any]) -> None:
+    schema = {"dependencies": needed}
+    before, after = Draft7Validator(schema), Draft202012Validator(rewrite(schema))
+    for value in instances:
+        assert before.is_valid(value) == after.is_valid(value), (schema, value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {"enum": [1, "a", None, True]}},
+        {"not": {"type": ["string", "null"]}},
+        {"not": {"required": ["a"]}},
+        {"not": {"properties": {"a": {"const": 1}}, "required": ["a"]}},
+        {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"minimum": 5}}},
+        {"if": {"properties": {"a": {"const": 1}}, "required": ["a"]}, "then": {"required": ["b"]}},
+        {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"dependentRequired": {"a": ["b"]}},
+        {"dependencies": {"a": {"required": ["b"]}}},
+        {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True},
+        {"type": "array", "uniqueItems": True, "maxItems": 1},
+        {"then": {"type": "string"}},
+    ],
+)
+def test_these_keywords_are_gone(schema: dict[str, Any]) -> None:
+    text = str(rewrite(schema))
+    for keyword in ("'not'", "'if'", "'then'", "'oneOf'", "'depend", "'uniqueItems'"):
+        assert keyword not in text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {"pattern": "a"}},
+        {"not": {"const": {"a": 1}}},
+        {"not": {"type": "integer"}},
+        {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]},
+        {"if": {"contains": {}}, "then": {"type": "string"}},
+        {"uniqueItems": True},
+        {"uniqueItems": True, "items": {"enum": [1, 2, 3, 4, 5, 6]}},
+        {
+            "not": {"$ref": "#/$defs/a"},
+            "$defs": {"a": {"properties": {"b": {"$ref": "#/$defs/a"}}}},
+        },
+    ],
+)
+def test_what_has_no_equivalent_is_left(schema: dict[str, Any]) -> None:
+    assert rewrite(schema) == schema
+
+
+KEYWORDS = (
+    *("type", "properties", "required", "not", "if", "then", "else", "oneOf", "anyOf", "allOf"),
+    *("dependencies", "dependentSchemas", "uniqueItems", "items", "minItems", "maxItems", "enum"),
+    *("minimum", "maxLength", "$ref", "$defs", "additionalProperties"),
+)
+
+
+@given(schema=st.dictionaries(st.sampled_from(KEYWORDS), values, max_size=5))
+def test_malformed_schemas_are_no_failure(schema: dict[str, Any]) -> None:
+    rewrite(schema)
+    rewrite({"not": schema})
