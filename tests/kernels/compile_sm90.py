@@ -29,6 +29,7 @@ from radixgrove.kernels import (
     activation,
     all_reduce,
     attention,
+    bitmask,
     decode,
     decode_inputs,
     gather,
@@ -317,6 +318,8 @@ def launch_sampling() -> None:
         sample.sample(logits, *columns, filtered, **where)
     counts = torch.zeros(4, 151936, dtype=torch.int32)
     penalties.penalize(logits, index32, counts, one, one, one)
+    for kind in (torch.bfloat16, torch.float32):
+        bitmask.mask_tokens(logits.to(kind), counts[:, :4748], index64)
 
 
 def launch_smallest() -> None:
@@ -332,6 +335,7 @@ def launch_smallest() -> None:
     sample.sample(one, one[0], index, index)
     top_k_top_p.sampling_thresholds(one, one[0], index.int(), one[0], one[0])
     penalties.penalize(one, index.int(), one.int(), one[0], one[0], one[0])
+    bitmask.mask_tokens(one, one.int(), index)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ KERNELS = {
     "_gather_rows_kernel",
     "_gemv_kernel",
     "_kv_indices_kernel",
+    "_mask_tokens_kernel",
     "_penalize_kernel",
     "prefix_kernel",
     "_race_kernel",

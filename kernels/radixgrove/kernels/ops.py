@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from radixgrove.kernels import activation, gather, norm, pages, penalties, rope
+from radixgrove.kernels import activation, bitmask, gather, norm, pages, penalties, rope
 from radixgrove.kernels import decode_inputs as _rows
 from radixgrove.kernels import linear as _linear
 from radixgrove.kernels.autotune import LinearTuner
@@ -35,6 +35,7 @@ __all__ = [
     "gather_rows",
     "kv_indices",
     "linear",
+    "mask_tokens",
     "penalize",
     "rms_norm",
     "rope_store",
@@ -206,3 +207,9 @@ def penalize(
     """Apply penalties to float32 logits in place; see `penalties.penalize`."""
     function = penalties.penalize if logits.is_cuda else penalties.penalize_reference
     function(logits, rows, counts, repetition, presence, frequency)
+
+
+def mask_tokens(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
+    """Logits of tokens that may not come to -inf, in place; see `bitmask.mask_tokens`."""
+    function = bitmask.mask_tokens if logits.is_cuda else bitmask.mask_tokens_reference
+    function(logits, masks, rows)

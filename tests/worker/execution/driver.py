@@ -15,6 +15,8 @@ from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.messages import TokenLogprobs
 from radixgrove.worker.plan import Executor, NewRow, PrefillChunk, StepPlan
 
+EVEN = 0x55555555  # of a mask's word
+
 
 def cpu_runner(directory: Path, **settings: object) -> Runner:
     """The runner of a model directory, in float32 by default."""
@@ -58,12 +60,16 @@ class Driver:
     """Runs prompts to `max_tokens` (stop tokens do not end them), all of them at once.
 
     Steps follow the contract with `depth` of them in flight: a decode is planned before the
-    previous step's token is known. With `apart`, each step's two parts are called one by one.
+    previous step's token is known. With `apart`, each step's two parts are called one by one, and
+    rows in `masked` sample under a mask of even tokens.
     """
 
-    def __init__(self, executor: Executor, *, apart: bool = False) -> None:
+    def __init__(
+        self, executor: Executor, *, apart: bool = False, masked: frozenset[int] = frozenset()
+    ) -> None:
         self.executor = executor
         self._apart = apart
+        self._masked = masked
         self.page_size = executor.info.page_size
         self.free_rows = list(range(executor.info.max_rows))
         self.free_pages = list(range(executor.info.num_pages))
@@ -105,7 +111,11 @@ class Driver:
             self.executor.launch(plan)
             return
         self.executor.forward(plan)
-        self.executor.sample()
+        positions = [i for i, row in enumerate(plan.sampled_rows()) if row in self._masked]
+        if positions:
+            words = -(-self.executor.info.vocab_size // 32)
+            self.executor.masks(len(positions), words)[:] = EVEN
+        self.executor.sample(positions)
 
     def _enter(self, prompt: list[int], sampling: SamplingParams, reuse: bool) -> _Request:
         pages: list[int] = []

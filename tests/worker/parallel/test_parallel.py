@@ -51,10 +51,14 @@ def lead(directory: Path, prompts: list[list[int]], tokens: int) -> None:
     )
     results = Driver(executor).generate(prompts, greedy(tokens), chunk=20)
     apart = Driver(executor, apart=True).generate(prompts, greedy(tokens), chunk=20)
+    odd_rows = frozenset(range(1, len(prompts), 2))
+    masked = Driver(executor, apart=True, masked=odd_rows).generate(prompts, greedy(tokens))
     executor.close()
     texts = [result.tokens for result in results]
     assert texts == [result.tokens for result in apart]
-    print(texts)
+    for row, result in enumerate(masked):
+        assert all(token % 2 == 0 for token in result.tokens) or row not in odd_rows
+    print(texts, [result.tokens for result in masked])
 
 
 def settings(tp: int, **changes: object) -> WorkerSettings:

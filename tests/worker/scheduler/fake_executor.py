@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.messages import TokenLogprobs
@@ -39,9 +40,15 @@ _EMPTY = -1
 _JUNK = -2
 
 
-def next_token(tokens: list[int], seed: int, vocab_size: int) -> int:
-    """What this model says after `tokens`."""
-    return zlib.crc32(np.array([seed, *tokens], dtype="<i4").tobytes()) % vocab_size
+def next_token(
+    tokens: list[int], seed: int, vocab_size: int, mask: NDArray[np.int32] | None = None
+) -> int:
+    """What this model says after `tokens`; under a mask, one that this allows."""
+    number = zlib.crc32(np.array([seed, *tokens], dtype="<i4").tobytes())
+    if mask is None:
+        return number % vocab_size
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size])
+    return int(allowed[number % len(allowed)]) if len(allowed) else 0  # of a row that has ended
 
 
 def expected_output(prompt: list[int], sampling: SamplingParams, vocab_size: int) -> list[int]:
@@ -89,6 +96,8 @@ class FakeExecutor:
         self.launched_steps = 0
         self.poison: int | None = None  # what attends to this token becomes NaN
         self.closed = False
+        self.masked_rows = 0
+        self._masks = np.zeros((0, 0), dtype=np.int32)
         shape = (info.num_pages, info.page_size)
         self._kv_tokens = np.full(shape, _EMPTY, dtype=np.int64)
         self._kv_positions = np.full(shape, _EMPTY, dtype=np.int64)
@@ -167,16 +176,26 @@ class FakeExecutor:
             step.slack[row] = bound
         self._forwarded = step
 
-    def sample(self) -> None:
+    def masks(self, count: int, words: int) -> NDArray[np.int32]:
+        assert self._forwarded is not None, "masks of a step that is not there"
+        self._masks = np.zeros((count, words), dtype=np.int32)
+        return self._masks
+
+    def sample(self, masked: Sequence[int] = ()) -> None:
+        masks = dict(zip(masked, self._masks, strict=True)) if masked else {}
+        self.masked_rows += len(masks)
         step = self._forwarded
         assert step is not None, "nothing was forwarded"
         self._forwarded = None
         self._flights.append(step)
         if self._count is not None or step.plan.bounds:
             step.result.counts = []
+        first = 0
         for row, bound in step.slack.items():
             count = bound if self._count is None else self._count(bound)
-            self._sample(step, row, count)
+            count = count if first not in masks else min(count, 1)
+            self._sample(step, row, count, masks.get(first))
+            first += bound
             step.slack[row] = bound - count
             if step.result.counts is not None:
                 step.result.counts.append(count)
@@ -316,11 +335,11 @@ class FakeExecutor:
         self._kv_tokens[pages, where % size] = state.tokens[positions.start : positions.stop]
         self._kv_positions[pages, where % size] = where
 
-    def _sample(self, step: _Step, row: int, count: int) -> None:
+    def _sample(self, step: _Step, row: int, count: int, mask: NDArray[np.int32] | None) -> None:
         state = self._rows[row]
         new: list[int] = []
         for _ in range(count):
-            new.append(next_token(state.tokens, state.sampling.seed, self.info.vocab_size))
+            new.append(next_token(state.tokens, state.sampling.seed, self.info.vocab_size, mask))
             state.tokens.append(new[-1])
         if count > 1:
             self._write(state, range(state.computed, len(state.tokens) - 1))

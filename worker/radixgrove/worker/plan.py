@@ -25,7 +25,9 @@ Which rows share a step: a step holds every decoding row that may go on. A reque
 steps, level in number.
 
 The two halves of a step: `Executor.forward` computes the logits, `Executor.sample` the tokens. Work
-on the host, such as making masks from the tokens of the step before, has its place between them.
+on the host has its place between them: a step with rows that have rules for their tokens is
+launched so, and the masks, made from the tokens of the step before, are given to `sample`. Its
+forward runs meanwhile.
 
 Copies between the device's pages and the host's run beside the steps, saves and loads each in the
 order of their ids. Rank 0 alone sees when they end; `saved`, `loaded` and `collected` tell the
@@ -34,9 +36,12 @@ others what it relied on, and each rank makes whatever comes after wait for the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.messages import TokenLogprobs
@@ -172,8 +177,22 @@ class Executor(Protocol):
         """Start a step up to its logits. Before `sample`, older steps alone may be collected."""
         ...
 
-    def sample(self) -> None:
-        """Start the rest of the step that was forwarded last."""
+    def masks(self, count: int, words: int) -> NDArray[np.int32]:
+        """Masks of the step that was forwarded last, [count, words], for the caller to fill.
+
+        Bit t % 32 of word t // 32 says whether token t may come; tokens beyond the last word may
+        not.
+        """
+        ...
+
+    def sample(self, masked: Sequence[int] = ()) -> None:
+        """Start the rest of the step that was forwarded last.
+
+        Args:
+            masked: where the step samples, positions row after row in the order of
+                `StepPlan.sampled_rows()`, each row with as many as its bound: the position that
+                each of `masks` is for. A row with masks gets no tokens beyond its masked positions.
+        """
         ...
 
     def collect(self) -> StepResult:

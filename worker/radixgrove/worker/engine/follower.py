@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from radixgrove.service import logs
@@ -89,8 +90,11 @@ def _follow(
                 runner.launch(plan)
             case Forward(plan):
                 runner.forward(plan)
-            case Sample():
-                runner.sample()
+            case Sample(masked, masks):
+                if masked:
+                    given = np.frombuffer(masks, dtype=np.int32).reshape(len(masked), -1)
+                    runner.masks(*given.shape)[:] = given
+                runner.sample(masked)
         flying += not isinstance(order, Forward)
         orders += 1
         answers.send(msgspec.msgpack.encode(Progress(rank, orders)))

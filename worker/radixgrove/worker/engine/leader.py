@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.parallel.rendezvous import RankMissing, leave
@@ -28,7 +30,10 @@ class Forward(msgspec.Struct, array_like=True, tag=True):
 
 
 class Sample(msgspec.Struct, array_like=True, tag=True):
-    """The rest of the step that was forwarded last."""
+    """The rest of the step that was forwarded last, under rank 0's masks."""
+
+    masked: list[int] = []
+    masks: bytes = b""  # int32, as many words for each of `masked`
 
 
 Order = Launch | Forward | Sample
@@ -111,6 +116,7 @@ class GroupExecutor:
     def __init__(self, runner: Runner, links: PlanLinks) -> None:
         self._runner = runner
         self._links = links
+        self._masks: NDArray[np.int32] | None = None  # of the step that is yet to be sampled
 
     @property
     def info(self) -> ExecutorInfo:
@@ -126,10 +132,15 @@ class GroupExecutor:
         with self._blaming():
             self._runner.forward(plan)
 
-    def sample(self) -> None:
-        self._links.send(Sample())
+    def masks(self, count: int, words: int) -> NDArray[np.int32]:
+        self._masks = self._runner.masks(count, words)
+        return self._masks
+
+    def sample(self, masked: Sequence[int] = ()) -> None:
+        masks = self._masks.tobytes() if masked and self._masks is not None else b""
+        self._links.send(Sample(list(masked), masks))
         with self._blaming():
-            self._runner.sample()
+            self._runner.sample(masked)
 
     def collect(self) -> StepResult:
         with self._blaming():

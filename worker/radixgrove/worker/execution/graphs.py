@@ -3,7 +3,7 @@
 A decode step is three pieces, in order: plan the attention (not captured: it may read the host's
 mirrors), gather the inputs from the request table and compute the logits (captured as one, since
 the GPU stands still for some microseconds between two graphs), sample and append (captured when
-nothing needs editing; a grammar mask has its place before it). A batch is padded to the next size
+nothing needs editing; masks of tokens are applied before it). A batch is padded to the next size
 of the ladder with the dummy row. Steps of rows with prefixes in common have graphs of their own.
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from radixgrove.kernels import ops
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.execution.prefixes import PrefixInputs
+from radixgrove.worker.execution.sampling.masks import TokenMasks
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import EDITS, SamplingFeatures
 from radixgrove.worker.execution.table import RequestTable
@@ -227,17 +228,23 @@ class DecodeGraphs:
         self._attention.plan_captured(self._batch(rows, size, grouped), size)
         self._forward[size, grouped]()
 
-    def sample(self, rows: list[int], fetched: Callable[[], None]) -> Sampled:
+    def sample(
+        self, rows: list[int], fetched: Callable[[], None], masks: TokenMasks | None = None
+    ) -> Sampled:
         """The rest of the step that was forwarded last.
 
         Args:
             fetched: makes the stream wait until the samples of the step before, which lie where
                 those of this one go, have been copied away.
+            masks: of some of the rows.
         """
         count, size = len(rows), self._padded(rows)
         need = self._sampler.need(rows)
         if need & _EAGER:
-            return self._sampler.sample(self._known_logits[:count], self._rows[:count], rows)
+            logits = self._known_logits[:count]
+            return self._sampler.sample(logits, self._rows[:count], rows, masks)
+        if masks is not None:
+            masks.apply(self._known_logits)
         fetched()
         self._sample[size, need]()
         return Sampled(self._tokens[:count])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from radixgrove.worker.attention.base import AttentionBackend
@@ -20,6 +21,7 @@ from radixgrove.worker.execution.memory import cuda_shortage
 from radixgrove.worker.execution.page_copier import PageCopier
 from radixgrove.worker.execution.prefill_graphs import MixedGraphs
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
+from radixgrove.worker.execution.sampling.masks import MaskCopies, TokenMasks
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import SamplingState
 from radixgrove.worker.execution.table import RequestTable
@@ -46,7 +48,8 @@ class _Forwarded:
     """A step with its logits computed, yet to be sampled."""
 
     plan: StepPlan
-    sample: Callable[[], Sampled] | None  # None: nothing was computed, there are copies only
+    # Takes the step's masks. None: nothing was computed, there are copies only.
+    sample: Callable[[TokenMasks | None], Sampled] | None
     prompts: list[_PromptLogprobs]
 
 
@@ -125,6 +128,7 @@ class Runner:
         self._device = model.device
         self._state = SamplingState(info.max_rows, model.device, model.known_tokens)
         self._sampler = Sampler(self._state, table)
+        self._masks = MaskCopies(info.depth, model.device)
         self._recorder = Recorder(model.device)
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
@@ -183,14 +187,19 @@ class Runner:
         except torch.cuda.OutOfMemoryError as error:
             raise self._out_of_memory(plan) from error
 
+    def masks(self, count: int, words: int) -> NDArray[np.int32]:
+        """See `Executor.masks`."""
+        return self._masks.rows(count, words)
+
     @torch.inference_mode()
-    def sample(self) -> None:
+    def sample(self, masked: Sequence[int] = ()) -> None:
         """See `Executor.sample`."""
         step, self._forwarded = self._forwarded, None
         if step is None:
             raise RuntimeError("there is no step to sample")
         try:
-            self._in_flight.append(self._finish(step))
+            masks = self._masks.send(masked) if masked else None
+            self._in_flight.append(self._finish(step, masks))
         except torch.cuda.OutOfMemoryError as error:
             raise self._out_of_memory(step.plan) from error
 
@@ -213,7 +222,7 @@ class Runner:
         if graphs is not None:
             graphs.forward(plan.decodes)
             fetched = self._results.await_last if self._results is not None else _nothing
-            return _Forwarded(plan, lambda: graphs.sample(plan.decodes, fetched), [])
+            return _Forwarded(plan, lambda masks: graphs.sample(plan.decodes, fetched, masks), [])
         inputs = step_inputs(plan, self._table, self._device)
         prompts: list[_PromptLogprobs] = []
         if mixed is not None:
@@ -232,14 +241,17 @@ class Runner:
             hidden = hidden.index_select(0, inputs.sampled_tokens)
         rows = plan.sampled_rows()
         if not rows:
-            return _Forwarded(plan, lambda: Sampled(inputs.sampled_rows), prompts)
-        logits = self._model.logits(hidden)
-        return _Forwarded(plan, lambda: self._draw(plan, logits, inputs.sampled_rows), prompts)
+            return _Forwarded(plan, lambda _: Sampled(inputs.sampled_rows), prompts)
+        logits, sampled = self._model.logits(hidden), inputs.sampled_rows
+        return _Forwarded(plan, lambda masks: self._draw(plan, logits, sampled, masks), prompts)
 
-    def _draw(self, plan: StepPlan, logits: Tensor, rows: Tensor) -> Sampled:
+    def _draw(
+        self, plan: StepPlan, logits: Tensor, rows: Tensor, masks: TokenMasks | None
+    ) -> Sampled:
+        sampler, host_rows = self._sampler, plan.sampled_rows()
         if plan.bounds:
-            return self._sampler.sample_bounded(logits, rows, plan.sampled_rows(), plan.bounds)
-        return self._sampler.sample(logits, rows, plan.sampled_rows())
+            return sampler.sample_bounded(logits, rows, host_rows, plan.bounds, masks)
+        return sampler.sample(logits, rows, host_rows, masks)
 
     def _decode_graphs(self, plan: StepPlan) -> DecodeGraphs | None:
         """Graphs that can replay the plan's step."""
@@ -280,11 +292,11 @@ class Runner:
             parts.append(token_logprobs(self._model.logits(block), targets, width).to_host())
         return parts
 
-    def _finish(self, step: _Forwarded) -> _InFlight:
+    def _finish(self, step: _Forwarded, masks: TokenMasks | None) -> _InFlight:
         plan = step.plan
         if step.sample is None:
             return _InFlight(plan, torch.empty(0, dtype=torch.int64), [], [], None, [], None)
-        sampled = step.sample()
+        sampled = step.sample(masks)
         self._table.advance(plan.sampled_rows(), plan.bounds)
         samples, logprobs = sampled.tokens, sampled.logprobs
         if sampled.counts is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from radixgrove.worker.execution.sampling.draw import draw, draw_by_kernels
 from radixgrove.worker.execution.sampling.logits_processors import edit_logits
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
+from radixgrove.worker.execution.sampling.masks import TokenMasks
 from radixgrove.worker.execution.sampling.state import EDITS, SamplingFeatures, SamplingState
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.execution.transfer import to_device
@@ -60,8 +61,18 @@ class Sampler:
             need &= ~_MIN_TOKENS
         return need
 
-    def sample(self, logits: Tensor, rows: Tensor, host_rows: list[int]) -> Sampled:
-        """One token for each of `rows` ([S] int64; `host_rows` are the same) from logits [S, V]."""
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        host_rows: list[int],
+        masks: TokenMasks | None = None,
+    ) -> Sampled:
+        """One token for each of `rows` ([S] int64; `host_rows` are the same) from logits [S, V].
+
+        Masks come after all edits, and change the logits in place unless their probabilities are
+        wanted, which are the model's own.
+        """
         needs = self._needs(host_rows)
         need = reduce(or_, needs, 0)
         raw = logits
@@ -69,6 +80,8 @@ class Sampler:
             logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
             longest = max(self._table.host_lens[row] for row in host_rows)
             edit_logits(logits, rows, needs, self._state, self._table, longest)
+        if masks is not None:
+            logits = masks.applied(logits, keep=logits is raw and bool(need & _LOGPROBS))
         tokens = self.draw_and_append(logits, rows, need)
         index = [i for i, row_need in enumerate(needs) if row_need & _LOGPROBS]
         asking_rows = [host_rows[i] for i in index]
@@ -86,7 +99,12 @@ class Sampler:
         return token_logprobs(logits, tokens, max(self.logprob_width(row) for row in rows))
 
     def sample_bounded(
-        self, logits: Tensor, rows: Tensor, host_rows: list[int], bounds: list[int]
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        host_rows: list[int],
+        bounds: list[int],
+        masks: TokenMasks | None = None,
     ) -> Sampled:
         """Between one token and its bound for each of `rows`, from logits [N, V], `bounds[i]` for
         row i: what is drawn at its positions, as long as what was proposed for them is the same.
@@ -98,6 +116,8 @@ class Sampler:
         device, total = logits.device, sum(bounds)
         # Edits look at the tokens before, which the table holds for a row's first position alone.
         limits = [1 if n & EDITS else bound for n, bound in zip(needs, bounds, strict=True)]
+        if masks is not None:
+            limits = np.minimum(limits, masks.limits(bounds)).tolist()
         packed = to_device(np.array([np.cumsum([0, *bounds])[:-1], bounds, limits]), device)
         first, bound, limit = packed
         raw = logits
@@ -106,6 +126,8 @@ class Sampler:
             longest = max(self._table.host_lens[row] for row in host_rows)
             edit_logits(edited, rows, needs, self._state, self._table, longest)
             logits = logits.float().index_copy(0, first, edited)
+        if masks is not None:
+            logits = masks.applied(logits, keep=logits is raw and bool(need & _LOGPROBS))
         item = torch.repeat_interleave(bound, output_size=total)
         ahead = torch.arange(total, device=device) - first.index_select(0, item)
         each = rows.index_select(0, item)
