@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ import numpy as np
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
 from radixgrove.worker.engine.executor import build_executor
-from radixgrove.worker.messages import Finish, Submit, TokenLogprobs, Tokens
-from radixgrove.worker.plan import Executor
+from radixgrove.worker.messages import Finish, Submit, TokenLogprobs, TokenRules, Tokens
+from radixgrove.worker.plan import Executor, StepPlan
 from radixgrove.worker.scheduler.config import SchedulerConfig
+from radixgrove.worker.scheduler.grammars import LoadTokenizer
 from radixgrove.worker.scheduler.scheduler import Scheduler
 
 
@@ -48,10 +50,12 @@ class Answer:
 class InProcessEngine:
     """Runs sequences to their end; memory is checked after every step."""
 
-    def __init__(self, executor: Executor, worker: WorkerSettings) -> None:
+    def __init__(
+        self, executor: Executor, worker: WorkerSettings, load: LoadTokenizer | None = None
+    ) -> None:
         self._executor = executor
         config = SchedulerConfig.resolve(worker, executor.info, on_cpu=True)
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, load=load)
         self.most_chunks = 0  # chunks that the most chopped prompt took
         self.most_decodes = 0  # rows of the largest step of decodes
         self._names = 0
@@ -61,10 +65,12 @@ class InProcessEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         *,
+        rules: Sequence[TokenRules | None] = (),
         deadline: float = 1200.0,
     ) -> list[Answer]:
+        """`rules`: of each prompt's answer, where it has any."""
         answers: dict[str, Answer] = {}
-        for prompt in prompts:
+        for prompt, own in zip_longest(prompts, rules):
             self._names += 1
             name = f"r{self._names}"
             answers[name] = Answer()
@@ -75,6 +81,7 @@ class InProcessEngine:
                     token_ids=np.array(prompt, dtype="<i4").tobytes(),
                     sampling=sampling,
                     domain="local",
+                    rules=own,
                 ),
                 time.time(),
             )
@@ -84,19 +91,29 @@ class InProcessEngine:
             assert time.monotonic() < end, "the engine did not finish in time"
             self.scheduler.copies_ended(*self._executor.copies_ended())
             plan = self.scheduler.schedule(time.time())
-            assert plan is not None, "work is left, but nothing is planned"
+            if plan is None:
+                assert self.scheduler.grammars.building, "work is left, but nothing is planned"
+                time.sleep(0.001)
+                continue
             for new in plan.new_rows:
                 chunks[new.row] = 0
             for chunk in plan.prefills:
                 chunks[chunk.row] += 1
                 self.most_chunks = max(self.most_chunks, chunks[chunk.row])
             self.most_decodes = max(self.most_decodes, len(plan.decodes))
-            self._executor.launch(plan)
+            self._launch(plan)
             self.scheduler.complete(self._executor.collect())
             self.scheduler.check()
             for output in self.scheduler.take_outputs().get(0, []):
                 self._take(answers[output.request_id], output)
         return list(answers.values())
+
+    def _launch(self, plan: StepPlan) -> None:
+        if not self.scheduler.masked:
+            self._executor.launch(plan)
+            return
+        self._executor.forward(plan)
+        self._executor.sample(self.scheduler.fill_masks(self._executor.masks))
 
     @staticmethod
     def _take(answer: Answer, output: object) -> None:

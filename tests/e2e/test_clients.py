@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import MODEL, UpProcess, chat_body, wait_idle
@@ -38,6 +40,48 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 8
+
+
+class Visit(BaseModel):
+    """Bounded on all sides, so that nonsense ends soon."""
+
+    city: Annotated[str, Field(max_length=12)]
+    nights: Annotated[int, Field(ge=1, le=30)]
+    by: Literal["train", "boat"]
+
+
+def test_parsed_answers_are_what_the_schema_says(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=FRANCE,
+        response_format=Visit,
+        n=3,
+        temperature=1.5,
+        max_tokens=100,
+    )
+    visits = [choice.message.parsed for choice in answer.choices]
+    assert all(visit is not None and 1 <= visit.nights <= 30 for visit in visits)
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+
+
+def test_a_stream_under_a_schema_equals_the_whole(cluster: UpProcess) -> None:
+    """Through the router, with the header that names what is not enforced."""
+    schema = {"type": "array", "items": {"enum": ["Paris", "Rome"]}, "minItems": 2, "maxItems": 3}
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    schema["uniqueItems"] = True
+    texts = []
+    for stream in (False, True):
+        body = chat_body("Which cities?", response_format=asked, stream=stream)
+        response = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=120)
+        assert response.headers["x-radixgrove-ignored-schema-keywords"] == "uniqueItems"
+        if not stream:
+            texts.append(response.json()["choices"][0]["message"]["content"])
+            continue
+        lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+        deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines]
+        texts.append("".join(delta.get("content") or "" for delta in deltas))
+    assert texts[0] == texts[1]
+    assert set(json.loads(texts[0])) <= {"Paris", "Rome"}
 
 
 def test_stream_equals_whole(client: openai.OpenAI) -> None:

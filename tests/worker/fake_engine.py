@@ -64,6 +64,9 @@ class FakeEngine:
     step_seconds: float = 0.0
     cached_tokens: int = 0
     refuse: Callable[[Submit], Refused | None] = lambda _: None
+    # The same in mid-answer, given how many tokens came.
+    interrupt: Callable[[Submit, int], Refused | None] = lambda *_: None
+    ends_by_grammar: bool = False  # an answer's end comes without a stop token
     submits: list[Submit] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     infos: queue.SimpleQueue[PhaseReport | EngineInfo] = field(
@@ -91,6 +94,8 @@ class FakeEngine:
         self.step_seconds = 0.0
         self.cached_tokens = 0
         self.refuse = lambda _: None
+        self.interrupt = lambda *_: None
+        self.ends_by_grammar = False
         self.paused.clear()
         self.submits.clear()
         self.aborts.clear()
@@ -172,10 +177,15 @@ class FakeEngine:
             self._stop.wait(self.step_seconds)
         return [self._advance(entry) for entry in list(self.running.values())]
 
-    def _advance(self, entry: _Running) -> Tokens:
+    def _advance(self, entry: _Running) -> Tokens | Refused:
         submit, sampling = entry.submit, entry.submit.sampling
         first = entry.position == 0
         ended = entry.position >= len(entry.script)
+        interrupted = self.interrupt(submit, entry.position)
+        if interrupted is not None or (ended and self.ends_by_grammar):
+            del self.running[submit.request_id]
+            end = Tokens(request_id=submit.request_id, token_ids=[], finish=Finish.STOP)
+            return interrupted or end
         token = sampling.stop_token_ids[0] if ended else entry.script[entry.position]
         entry.position += 1
         finish = None

@@ -280,6 +280,22 @@ class WorkerSettings(Settings):
     max_queued: int = _field(1024, "Waiting requests before 429.", ge=0, le=1 << 20)
     max_queued_tokens: int = _field(4 << 20, "Prompt tokens of waiting requests before 429.", ge=0)
     queue_timeout: float = _field(120.0, "Seconds a request may wait.", gt=0, le=86400)
+    json_whitespace: int = _field(
+        8,
+        "Most characters of white space between two tokens of JSON that a schema asks for.",
+        ge=0,
+        le=1024,
+    )
+    grammar_timeout: float = _field(
+        2.0, "Seconds to compile what an answer must be, before 400.", gt=0, le=600
+    )
+    grammar_threads: int | None = _field(
+        None,
+        "Threads of the engine that compute which tokens may come next; by default one for each "
+        "core, 8 at most.",
+        ge=1,
+        le=256,
+    )
     log_prompts: bool = _field(False, "Log prompts and answers. Off: they never reach a log.")
 
     @field_validator("host_cache_gib")

@@ -7,13 +7,23 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from llguidance import LLTokenizer
 
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.openai.sampling import SamplingParams
-from radixgrove.worker.messages import CacheMode, EngineState, Refused, Stats, Submit, Tokens
+from radixgrove.worker.messages import (
+    CacheMode,
+    EngineState,
+    Refused,
+    Stats,
+    Submit,
+    TokenRules,
+    Tokens,
+)
 from radixgrove.worker.plan import ExecutorInfo, StepPlan
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.scheduler import Scheduler
+from tests import grammars
 from tests.worker.scheduler.fake_executor import FakeExecutor, expected_output
 
 VOCAB = 50
@@ -52,6 +62,7 @@ def request(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     lockstep: bool = False,
+    rules: TokenRules | None = None,
 ) -> Submit:
     return Submit(
         request_id=request_id,
@@ -70,6 +81,7 @@ def request(
         cache=cache,
         queue_timeout=queue_timeout,
         lockstep=lockstep,
+        rules=rules,
     )
 
 
@@ -80,7 +92,11 @@ class Harness:
     """
 
     def __init__(
-        self, depth: int = 1, count: Callable[[int], int] | None = None, **changes: object
+        self,
+        depth: int = 1,
+        count: Callable[[int], int] | None = None,
+        load: Callable[[], LLTokenizer] = grammars.tokenizer,
+        **changes: object,
     ) -> None:
         self.config = replace(DEFAULTS, **changes)  # type: ignore[arg-type]
         config = self.config
@@ -99,8 +115,9 @@ class Harness:
             count,
         )
         self.hasher = BlockHasher(b"secret", config.namespace, 2 * config.page_size)
-        self.scheduler = Scheduler(config, lambda _: self.hasher)
+        self.scheduler = Scheduler(config, lambda _: self.hasher, load)
         self.now = 1000.0
+        self._collected = False  # while a step was launched
         self.plans: deque[StepPlan] = deque(maxlen=10_000)
         self.submitted: dict[str, Submit] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -126,9 +143,20 @@ class Harness:
             assert plan.num_tokens <= self.config.max_step_tokens
             self.plans.append(plan)
             self._check_lockstep(plan)
-            self.executor.launch(plan)
+            if self.scheduler.masked:
+                self._launch_in_two(plan)
+            else:
+                self.executor.launch(plan)
         self._settle()
         return plan is not None
+
+    def _launch_in_two(self, plan: StepPlan) -> None:
+        """As the engine does it."""
+        self.executor.forward(plan)
+        while self.scheduler.masks_await_tokens:
+            self.scheduler.complete(self.executor.collect())
+            self._collected = True
+        self.executor.sample(self.scheduler.fill_masks(self.executor.masks))
 
     def _check_lockstep(self, plan: StepPlan) -> None:
         """Of who waits for its tokens none is in flight."""
@@ -145,9 +173,11 @@ class Harness:
 
     def step(self) -> bool:
         """One turn of the engine's loop; False when it did nothing."""
-        launched = False
-        while self.launch():
+        launched = self._collected = False
+        while not self._collected and self.launch():
             launched = True
+        if self._collected:
+            return True
         return self.collect() or launched
 
     def run(self, most_steps: int = 5000) -> None:

@@ -25,7 +25,7 @@ class CacheMode(StrEnum):
 
 
 class Finish(StrEnum):
-    STOP = "stop"  # a stop token
+    STOP = "stop"  # a stop token, or the end of its grammar
     LENGTH = "length"  # max_tokens, or the model's maximum length
     ABORT = "abort"  # the frontend asked for it; it frees its state on this message only
 
@@ -40,6 +40,14 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 # ---- to the engine ---------------------------------------------------------------------------
 
 
+class TokenRules(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Which tokens a sequence may have."""
+
+    grammar: str | None = None  # as llguidance takes it; checked by the frontend
+    allowed: tuple[int, ...] | None = None  # no others
+    banned: tuple[tuple[int, ...], ...] = ()  # sequences that must not come, each not empty
+
+
 class Submit(msgspec.Struct, tag="submit", kw_only=True):
     """One sequence to generate."""
 
@@ -51,6 +59,7 @@ class Submit(msgspec.Struct, tag="submit", kw_only=True):
     priority: int = 0  # higher first, only under the `priority` policy
     queue_timeout: float | None = None  # seconds from now; still waiting then: `Refused`
     cache: CacheMode = CacheMode.USE
+    rules: TokenRules | None = None  # any token, without
     lockstep: bool = False  # decode only once all its tokens so far are on the host
 
 
@@ -88,14 +97,15 @@ ToEngine = Submit | SubmitChoices | Abort | Read | FlushCache | PublishSnapshot
 class Tokens(msgspec.Struct, tag="tokens", kw_only=True, omit_defaults=True):
     """New tokens of one request. A finish comes once, with the last tokens (possibly none).
 
-    A stop token that ended the request is the last of `token_ids`; the frontend does not show it.
+    A stop token that ended the request is the last of `token_ids`; the frontend does not show it. A
+    request also stops where its grammar ends, after a token like any other.
     """
 
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None  # one a token, when asked for
     finish: Finish | None = None
-    stop_token: int | None = None  # which one, when finish is STOP
+    stop_token: int | None = None  # which one, when finish is STOP; None: a grammar's end
     cached_tokens: int | None = None  # on a request's first message: prompt tokens from the cache
     # On the first message when asked for: one entry a prompt token, the first of them None.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -105,6 +115,8 @@ class RefusalReason(StrEnum):
     QUEUE_FULL = "queue_full"  # 429
     QUEUE_TIMEOUT = "queue_timeout"  # 503
     TOO_LONG = "too_long"  # can never fit the pool or the model's length: 400
+    GRAMMAR_TOO_COMPLEX = "grammar_too_complex"  # not compiled in time: 400
+    GRAMMAR_FAILED = "grammar_failed"  # over a bound in mid-answer: 400
     INTERNAL = "internal"  # 500: this request alone failed
 
 
@@ -163,6 +175,7 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True):
     loaded_pages: int = 0  # copied back
     finished: int = 0
     aborted: int = 0
+    matchers: int = 0  # of requests with rules, alive
 
 
 # ---- to the agent ----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from radixgrove.protocol.constraints.constraint import Tag
 from radixgrove.protocol.openai.sampling import MAX_TOP_LOGPROBS
 
 MAX_SEQUENCES = 128  # choices of one request: OpenAI's bound for `n`
@@ -25,6 +26,10 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024  # entries
 MAX_BIAS = 100
 MAX_TEMPLATE_KWARGS = 16
+MAX_CHOICES = 8192  # of texts, one of which an answer is
+MAX_ALLOWED_TOKENS = 1 << 20
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 256
 
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -38,6 +43,34 @@ StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    name: str | None = None
+    description: str | None = None
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: str
+    json_schema: JsonSchema | None = None
+    # Of `structural_tag`, as SGLang has it.
+    structures: list[Tag] | None = None
+    triggers: list[str] | None = None
+    # Beside `json_object`, as llama.cpp has it.
+    schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """vLLM's; each of its fields has a twin of an older name."""
+
+    json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(max_length=MAX_CHOICES)] | None = None
+    grammar: str | None = None
+    structural_tag: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -102,26 +135,35 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     # Prefixes are shared only among requests with the same one.
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
+    # The form of the answer: one of these at most.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(max_length=MAX_CHOICES)] | None = None
+    guided_grammar: str | None = None
+    json_schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    # Which tokens it may have.
+    allowed_token_ids: Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
+            Meta(max_length=MAX_BAD_WORDS),
+        ]
+        | None
+    ) = None
+
     # Not supported.
-    allowed_token_ids: Any = None
-    bad_words: Any = None
     best_of: Any = None
     custom_logit_processor: Any = None
-    ebnf: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    json_schema: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
     lora_path: Any = None
     prompt_logprobs: Any = None
-    regex: Any = None
-    response_format: Any = None
     spaces_between_special_tokens: Any = None
-    structural_tag: Any = None
-    structured_outputs: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
 
@@ -165,24 +207,12 @@ class CompletionBody(GenerationBody, kw_only=True):
 Neutral = dict[str, tuple[Any, ...]]
 
 NEUTRAL: Neutral = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "custom_logit_processor": (),
-    "ebnf": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "json_schema": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora_path": (),
     "prompt_logprobs": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
-    "structural_tag": (),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }

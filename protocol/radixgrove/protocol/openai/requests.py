@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from radixgrove.protocol.constraints.constraint import Constraint
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import (
     CHAT_NEUTRAL,
@@ -31,6 +32,7 @@ from radixgrove.protocol.openai.bodies import (
     StreamOptions,
 )
 from radixgrove.protocol.openai.sampling import SamplingParams
+from radixgrove.protocol.openai.structured import parse_constraint
 
 ENVELOPE_TYPE = "application/vnd.radixgrove+msgpack"
 INTERNAL_KEY_HEADER = "x-radixgrove-key"
@@ -82,6 +84,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool
     service_tier: str | None
     prompt_param: str  # "messages" or "prompt"
+    constraint: Constraint | None = None  # what the answer must be
+    allowed_token_ids: tuple[int, ...] | None = None  # the only ones that it may have
+    bad_words: tuple[str, ...] = ()  # which it must not have
 
     def max_tokens_for(self, prompt_tokens: int, limits: ModelLimits) -> int:
         """How many tokens to generate after a prompt of that length.
@@ -365,6 +370,9 @@ def _generation(
         return_token_ids=bool(wire.return_token_ids),
         service_tier=wire.service_tier[:64] if isinstance(wire.service_tier, str) else None,
         prompt_param=prompt_param,
+        constraint=parse_constraint(wire),
+        allowed_token_ids=_allowed_ids(wire.allowed_token_ids, limits.vocab_size),
+        bad_words=tuple(wire.bad_words or ()),
     )
 
 
@@ -402,6 +410,14 @@ def _token_ids(ids: list[int], param: str, vocab_size: int) -> list[int]:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         raise errors.invalid(f"'{param}' has a token id outside 0..{vocab_size - 1}.", param)
     return ids
+
+
+def _allowed_ids(ids: list[int] | None, vocab_size: int) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    if not ids:
+        raise errors.invalid("'allowed_token_ids' must not be empty.", "allowed_token_ids")
+    return tuple(dict.fromkeys(_token_ids(ids, "allowed_token_ids", vocab_size)))
 
 
 def _checked_prompts(

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from radixgrove.worker.cache.identity import block_hasher, cache_namespace
 from radixgrove.worker.engine.links import Links
 from radixgrove.worker.engine.metrics import EngineMetrics, PhaseClock
 from radixgrove.worker.engine.prefill_rate import PrefillRate
+from radixgrove.worker.engine.tokenizer import tokenizer_of
 from radixgrove.worker.messages import (
     Abort,
     Admitted,
@@ -46,9 +48,10 @@ from radixgrove.worker.messages import (
     ToEngine,
     Tokens,
 )
-from radixgrove.worker.plan import Executor
+from radixgrove.worker.plan import Executor, StepPlan
 from radixgrove.worker.runtime import Runtime
 from radixgrove.worker.scheduler.config import SchedulerConfig
+from radixgrove.worker.scheduler.grammars import LoadTokenizer
 from radixgrove.worker.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -60,7 +63,7 @@ Build = Callable[[WorkerSettings, Path, Report, Path], tuple[Executor, EngineInf
 PULSE_SECONDS = 0.2
 _MESSAGES_A_TURN = 512
 _NOTHING_POSSIBLE_SECONDS = 0.01  # requests wait, but none can go on
-_COPYING_SECONDS = 0.001  # a copy is under way, and a request may wait for its end
+_COPYING_SECONDS = 0.001  # a copy or a grammar is under way, and a request may wait for its end
 
 
 @dataclass(slots=True)
@@ -74,7 +77,12 @@ class Engine:
     """Rank 0's loop over an executor that is ready. `run` until `stop`."""
 
     def __init__(
-        self, settings: WorkerSettings, links: Links, executor: Executor, info: EngineInfo
+        self,
+        settings: WorkerSettings,
+        links: Links,
+        executor: Executor,
+        info: EngineInfo,
+        load_tokenizer: LoadTokenizer,
     ) -> None:
         self._settings = settings
         self._executor = executor
@@ -88,6 +96,7 @@ class Engine:
         self._clock = PhaseClock()
         self._stopping = False
         self._busy = False
+        self._collected = False  # in this turn, a step before the one that was launched
         self._ticks = 0
         self._sequence = 0  # of cache event batches
         self._flights: deque[_Launched] = deque()
@@ -108,7 +117,7 @@ class Engine:
         # Without Redis no router follows the cache, and hashing it would be for nothing.
         wants_events = settings.redis_url is not None and settings.prefix_cache
         hasher = functools.partial(block_hasher, settings) if wants_events else None
-        self._scheduler = Scheduler(config, hasher)
+        self._scheduler = Scheduler(config, hasher, load_tokenizer)
         # A step's allowance grows with its size where steps are slow.
         rate = info.prefill_tokens_per_second
         self._seconds_per_token = CPU_STEP_SLACK / rate if on_cpu and rate > 0 else 0.0
@@ -134,10 +143,12 @@ class Engine:
         self._ticks += 1
         self._receive()
         self._clock.end("receive")
+        self._collected = False
         self._launch()
         self._clock.end("schedule")
         self._busy = bool(self._flights)
-        if self._busy:
+        # What came while a step was launched is delivered first: the step is under way.
+        if self._busy and not self._collected:
             self._pulse_if_due(time.monotonic())
             self._clock.end("pulse")
             self._collect()
@@ -159,7 +170,7 @@ class Engine:
         """Handle what has arrived; when the last turn computed nothing, wait for it a while."""
         if not self._busy:
             seconds = self._pulse_at + PULSE_SECONDS - time.monotonic()
-            if self._scheduler.copies_in_flight:
+            if self._scheduler.copies_in_flight or self._scheduler.grammars.building:
                 seconds = min(seconds, _COPYING_SECONDS)
             elif self._scheduler.has_work:
                 seconds = min(seconds, _NOTHING_POSSIBLE_SECONDS)
@@ -231,8 +242,29 @@ class Engine:
             self._clock.end("schedule")
             self._pulse_if_due(now)  # on a CPU the launch itself computes
             self._clock.end("pulse")
-            self._executor.launch(plan)
-            self._clock.end("launch")
+            if not self._scheduler.masked:
+                self._executor.launch(plan)
+                self._clock.end("launch")
+                continue
+            self._launch_in_two(plan)
+            if self._collected:  # what came is to be delivered
+                return
+
+    def _launch_in_two(self, plan: StepPlan) -> None:
+        """A step that samples under masks: its forward runs while the tokens come that they are
+        made from."""
+        scheduler, executor = self._scheduler, self._executor
+        executor.forward(plan)
+        self._clock.end("launch")
+        while scheduler.masks_await_tokens:
+            self._collect()
+            self._collected = True
+        started = time.monotonic()
+        masked = scheduler.fill_masks(executor.masks)
+        self._metrics.observe_masks(time.monotonic() - started)
+        self._clock.end("mask")
+        executor.sample(masked)
+        self._clock.end("launch")
 
     def _collect(self) -> None:
         result = self._executor.collect()
@@ -327,12 +359,14 @@ def run(directory: Path, build: Build, refusals: tuple[type[Exception], ...] = (
     links = Links(runtime)
     executor: Executor | None = None
     doing = "start"
+    # Beside the weights, which take longer: requests would wait for it.
+    tokenizer = ThreadPoolExecutor(1, "tokenizer").submit(tokenizer_of, runtime.model_dir)
     try:
         executor, info = build(settings, runtime.model_dir, links.report, directory)
         # What the start has built lives to the end: the collector need not look at it again.
         gc.collect()
         gc.freeze()
-        engine = Engine(settings, links, executor, info)
+        engine = Engine(settings, links, executor, info, tokenizer.result)
         signal.signal(signal.SIGTERM, lambda *_: engine.stop())
         doing = "run"
         engine.run()

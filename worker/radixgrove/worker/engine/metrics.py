@@ -12,11 +12,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from radixgrove.worker.messages import Stats
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_MASK_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25)
 _TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 
 
 # Of a turn of the engine's loop, in their order.
-PHASES = ("receive", "schedule", "launch", "collect", "complete", "deliver", "pulse")
+PHASES = ("receive", "schedule", "launch", "mask", "collect", "complete", "deliver", "pulse")
 
 
 class PhaseClock:
@@ -58,6 +59,7 @@ class EngineMetrics:
             "pages_evictable": gauge("kv_evictable_pages", "Cached pages that no request uses."),
             "host_pages_total": gauge("host_pages", "Pages of the host tier."),
             "host_pages_used": gauge("host_used_pages", "Pages of the host tier that hold KV."),
+            "matchers": gauge("matchers", "Live sequences with rules for their tokens."),
         }
         self._counters = {
             "steps": counter("steps", "Steps computed."),
@@ -74,6 +76,12 @@ class EngineMetrics:
             "finished": counter("finished_requests", "Requests that ended by themselves."),
             "aborted": counter("aborted_requests", "Requests that were aborted."),
         }
+        self._mask_seconds = Histogram(
+            "radixgrove_grammar_mask_seconds",
+            "To compute which tokens may come next, of all rows of a step that have rules.",
+            registry=registry,
+            buckets=_MASK_BUCKETS,
+        )
         self._counted = dict.fromkeys(self._counters, 0)
         phases = Counter(
             "radixgrove_engine_phase_cpu_seconds",
@@ -99,6 +107,9 @@ class EngineMetrics:
     def observe_step(self, seconds: float, tokens: int) -> None:
         self._step_seconds.observe(seconds)
         self._step_tokens.observe(tokens)
+
+    def observe_masks(self, seconds: float) -> None:
+        self._mask_seconds.observe(seconds)
 
     def follow(self, stats: Stats, clock: PhaseClock) -> None:
         for name, gauge in self._gauges.items():

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,9 +18,10 @@ from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service.directories import private_directory
 from radixgrove.worker.engine.executor import build_executor
+from radixgrove.worker.engine.tokenizer import tokenizer_of
 from radixgrove.worker.execution.assembly import Report
 from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, Tokens
-from radixgrove.worker.plan import Executor
+from radixgrove.worker.plan import Executor, StepPlan
 from radixgrove.worker.runtime import Runtime
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.scheduler import Scheduler
@@ -66,7 +68,7 @@ class OfflineEngine:
             prefill_rate=self.info.prefill_tokens_per_second,
             host_rate=self.info.host_tokens_per_second,
         )
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, load=partial(tokenizer_of, model_dir))
 
     def __enter__(self) -> OfflineEngine:
         return self
@@ -116,13 +118,27 @@ class OfflineEngine:
 
     def launch(self) -> int:
         """Fill the executor up to its depth; how many steps are in flight then."""
-        while self.scheduler.in_flight < self.executor.info.depth:
+        collected = False
+        while self.scheduler.in_flight < self.executor.info.depth and not collected:
             self.scheduler.copies_ended(*self.executor.copies_ended())
             plan = self.scheduler.schedule(time.time())
             if plan is None:
                 break
-            self.executor.launch(plan)
+            if self.scheduler.masked:
+                collected = self._launch_in_two(plan)
+            else:
+                self.executor.launch(plan)
         return self.scheduler.in_flight
+
+    def _launch_in_two(self, plan: StepPlan) -> bool:
+        """A step under masks; whether a step before it was collected on the way."""
+        self.executor.forward(plan)
+        collected = False
+        while self.scheduler.masks_await_tokens:
+            self.complete()
+            collected = True
+        self.executor.sample(self.scheduler.fill_masks(self.executor.masks))
+        return collected
 
     def complete(self) -> None:
         """Wait for the oldest step."""

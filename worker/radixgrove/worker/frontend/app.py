@@ -37,6 +37,7 @@ from radixgrove.service.asgi import ClientDisconnected, Receive, Scope, Send
 from radixgrove.service.auth import ApiKeys, sharing_domain
 from radixgrove.service.guard import INTERNAL, PRINCIPAL, Guard
 from radixgrove.worker.frontend.answers import Answer, token_list
+from radixgrove.worker.frontend.constraints import Checked, ConstraintCheck
 from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.generation import RequestInFlight, Signal
 from radixgrove.worker.frontend.metrics import CONTENT_TYPE, Exposition
@@ -54,6 +55,8 @@ _EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+# Keywords of a JSON schema that the answer is not held to.
+IGNORED_KEYWORDS_HEADER = b"x-radixgrove-ignored-schema-keywords"
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 
 
@@ -73,6 +76,7 @@ class Frontend:
         self._exposition = Exposition()
         self._metrics = self._exposition.metrics
         self._unread = Unread()
+        self._constraints = ConstraintCheck(model, settings, self._metrics)
         engine.on_gone = lambda: self.signal_all(Signal.ENGINE_GONE)
         guarded = Guard(
             self._api(),
@@ -230,8 +234,10 @@ class Frontend:
         request = self._parse(endpoint, body)
         with asgi.WhileConnected(scope):  # what has not begun for a client that left never does
             prompts = await self._encode(endpoint, request, envelope)
+            checked = await self._constraints.check(request.generation)
+        identity = self._unique_id(envelope)
         await self._generate(
-            _Accepted(endpoint, request, prompts, principal, arrived, self._unique_id(envelope)),
+            _Accepted(endpoint, request, prompts, checked, principal, arrived, identity),
             scope,
             receive,
             send,
@@ -326,11 +332,13 @@ class Frontend:
                     max_tokens,
                     self.model.eos_ids,
                     self.settings.queue_timeout,
+                    accepted.checked.rules,
                 )
                 if generation.stream:
-                    await self._stream(answer, flight, send)
+                    await self._stream(answer, flight, send, accepted.headers)
                 else:
-                    await asgi.respond(send, 200, await answer.collect(flight))
+                    body = await answer.collect(flight)
+                    await asgi.respond(send, 200, body, headers=accepted.headers)
             self._count_tokens(flight, scope)
         finally:
             self._flights.discard(flight)
@@ -366,7 +374,13 @@ class Frontend:
             )
         return sequences
 
-    async def _stream(self, answer: Answer, flight: RequestInFlight, send: Send) -> None:
+    async def _stream(
+        self,
+        answer: Answer,
+        flight: RequestInFlight,
+        send: Send,
+        headers: list[tuple[bytes, bytes]],
+    ) -> None:
         """Send the events; the status waits for the engine's first word, which may be a refusal.
 
         Raises:
@@ -379,7 +393,11 @@ class Frontend:
                     if not started:
                         started = True
                         await send(
-                            {"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM}
+                            {
+                                "type": "http.response.start",
+                                "status": 200,
+                                "headers": [*_EVENT_STREAM, *headers],
+                            }
                         )
                     flight.sending_since = time.monotonic()
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -415,9 +433,16 @@ class _Accepted:
     endpoint: Endpoint[Any]
     request: Request
     prompts: list[EncodedPrompt]
+    checked: Checked
     principal: str
     arrived: float  # time.monotonic()
     request_id: str  # base of the engine's ids
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of the answer, beyond those of its type."""
+        ignored = ", ".join(self.checked.ignored)
+        return [(IGNORED_KEYWORDS_HEADER, ignored.encode("latin-1", "replace"))] if ignored else []
 
 
 class _StreamFailed(RadixgroveError):

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 # Messages that may wait for the engine: beyond that it does not read its socket, and we refuse.
 SEND_QUEUE = 4096
-# Of prompts that the engine has not answered yet, in its socket or its queue.
+# Of prompts and grammars that the engine has not answered yet, in its socket or its queue.
 MAX_UNANSWERED_BYTES = 256 << 20
 _READ_BYTES = 1 << 20  # after so many the engine hears that they were read
 
@@ -62,7 +62,7 @@ class EngineClient:
         self.on_gone: Callable[[], None] = lambda: None
         self._addresses = (engine_socket, frontend_socket)
         self._deliver: dict[str, Deliver] = {}
-        self._unanswered: dict[str, int] = {}  # bytes of their prompts
+        self._unanswered: dict[str, int] = {}  # bytes of their prompts and grammars
         self._unanswered_bytes = 0
         self._read = 0  # bytes that the engine has not heard of
         self._encoder = msgspec.msgpack.Encoder()
@@ -117,6 +117,8 @@ class EngineClient:
         """
         first = message.first if isinstance(message, SubmitChoices) else message
         size = len(first.token_ids)
+        if first.rules is not None and first.rules.grammar is not None:
+            size += len(first.rules.grammar)
         if self._unanswered and self._unanswered_bytes + size > MAX_UNANSWERED_BYTES:
             raise errors.rate_limited(1)
         self._send(message)

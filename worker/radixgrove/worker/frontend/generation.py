@@ -31,6 +31,7 @@ from radixgrove.worker.messages import (
     Refused,
     Submit,
     SubmitChoices,
+    TokenRules,
     Tokens,
 )
 
@@ -45,6 +46,7 @@ class Signal(Enum):
     SHUTDOWN = "shutdown"  # the drain's deadline passed
 
 
+_GRAMMAR = (RefusalReason.GRAMMAR_TOO_COMPLEX, RefusalReason.GRAMMAR_FAILED)
 Event = tuple[Sequence, Tokens | Refused, int]  # and the bytes that it takes
 
 
@@ -111,7 +113,12 @@ class RequestInFlight:
             self.signal(Signal.UNREAD)
 
     def submit(
-        self, domain: str, max_tokens: list[int], eos_ids: tuple[int, ...], queue_timeout: float
+        self,
+        domain: str,
+        max_tokens: list[int],
+        eos_ids: tuple[int, ...],
+        queue_timeout: float,
+        rules: TokenRules | None,
     ) -> None:
         """Hand every sequence to the engine; `max_tokens` of each prompt.
 
@@ -134,6 +141,7 @@ class RequestInFlight:
                 priority=generation.priority,
                 queue_timeout=queue_timeout,
                 cache=CacheMode.USE if generation.prefix_cache else CacheMode.BYPASS,
+                rules=rules,
             )
             others = [
                 (sequence.request_id, sampling[i]) for i, sequence in enumerate(choices) if i > 0
@@ -194,6 +202,8 @@ class RequestInFlight:
                 if sequence.finished:
                     continue  # a stop string ended it; these came before the abort arrived
                 if isinstance(message, Refused):
+                    if message.reason in _GRAMMAR:
+                        self.metrics.grammar_failures.labels(message.reason.value).inc()
                     raise refusal(message)
                 if message.finish is Finish.ABORT:
                     raise errors.internal()
@@ -240,6 +250,8 @@ def refusal(message: Refused) -> ApiError:
             )
         case RefusalReason.TOO_LONG:
             return errors.invalid(message.detail, code="context_length_exceeded")
+        case RefusalReason.GRAMMAR_TOO_COMPLEX | RefusalReason.GRAMMAR_FAILED:
+            return errors.invalid(message.detail, code=message.reason.value)
         case RefusalReason.INTERNAL:
             return errors.internal()
 

@@ -22,6 +22,10 @@ _ITL_BUCKETS = (
     *(0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0),
     float("inf"),
 )
+_COMPILE_BUCKETS = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0),
+    float("inf"),
+)
 _DURATION_BUCKETS = (
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0),
     float("inf"),
@@ -95,6 +99,18 @@ class FrontendMetrics:
             "radixgrove_http_requests_in_flight",
             "Completion requests inside the frontends.",
             multiprocess_mode="livesum",
+            registry=registry,
+        )
+        self.grammar_compile = Histogram(
+            "radixgrove_grammar_compile_seconds",
+            "To compile what an answer must be, and its first mask.",
+            buckets=_COMPILE_BUCKETS,
+            registry=registry,
+        )
+        self.grammar_failures = Counter(
+            "radixgrove_grammar_failures",
+            "Requests that were refused, or ended, for what their answers must be.",
+            ["reason"],
             registry=registry,
         )
         self._itl_counts = [0] * self.inter_token_latency.bucket_count

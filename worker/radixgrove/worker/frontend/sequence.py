@@ -68,7 +68,7 @@ class Sequence:
         ids = message.token_ids
         self.completion_tokens += len(ids)
         shown = ids
-        if message.finish is Finish.STOP and ids and not self._include_stop:
+        if message.stop_token is not None and not self._include_stop:
             shown = ids[:-1]  # the stop token itself is not text
         text = self._decode(shown, message.logprobs)
         delta = Delta(text, ids)

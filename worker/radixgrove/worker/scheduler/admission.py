@@ -29,6 +29,7 @@ _STRICT = (SchedulePolicy.PRIORITY, SchedulePolicy.LONGEST_OUTPUT)
 _MOST_PASSED = 64
 # A step looks at no more requests than this that wait for another's prefix: looking costs CPU.
 _MOST_FOLLOWERS = 128
+_AWAITING = (RequestState.AWAITING_GRAMMAR, RequestState.AWAITING_KV)
 # While a step is full, so many of those that wait are looked at for loads to begin.
 _MOST_LOOKED_AHEAD = 16
 
@@ -75,7 +76,7 @@ class Admission:
                 looked_ahead += 1
                 if self.loads is None or looked_ahead > _MOST_LOOKED_AHEAD:
                     break
-            if request.state is RequestState.AWAITING_KV or (full and request.fetched):
+            if request.state in _AWAITING or (full and request.fetched):
                 continue
             tokens = request.tokens()
             found = self._peek(request, tokens)

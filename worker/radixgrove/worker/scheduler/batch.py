@@ -45,6 +45,7 @@ class Batch:
         self._decoding: list[RunningRequest] = []  # a stable order
         self._left = False  # some of them are not live any more
         self._in_lockstep = 0  # rows that wait for their tokens
+        self.ruled = 0  # rows of requests that have rules
         self._shrunk: dict[RunningRequest, ShrunkRow] = {}
 
     def enter(self, active: RunningRequest) -> None:
@@ -52,12 +53,14 @@ class Batch:
         self.active[active.request] = active
         self._prefilling.append(active)
         self._in_lockstep += self._waits(active)
+        self.ruled += active.request.rules is not None
 
     def leave(self, request: Request) -> RunningRequest:
         """The row that the request held; its memory is the caller's to release."""
         request.active = None
         active = self.active.pop(request)
         self._in_lockstep -= self._waits(active)
+        self.ruled -= request.rules is not None
         self._shrunk.pop(active, None)
         self._left = True
         return active

@@ -37,6 +37,8 @@ class SchedulerConfig:
     max_queued: int = 1024
     max_queued_tokens: int = 4 << 20
     queue_timeout: float = 120.0
+    grammar_timeout: float = 2.0
+    grammar_threads: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError when a request could be admitted that can never finish."""
@@ -85,4 +87,6 @@ class SchedulerConfig:
             max_queued=settings.max_queued,
             max_queued_tokens=settings.max_queued_tokens,
             queue_timeout=settings.queue_timeout,
+            grammar_timeout=settings.grammar_timeout,
+            grammar_threads=settings.grammar_threads,
         )

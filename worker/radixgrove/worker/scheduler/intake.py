@@ -9,6 +9,7 @@ from radixgrove.worker.messages import RefusalReason, Refused, Submit
 from radixgrove.worker.scheduler.batch import Batch
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.estimate import QueuePace
+from radixgrove.worker.scheduler.grammars import Grammars
 from radixgrove.worker.scheduler.lifecycle import Lifecycle
 from radixgrove.worker.scheduler.queue import WaitingQueue
 from radixgrove.worker.scheduler.request import Request, count_tokens
@@ -24,12 +25,14 @@ class Intake:
         batch: Batch,
         pace: QueuePace,
         lifecycle: Lifecycle,
+        grammars: Grammars,
     ) -> None:
         self._config = config
         self._queue = queue
         self._batch = batch
         self._pace = pace
         self._lifecycle = lifecycle
+        self._grammars = grammars
         self._order = 0
 
     def submit(self, submit: Submit, now: float) -> None:
@@ -37,7 +40,9 @@ class Intake:
         if refusal is not None:
             self._lifecycle.outbox.put(submit.frontend, refusal)
             return
-        self._lifecycle.enter(self._request(submit, now))
+        request = self._request(submit, now)
+        self._lifecycle.enter(request)
+        self._grammars.enter(request)
 
     def _request(self, submit: Submit, now: float) -> Request:
         config, sampling = self._config, submit.sampling

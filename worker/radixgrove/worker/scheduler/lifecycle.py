@@ -55,6 +55,23 @@ class Lifecycle:
         self._admission.estimator.observe(len(request.output), request.limit)
         self._counters.finished += 1
 
+    def finish_now(self, request: Request, finish: Finish) -> None:
+        """End it with a message without tokens."""
+        message = Tokens(request_id=request.request_id, token_ids=[], finish=finish)
+        if not request.answered:
+            self.introduce(request, message)
+        self.outbox.put(request.frontend, message)
+        self.finish(request)
+
+    @staticmethod
+    def introduce(request: Request, message: Tokens) -> None:
+        """What only a request's first message says."""
+        request.answered = True
+        request.says_more = request.wants_logprobs
+        message.cached_tokens = request.cached_tokens
+        if request.submit.sampling.prompt_logprobs is not None:
+            message.prompt_logprobs = request.prompt_logprobs
+
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is; one that has already ended is left alone."""
         request = self.requests.get(request_id)
@@ -102,4 +119,5 @@ class Lifecycle:
         else:
             self._admission.leave_queue(request)
         request.become(state)
+        request.rules = None  # a matcher may be large
         del self.requests[request.request_id]

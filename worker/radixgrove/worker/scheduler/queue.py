@@ -86,6 +86,7 @@ class WaitingQueue:
             request = heapq.heappop(self._deadlines)[2]
             if not request.ran and request.state in (
                 RequestState.WAITING,
+                RequestState.AWAITING_GRAMMAR,
                 RequestState.AWAITING_KV,
             ):
                 late.append(request)

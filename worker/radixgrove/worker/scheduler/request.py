@@ -11,10 +11,12 @@ from radixgrove.protocol.blocks import TOKEN_BYTES
 from radixgrove.protocol.errors import Defect
 from radixgrove.worker.cache.node import CacheScope, TreeNode
 from radixgrove.worker.messages import CacheMode, Submit, TokenLogprobs
+from radixgrove.worker.scheduler.rules import SequenceRules
 
 
 class RequestState(StrEnum):
     WAITING = "waiting"
+    AWAITING_GRAMMAR = "awaiting-grammar"  # what its answer must be is being compiled
     AWAITING_KV = "awaiting-kv"  # its KV is on its way from elsewhere; it holds no row yet
     PREFILL = "prefill"
     DECODE = "decode"  # all known tokens are launched; it may be waiting for its last samples
@@ -26,7 +28,16 @@ class RequestState(StrEnum):
 
 _NEXT: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset(
-        {RequestState.AWAITING_KV, RequestState.PREFILL, RequestState.ABORTED, RequestState.REFUSED}
+        {
+            RequestState.AWAITING_GRAMMAR,
+            RequestState.AWAITING_KV,
+            RequestState.PREFILL,
+            RequestState.ABORTED,
+            RequestState.REFUSED,
+        }
+    ),
+    RequestState.AWAITING_GRAMMAR: frozenset(
+        {RequestState.WAITING, RequestState.ABORTED, RequestState.REFUSED}
     ),
     RequestState.AWAITING_KV: frozenset(
         {RequestState.WAITING, RequestState.PREEMPTED, RequestState.ABORTED, RequestState.REFUSED}
@@ -76,6 +87,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     output: list[int] = field(default_factory=list)
     active: RunningRequest | None = None
+    rules: SequenceRules | None = None  # which tokens it may have; None: any
     answered: bool = False  # its first message left
     says_more: bool = True  # its next message holds more than tokens and an end
     cached_tokens: int | None = None  # of its first admission

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isnan
 
@@ -11,9 +13,25 @@ from radixgrove.worker.plan import INVALID_TOKEN, StepPlan, StepResult
 from radixgrove.worker.scheduler.admission import Admission
 from radixgrove.worker.scheduler.batch import Batch, StepDraft
 from radixgrove.worker.scheduler.counters import Counters
+from radixgrove.worker.scheduler.grammars import Grammars
 from radixgrove.worker.scheduler.lifecycle import Lifecycle
 from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.request import Request, RunningRequest
+from radixgrove.worker.scheduler.rules import Masks, SequenceRules
+
+
+@dataclass(frozen=True, slots=True)
+class _Ruled:
+    """A sampled row of a request that has rules."""
+
+    active: RunningRequest
+    index: int  # in the step's sampled rows
+    position: int  # its first, of those that the step samples at
+
+    @property
+    def rules(self) -> SequenceRules | None:
+        """None: the request has ended, or left its row, and its tokens do not count."""
+        return self.active.request.rules if self.active.live else None
 
 
 @dataclass(slots=True)
@@ -25,6 +43,7 @@ class _Flight:
     sampled: list[RunningRequest]  # in the order of the result's tokens
     bounds: list[int]  # as in the plan
     held: list[RunningRequest]  # they may decode once the step is collected
+    ruled: list[_Ruled]  # those of `sampled` that have rules
 
     def split(self, result: StepResult) -> list[list[int]]:
         """The tokens of each of `sampled`.
@@ -51,6 +70,15 @@ class _Flight:
         return [[next(ends) for _ in range(count)] for count in counts]
 
 
+def _ruled(sampled: list[RunningRequest], bounds: list[int]) -> list[_Ruled]:
+    positions = itertools.accumulate(bounds, initial=0) if bounds else itertools.count()
+    return [
+        _Ruled(active, index, position)
+        for index, (active, position) in enumerate(zip(sampled, positions, strict=False))
+        if active.request.rules is not None
+    ]
+
+
 class Results:
     """Owns the steps in flight; `complete` takes in the oldest."""
 
@@ -60,8 +88,10 @@ class Results:
         batch: Batch,
         admission: Admission,
         lifecycle: Lifecycle,
+        grammars: Grammars,
         counters: Counters,
     ) -> None:
+        self._grammars = grammars
         self._memory = memory
         self._batch = batch
         self._admission = admission
@@ -76,7 +106,76 @@ class Results:
     def expect(self, plan: StepPlan, step: StepDraft, held: list[RunningRequest]) -> None:
         """The step goes out."""
         chunks = [(active, chunk.start + chunk.length) for active, chunk in step.chunks]
-        self._flights.append(_Flight(plan.step_id, chunks, step.sampled, plan.bounds, held))
+        sampled, bounds = step.sampled, plan.bounds
+        ruled = _ruled(sampled, bounds) if self._batch.ruled else []
+        self._flights.append(_Flight(plan.step_id, chunks, sampled, bounds, held, ruled))
+
+    # ---- rules -----------------------------------------------------------------------------------
+
+    @property
+    def masked(self) -> bool:
+        """Whether the newest step has rows with rules."""
+        return bool(self._flights[-1].ruled)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a row with rules in the newest step still awaits tokens of one before it."""
+        *older, newest = self._flights
+        waiting = {ruled.active for ruled in newest.ruled if ruled.active.live}
+        return any(not waiting.isdisjoint(flight.sampled) for flight in older)
+
+    def fill_masks(self, buffer: Callable[[int, int], Masks]) -> list[int]:
+        """Masks of the newest step.
+
+        A request ends here where its grammar is at its end, or fails; what the step samples for it
+        is discarded.
+
+        Args:
+            buffer: [rows, words] int32 to fill, given both numbers.
+
+        Returns:
+            The position of each row that was filled, of those that the step samples at.
+        """
+        live = [
+            (ruled, rules)
+            for ruled in self._flights[-1].ruled
+            if (rules := ruled.rules) is not None
+        ]
+        if not live:
+            return []
+        masks = buffer(len(live), self._grammars.words)
+        self._grammars.fill([(rules, []) for _, rules in live], masks)
+        for (ruled, rules), mask in zip(live, masks, strict=True):
+            request = ruled.active.request
+            if not self._goes_on(request, rules):
+                continue
+            if not rules.restrict(mask, request.output):
+                self._fail(request, "no token is allowed by all rules")
+        return [ruled.position for ruled, _ in live]
+
+    def _follow(self, flight: _Flight, tokens: list[list[int]]) -> None:
+        """Rules of the rows that go on follow their new tokens."""
+        for ruled in flight.ruled:
+            rules, new = ruled.rules, tokens[ruled.index]
+            if rules is not None and new:
+                rules.consume(new)
+                self._goes_on(ruled.active.request, rules)
+
+    def _goes_on(self, request: Request, rules: SequenceRules) -> bool:
+        """Whether its rules leave a request anything to say; else it has ended."""
+        if rules.ended:
+            self._lifecycle.finish_now(request, Finish.STOP)
+        elif (error := rules.error) is not None:
+            self._fail(request, error)
+        else:
+            return True
+        return False
+
+    def _fail(self, request: Request, error: str) -> None:
+        detail = f"The answer could not be held to what it must be: {error}."
+        self._lifecycle.refuse(request, RefusalReason.GRAMMAR_FAILED, detail)
+
+    # ---- results ---------------------------------------------------------------------------------
 
     def complete(self, result: StepResult) -> None:
         flight = self._flights.popleft()
@@ -92,6 +191,8 @@ class Results:
                     self._spoil(active)
         discarded = self._deliver(flight.sampled, tokens, result.logprobs)
         self._counters.generated_tokens += len(result.tokens) - discarded
+        if flight.ruled:
+            self._follow(flight, tokens)
         if flight.bounds or result.counts is not None:
             self._shrink(flight, tokens)
 
@@ -132,10 +233,7 @@ class Results:
             self._admission.in_flight_prefixes.update(active)
         request = active.request
         if end == active.length and not request.limit:
-            message = Tokens(request_id=request.request_id, token_ids=[], finish=Finish.LENGTH)
-            self._introduce(request, message)
-            self._lifecycle.outbox.put(request.frontend, message)
-            self._lifecycle.finish(request)
+            self._lifecycle.finish_now(request, Finish.LENGTH)
 
     def _deliver(
         self,
@@ -182,7 +280,7 @@ class Results:
             if len(message.logprobs) != len(message.token_ids):
                 return False
         if not request.answered:
-            self._introduce(request, message)
+            self._lifecycle.introduce(request, message)
         return True
 
     def _spoil(self, active: RunningRequest) -> None:
@@ -217,12 +315,3 @@ class Results:
         for active, bound, new in zip(flight.sampled, bounds, tokens, strict=True):
             if active.live and len(new) < bound:
                 self._batch.shrink(active, bound - len(new))
-
-    @staticmethod
-    def _introduce(request: Request, message: Tokens) -> None:
-        """What only a request's first message says."""
-        request.answered = True
-        request.says_more = request.wants_logprobs
-        message.cached_tokens = request.cached_tokens
-        if request.submit.sampling.prompt_logprobs is not None:
-            message.prompt_logprobs = request.prompt_logprobs

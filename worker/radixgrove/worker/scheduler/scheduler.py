@@ -10,37 +10,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from llguidance import LLTokenizer
+
 from radixgrove.protocol.blocks import BlockHasher
+from radixgrove.protocol.constraints.constraint import ConstraintError
 from radixgrove.worker.cache.events import in_chunks
-from radixgrove.worker.messages import CacheEvent, EngineState, Stats, Submit
+from radixgrove.worker.messages import CacheEvent, EngineState, RefusalReason, Stats, Submit
 from radixgrove.worker.plan import PageCopies, StepPlan, StepResult
 from radixgrove.worker.scheduler.admission import Admission
 from radixgrove.worker.scheduler.batch import Batch, StepDraft
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.counters import Counters
 from radixgrove.worker.scheduler.estimate import QueuePace
+from radixgrove.worker.scheduler.grammars import Grammars, LoadTokenizer
 from radixgrove.worker.scheduler.intake import Intake
 from radixgrove.worker.scheduler.invariants import check_memory
 from radixgrove.worker.scheduler.lifecycle import Lifecycle, Output
 from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.queue import WaitingQueue
 from radixgrove.worker.scheduler.results import Results
+from radixgrove.worker.scheduler.rules import Masks
 
 _SNAPSHOT_CHUNK = 8192  # blocks of one snapshot message
 # While long prompts are computed, one token in so many of a step is for prompts that need no more.
 _SHORT_SHARE = 4
 
 
+def _no_tokenizer() -> LLTokenizer:
+    raise ConstraintError("this engine has no tokenizer")
+
+
 class Scheduler:
     """Owns every request and all device memory of one engine. Single-threaded.
 
-    `hasher` makes the block hasher of a namespace; None when cache events are not wanted.
+    `hasher` makes the block hasher of a namespace; None when cache events are not wanted. `load`
+    reads the model's tokenizer, for grammars; None where there are none.
     """
 
     def __init__(
-        self, config: SchedulerConfig, hasher: Callable[[str], BlockHasher] | None = None
+        self,
+        config: SchedulerConfig,
+        hasher: Callable[[str], BlockHasher] | None = None,
+        load: LoadTokenizer | None = None,
     ) -> None:
         self.config = config
+        self.grammars = Grammars(
+            load or _no_tokenizer,
+            config.vocab_size,
+            config.grammar_timeout,
+            config.grammar_threads,
+        )
         self.memory = KVMemory(config, hasher)
         self.counters = Counters()
         self._queue = WaitingQueue(config.schedule_policy, self.memory.tree)
@@ -48,9 +67,16 @@ class Scheduler:
         self._admission = Admission(config, self.memory, self._queue, self._batch, self.counters)
         self._pace = QueuePace()
         self._lifecycle = Lifecycle(self._queue, self._admission, self._pace, self.counters)
-        self._intake = Intake(config, self._queue, self._batch, self._pace, self._lifecycle)
+        self._intake = Intake(
+            config, self._queue, self._batch, self._pace, self._lifecycle, self.grammars
+        )
         self._results = Results(
-            self.memory, self._batch, self._admission, self._lifecycle, self.counters
+            self.memory,
+            self._batch,
+            self._admission,
+            self._lifecycle,
+            self.grammars,
+            self.counters,
         )
 
     # ---- what others may ask ---------------------------------------------------------------------
@@ -109,6 +135,7 @@ class Scheduler:
             evicted_pages=tree.residency.evicted,
             finished=counters.finished,
             aborted=counters.aborted,
+            matchers=self.grammars.live,
             host_pages_total=0 if host is None else host.pool.num_pages,
             host_pages_used=0 if host is None else host.pool.num_pages - host.pool.free,
             host_cached_tokens=counters.host_cached_tokens,
@@ -149,6 +176,8 @@ class Scheduler:
         """
         self._lifecycle.refuse_expired(now)
         self._admission.settle_loads()
+        if self.grammars.building:
+            self._settle_grammars(now)
         step = StepDraft(self.config.max_step_tokens)
         if self._batch.active or self._queue:
             self._fill(step, now)
@@ -159,6 +188,14 @@ class Scheduler:
         if not (step.decodes or step.chunks or saves or loads):
             return None
         return self._launch(step, saves, loads)
+
+    def _settle_grammars(self, now: float) -> None:
+        """Requests may be admitted once their grammar is there."""
+        for settled in self.grammars.settle(now):
+            if settled.error is not None:
+                late = RefusalReason.GRAMMAR_TOO_COMPLEX
+                reason = late if settled.late else RefusalReason.GRAMMAR_FAILED
+                self._lifecycle.refuse(settled.request, reason, settled.error)
 
     def _fill(self, step: StepDraft, now: float) -> None:
         """Decodes first, then short prompts, prefill that has begun, and new requests."""
@@ -213,6 +250,21 @@ class Scheduler:
     def copies_ended(self, save: int, load: int) -> None:
         """Saves and loads up to these, as `Executor.copies_ended` says."""
         self.memory.copies_ended(save, load)
+
+    @property
+    def masked(self) -> bool:
+        """Whether the step planned last samples rows with rules: it is launched in two parts, and
+        `fill_masks` comes between them."""
+        return self._results.masked
+
+    @property
+    def masks_await_tokens(self) -> bool:
+        """Whether an older step must be collected before `fill_masks`."""
+        return self._results.awaited
+
+    def fill_masks(self, buffer: Callable[[int, int], Masks]) -> list[int]:
+        """See `Results.fill_masks`."""
+        return self._results.fill_masks(buffer)
 
     def complete(self, result: StepResult) -> None:
         """Take in the results of the oldest step in flight.

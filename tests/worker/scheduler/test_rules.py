@@ -1,0 +1,360 @@
+"""Requests with rules for their tokens: each answer obeys, whatever happens to its row."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import threading
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from radixgrove.protocol.constraints import constraint, grammar
+from radixgrove.protocol.constraints.constraint import ConstraintError, Form
+from radixgrove.protocol.constraints.grammar import build_matcher, compile_constraint
+from radixgrove.worker.messages import Finish, RefusalReason, Refused, TokenRules, Tokens
+from radixgrove.worker.scheduler import grammars as building
+from radixgrove.worker.scheduler.grammars import LoadTokenizer
+from radixgrove.worker.scheduler.request import RequestState
+from radixgrove.worker.scheduler.rules import SequenceRules, fill_masks, mask_words
+from tests.conftest import wait_until
+from tests.grammars import EOS, TEXTS, decode, encode, tokenizer
+from tests.worker.scheduler.harness import Harness, request
+
+VOCAB = len(TEXTS)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "tags": {"type": "array", "items": {"enum": ["x", "yy"]}, "maxItems": 2},
+        "deep": {"anyOf": [{"type": "null"}, {"type": "integer", "minimum": 0, "maximum": 999}]},
+    },
+    "required": ["name", "deep"],
+    "additionalProperties": False,
+}
+
+
+def harness(depth: int = 2, **changes: Any) -> Harness:
+    return Harness(depth, vocab_size=VOCAB, **changes)
+
+
+def rules_of(text: str | dict[str, Any], form: Form = Form.REGEX) -> TokenRules:
+    if isinstance(text, dict):
+        asked = constraint.json_schema(json.dumps(text).encode(), "p")
+    else:
+        asked = constraint.text_form(form, text, "p")
+    return TokenRules(grammar=compile_constraint(asked, tokenizer(), 2).grammar)
+
+
+def answer(run: Harness, name: str) -> str:
+    return decode(run.tokens[name])
+
+
+def wait_for_grammars(run: Harness) -> None:
+    """Until none is being built; nothing is launched meanwhile."""
+    builds = run.scheduler.grammars._builds
+    wait_until(lambda: all(b.future.done() for b in builds.values()), what="the grammars")
+
+
+def run_all(run: Harness) -> None:
+    wait_for_grammars(run)
+    run.run()
+
+
+def rules_left(run: Harness) -> int:
+    gc.collect()
+    return run.stats().matchers
+
+
+def load_once(ready: threading.Event) -> LoadTokenizer:
+    """A tokenizer that takes as long to load as the test wants."""
+
+    def load() -> LLTokenizer:
+        assert ready.wait(60)
+        return tokenizer()
+
+    return load
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("depth", "changes"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {"micro_batches": 2}),
+        (1, {"max_row_tokens": 3}),
+    ],
+)
+def test_answers_obey_and_end_by_themselves(depth: int, changes: dict[str, Any]) -> None:
+    run = harness(depth, **changes)
+    for i in range(12):
+        rules = rules_of(SCHEMA) if i % 3 else None
+        run.submit(request(f"r{i}", encode(f"say {i}"), 100, stop=(EOS,), rules=rules))
+    run_all(run)
+    for i in range(12):
+        if i % 3:
+            jsonschema.validate(json.loads(answer(run, f"r{i}")), SCHEMA)
+            assert run.ended[f"r{i}"].finish is Finish.STOP  # type: ignore[union-attr]
+        else:
+            assert run.tokens[f"r{i}"] == run.expected(f"r{i}")
+    assert len({answer(run, f"r{i}") for i in range(12)}) == 12
+    assert rules_left(run) == 0
+
+
+def test_free_rows_of_a_step_have_no_masks() -> None:
+    run = harness()
+    run.submit(request("free", encode("a"), 40))
+    run.submit(request("ruled", encode("b"), 40, rules=rules_of("[0-9]{20}")))
+    run_all(run)
+    assert run.tokens["free"] == run.expected("free")
+    assert re.fullmatch("[0-9]{20}", answer(run, "ruled"))
+    # One more may be masked, of the step that was under way when the answer ended.
+    assert 20 <= run.executor.masked_rows <= 21
+
+
+def test_an_answer_ends_where_its_grammar_does_without_a_stop_token() -> None:
+    run = harness()
+    run.submit(request("r", encode("b"), 40, rules=rules_of("yes|no")))
+    run_all(run)
+    assert answer(run, "r") in ("yes", "no")
+    end = run.ended["r"]
+    assert isinstance(end, Tokens)
+    assert (end.finish, end.stop_token, end.token_ids) == (Finish.STOP, None, [])
+
+
+def test_a_stop_token_ends_an_answer_where_its_grammar_lets_it() -> None:
+    run = harness()
+    run.submit(request("r", encode("b"), 60, stop=(EOS,), rules=rules_of("(ab)+")))
+    run_all(run)
+    assert re.fullmatch("(ab)+", answer(run, "r"))
+    end = run.ended["r"]
+    assert isinstance(end, Tokens)
+    assert (end.finish, end.stop_token) == (Finish.STOP, EOS)
+
+
+def test_a_cut_answer_is_cut_for_its_length() -> None:
+    run = harness()
+    run.submit(request("r", encode("b"), 7, stop=(EOS,), rules=rules_of("[0-9]{20}")))
+    run_all(run)
+    assert re.fullmatch("[0-9]{7}", answer(run, "r"))
+    assert run.ended["r"].finish is Finish.LENGTH  # type: ignore[union-attr]
+
+
+def test_only_allowed_tokens_come() -> None:
+    run = harness()
+    allowed = tuple(encode("xyz"))
+    run.submit(request("r", encode("b"), 30, rules=TokenRules(allowed=allowed)))
+    run.run()  # nothing to compile
+    assert set(run.tokens["r"]) == set(allowed)
+
+
+def test_banned_sequences_do_not_come() -> None:
+    run = harness()
+    rules = TokenRules(allowed=tuple(encode("abc")), banned=((*encode("aa"),), (*encode("bab"),)))
+    run.submit(request("r", encode("q"), 60, rules=rules))
+    run.run()
+    assert len(run.tokens["r"]) == 60
+    assert "aa" not in answer(run, "r")
+    assert "bab" not in answer(run, "r")
+
+
+def test_rules_apply_together() -> None:
+    run = harness()
+    both = rules_of("[0-9]{30}")
+    both.allowed, both.banned = tuple(encode("789")), ((*encode("7"),),)
+    run.submit(request("r", encode("q"), 60, rules=both))
+    run_all(run)
+    assert re.fullmatch("[89]{30}", answer(run, "r"))
+
+
+def test_rules_that_leave_nothing_end_the_request_alone() -> None:
+    run = harness()
+    none = rules_of("[0-9]{30}")
+    none.allowed = tuple(encode("abc"))
+    run.submit(request("none", encode("q"), 60, rules=none))
+    run.submit(request("free", encode("q"), 20))
+    run_all(run)
+    end = run.ended["none"]
+    assert isinstance(end, Refused)
+    assert end.reason is RefusalReason.GRAMMAR_FAILED
+    assert run.tokens["free"] == run.expected("free")
+
+
+# ---- what may happen to a row --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_preempted_rows_go_on_where_their_grammar_was(depth: int) -> None:
+    run = harness(depth, num_pages=36, max_model_len=120, watermark=0.0)
+    run.scheduler._admission.estimator.share = 0.0  # believe in short answers
+    for i in range(8):
+        rules = rules_of("(<[0-9]{3}>){12}")
+        run.submit(request(f"r{i}", encode(f"say {i}"), 100, stop=(EOS,), rules=rules))
+    run_all(run)
+    assert run.stats().preemptions > 0
+    for i in range(8):
+        assert re.fullmatch("(<[0-9]{3}>){12}", answer(run, f"r{i}"))
+    assert rules_left(run) == 0
+
+
+def test_aborted_requests_leave_no_matcher() -> None:
+    run = harness()
+    for i in range(6):
+        run.submit(request(f"r{i}", encode("say"), 60, rules=rules_of("[0-9]{50}")))
+    wait_for_grammars(run)
+    for _ in range(5):
+        run.step()
+    assert rules_left(run) == 6
+    for i in range(6):
+        run.abort(f"r{i}")
+    run.run()
+    assert rules_left(run) == 0
+
+
+def test_a_matcher_that_fails_ends_its_request_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    many = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(100)}}
+    rules = rules_of({**many, "required": ["p50"], "additionalProperties": False})
+    monkeypatch.setattr(
+        grammar, "LIMITS", LLParserLimits(max_items_in_row=100, verbose_errors=False)
+    )
+    run = harness()
+    run.submit(request("many", encode("say"), 60, rules=rules))
+    run.submit(request("few", encode("say"), 60, rules=rules_of("[0-9]{50}")))
+    run_all(run)
+    end = run.ended["many"]
+    assert isinstance(end, Refused)
+    assert end.reason is RefusalReason.GRAMMAR_FAILED
+    assert "items" in end.detail
+    assert "state" not in end.detail
+    assert re.fullmatch("[0-9]{50}", answer(run, "few"))
+    assert rules_left(run) == 0
+
+
+# ---- grammars on their way -----------------------------------------------------------------------
+
+
+def test_a_request_waits_for_its_grammar_and_holds_up_no_other() -> None:
+    ready = threading.Event()
+    run = harness(load=load_once(ready))
+    run.submit(request("ruled", encode("a"), 40, rules=rules_of("[0-9]{20}")))
+    run.submit(request("free", encode("b"), 40))
+    assert run.stats().waiting == 2
+    while "free" not in run.ended:
+        assert run.step()
+    assert run.scheduler._lifecycle.requests["ruled"].state is RequestState.AWAITING_GRAMMAR
+    ready.set()
+    run_all(run)
+    assert re.fullmatch("[0-9]{20}", answer(run, "ruled"))
+
+
+def test_a_request_may_end_while_it_waits_for_its_grammar() -> None:
+    ready = threading.Event()
+    run = harness(load=load_once(ready), queue_timeout=5.0)
+    run.submit(request("aborted", encode("a"), 40, rules=rules_of("[0-9]{20}")))
+    run.submit(request("late", encode("a"), 40, rules=rules_of("[0-9]{20}")))
+    run.abort("aborted")
+    run.now += 6.0
+    run.step()
+    assert isinstance(run.ended["late"], Refused)
+    assert run.ended["late"].reason is RefusalReason.QUEUE_TIMEOUT
+    ready.set()
+    run_all(run)
+    assert rules_left(run) == 0
+
+
+def test_equal_grammars_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def build(text: str, known: LLTokenizer) -> LLMatcher:
+        built.append(text)
+        return build_matcher(text, known)
+
+    monkeypatch.setattr(building, "build_matcher", build)
+    run = harness()
+    for i in range(5):
+        run.submit(request(f"r{i}", encode("a"), 40, rules=rules_of("[0-9]{20}")))
+    run_all(run)
+    run.submit(request("again", encode("a"), 40, rules=rules_of("[0-9]{20}")))
+    run.run()  # it need not wait
+    assert len(built) == 1
+    assert "again" in run.ended
+
+
+def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time begins when its building does; the others go on."""
+    ready = threading.Event()
+    begun = threading.Event()
+
+    def build(text: str, known: LLTokenizer) -> LLMatcher:
+        begun.set()
+        assert ready.wait(60)
+        return build_matcher(text, known)
+
+    monkeypatch.setattr(building, "build_matcher", build)
+    run = harness(grammar_timeout=2.0)
+    run.submit(request("r", encode("a"), 40, rules=rules_of("[0-9]{20}")))
+    assert begun.wait(60)
+    run.step()
+    run.now += 1.9
+    run.step()
+    assert "r" not in run.ended
+    run.now += 0.2
+    run.step()
+    end = run.ended["r"]
+    assert isinstance(end, Refused)
+    assert end.reason is RefusalReason.GRAMMAR_TOO_COMPLEX
+    ready.set()
+    run_all(run)
+
+
+def test_a_tokenizer_that_is_not_known_refuses_grammars_alone() -> None:
+    def load() -> LLTokenizer:
+        raise ConstraintError("this model's tokenizer does not support it")
+
+    run = harness(load=load)
+    run.submit(request("r", encode("a"), 40, rules=rules_of("[0-9]{20}")))
+    run.submit(request("allowed", encode("a"), 20, rules=TokenRules(allowed=(5,))))
+    run_all(run)
+    end = run.ended["r"]
+    assert isinstance(end, Refused)
+    assert "tokenizer" in end.detail
+    assert run.tokens["allowed"] == [5] * 20
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+
+def allowed_in(mask: Any) -> str:
+    flags = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+    return "".join(TEXTS[token] for token in np.flatnonzero(flags))
+
+
+def test_masks_are_made_behind_proposals_and_the_state_stays() -> None:
+    """A position each behind what is proposed; where that cannot come, anything may."""
+    matcher = build_matcher(rules_of("abc|axy").grammar or "", tokenizer())
+    rules, again = (SequenceRules(TokenRules(), matcher.deep_copy()) for _ in range(2))
+    other = SequenceRules(TokenRules(), build_matcher(rules_of("[01]+").grammar or "", tokenizer()))
+    masks = np.zeros((8, mask_words(VOCAB)), dtype=np.int32)
+    entries = [
+        (rules, encode("ab")),
+        (other, []),
+        (again, encode("xa")),
+        (SequenceRules(TokenRules(), None), []),
+    ]
+    for _ in range(2):
+        fill_masks(LLExecutor(1), entries, masks)
+        assert [allowed_in(mask) for mask in masks[:4]] == ["a", "bx", "c", "01"]
+        assert allowed_in(masks[4]) == "a"
+        assert (masks[7] == -1).all()
+    rules.consume(encode("ax"))
+    fill_masks(LLExecutor(1), [(rules, [])], masks[:1])
+    assert allowed_in(masks[0]) == "y"

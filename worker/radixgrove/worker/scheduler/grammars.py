@@ -1,0 +1,179 @@
+"""Grammars on their way from text to matchers: built in threads, kept for the next sequences.
+
+While its grammar is being built a request waits without a row (`AWAITING_GRAMMAR`), and holds up no
+other. A matcher that was built stays, at its beginning, and each sequence gets a copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from weakref import WeakSet
+
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from radixgrove.protocol.constraints.constraint import ConstraintError
+from radixgrove.protocol.constraints.grammar import build_matcher, compiler_threads
+from radixgrove.service.machine import cores
+from radixgrove.worker.scheduler.request import Request, RequestState
+from radixgrove.worker.scheduler.rules import Masks, SequenceRules, fill_masks, mask_words
+
+LoadTokenizer = Callable[[], LLTokenizer]
+
+_BUILDERS = 2  # threads
+_MOST_KEPT = 64  # matchers at their beginning, of some megabytes where grammars are large
+_MOST_THREADS = 8
+
+
+@dataclass(slots=True)
+class _Build:
+    """A matcher that is being built, and who waits for it."""
+
+    begun: threading.Event
+    future: Future[LLMatcher]
+    waiting: list[Request] = field(default_factory=list)
+    since: float | None = None  # when it was first seen to have begun
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A request waits no longer: its rules are there, or there is a reason why not."""
+
+    request: Request
+    error: str | None = None
+    late: bool = False  # the grammar took too long
+
+
+class Grammars:
+    """Owns the builds, the kept matchers and the rules of every live request."""
+
+    def __init__(
+        self, load: LoadTokenizer, vocab_size: int, timeout: float, threads: int | None = None
+    ) -> None:
+        """
+        Args:
+            load: the model's tokenizer; called in a thread, once a grammar needs it or `warm` says
+                so. May raise ConstraintError.
+            vocab_size: the model's.
+            timeout: seconds to build a grammar.
+            threads: to compute masks with.
+        """
+        self._load = load
+        self._vocab_size = vocab_size
+        self._timeout = timeout
+        self._threads = threads
+        self._tokenizer: Future[LLTokenizer] | None = None
+        self._builds: dict[bytes, _Build] = {}
+        self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._live: WeakSet[SequenceRules] = WeakSet()
+
+    @property
+    def live(self) -> int:
+        """Rules that exist, of requests that have not ended."""
+        return len(self._live)
+
+    @property
+    def building(self) -> bool:
+        return bool(self._builds)
+
+    def warm(self) -> None:
+        """Load the tokenizer, lest the first grammar wait for it."""
+        if self._tokenizer is None:
+            self._tokenizer = self._builders.submit(self._load)
+
+    def enter(self, request: Request) -> None:
+        """A request waits in the queue: give it its rules, or let it wait for those too."""
+        rules = request.submit.rules
+        if rules is None:
+            return
+        if rules.grammar is None:
+            self._attach(request, None)
+            return
+        key = sha256(rules.grammar.encode()).digest()
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept.move_to_end(key)
+            self._attach(request, kept)
+            return
+        build = self._builds.get(key)
+        if build is None:
+            build = self._builds[key] = self._begin(rules.grammar)
+        build.waiting.append(request)
+        request.become(RequestState.AWAITING_GRAMMAR)
+
+    def settle(self, now: float) -> list[Settled]:
+        """What has become of those that wait; the caller refuses those with an error."""
+        settled: list[Settled] = []
+        for key, build in list(self._builds.items()):
+            waiting = [r for r in build.waiting if r.state is RequestState.AWAITING_GRAMMAR]
+            if build.future.done():
+                del self._builds[key]
+                settled += self._end(key, build.future, waiting)
+                continue
+            if build.begun.is_set() and build.since is None:
+                build.since = now
+            if build.since is not None and now - build.since > self._timeout:
+                error = f"The grammar took more than {self._timeout:g} s to compile."
+                settled += [Settled(request, error, late=True) for request in waiting]
+                waiting = []
+            build.waiting = waiting
+        return settled
+
+    def fill(self, entries: list[tuple[SequenceRules, list[int]]], masks: Masks) -> None:
+        """See `fill_masks`."""
+        fill_masks(self._executor, entries, masks)
+
+    @property
+    def words(self) -> int:
+        """Words of a mask: it has a bit for each id of the tokenizer or the model."""
+        tokenizer = self._tokenizer
+        if tokenizer is not None and tokenizer.done() and tokenizer.exception() is None:
+            return mask_words(tokenizer.result().vocab_size)
+        return mask_words(self._vocab_size)
+
+    def _begin(self, grammar: str) -> _Build:
+        self.warm()
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        begun = threading.Event()
+
+        def build() -> LLMatcher:
+            known = tokenizer.result()
+            begun.set()
+            matcher = build_matcher(grammar, known)
+            matcher.compute_bitmask()  # what it learns here its copies know
+            return matcher
+
+        return _Build(begun, self._builders.submit(build))
+
+    def _end(self, key: bytes, future: Future[LLMatcher], waiting: list[Request]) -> list[Settled]:
+        try:
+            matcher = future.result()
+        except ConstraintError as error:
+            return [Settled(request, f"{error.reason}.") for request in waiting]
+        self._kept[key] = matcher
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        for request in waiting:
+            self._attach(request, matcher)
+            request.become(RequestState.WAITING)
+        return [Settled(request) for request in waiting]
+
+    def _attach(self, request: Request, matcher: LLMatcher | None) -> None:
+        own = None if matcher is None else matcher.deep_copy()
+        assert request.submit.rules is not None
+        request.rules = SequenceRules(request.submit.rules, own)
+        self._live.add(request.rules)
+
+    @cached_property
+    def _builders(self) -> ThreadPoolExecutor:
+        return compiler_threads(_BUILDERS, "grammars")
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor(self._threads or min(_MOST_THREADS, cores()))

@@ -1,0 +1,116 @@
+"""Which tokens a sequence may have next, as bit masks: its grammar's matcher, and plainer rules.
+
+A sequence's rules belong to its request, not to its row: they follow the tokens that it has got,
+whatever happens to the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
+
+from radixgrove.protocol.constraints.grammar import refusal
+from radixgrove.worker.messages import TokenRules
+
+# [rows, words] int32: bit t % 32 of word t // 32 says whether token t may come.
+Masks = NDArray[np.int32]
+
+
+def mask_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class SequenceRules:
+    """The rules of one sequence; `matcher` is its own, where it has a grammar."""
+
+    rules: TokenRules
+    matcher: LLMatcher | None
+    base: Masks | None = None  # [words]: what `allowed` leaves, where that counts
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """The sequence got these tokens."""
+        if self.matcher is not None:
+            self.matcher.consume_tokens(list(tokens))
+
+    @property
+    def ended(self) -> bool:
+        """Whether its grammar is at its end: nothing may follow."""
+        return self.matcher is not None and self.matcher.is_stopped() and self.error is None
+
+    @property
+    def error(self) -> str | None:
+        """Why the matcher failed, in words for a client; it stays so."""
+        if self.matcher is None or not self.matcher.is_error():
+            return None
+        return refusal(self.matcher.get_error()).reason
+
+    def restrict(self, mask: Masks, output: Sequence[int]) -> bool:
+        """Take out of a mask [words] what rules other than the grammar forbid after `output`.
+
+        Returns:
+            Whether any token is left.
+        """
+        if self.rules.allowed is None and not self.rules.banned:
+            return True
+        if self.rules.allowed is not None:
+            if self.base is None or len(self.base) != len(mask):
+                self.base = _bits(self.rules.allowed, len(mask))
+            mask &= self.base
+        for sequence in self.rules.banned:
+            *before, last = sequence
+            if last < 32 * len(mask) and _ends_with(output, before):
+                mask[last // 32] &= np.int32(~_bit(last))
+        return bool(mask.any())
+
+
+def fill_masks(
+    executor: LLExecutor, entries: Sequence[tuple[SequenceRules, Sequence[int]]], masks: Masks
+) -> None:
+    """What each sequence's grammar allows at its next position, and at those behind it.
+
+    Args:
+        entries: each with the tokens that are proposed to follow the sequence, and one row of
+            `masks` more than those, in order. Behind a proposal that cannot come, rows are full.
+        masks: all of its rows are written.
+    """
+    first = 0
+    plain: list[tuple[LLMatcher, int]] = []
+    ahead: list[tuple[LLMatcher, int, list[int]]] = []
+    for rules, proposed in entries:
+        rows = 1 + len(proposed)
+        if rules.matcher is None or rules.ended or rules.error is not None:
+            masks[first : first + rows] = -1
+        elif proposed:
+            masks[first : first + rows] = -1
+            ahead.append((rules.matcher, first, list(proposed)))
+        else:
+            plain.append((rules.matcher, first))
+        first += rows
+    where, row_bytes, count = masks.ctypes.data, masks.strides[0], len(masks)
+    if plain:
+        executor.unsafe_compute_mask_ptr(plain, where, row_bytes, count)
+    if ahead:
+        executor.unsafe_compute_mask_ptr_with_draft_token(ahead, where, row_bytes, count)
+
+
+def _bits(tokens: Sequence[int], words: int) -> Masks:
+    """A mask [words] of these tokens alone."""
+    flags = np.zeros(32 * words, dtype=np.uint8)
+    ids = np.array(tokens, dtype=np.int64)
+    flags[ids[ids < len(flags)]] = 1
+    return np.packbits(flags, bitorder="little").view("<i4")
+
+
+def _bit(token: int) -> int:
+    """A token's bit in its word, as a signed integer."""
+    bit = 1 << (token % 32)
+    return bit - (1 << 32) if bit >> 31 else bit
+
+
+def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:
+    return not end or list(tokens[-len(end) :]) == list(end)
