@@ -16,7 +16,7 @@ import aiohttp
 
 class End(Enum):
     WHOLE = "whole"
-    CUT = "cut"  # a stream that had begun and was ended by one error event
+    CUT = "cut"  # a stream that had begun and was ended by one error event, or broken off
     FAILED = "failed"  # any other status, or an answer that just stops
 
 
@@ -89,6 +89,9 @@ class Load:
                 end, seen = await self._ask(url, body)
             except aiohttp.ClientConnectorError:
                 continue
+            except aiohttp.ClientPayloadError as error:
+                # It had begun: a client sees that it is not whole.
+                end, seen = End.CUT if body["stream"] else End.FAILED, repr(error)
             except (aiohttp.ClientError, TimeoutError) as error:
                 end, seen = End.FAILED, repr(error)
             break

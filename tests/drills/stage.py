@@ -25,7 +25,7 @@ MODEL_LENGTH = 8192  # tokens
 RATE = 20.0  # requests a second
 ENOUGH = 20  # answers before the fault, and after its end
 _HEALTHY_WITHIN = 90.0  # seconds: a limit for what hangs
-MEMORY = 48.0  # MiB that a process may hold more at the end: allocators keep what they had
+MEMORY = 128.0  # MiB that a process may hold more at the end: allocators keep what they had
 
 
 @dataclass
@@ -166,8 +166,8 @@ async def watched(
     """Checks and records what the fault in the body costs.
 
     No request may fail that another replica, or router, could answer; a stream that had begun may
-    be cut by an error event where the fault takes its replica (`cuts`). All must be healthy again,
-    with the memory that they had.
+    be cut where the fault takes its replica (`cuts`), never as if it were whole. All must be healthy
+    again, with the memory that they had.
     """
     await _answered(load, ENOUGH)
     before, first = memory(), len(load.samples)
