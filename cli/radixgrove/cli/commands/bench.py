@@ -7,9 +7,10 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,10 +19,40 @@ from radixgrove.service import exit_codes
 
 if TYPE_CHECKING:
     from radixgrove.cli.bench.sender import Job, Outcome
+    from radixgrove.cli.bench.workload import PlannedRequest
 
 _SENDER = "radixgrove.cli.bench.sender"
 _HEAD_START = 0.5  # seconds between the last sender's readiness and the common start
 _MAX_PROCESSES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Load:
+    """What `bench serve` was asked for: a field an option."""
+
+    url: str
+    model: str | None
+    trace: Path | None
+    rate: float | None
+    concurrency: int | None
+    requests: int | None
+    input_tokens: int
+    output_tokens: int
+    prefix_tokens: int
+    prefixes: int
+    speed: float
+    block_characters: int
+    chat: bool
+    ignore_eos: bool
+    temperature: float
+    slo_ttft: float
+    slo_tpot: float
+    processes: int
+    timeout: float
+    seed: int | None
+    results: Path | None
+    subject: str
+    workload: str | None
 
 
 @click.group(help="Measure a running endpoint.")
@@ -121,31 +152,7 @@ def bench() -> None:
 )
 @click.option("--subject", default="radixgrove", show_default=True, help="Name in the results.")
 @click.option("--workload", help="Name of the workload in the results.")
-def serve(
-    url: str,
-    model: str | None,
-    trace: Path | None,
-    rate: float | None,
-    concurrency: int | None,
-    requests: int | None,
-    input_tokens: int,
-    output_tokens: int,
-    prefix_tokens: int,
-    prefixes: int,
-    speed: float,
-    block_characters: int,
-    chat: bool,
-    ignore_eos: bool,
-    temperature: float,
-    slo_ttft: float,
-    slo_tpot: float,
-    processes: int,
-    timeout: float,
-    seed: int | None,
-    results: Path | None,
-    subject: str,
-    workload: str | None,
-) -> int:
+def serve(**options: Any) -> int:
     """Load an endpoint and report latency, throughput, hit rate and goodput.
 
     --rate sends at random times of that mean rate whatever the answers do (open loop);
@@ -153,75 +160,97 @@ def serve(
     its own times.
     """
     from radixgrove.cli.bench import report
-    from radixgrove.cli.bench.sender import Job
+
+    load = _completed(_Load(**options))
+    planned = _plan(load)
+    outcomes = _send(_jobs(load, planned))
+    samples = [sample for outcome in outcomes for sample in outcome.samples]
+    objective = report.Objective(load.slo_ttft / 1000, load.slo_tpot / 1000)
+    found = report.figures(samples, objective, [outcome.cpu_seconds for outcome in outcomes])
+    click.echo(report.table(found, samples, objective))
+    if load.results is not None:
+        report.append_results(load.results, found, _labels(load, len(planned)))
+    return exit_codes.OK if any(s.error is None for s in samples) else exit_codes.FAILED
+
+
+def _completed(load: _Load) -> _Load:
+    """With what is chosen where no option says it."""
+    if load.rate is not None and load.concurrency is not None:
+        raise click.UsageError("--rate is an open loop, --concurrency a closed one: choose")
+    if load.rate is None and load.concurrency is None and load.trace is None:
+        load = replace(load, concurrency=8)
+    if load.seed is None:
+        load = replace(load, seed=secrets.randbits(32))
+        click.echo(f"seed {load.seed}", err=True)
+    if not load.model:
+        first = fetch(load.url, "GET", "/v1/models", key=api_key())["data"][0]
+        load = replace(load, model=str(first["id"]))
+    return load
+
+
+def _plan(load: _Load) -> list[PlannedRequest]:
+    """The requests to send, and when."""
     from radixgrove.cli.bench.workload import WorkloadError, read_trace, spread, synthesize
 
-    if rate is not None and concurrency is not None:
-        raise click.UsageError("--rate is an open loop, --concurrency a closed one: choose")
-    if rate is None and concurrency is None and trace is None:
-        concurrency = 8
-    if seed is None:
-        seed = secrets.randbits(32)
-        click.echo(f"seed {seed}", err=True)
-    model = model or str(fetch(url, "GET", "/v1/models", key=api_key())["data"][0]["id"])
+    assert load.seed is not None
     try:
-        if trace is not None:
+        if load.trace is not None:
             planned = read_trace(
-                trace, block_characters=block_characters, limit=requests, speed=speed
+                load.trace,
+                block_characters=load.block_characters,
+                limit=load.requests,
+                speed=load.speed,
             )
         else:
             planned = synthesize(
-                requests=requests or 100,
-                input_tokens=input_tokens,
-                output_tokens=output_tokens,
-                prefix_tokens=prefix_tokens,
-                prefixes=prefixes,
-                seed=seed,
+                requests=load.requests or 100,
+                input_tokens=load.input_tokens,
+                output_tokens=load.output_tokens,
+                prefix_tokens=load.prefix_tokens,
+                prefixes=load.prefixes,
+                seed=load.seed,
             )
     except WorkloadError as error:
         raise click.ClickException(str(error)) from None
-    if chat and any(request.token_ids is not None for request in planned):
+    if load.chat and any(request.token_ids is not None for request in planned):
         raise click.UsageError("a chat has messages: token ids need --completions")
-    if rate is not None:
-        planned = list(spread(planned, rate, seed))
-    processes = min(processes, len(planned), concurrency or processes)
-    base = url.rstrip("/").removesuffix("/v1")
-    jobs = [
+    return planned if load.rate is None else list(spread(planned, load.rate, load.seed))
+
+
+def _jobs(load: _Load, planned: list[PlannedRequest]) -> list[Job]:
+    """One a process that sends."""
+    from radixgrove.cli.bench.sender import Job
+
+    assert load.model is not None
+    processes = min(load.processes, len(planned), load.concurrency or load.processes)
+    return [
         Job(
-            url=base,
-            model=model,
+            url=load.url.rstrip("/").removesuffix("/v1"),
+            model=load.model,
             key=api_key(),
-            chat=chat,
-            ignore_eos=ignore_eos,
-            concurrency=_share(concurrency, processes, index),
-            timeout=timeout,
+            chat=load.chat,
+            ignore_eos=load.ignore_eos,
+            concurrency=_share(load.concurrency, processes, index),
+            timeout=load.timeout,
             requests=planned[index::processes],
-            temperature=temperature,
+            temperature=load.temperature,
         )
         for index in range(processes)
     ]
-    outcomes = _send(jobs)
-    samples = [sample for outcome in outcomes for sample in outcome.samples]
-    objective = report.Objective(slo_ttft / 1000, slo_tpot / 1000)
-    found = report.figures(samples, objective, [outcome.cpu_seconds for outcome in outcomes])
-    click.echo(report.table(found, samples, objective))
-    if results is not None:
-        loop = f"concurrency {concurrency}" if concurrency else f"rate {rate or 'trace'}"
-        name = workload or f"{len(planned)} requests, {loop}"
-        report.append_results(
-            results,
-            found,
-            {
-                "benchmark": "serve",
-                "workload": name,
-                "model": model,
-                "subject": subject,
-                "device": _device(),
-                "commit": _commit(),
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            },
-        )
-    return exit_codes.OK if any(s.error is None for s in samples) else exit_codes.FAILED
+
+
+def _labels(load: _Load, requests: int) -> dict[str, Any]:
+    """What the lines of a results file say beside their figures."""
+    loop = f"concurrency {load.concurrency}" if load.concurrency else f"rate {load.rate or 'trace'}"
+    return {
+        "benchmark": "serve",
+        "workload": load.workload or f"{requests} requests, {loop}",
+        "model": load.model,
+        "subject": load.subject,
+        "device": _device(),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def _share(total: int | None, parts: int, index: int) -> int | None:
