@@ -2,7 +2,7 @@
 
 In float32; each mode proves by counters that it really happened. The demo model shows it of real
 weights, with 25 prompts of 32 tokens; the modes that need many steps have fifty prompts of 64 on a
-small model, whose random weights make every token depend on all before it.
+small model, with random weights that make every token depend on all before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests whose replica failed before the client had a byte: held, and placed again."""
+"""Requests of a replica that failed before the client had a byte: held, and placed again."""
 
 from __future__ import annotations
 

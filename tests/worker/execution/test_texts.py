@@ -1,6 +1,6 @@
 """Texts are token for token what transformers says, however the steps are cut.
 
-The demo model shows it of real weights; how steps are cut is shown on a small model, whose random
+The demo model shows it of real weights; how steps are cut is shown on a small model, where random
 weights make every token depend on all before it.
 """
 

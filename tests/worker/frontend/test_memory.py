@@ -174,8 +174,8 @@ def test_sizes_are_those_of_the_memory(top: int | None) -> None:
     outputs = msgspec.msgpack.decode(data, type=Outputs)
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    told = sum(map(size_of, outputs.items))
-    assert taken / 2.5 < told < taken * 2.5
+    counted = sum(map(size_of, outputs.items))
+    assert taken / 2.5 < counted < taken * 2.5
 
 
 # ---- clients that left --------------------------------------------------------------------------
@@ -185,7 +185,7 @@ async def test_a_prompt_whose_client_left_is_not_encoded(demo_model_dir: Path) -
     left: list[Callable[[], None] | None] = []
 
     async def send(_: Message) -> None:
-        raise AssertionError("there is nobody to answer")
+        raise AssertionError("there is no request to answer")
 
     async with running(demo_model_dir) as (frontend, engine):
         budget = frontend.model.encoder._budget

@@ -103,7 +103,7 @@ class RequestInFlight:
             self._task.cancel()
 
     def end_unread(self) -> None:
-        """End a request whose answer takes more memory than it may."""
+        """End a request: its answer takes more memory than it may."""
         if self._unread_ends:
             return
         self._unread_ends = True

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from radixgrove.worker.messages import Refused, Tokens
 
-# Of one stream whose client does not read. A reader that stops for a second loses nothing.
+# Of one stream to a client that does not read. A reader that stops for a second loses nothing.
 MAX_STREAM_BYTES = 32 << 20
 # Of one answer that is sent whole, in the end.
 MAX_WHOLE_BYTES = 256 << 20
@@ -40,7 +40,7 @@ class Answering(Protocol):
 
 
 class Unread:
-    """The bytes of all requests. Whose answer takes too many is ended: the largest, of all."""
+    """The bytes of all requests. One that takes too many is ended; of all together, the largest."""
 
     def __init__(self) -> None:
         self._bytes = 0
