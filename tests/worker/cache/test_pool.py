@@ -36,6 +36,12 @@ def test_a_page_behind_a_passed_fence_is_free_at_once() -> None:
     assert pool.free == 2
 
 
+def test_a_pool_has_a_page_at_least() -> None:
+    assert PagePool(1, Timeline()).allocate(1) == [0]
+    with pytest.raises(ValueError, match="at least one page, got 0"):
+        PagePool(0, Timeline())
+
+
 def test_breaking_the_rules_of_ownership_is_an_error() -> None:
     pool = PagePool(3, Timeline())
     with pytest.raises(PoolError, match="4 pages wanted, 3 are free"):

@@ -427,7 +427,17 @@ def test_lpm_serves_the_longest_cached_prefix_first() -> None:
     assert order_of_admission(harness)[1:] == [most, some, none]
 
 
-def test_lpm_passes_nobody_over_for_long() -> None:
+def test_lpm_sees_what_came_into_the_cache_while_requests_waited() -> None:
+    harness = served_alone(SchedulePolicy.LPM)
+    base = prompt(0, 24)
+    harness.submit(request("running", base))
+    harness.submit(request("none", prompt(5, 10)))
+    harness.submit(request("most", [*base, 3]))
+    harness.run()
+    assert order_of_admission(harness) == [base, [*base, 3], prompt(5, 10)]
+
+
+def test_lpm_passes_no_request_over_for_long() -> None:
     harness = served_alone(SchedulePolicy.LPM)
     base = prompt(0, 24)
     harness.submit(request("warm", base))
