@@ -57,7 +57,7 @@ def _refused_elsewhere() -> list[str]:
     parts = " or ".join(f"`{name}`" for name in PART_TYPES)
     return [
         "Refused too: `best_of` other than `n`; in messages "
-        f"{fields}, unless null, and parts of the content whose `type` is not {parts}."
+        f"{fields}, unless null, and parts of the content of another `type` than {parts}."
     ]
 
 

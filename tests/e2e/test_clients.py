@@ -335,18 +335,18 @@ def test_ctrl_c_lets_streams_end_and_leaves_nothing(demo_model_dir: Path, tmp_pa
 
 
 def test_the_terminal_tells_of_the_cluster_and_the_files_of_requests(cluster: UpProcess) -> None:
-    headers = {"x-request-id": "told-in-a-file"}
+    headers = {"x-request-id": "kept-in-a-file"}
     body = chat_body("What is the capital of France?", max_tokens=2)
     httpx.post(f"{cluster.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
 
     def written() -> bool:
         files = [cluster.log_dir / f"{part}.log" for part in ("router", "replica-0", "replica-1")]
-        return sum("told-in-a-file" in file.read_text() for file in files) >= 2
+        return sum("kept-in-a-file" in file.read_text() for file in files) >= 2
 
     wait_until(written, what="the request in the router's and a replica's file")
     shown = cluster.log.read_text()
     assert "radixgrove.access" not in shown
-    assert "told-in-a-file" not in shown
+    assert "kept-in-a-file" not in shown
     assert str(cluster.log_dir) in shown
     for said in ("replica-1 is ready", "the router is ready", "start: loading"):
         assert said in shown

@@ -14,7 +14,7 @@ RGSVC = f"{names.PLURAL}.{names.GROUP}"
 
 
 def service(name: str, namespace: str, **spec: Any) -> dict[str, Any]:
-    """With a worker of whose groups nothing is known, if they are of several nodes."""
+    """With a worker that has unknown groups, if they are of several nodes."""
     if spec.get("hardware", {}).get("nodes", 1) > 1:
         spec = {"image": "example.com/of-groups:1"} | spec
     return {

@@ -1,4 +1,4 @@
-"""What placement is told of a request with several prompts."""
+"""What placement knows of a request with several prompts."""
 
 from __future__ import annotations
 

@@ -72,6 +72,8 @@ async def test_when_all_refuse_the_last_answer_is_relayed(
     assert answer.status == 429
     assert answer.error["message"] == "simulated"
     assert [replica.counters.requests for replica in replicas] == [1, 1]
+    sample = f'radixgrove_router_requests_total{{model="{MODEL}",status="429"}}'
+    assert await router.metric(sample) == 1
 
 
 async def test_death_before_the_first_byte_is_retried(

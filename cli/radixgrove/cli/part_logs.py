@@ -21,7 +21,7 @@ _PROGRESS = "start: "
 
 
 def default_directory(port: int) -> Path:
-    """Of the cluster whose endpoint has that port: no two of them run at once."""
+    """Of the cluster with its endpoint at that port: no two of them run at once."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "radixgrove" / f"up-{port}"
 

@@ -156,7 +156,7 @@ class Settings(BaseModel):
     )
     cors_origins: list[CorsOrigin] = _field(
         [],
-        "Origins whose web pages may use the API from a browser, `https://host[:port]`; `*`: all.",
+        "Origins of web pages that may use the API in a browser, `https://host[:port]`; `*`: all.",
     )
     drain_timeout: float = _field(
         30.0, "Seconds that running requests get on SIGTERM.", gt=0, le=86400

@@ -342,7 +342,7 @@ def build(
 ) -> App:
     """`app` with request context, error shaping and limits of bodies, one and all, around it.
 
-    `cors_origins`: whose web pages may read the answers, refusals too; `*`: all. Keys travel in a
+    `cors_origins`: of web pages that may read the answers, refusals too; `*`: all. Keys travel in a
     header that a page sets itself: no cookies, so no credentials in the sense of CORS.
     """
     shaped: App = ErrorShape(BodyLimit(app, max_body_bytes, max_bodies_bytes))

@@ -105,10 +105,10 @@ def test_no_weights_are_fetched_for_a_model_that_could_not_run(
 ) -> None:  # fmt: skip
     hub.files["config.json"] = json.dumps(CONFIG | changed).encode()
     assert run(tmp_path / "m", fit=("--tp", "2", *fit)) == download.HOPELESS
-    told = json.loads(said.read_text())
-    assert told["reason"] == reason
-    assert named in told["message"]
-    assert str(tmp_path) not in told["message"]
+    written = json.loads(said.read_text())
+    assert written["reason"] == reason
+    assert named in written["message"]
+    assert str(tmp_path) not in written["message"]
     assert [name for name, _ in hub.requests] == ["config.json"]
 
 
@@ -365,9 +365,9 @@ def test_a_google_bucket_that_changed_or_refuses_is_named(
     assert json.loads(said.read_text())["reason"] == "ModelNotFound"
     google.token = "another"
     assert download.main(["resolve", "--source", "gs://models/llama"]) == download.HOPELESS
-    told = json.loads(said.read_text())
-    assert told["reason"] == "Unauthorized"
-    assert "pods.downloads.serviceAccountName" in told["message"]
+    written = json.loads(said.read_text())
+    assert written["reason"] == "Unauthorized"
+    assert "pods.downloads.serviceAccountName" in written["message"]
 
 
 # ---- S3 ------------------------------------------------------------------------------------------

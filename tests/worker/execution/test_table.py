@@ -74,7 +74,7 @@ class Counting(TorchDispatchMode):
 
 
 def test_many_rows_enter_in_as_many_operations_as_one() -> None:
-    """On a GPU each is a kernel, whose launch costs more than what it does."""
+    """On a GPU each is a kernel: its launch costs more than what it does."""
     counts = []
     for rows in (1, 16):
         new = [new_row(row, [0] * 9, [1, 2]) for row in range(rows)]

@@ -225,7 +225,7 @@ class PhaseReport(msgspec.Struct, tag="phase"):
 class Admitted(msgspec.Struct, tag="admitted"):
     """Requests that began their prefill: the router's reservation for them stops counting.
 
-    Sent before the pulse whose `prefill_backlog` has them.
+    Sent before the pulse that has them in its `prefill_backlog`.
     """
 
     request_ids: list[str]

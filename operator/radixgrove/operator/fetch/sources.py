@@ -383,7 +383,7 @@ class GoogleSource:
             self._pool, url, headers | self._identity.headers(),
             hint="pods.proxy and pods.caBundle",
             refused=f"{self._where} is refused: set pods.downloads.serviceAccountName to a "
-            "ServiceAccount with workload identity, whose account may read it",
+            "ServiceAccount with workload identity that may read it",
             missing=f"{self._where} does not exist",
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ SNAPSHOT_TIMEOUT = 30.0  # from the request to the last chunk; then it is asked 
 MAX_BUFFERED_MEMBERS = 1 << 18  # of events; beyond it they are dropped and a snapshot replaces them
 MAX_SNAPSHOT_MEMBERS = 1 << 22
 PIPELINE_BATCHES = 16
-MOST_DOMAINS = 1024  # whose numbers are remembered: a salt makes a domain of its own
+MOST_DOMAINS = 1024  # with remembered numbers: a salt makes a domain of its own
 
 Operation = tuple[bytes, bytes]  # b"+gpu", packed members
 

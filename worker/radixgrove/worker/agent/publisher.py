@@ -112,7 +112,7 @@ class Publisher:
         self._stats_fresh = False
         self._next_heartbeat = 0.0
         self._admitted: deque[str] = deque(maxlen=MAX_ADMITTED)
-        self._reported = 0  # the first of them, whose prefill the last report has
+        self._reported = 0  # the first of them: the last report has their prefill
         self._redis_sequence = 0
 
     # ---- the agent's side ------------------------------------------------------------------

@@ -23,7 +23,7 @@ from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.queue import WaitingQueue
 from radixgrove.worker.scheduler.request import Request, RequestState, RunningRequest, count_tokens
 
-# Policies whose order is the user's: nothing passes what comes first.
+# Policies with an order of the user's: nothing passes what comes first.
 _STRICT = (SchedulePolicy.PRIORITY, SchedulePolicy.LONGEST_OUTPUT)
 # A step lets short requests pass no more than this: looking costs CPU.
 _MOST_PASSED = 64

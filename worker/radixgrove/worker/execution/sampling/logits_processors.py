@@ -86,7 +86,7 @@ def _count_tokens(
 
 
 def _rows_at_once(longest: int) -> int:
-    """Rows whose tokens are counted together: their scratch is bounded, however long they are."""
+    """Rows with tokens counted together: their scratch is bounded, however long they are."""
     return max(1, _COUNTED_TOKENS // longest)
 
 
