@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import aiohttp
 import openai
 import pytest
 
+from radixgrove.protocol.keys import ServiceKeys
 from tests.conftest import RedisServer
+from tests.redis_faults import route
 from tests.router.conftest import MakeReplica, MakeRouter
-from tests.router.harness import MODEL, SimulatedReplica, eventually, prompt
+from tests.router.harness import MODEL, SimulatedReplica, completion, eventually, prompt
 
 
 def under_way(replica: SimulatedReplica) -> int:
@@ -68,3 +71,34 @@ async def test_only_the_first_byte_timeout_bounds_a_slow_answer(
     assert not answer.cut
     assert b"error" not in answer.body
     assert answer.body.count(b"tok") + answer.body.count("tök".encode()) >= 4
+
+
+async def test_a_client_that_leaves_while_its_request_is_placed_gives_the_booking_back(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replica = await make_replica(redis_url=redis_server.url)
+    async with route(redis_server.port) as way:
+        router = await make_router(redis_url=way.url, redis_timeout=10.0)
+        assert (await router.complete(prompt(1))).status == 200  # the way is warm
+        way.delay = 0.7
+        async with aiohttp.ClientSession() as session:
+            job = asyncio.create_task(
+                session.post(router.url + "/v1/completions", json=completion(prompt(2)))
+            )
+
+            async def arrived() -> bool:
+                return bool((await router.status())["in_flight"] == 1)
+
+            await eventually(arrived, what="the request")
+            job.cancel()
+        sample = f'radixgrove_router_requests_total{{model="{MODEL}",status="499"}}'
+
+        async def over() -> bool:
+            return await router.metric(sample) == 1
+
+        await eventually(over, what="the router sees it gone")
+        assert replica.counters.requests == 1, "it never went to the replica"
+        (entry,) = (await router.status())["replicas"]
+        assert entry["in_flight"] == 0
+        reserved = ServiceKeys("radixgrove", "default").reserved
+        await eventually(lambda: redis_server.client.hlen(reserved) == 0, what="no reservation")

@@ -53,6 +53,11 @@ def test_the_budgets_hold_in_every_situation(
         assert serving - given_up >= min(serving, desired)
 
 
+def test_without_a_budget_one_new_group_starts_at_a_time() -> None:
+    assert plan(ready(OLD), 3, NEW, 0, 0).create == (1,)
+    assert plan([*ready(OLD), Slot(1, NEW)], 3, NEW, 0, 0).create == ()
+
+
 @given(slots, st.integers(1, 6), st.integers(0, 3), st.integers(0, 3))
 def test_on_hold_no_ready_group_goes_that_is_wanted(
     slots: list[Slot], desired: int, unavailable: int, surge: int
