@@ -166,8 +166,8 @@ async def watched(
     """Checks and records what the fault in the body costs.
 
     No request may fail that another replica, or router, could answer; a stream that had begun may
-    be cut where the fault takes its replica (`cuts`), never as if it were whole. All must be healthy
-    again, with the memory that they had.
+    be cut where the fault takes its replica (`cuts`), but never ends as if it were whole. All must
+    be healthy again, with the memory that they had.
     """
     await _answered(load, ENOUGH)
     before, first = memory(), len(load.samples)
