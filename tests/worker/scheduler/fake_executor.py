@@ -35,6 +35,7 @@ from radixgrove.worker.plan import (
     StepPlan,
     StepResult,
 )
+from radixgrove.worker.scheduler.rules import mask_words
 
 _EMPTY = -1
 _JUNK = -2
@@ -51,11 +52,20 @@ def next_token(
     return int(allowed[number % len(allowed)]) if len(allowed) else 0  # of a row that has ended
 
 
-def expected_output(prompt: list[int], sampling: SamplingParams, vocab_size: int) -> list[int]:
-    """The whole answer, computed without batching, cache or pages."""
+def expected_output(
+    prompt: list[int],
+    sampling: SamplingParams,
+    vocab_size: int,
+    allowed: tuple[int, ...] | None = None,
+) -> list[int]:
+    """The whole answer, computed without batching, cache or pages; of allowed tokens alone."""
+    mask = None
+    if allowed is not None:
+        flags = np.isin(np.arange(32 * mask_words(vocab_size)), allowed)
+        mask = np.packbits(flags, bitorder="little").view(np.int32)
     output: list[int] = []
     while len(output) < sampling.max_tokens:
-        output.append(next_token(prompt + output, sampling.seed, vocab_size))
+        output.append(next_token(prompt + output, sampling.seed, vocab_size, mask))
         if output[-1] in sampling.stop_token_ids and len(output) > sampling.min_tokens:
             break
     return output
@@ -173,6 +183,8 @@ class FakeExecutor:
             if self.info.micro_batches > 1:
                 assert all(row not in flight.slack for flight in self._flights), "two decodes"
             self._rows[row].most += bound
+            longest = self._longest(row) + bound
+            assert self._rows[row].most == longest, "another upper bound was planned"
             step.slack[row] = bound
         self._forwarded = step
 
@@ -199,7 +211,6 @@ class FakeExecutor:
             step.slack[row] = bound - count
             if step.result.counts is not None:
                 step.result.counts.append(count)
-            assert self._rows[row].most == self._longest(row), "another upper bound was planned"
 
     def collect(self) -> StepResult:
         return self._flights.popleft().result

@@ -1,8 +1,9 @@
 """The scheduler under random submits, aborts, evictions and preemptions, at several depths.
 
-A step yields each row between 0 and 4 tokens. The harness checks the books after every call; the
-fake executor proves that every KV slot that is read holds the right token. Here: every request ends
-once, with the text it has without a cache and token by token.
+A step yields each row between 0 and 4 tokens, of some rows few tokens may come at all. The harness
+checks the books after every call; the fake executor proves that every KV slot that is read holds
+the right token. Here: every request ends once, with the text it has without a cache and token by
+token.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from hypothesis import strategies as st
 
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import EvictionPolicy, HostWritePolicy, SchedulePolicy
-from radixgrove.worker.messages import CacheMode, Finish, RefusalReason, Refused, Tokens
+from radixgrove.worker.messages import (
+    CacheMode,
+    Finish,
+    RefusalReason,
+    Refused,
+    TokenRules,
+    Tokens,
+)
 from tests.conftest import examples
 from tests.worker.scheduler.fake_executor import expected_output
 from tests.worker.scheduler.harness import VOCAB, Harness, request
@@ -37,6 +45,7 @@ class Submitted:
     logprobs: bool
     prompt_logprobs: bool
     lockstep: bool
+    allowed: tuple[int, ...] | None  # the only tokens of its answer
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ submits = st.builds(
     logprobs=st.booleans(),
     prompt_logprobs=st.sampled_from([False, False, False, True]),
     lockstep=st.sampled_from([False, False, True]),
+    allowed=st.sampled_from([None, None, (3, 7, 31, 32, 49)]),
 )
 calls = st.sampled_from(
     ["launch", "launch", "collect", "step", "step", "flush", "later", "end save", "end load"]
@@ -133,6 +143,9 @@ def apply(harness: Harness, operation: Submitted | Aborted | Called, count: int)
                     logprobs=0 if operation.logprobs else None,
                     prompt_logprobs=0 if operation.prompt_logprobs else None,
                     lockstep=operation.lockstep,
+                    rules=None
+                    if operation.allowed is None
+                    else TokenRules(allowed=operation.allowed),
                 )
             )
             return count + 1
@@ -176,7 +189,8 @@ def check_answer(harness: Harness, request_id: str) -> None:
     sampling = SamplingParams(
         max_tokens=limit, seed=7, stop_token_ids=submit.sampling.stop_token_ids
     )
-    expected = expected_output(prompt, sampling, VOCAB)
+    allowed = None if submit.rules is None else submit.rules.allowed
+    expected = expected_output(prompt, sampling, VOCAB, allowed)
     said = harness.tokens[request_id]
     if end.finish is Finish.ABORT:
         assert said == expected[: len(said)]
@@ -233,6 +247,7 @@ def check_empty(harness: Harness) -> None:
     assert list(memory.tree.nodes()) == []
     assert memory.host is None or memory.host.pool.free == memory.host.pool.num_pages
     assert harness.scheduler._admission.in_flight_prefixes._leaders == {}
+    assert harness.stats().matchers == 0
 
 
 @examples(60)
