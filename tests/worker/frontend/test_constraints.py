@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from radixgrove.worker.messages import RefusalReason, Refused
-from tests.worker.frontend.conftest import Frontend
+from tests.conftest import wait_until
+from tests.worker.frontend.conftest import Frontend, StartFrontend
 from tests.worker.frontend.test_errors import error_of
 
 IGNORED = "x-radixgrove-ignored-schema-keywords"
@@ -117,6 +118,20 @@ def test_hostile_schemas_leave_other_requests_alone(frontend: Frontend) -> None:
     for fields in hostile:
         assert frontend.chat("x", **fields).status_code in (200, 400)
         assert frontend.chat("x").json()["choices"][0]["message"]["content"] == "Hello world"
+
+
+def test_compiling_is_given_up_in_time_and_kept_once_it_ends(
+    start_frontend: StartFrontend,
+) -> None:
+    frontend = start_frontend(grammar_timeout=0.001)
+    frontend.answer("Hello world")
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
+    error = error_of(frontend.chat("x", guided_json=schema), 400)
+    assert (error["param"], error["code"]) == ("guided_json", "grammar_too_complex")
+    assert frontend.chat("x").status_code == 200
+    wait_until(
+        lambda: frontend.chat("x", guided_json=schema).status_code == 200, what="the grammar"
+    )
 
 
 def test_an_answer_that_ends_by_its_grammar_keeps_its_last_token(frontend: Frontend) -> None:
