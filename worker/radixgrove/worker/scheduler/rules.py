@@ -7,7 +7,7 @@ whatever happens to the row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -30,7 +30,9 @@ class SequenceRules:
 
     rules: TokenRules
     matcher: LLMatcher | None
-    base: Masks | None = None  # [words]: what `allowed` leaves, where that counts
+    base: Masks | None = None  # [words]: what may come whatever came before, but for the grammar
+    # Banned sequences of several tokens, by their last but one.
+    longer: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
 
     def consume(self, tokens: Sequence[int]) -> None:
         """The sequence got these tokens."""
@@ -57,15 +59,25 @@ class SequenceRules:
         """
         if self.rules.allowed is None and not self.rules.banned:
             return True
-        if self.rules.allowed is not None:
-            if self.base is None or len(self.base) != len(mask):
-                self.base = _bits(self.rules.allowed, len(mask))
-            mask &= self.base
-        for sequence in self.rules.banned:
-            *before, last = sequence
-            if last < 32 * len(mask) and _ends_with(output, before):
-                mask[last // 32] &= np.int32(~_bit(last))
+        if self.base is None or len(self.base) != len(mask):
+            self.base = self._prepare(len(mask))
+        mask &= self.base
+        for *before, last in self.longer.get(output[-1], ()) if output else ():
+            if _ends_with(output, before):
+                _forbid(mask, last)
         return bool(mask.any())
+
+    def _prepare(self, words: int) -> Masks:
+        """`base`, and `longer` beside it."""
+        allowed = self.rules.allowed
+        base = np.full(words, -1, np.int32) if allowed is None else _bits(allowed, words)
+        self.longer.clear()
+        for sequence in self.rules.banned:
+            if len(sequence) == 1:
+                _forbid(base, sequence[0])
+            else:
+                self.longer.setdefault(sequence[-2], []).append(sequence)
+        return base
 
 
 def fill_masks(
@@ -106,11 +118,12 @@ def _bits(tokens: Sequence[int], words: int) -> Masks:
     return np.packbits(flags, bitorder="little").view("<i4")
 
 
-def _bit(token: int) -> int:
-    """A token's bit in its word, as a signed integer."""
-    bit = 1 << (token % 32)
-    return bit - (1 << 32) if bit >> 31 else bit
+def _forbid(mask: Masks, token: int) -> None:
+    """Take a token out of a mask [words]."""
+    if token < 32 * len(mask):
+        bit = 1 << (token % 32)
+        mask[token // 32] &= np.int32(~(bit - (1 << 32) if bit >> 31 else bit))
 
 
 def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:
-    return not end or list(tokens[-len(end) :]) == list(end)
+    return list(tokens[-len(end) :]) == list(end)
