@@ -374,8 +374,10 @@ class Autoscaling(SpecModel):
     cooldown: Duration = Field("5m", description="Calm before a group is given back.")
 
 
-_Labels = Annotated[dict[str, str], Field(max_length=64)]
-_Objects = Annotated[list[dict[str, Any]], Field(max_length=32)]
+_Text = Annotated[str, StringConstraints(max_length=4096)]
+_Labels = Annotated[dict[str, _Text], Field(max_length=64)]
+_Object = Annotated[dict[str, Any], Field(max_length=64)]
+_Objects = Annotated[list[_Object], Field(max_length=32)]
 
 
 class PodFields(SpecModel):
