@@ -70,7 +70,8 @@ class ConstraintCheck:
         self._settings = settings
         self._metrics = metrics
         self._threads = compiler_threads(_THREADS, "constraints")
-        self._tokenizer = self._threads.submit(self._load_tokenizer)
+        # Now, while the engine loads the weights: it would hold up the streams of others later.
+        self._tokenizer = _load_tokenizer(model)
         self._checks: OrderedDict[bytes, _Check] = OrderedDict()
 
     async def check(self, generation: Generation) -> Checked:
@@ -113,14 +114,14 @@ class ConstraintCheck:
     def _begin(self, constraint: Constraint) -> _Check:
         loop = asyncio.get_running_loop()
         begun = asyncio.Event()
+        tokenizer, whitespace = self._tokenizer, self._settings.json_whitespace
 
         def compile_it() -> Compiled:
-            try:
-                tokenizer = self._tokenizer.result()
-            finally:
-                loop.call_soon_threadsafe(begun.set)
+            loop.call_soon_threadsafe(begun.set)
+            if isinstance(tokenizer, ConstraintError):
+                raise tokenizer
             started = time.monotonic()
-            compiled = compile_constraint(constraint, tokenizer, self._settings.json_whitespace)
+            compiled = compile_constraint(constraint, tokenizer, whitespace)
             self._metrics.grammar_compile.observe(time.monotonic() - started)
             return compiled
 
@@ -129,15 +130,18 @@ class ConstraintCheck:
         compiled.add_done_callback(lambda future: future.cancelled() or future.exception())
         return _Check(begun, compiled)
 
-    def _load_tokenizer(self) -> LLTokenizer:
-        model = self._model
-        return load_tokenizer(
-            model.encoder.tokenizer.to_str(), model.limits.vocab_size, model.eos_ids
-        )
-
     def _ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Tokens of each word, as it stands at a text's beginning and behind a blank."""
         encode = self._model.encoder.tokenizer.encode
         texts = [text for word in words for text in (word, " " + word.lstrip())]
         sequences = (tuple(encode(text, add_special_tokens=False).ids) for text in texts)
         return tuple(dict.fromkeys(ids for ids in sequences if ids))
+
+
+def _load_tokenizer(model: ServedModel) -> LLTokenizer | ConstraintError:
+    """Of a model; or why it has none for grammars, which only requests with one need to know."""
+    text = model.encoder.tokenizer.to_str()
+    try:
+        return load_tokenizer(text, model.limits.vocab_size, model.eos_ids)
+    except ConstraintError as error:
+        return error
