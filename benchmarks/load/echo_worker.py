@@ -17,7 +17,7 @@ from typing import cast
 import httptools
 import uvloop
 
-from benchmarks.load.simulated import MODEL
+from benchmarks.simulated import MODEL
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.registry import EngineInfo, Registration, root_fingerprint
 from radixgrove.protocol.text.tokenizer import TokenizerFiles

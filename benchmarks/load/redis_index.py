@@ -24,8 +24,8 @@ import uvloop
 
 from benchmarks import results
 from benchmarks.load.http_load import percentile
-from benchmarks.load.simulated import MODEL
 from benchmarks.load.subjects import process, redis_server, table
+from benchmarks.simulated import MODEL
 from radixgrove.protocol import index
 from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, BlockHasher
 from radixgrove.protocol.keys import ServiceKeys, router_key

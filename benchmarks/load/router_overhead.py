@@ -32,7 +32,6 @@ from tokenizers import Tokenizer
 
 from benchmarks import results
 from benchmarks.load.http_load import Connection, percentile
-from benchmarks.load.simulated import MODEL
 from benchmarks.load.subjects import (
     available_peers,
     process,
@@ -41,6 +40,7 @@ from benchmarks.load.subjects import (
     table,
     wait_for_http,
 )
+from benchmarks.simulated import MODEL
 from radixgrove.cli.redis_server import free_port
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.openai.requests import ModelLimits, parse_chat

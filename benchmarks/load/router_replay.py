@@ -25,7 +25,6 @@ import uvloop
 
 from benchmarks import results
 from benchmarks.load.http_load import Pool, percentile
-from benchmarks.load.simulated import MODEL, block_text
 from benchmarks.load.subjects import (
     available_peers,
     process,
@@ -34,6 +33,7 @@ from benchmarks.load.subjects import (
     table,
     wait_for_http,
 )
+from benchmarks.simulated import MODEL, block_text
 from radixgrove.cli.redis_server import free_port
 
 
@@ -94,7 +94,7 @@ def measure(subject: str, trace: list[list[int]], options: argparse.Namespace) -
             redis_url = stack.enter_context(redis_server())
         ports = [free_port() for _ in range(options.replicas)]
         for port in ports:
-            command = [sys.executable, "-m", "benchmarks.load.simulated"]
+            command = [sys.executable, "-m", "benchmarks.simulated"]
             command += ["--port", str(port), "--block-ms", str(options.block_ms)]
             command += ["--capacity", str(options.capacity)]
             if redis_url:

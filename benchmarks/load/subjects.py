@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.load.simulated import INTERNAL_KEY
+from benchmarks.simulated import INTERNAL_KEY
 from radixgrove.cli.redis_server import find_binary, free_port
 
 # Modules, not scripts: sglang-router's wheel installs a script `smg` of its own.

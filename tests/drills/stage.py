@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.load import simulated
-from benchmarks.load.simulated import MODEL
+from benchmarks import simulated
 from benchmarks.results import record
+from benchmarks.simulated import MODEL
 from tests.conftest import RedisServer, find_free_port
 from tests.drills.load import End, Load
 from tests.forks import Fork

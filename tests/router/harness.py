@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.load.simulated import INTERNAL_KEY, MODEL, SimulatedReplica, block_text
+from benchmarks.simulated import INTERNAL_KEY, MODEL, SimulatedReplica, block_text
 from radixgrove.router.__main__ import main as router_main
 from tests.forks import Fork, Main
 

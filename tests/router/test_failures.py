@@ -507,7 +507,7 @@ class ReplicaProcess:
     """A simulated replica as a process of its own, to be killed."""
 
     def __init__(self, redis_url: str, name: str, port: int) -> None:
-        self.command = [sys.executable, "-m", "benchmarks.load.simulated"]
+        self.command = [sys.executable, "-m", "benchmarks.simulated"]
         self.command += ["--port", str(port), "--redis", redis_url, "--replica-id", name]
         self.process = subprocess.Popen(self.command, cwd=ROOT)
 

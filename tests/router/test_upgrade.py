@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import redis
 
-from benchmarks.load import simulated
+from benchmarks import simulated
 from radixgrove.protocol.blocks import BlockHasher, members
 from radixgrove.protocol.registry import root_fingerprint
 from radixgrove.worker.messages import Admitted, Tier

@@ -4,7 +4,7 @@ It speaks the worker's side of the protocol (envelopes, tokenizer files, registr
 through the real `Publisher`), and plain JSON for any other router. Hits are counted by itself, from
 the text of the prompt (64 characters a block), alike for every router before it.
 
-    python -m benchmarks.load.simulated --port 8100 [--redis redis://…] [--block-ms 1]
+    python -m benchmarks.simulated --port 8100 [--redis redis://…] [--block-ms 1]
 """
 
 from __future__ import annotations
