@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own redis": {"redis": {"url": "rediss://:{password}@redis.example.com:6380/1"}},
     "everything": {
         "image": {"registry": "registry.example.com/ai", "pullSecrets": ["pull"]},
-        "operator": {"replicas": 2, "gangTimeout": 600},
+        "operator": {"replicas": 2, "gangTimeout": 600, "nameHold": 60},
         "router": {
             "auth": {"keysSecret": "keys"},
             "settings": {"retries": 3},
@@ -258,6 +258,7 @@ def test_values_reach_the_operator() -> None:
     assert config.pods.workers.env == [{"name": "B", "value": "2"}]
     assert config.pods.downloads.service_account_name == "reader"
     assert config.pods.routers.annotations["mesh"] == "off"
+    assert config.name_hold == 60
     assert config.network_policies.scrape_from == [
         {"namespaceSelector": {"matchLabels": {"m": "y"}}}
     ]
@@ -370,6 +371,7 @@ def test_roles_grant_exactly_the_table(case: str) -> None:
     objects = render(CASES[case])
     replacements = {
         rbac.KEYS_SECRET: "radixgrove-keys",
+        rbac.NAMES_CONFIG_MAP: "radixgrove-names",
         rbac.LEASE: "radixgrove-operator",
         rbac.OWNER: "radixgrove-operator",
     }

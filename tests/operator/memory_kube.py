@@ -23,6 +23,7 @@ class MemoryKube(Kube):
         self.objects: dict[tuple[str, str, str], Object] = {}
         self.written: list[str] = []
         self.dropped: set[str] = set()
+        self.refused: set[str] = set()  # `VERB KIND`, for want of a right
         self._count = 0
         super().__init__(None, lambda seconds: True, 1.0)
 
@@ -58,6 +59,8 @@ class MemoryKube(Kube):
         query: dict[str, str] | None = None,
         content_type: str = "application/json",
     ) -> Object:
+        if f"{verb} {kind}" in self.refused:
+            raise KubeError(verb, kind, 403, f"cannot {verb} {kind}")
         if method == "GET" and name is None:
             return {"items": self._listed(kind, namespace, query or {})}
         if method == "POST":

@@ -21,6 +21,7 @@ NAMESPACE = "radixgrove"
 ACCOUNT = "radixgrove-operator"
 REPLACEMENTS = {
     rbac.KEYS_SECRET: "radixgrove-keys",
+    rbac.NAMES_CONFIG_MAP: "radixgrove-names",
     rbac.LEASE: "radixgrove-operator",
     rbac.OWNER: "radixgrove-operator",
 }
@@ -136,6 +137,7 @@ class OperatorProcess:
             "election": {"duration": 10.0, "renew_every": 1.0},
             "drain_notice": 1.0,
             "gang_timeout": 10.0,
+            "name_hold": 0.0,  # tests of other namespaces come with names of their own choice
             "autoscale_every": 0.5,
             "health_port": self.health_port,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 
 import aiohttp
@@ -212,6 +213,48 @@ async def test_elder_resource_keeps_a_name_that_two_claim(
     router = await make_router(redis_server, model_table=SHARED)
     answers = [await ask(router, "m") for _ in range(4)]
     assert {answer.replica for answer in answers} == {"svc-z-0"}
+
+
+async def test_scoped_names_work_without_being_listed_and_workers_see_the_name_they_serve(
+    redis_server: RedisServer,
+    operator: RedisStore,
+    make_replica: MakeReplica,
+    make_router: MakeRouter,
+) -> None:
+    replicas = {}
+    for number, team in enumerate(("team-a", "team-b")):
+        service, bare = f"{team}.llama", ["llama"] if team == "team-a" else []
+        replicas[team] = await make_replica(
+            redis_url=redis_server.url, service=service, replica_id=f"{team}-0",
+            models=["llama", "big"], keep_bodies=True,
+        )  # fmt: skip
+        listed = bare or [f"{team}/llama"]
+        scoped = [f"{team}/{name}" for name in ("llama", "big", "resource")]
+        operator.put(
+            SHARED,
+            float(number),
+            ModelEntry(
+                service=service,
+                names=listed,
+                scoped=[name for name in scoped if name not in listed],
+                attempts=[f"{team}-0"],
+                desired=1,
+            ),
+        )
+    router = await make_router(redis_server, model_table=SHARED)
+    await eventually(lambda: _is(models(router), ["llama", "team-b/llama"]))
+    for model, team, served in (
+        ("llama", "team-a", "llama"),
+        ("team-a/llama", "team-a", "llama"),
+        ("team-b/llama", "team-b", "llama"),
+        ("team-b/resource", "team-b", "llama"),
+    ):
+        answer = await ask(router, model)
+        assert (answer.status, answer.replica) == (200, f"{team}-0"), model
+        body = json.loads(replicas[team].counters.bodies[-1])
+        assert body == completion(prompt(1), model=served)
+    assert (await ask(router, "big")).status == 404
+    assert (await router.get("/v1/models/team-b/resource")).json["root"] == "team-b/llama"
 
 
 async def test_last_table_stays_in_force_when_it_is_lost_or_malformed(

@@ -164,12 +164,15 @@ rdma_resource: {{ .Values.operator.rdmaResource | quote }}
 cluster_domain: {{ .Values.operator.clusterDomain | quote }}
 reconcilers: {{ .Values.operator.reconcilers }}
 gang_timeout: {{ .Values.operator.gangTimeout }}
+names_config_map: {{ printf "%s-names" (include "radixgrove.fullname" .) | quote }}
+name_hold: {{ .Values.operator.nameHold }}
 {{- end -}}
 
 {{- /* RBAC rules of one scope, from the operator's own table. */ -}}
 {{- define "radixgrove.rules" -}}
 {{- $text := .root.Files.Get "files/rbac.yaml" -}}
 {{- $text = $text | replace "'@keys-secret'" (include "radixgrove.keys" .root | quote) -}}
+{{- $text = $text | replace "'@names-config-map'" (printf "%s-names" (include "radixgrove.fullname" .root) | quote) -}}
 {{- $text = $text | replace "'@lease'" (printf "%s-operator" (include "radixgrove.fullname" .root) | quote) -}}
 {{- $text = $text | replace "'@owner'" (printf "%s-operator" (include "radixgrove.fullname" .root) | quote) -}}
 {{- index (fromYaml $text) .scope | toYaml -}}

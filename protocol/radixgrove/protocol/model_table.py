@@ -26,6 +26,7 @@ class ModelEntry(msgspec.Struct, kw_only=True, frozen=True):
 
     service: str  # its name in Redis, as in `registry.Registration.service`
     names: list[str]  # the id first, aliases after it
+    scoped: list[str] = []  # `namespace/name`s that it answers to as well, and that are not listed
     attempts: list[str]  # replica ids that may serve; in no order
     desired: int  # groups wanted; 0: asleep or suspended
     wakes: bool = False  # asleep, and a held request wakes it: hold instead of refusing

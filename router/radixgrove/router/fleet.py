@@ -136,7 +136,7 @@ class Fleet:
                 if service is None:
                     continue
                 new[name] = service
-                for model in service.models:
+                for model in (*service.models, *service.scoped):
                     if by_model.setdefault(model, service) is not service:
                         text = f"two services serve {model!r}"
                         self._complaints.say(f"{name}/{model}", text)
@@ -171,6 +171,7 @@ class Fleet:
             return None
         service = known or Service(name, models, created=int(time.time()))
         service.models = models
+        service.scoped = list(entry.scoped) if entry else []
         service.off = entry is not None and entry.desired == 0 and not entry.wakes
         service.set_replicas(dict(replicas))
         return service

@@ -17,6 +17,7 @@ from radixgrove.protocol.openai.requests import (
     INTERNAL_KEY_HEADER,
     Envelope,
     peek_model,
+    with_model,
 )
 from radixgrove.protocol.settings import RouterSettings, reveal
 from radixgrove.router import metrics
@@ -177,7 +178,7 @@ class Proxy:
         exchange.encoded = await self._encoders.encode(
             exchange.endpoint, service, body, exchange.principal
         )
-        if exchange.encoded.model not in service.models:
+        if not service.answers_to(exchange.encoded.model):
             raise errors.model_not_found(peek_model(body))
 
     # ---- placing ---------------------------------------------------------------------------
@@ -374,9 +375,12 @@ class Proxy:
             (REQUEST_ID_HEADER.encode(), context[REQUEST_ID].encode()),
             (TRACEPARENT_HEADER.encode(), context[TRACE].header().encode()),
         )
-        if decision.replica.registration is None or not self._internal_key:
+        registration, body = decision.replica.registration, exchange.body
+        if registration is not None and encoded.model not in registration.models:
+            body = with_model(body, registration.models[0])
+        if registration is None or not self._internal_key:
             fields.append((b"content-type", b"application/json"))
-            return fields, exchange.body
+            return fields, body
         # The principal stands for the key.
         fields = [field for field in fields if field[0] != b"authorization"]
         fields += (
@@ -384,7 +388,7 @@ class Proxy:
             (INTERNAL_KEY_HEADER.encode(), self._internal_key),
         )
         envelope = Envelope(
-            body=exchange.body,
+            body=body,
             prompts=encoded.prompts or [],  # without them it tokenizes
             principal=exchange.principal,
             request_id=decision.reservation,

@@ -184,6 +184,7 @@ class Service:
 
     name: str
     models: list[str]
+    scoped: list[str] = field(default_factory=list)  # names that it answers to, and does not list
     replicas: dict[str, Replica] = field(default_factory=dict)
     created: int = 0  # Unix seconds, for /v1/models
     held: int = 0  # requests waiting for a replica
@@ -198,6 +199,9 @@ class Service:
     @property
     def model(self) -> str:
         return self.models[0]
+
+    def answers_to(self, model: str) -> bool:
+        return model in self.models or model in self.scoped
 
     def set_replicas(self, replicas: dict[str, Replica]) -> None:
         """Replaces the replicas and what follows from them.

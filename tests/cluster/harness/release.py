@@ -59,6 +59,8 @@ def values() -> dict[str, Any]:
             "pullPolicy": "Never",
             "redis": {"repository": "radixgrove/redis", "tag": TAG},
         },
+        # A namespace's names are the next test's at once.
+        "operator": {"nameHold": 0},
         # Two nodes share the cores of one machine, and so may a worker that a request wakes.
         "router": {
             "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},

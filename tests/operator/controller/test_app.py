@@ -125,7 +125,7 @@ def test_the_keys_are_looked_at_as_long_as_it_runs(caplog: pytest.LogCaptureFixt
 
     keys.__class__ = Moody
     App(kube, CONFIG, Turns(nothing, removed, removed))._keep(keys)
-    assert "cannot look after the keys: get secrets: forbidden" in caplog.text
+    assert "cannot look after keys and names: get secrets: forbidden" in caplog.text
     assert stands()
     assert keys.ensure() == Keys(kube, CONFIG).ensure() == before
 

@@ -9,6 +9,7 @@ import pytest
 from radixgrove.operator.api import names
 from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
+from radixgrove.operator.controller.name_ledger import NameLedger
 from radixgrove.operator.controller.reconciler import Reconciler
 from radixgrove.operator.controller.store import Key, Store
 from radixgrove.operator.kube.keys import Keys
@@ -26,8 +27,9 @@ class Cluster:
 
     def __init__(self) -> None:
         self.kube, self.store, self.enqueued = MemoryKube(), Store(), list[Key]()
+        ledger = NameLedger(self.kube, self.store, CONFIG, self.enqueued.append)
         self._reconciler = Reconciler(
-            self.kube, self.store, Keys(self.kube, CONFIG), cast(RedisStore, Table()),
+            self.kube, self.store, Keys(self.kube, CONFIG), ledger, cast(RedisStore, Table()),
             cast(WorkerProbe, Probe()), CONFIG, lambda key: None, self.enqueued.append,
         )  # fmt: skip
         for key in (HUGE, SMALL):
@@ -105,4 +107,4 @@ def test_a_group_that_cannot_fit_shows_its_pods_and_gives_way_to_one_that_can() 
     conditions = cluster.kube.objects[names.KIND, *HUGE]["status"]["conditions"]
     ready = next(c for c in conditions if c["type"] == "Ready")
     assert ready["reason"] == "InsufficientGPUs"
-    assert "gave up 1 of 16 placed pods for team-b/small" in ready["message"]
+    assert "gave up 1 of 16 placed pods for a service of another namespace" in ready["message"]

@@ -217,23 +217,21 @@ def test_a_group_too_large_for_the_cluster_gives_way_and_still_shows_its_pods(
     assert reason(seen) == "InsufficientGPUs"
 
 
-def test_the_older_of_two_services_keeps_a_model_name(
-    plane: ControlPlane, operator: OperatorProcess, namespace: str
+def test_of_two_services_the_first_keeps_a_model_name_and_the_other_serves_without_it(
+    plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str
 ) -> None:
     model = {"source": "pvc://models/demo", "name": f"Llama-{namespace}"}
     plane.kubectl.apply(service("first", namespace, model=model))
     wait_ready(plane, "first", namespace)
     plane.kubectl.apply(service("second", namespace, model=model))
-    plane.kubectl.wait_for(
-        RGSVC,
-        "second",
-        "-n",
-        namespace,
-        that=lambda r: reason(r) == "ModelNameTaken",
-        what="is reported",
-    )
+    second = wait_ready(plane, "second", namespace)
+    assert reason(second, "Degraded") == "ModelNameTaken"
+    assert table(redis_server)[f"{namespace}.second"].names == [f"{namespace}/second"]
     plane.kubectl.delete(RGSVC, "first", "-n", namespace)
-    plane.kubectl.wait_for(RGSVC, "second", "-n", namespace, that=ready, what="takes over")
+    wait_until(
+        lambda: table(redis_server)[f"{namespace}.second"].names == [f"Llama-{namespace}"],
+        "the other has the name",
+    )
 
 
 def test_a_wrong_engine_setting_is_named_in_a_condition(

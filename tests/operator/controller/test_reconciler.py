@@ -12,6 +12,7 @@ from radixgrove.operator.api import metrics, names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
+from radixgrove.operator.controller.name_ledger import NameLedger
 from radixgrove.operator.controller.reconciler import Incomplete, Reconciler
 from radixgrove.operator.controller.store import Key, Store
 from radixgrove.operator.kube import renewals
@@ -40,8 +41,9 @@ class Operator:
 
     def restart(self, config: OperatorConfig = CONFIG) -> None:
         """A new process, which reads the installation's keys again."""
+        ledger = NameLedger(self.kube, self.store, config, self.enqueued.append)
         self._reconciler = Reconciler(
-            self.kube, self.store, Keys(self.kube, config), cast(RedisStore, self.table),
+            self.kube, self.store, Keys(self.kube, config), ledger, cast(RedisStore, self.table),
             cast(WorkerProbe, self.probe), config, lambda key: None, self.enqueued.append,
         )  # fmt: skip
 

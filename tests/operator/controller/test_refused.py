@@ -14,6 +14,7 @@ from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller.app import App
 from radixgrove.operator.controller.main import WATCHED
+from radixgrove.operator.controller.name_ledger import NameLedger
 from radixgrove.operator.controller.reconciler import Reconciler
 from radixgrove.operator.controller.store import Key
 from radixgrove.operator.controller.workqueue import WorkQueue
@@ -59,9 +60,11 @@ class Cluster:
         self.now, self.kube, self.table = 1000.0, RefusingKube(), Table()
         self.app = self.kube.app = App(self.kube, CONFIG, Turns())
         self.app.queue = WorkQueue(lambda key: key[0], clock=lambda: self.now)
+        ledger = NameLedger(self.kube, self.app.store, CONFIG, self.app.queue.hint)
         self._reconciler = Reconciler(
-            self.kube, self.app.store, Keys(self.kube, CONFIG), cast(RedisStore, self.table),
-            cast(WorkerProbe, Probe()), CONFIG, lambda key: None, self.app.queue.hint,
+            self.kube, self.app.store, Keys(self.kube, CONFIG), ledger,
+            cast(RedisStore, self.table), cast(WorkerProbe, Probe()), CONFIG,
+            lambda key: None, self.app.queue.hint,
         )  # fmt: skip
 
         for key in (LLAMA, QWEN):

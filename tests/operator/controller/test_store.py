@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from radixgrove.operator.controller.store import Store, collision, name_conflict, other_service_of
+from radixgrove.operator.controller.store import Store, collision, other_service_of
 
 
 def service(own: str, claim: str = "", namespace: str = "here", **model: Any) -> dict[str, Any]:
@@ -90,43 +90,6 @@ def test_what_collided_with_a_service_that_went_is_looked_at() -> None:
     assert store.service_gone(("here", "llama")) == [("here", "llama-router")]
 
 
-def conflict(own: dict[str, Any], *others: dict[str, Any]) -> str:
-    found = other_service_of(own)
-    assert found is not None
-    return name_conflict(found, store_of(own, *others).services())
-
-
 def aged(body: dict[str, Any], day: int) -> dict[str, Any]:
     body["metadata"]["creationTimestamp"] = f"2026-01-{day:02}T00:00:00Z"
     return body
-
-
-def test_the_older_service_keeps_a_name_whether_it_is_a_name_or_an_alias() -> None:
-    old = aged(service("old", namespace="there", name="llama", aliases=["big"]), 1)
-    young = aged(service("young", name="other", aliases=["big"]), 2)
-    assert "big belongs to the older there/old" in conflict(young, old)
-    assert conflict(old, young) == ""
-    assert conflict(aged(service("third", name="qwen"), 3), old, young) == ""
-
-
-def test_of_two_made_at_once_exactly_one_keeps_the_name() -> None:
-    one, two = aged(service("one", name="llama"), 1), aged(service("two", name="llama"), 1)
-    assert sorted([bool(conflict(one, two)), bool(conflict(two, one))]) == [False, True]
-
-
-def test_what_another_installation_serves_takes_no_name_of_ours() -> None:
-    old, new = service("a", name="llama"), service("b", name="llama")
-    old["status"]["operator"], new["status"]["operator"] = "theirs/rg", "ours/rg"
-    found = [made for made in map(other_service_of, (old, new)) if made is not None]
-    assert name_conflict(found[1], found) == ""
-    old["status"]["operator"] = "ours/rg"
-    found = [made for made in map(other_service_of, (old, new)) if made is not None]
-    assert "here/a" in name_conflict(found[1], found)
-
-
-def test_behind_routers_of_their_own_services_share_names() -> None:
-    old, young = aged(service("old", name="llama"), 1), aged(service("young", name="llama"), 2)
-    young["spec"]["router"] = {"dedicated": True}
-    assert conflict(young, old) == ""
-    old["spec"]["router"] = {"dedicated": True}
-    assert conflict(aged(service("third", name="llama"), 3), old) == ""

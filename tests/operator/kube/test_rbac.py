@@ -66,6 +66,9 @@ def provoke(plane: ControlPlane, namespace: str, needed: str) -> None:
     others = {
         "jobs": fetched,
         "persistentvolumeclaims": fetched,
+        "namespaces": [
+            service("slashed", namespace, model={"source": "pvc://models/x", "name": "org/model"})
+        ],
         "inferenceservices/scale": [service("scaled", namespace, autoscaling=scaling)],
         # Admitted by no namespace that enforces the restricted standard.
         "events": [service("refused", namespace, podOverrides={"spec": {"hostNetwork": True}})],

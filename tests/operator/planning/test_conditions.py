@@ -27,6 +27,7 @@ from radixgrove.operator.planning.conditions import (
 )
 from radixgrove.operator.planning.diagnosis import Problem, pod_problem, problem
 from radixgrove.operator.planning.model_cache import CacheStep
+from radixgrove.operator.planning.model_names import Grant
 from radixgrove.operator.planning.observed import Group, Pod, group_of, pod_of
 from radixgrove.operator.planning.plan import Plan
 from radixgrove.operator.planning.service_view import ServiceView
@@ -256,7 +257,6 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
             "InvalidPodOverrides",
             "podOverrides.spec",
         ),
-        (facts(WAITING, name_taken="belongs to the older b/c"), "ModelNameTaken", "older b/c"),
         (facts(WAITING, failures=["patch services: forbidden (403)"]), "RequestRefused", "403"),
         (facts(resource=spec(suspend=True)), "Suspended", "suspend"),
         (facts(resource=spec(replicas=0)), "ScaledToZero", "replicas is 0"),
@@ -280,6 +280,17 @@ def test_a_service_whose_groups_and_router_answer_is_settled() -> None:
         "ModelCached": "True/Cached",
         "Degraded": "False/AsExpected",
     }
+
+
+def test_a_service_serves_without_a_name_that_another_has_and_says_what_it_answers_to() -> None:
+    why = ("the model name llama is in use in another namespace",)
+    given = facts(record(0), names=Grant(("big",), ("team-a/llama",), why))
+    found = computed(given)
+    assert (found.model.name, found.model.aliases) == ("big", [])
+    assert conditions(given)["Ready"] == "True/Serving"
+    assert conditions(given)["Degraded"] == "True/ModelNameTaken"
+    (degraded,) = [c for c in found.conditions if c.type == "Degraded"]
+    assert degraded.message == f"{why[0]}. It answers to big, team-a/llama"
 
 
 def test_a_sleeping_service_is_ready() -> None:

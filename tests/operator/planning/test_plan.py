@@ -315,7 +315,7 @@ def test_nothing_is_placed_while_another_group_is_half_placed() -> None:
     made = Cluster(spec(hardware={"nodes": 2, "gpusPerNode": 8}))
     made.others = [OTHER]
     plan = made.reconcile()
-    assert (plan.create, plan.waits_for) == ([], "b/other")
+    assert (plan.create, plan.waits_for) == ([], "a service of another namespace")
     made.others = []
     made.settle()
     assert len(made.live) == 1
@@ -355,9 +355,11 @@ def test_a_group_that_does_not_fit_keeps_its_pods_until_another_needs_the_nodes_
     assert [group.name for group in plan.delete] == ["llama-0-a1"]
     ((_, reason, message),) = plan.events
     assert reason == "GroupYielded"
-    assert "gave up 1 of 2 placed pods for b/late" in message
+    assert "gave up 1 of 2 placed pods for a service of another namespace" in message
     made.now += 20
-    assert made.reconcile().waits_for == "b/late", "which has not been placed yet"
+    assert made.reconcile().waits_for == "a service of another namespace", (
+        "which has not been placed yet"
+    )
     made.others = []
     assert [new.attempt for new in made.reconcile().create] == [2]
 

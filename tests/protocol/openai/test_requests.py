@@ -16,6 +16,7 @@ from radixgrove.protocol.openai.requests import (
     parse_chat,
     parse_completion,
     peek_model,
+    with_model,
 )
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=1000)
@@ -31,6 +32,13 @@ def test_the_model_is_known_before_the_rest_is_checked() -> None:
     for body in (b"{}", b"[]", b"", b'{"model": null}', b'{"model": 1}'):
         with pytest.raises(ApiError):
             peek_model(body)
+
+
+def test_another_model_takes_the_place_of_the_one_that_was_asked_for() -> None:
+    body = b'{"model": "a", "n": 1e2, "x": {"model": "a"}, "model": "b/c", "y": "\\u00fc"}'
+    changed = with_model(body, "served")
+    assert json.loads(changed) == {"model": "served", "n": 1e2, "x": {"model": "a"}, "y": "ü"}
+    assert b"1e2" in changed, "what is not read stays as it was written"
 
 
 def test_max_tokens_is_what_fits() -> None:

@@ -83,6 +83,7 @@ class OperatorConfig(ConfigModel):
     network_policies: NetworkPolicies = NetworkPolicies()
     election: Election = Election()
     keys_secret: str = "radixgrove-keys"
+    names_config_map: str = "radixgrove-names"
     owner_deployment: str | None = None  # owns what goes with an uninstall
     gpu_resource: str = "nvidia.com/gpu"
     rdma_resource: str = "rdma/ib"
@@ -92,6 +93,8 @@ class OperatorConfig(ConfigModel):
     resync: float = Field(900.0, gt=0)  # seconds between looks at a service at rest
     autoscale_every: float = Field(5.0, gt=0)
     drain_notice: float = Field(3.0, ge=0)  # routers forget a group before its pods end
+    # Seconds that a model name is kept for the namespace that gave it up.
+    name_hold: float = Field(86_400.0, ge=0)
     gang_timeout: float = Field(60.0, gt=0)  # seconds that a partly placed group holds up others
     pod_ips: list[str] = []  # of the operator's own pod: the families of the cluster, primary first
     health_port: int = Field(8080, ge=0, le=65535)

@@ -70,8 +70,9 @@ class GroupStatus(StatusModel):
 
 
 class ModelStatus(StatusModel):
-    name: str = Field("", description="Name that clients ask for.", max_length=128)
-    aliases: list[Annotated[str, StringConstraints(max_length=128)]] = Field(
+    # A scoped name has a namespace and a slash in front.
+    name: str = Field("", description="Name that clients ask for.", max_length=192)
+    aliases: list[Annotated[str, StringConstraints(max_length=192)]] = Field(
         [], description="Its further names.", max_length=16
     )
     source: str = Field("", description="Where it comes from.", max_length=512)

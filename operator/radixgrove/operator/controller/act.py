@@ -99,25 +99,19 @@ class Actor:
         scaling = context.spec.autoscaling
         table = context.service.key if context.spec.router.dedicated else SHARED
         self._serving[context.key] = plan.serving
-        if context.name_taken:
-            self._redis.drop(context.service.key)
+        context.routers_behind = True
+        if context.names is None:
             return
         entry = ModelEntry(
             service=context.service.key,
-            names=self._names(context),
+            names=context.names.listed,
+            scoped=context.names.unlisted,
             attempts=plan.serving,
             desired=context.desired,
             wakes=scaling is not None and scaling.min == 0 and not context.spec.suspend,
         )
-        context.routers_behind = True
         self._redis.put(table, context.created, entry)
         context.routers_behind = False
-
-    def _names(self, context: ReconcileContext) -> list[str]:
-        """Those of the revision that runs, where it is not the one asked for."""
-        if context.rollback is not None and context.target is not None:
-            return context.revisions[context.target].names
-        return context.spec.model_names(context.service.name)
 
     def _create(self, context: ReconcileContext, plan: Plan, new: NewAttempt) -> None:
         service, config, revision = context.service, self._config, context.revisions[new.revision]

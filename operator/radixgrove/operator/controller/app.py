@@ -19,6 +19,7 @@ from radixgrove.operator.api.objects import NODE, SERVICE, ChildObject, NodeObje
 from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller.autoscaler import Autoscaler
+from radixgrove.operator.controller.name_ledger import NameLedger
 from radixgrove.operator.controller.reconciler import Incomplete, Reconciler
 from radixgrove.operator.controller.store import Key, Store, owner_key
 from radixgrove.operator.controller.workqueue import WorkQueue
@@ -73,12 +74,13 @@ class App:
             connect(values[REDIS_URL], _REDIS_TIMEOUT), self.config.redis.prefix
         )
         redis_side.expect({n.service.key for n in self.store.services()})
+        ledger = NameLedger(self._kube, self.store, self.config, self.queue.hint)
         autoscaler = Autoscaler(
             self._kube, self.store, redis_side, lambda key: reconciler.serving(key),
             self.config.installation, self.config.autoscale_every,
         )  # fmt: skip
         reconciler = Reconciler(
-            self._kube, self.store, keys, redis_side, WorkerProbe(values["management-key"]),
+            self._kube, self.store, keys, ledger, redis_side, WorkerProbe(values["management-key"]),
             self.config, autoscaler.last, self.queue.hint,
         )  # fmt: skip
         for number in range(self.config.reconcilers):
@@ -87,7 +89,7 @@ class App:
         self._thread("autoscaler", lambda: autoscaler.run(self._stopping))
         self._thread("model-table", lambda: self._rewrite(redis_side))
         self._thread("watch-guard", self._guard)
-        self._thread("keys", lambda: self._keep(keys))
+        self._thread("keys", lambda: self._keep(keys, ledger))
 
     def stop(self) -> None:
         self._stopping.set()
@@ -225,13 +227,14 @@ class App:
             if self._stopping.wait(_REWRITE_EVERY if kept else 1.0):
                 return
 
-    def _keep(self, keys: Keys) -> None:
-        """Looks at the one Secret: to watch it would take the right to read all of them."""
+    def _keep(self, *kept: Keys | NameLedger) -> None:
+        """Looks at what is not watched: to watch one Secret takes the right to all of them."""
         while not self._stopping.wait(_KEYS_EVERY):
             try:
-                keys.keep()
+                for one in kept:
+                    one.keep()
             except (KubeError, NotLeading) as error:
-                logger.warning("cannot look after the keys: %s", error)
+                logger.warning("cannot look after keys and names: %s", error)
 
     def _guard(self) -> None:
         """Compares watch and list: a watch that fell silent is healed, and makes liveness fail."""

@@ -10,12 +10,8 @@ from radixgrove.operator.api.objects import CLAIM, JOB, NETWORK_POLICY, POD, Obj
 from radixgrove.operator.api.spec import NO_FIELDS
 from radixgrove.operator.controller import dedicated_router
 from radixgrove.operator.controller.context import ReconcileContext
-from radixgrove.operator.controller.store import (
-    OtherService,
-    Store,
-    name_conflict,
-    other_service_of,
-)
+from radixgrove.operator.controller.name_ledger import NameLedger
+from radixgrove.operator.controller.store import OtherService, Store, other_service_of
 from radixgrove.operator.kube.client import Kube
 from radixgrove.operator.kube.keys import Keys
 from radixgrove.operator.planning import image_check, model_cache, rollback
@@ -37,18 +33,20 @@ from radixgrove.protocol.model.fit import Intended
 class Preparer:
     """Thread-safe for different services."""
 
-    def __init__(self, kube: Kube, store: Store, keys: Keys, config: OperatorConfig) -> None:
+    def __init__(
+        self, kube: Kube, store: Store, keys: Keys, ledger: NameLedger, config: OperatorConfig
+    ) -> None:
         self._kube = kube
         self._store = store
         self._keys = keys
+        self._ledger = ledger
         self._config = config
 
     def prepare(self, context: ReconcileContext) -> None:
-        """Fills `name_taken`, `keys`, `router`, `invalid`, `model` and `target`."""
+        """Fills `keys`, `router`, `invalid`, `model`, `target` and `names`."""
         own = other_service_of(context.body)
         assert own is not None
         other_services = self._store.services()
-        context.name_taken = name_conflict(own, other_services)
         same_namespace = [n for n in other_services if n.service.namespace == own.service.namespace]
         with context.trying():
             context.keys = self._give_keys(context, same_namespace, own)
@@ -64,9 +62,11 @@ class Preparer:
         self._model(context, own, same_namespace, intended)
         # Groups made before their namespace has the new keys would start with the old ones, and
         # keep them.
-        if context.keys and not context.name_taken:
+        if context.keys:
             self._target(context)
             self._safeguard(context)
+        with context.trying():
+            context.names = self._ledger.grant(own, context.now, _running(context))
 
     def _give_keys(
         self, context: ReconcileContext, other_services: list[OtherService], own: OtherService
@@ -208,3 +208,10 @@ class Preparer:
         return revision_of(
             context.spec, context.service.name, model, restart, self._config, context.keys, size
         )
+
+
+def _running(context: ReconcileContext) -> tuple[str, ...]:
+    """The names of the revision that runs, where it is not the one asked for."""
+    if context.rollback is None or context.target is None:
+        return ()
+    return tuple(context.revisions[context.target].names)

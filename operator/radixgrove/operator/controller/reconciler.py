@@ -21,6 +21,7 @@ from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller.act import Actor
 from radixgrove.operator.controller.context import ReconcileContext
+from radixgrove.operator.controller.name_ledger import NameLedger
 from radixgrove.operator.controller.observe import Observer
 from radixgrove.operator.controller.prepare import Preparer
 from radixgrove.operator.controller.report import Reporter
@@ -56,6 +57,7 @@ class Reconciler:
         kube: Kube,
         store: Store,
         keys: Keys,
+        ledger: NameLedger,
         redis_side: RedisStore,
         probe: WorkerProbe,
         config: OperatorConfig,
@@ -71,7 +73,7 @@ class Reconciler:
         self._ownership = Ownership(kube, config)
         self._status = StatusWriter(kube, enqueue)
         self._observer = Observer(kube, store)
-        self._preparer = Preparer(kube, store, keys, config)
+        self._preparer = Preparer(kube, store, keys, ledger, config)
         self._actor = Actor(kube, redis_side, self._status, config)
         self._reporter = Reporter(store, probe, self._status, config, autoscaling, enqueue)
         self._elsewhere: dict[Key, str] = {}  # the installation that looks after it
@@ -201,7 +203,8 @@ class Reconciler:
     def _next_look(self, context: ReconcileContext, plan: Plan) -> float:
         """Seconds; pods, Jobs and the resource itself bring it about earlier when they change."""
         delay = self._config.resync
-        for due in (plan.requeue_at, context.model.requeue_at):
+        names_due = context.names.retry_at if context.names else None
+        for due in (plan.requeue_at, context.model.requeue_at, names_due):
             if due is not None:
                 delay = min(delay, due - time.time())
         if any(r.phase in (GroupPhase.STARTING, GroupPhase.PENDING) for r in plan.records):

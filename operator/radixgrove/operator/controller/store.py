@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pydantic import ValidationError
 
@@ -16,6 +17,7 @@ from radixgrove.operator.api.objects import ChildObject, NodeObject, ServiceObje
 from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.planning import gang
 from radixgrove.operator.planning.demand import Node
+from radixgrove.operator.planning.model_names import Claim
 from radixgrove.operator.planning.observed import node_of
 from radixgrove.operator.render.common import Service
 
@@ -32,9 +34,16 @@ class OtherService:
     claim: str = ""  # of its cached model
     operator: str = ""  # the installation that looks after it
 
-    @property
-    def names(self) -> list[str]:
-        return self.spec.model_names(self.service.name)
+    @cached_property
+    def claims(self) -> Claim:
+        """The model names that it wants."""
+        return Claim(
+            self.service.namespace,
+            self.service.name,
+            self.created,
+            tuple(self.spec.model_names(self.service.name)),
+            active=not self.spec.suspend,
+        )
 
     @property
     def key(self) -> Key:
@@ -45,12 +54,12 @@ class OtherService:
         return self.operator in ("", installation)
 
     def shares_with(self, other: OtherService) -> bool:
-        """Whether both want one name, or use one claim."""
+        """Whether both want one model name, or use one volume claim."""
         same_claim = bool(self.claim) and (self.service.namespace, self.claim) == (
             other.service.namespace,
             other.claim,
         )
-        shared = same_claim or not set(self.names).isdisjoint(other.names)
+        shared = same_claim or not set(self.claims.wanted).isdisjoint(other.claims.wanted)
         return shared or self.collides_with(other)
 
     def collides_with(self, other: OtherService) -> bool:
@@ -182,24 +191,6 @@ def other_service_of(body: ServiceObject) -> OtherService | None:
         claim=str(model.get("claim", "")) if isinstance(model, dict) else "",
         operator=str(status.get("operator") or ""),
     )
-
-
-def name_conflict(own: OtherService, other_services: list[OtherService]) -> str:
-    """Which of the service's names an older one behind the same router has; "" if none."""
-    if own.spec.router.dedicated:
-        return ""
-    for other in other_services:
-        elsewhere = own.operator and not other.is_of(own.operator)
-        if elsewhere or other.spec.router.dedicated or other.age >= own.age:
-            continue
-        taken = [name for name in own.names if name in other.names]
-        if taken:
-            where = f"{other.service.namespace}/{other.service.name}"
-            return (
-                f"the model name {taken[0]} belongs to the older {where}: set another model.name, "
-                "or remove the alias"
-            )
-    return ""
 
 
 def _asked_of(body: ServiceObject) -> tuple[object, ...]:

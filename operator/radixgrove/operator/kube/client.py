@@ -52,6 +52,7 @@ KINDS = {
     "ServiceAccount": Kind("", "v1", "serviceaccounts"),
     "PersistentVolumeClaim": Kind("", "v1", "persistentvolumeclaims"),
     "Event": Kind("", "v1", "events"),
+    "Namespace": Kind("", "v1", "namespaces", namespaced=False),
     "Node": Kind("", "v1", "nodes", namespaced=False),
     "Job": Kind("batch", "v1", "jobs"),
     "PodDisruptionBudget": Kind("policy", "v1", "poddisruptionbudgets"),

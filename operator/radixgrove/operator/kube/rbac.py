@@ -34,6 +34,7 @@ class Permission:
 
 
 KEYS_SECRET = "@keys-secret"  # replaced by the configured name
+NAMES_CONFIG_MAP = "@names-config-map"
 LEASE = "@lease"
 OWNER = "@owner"
 
@@ -61,12 +62,17 @@ PERMISSIONS = (
     Permission(Scope.SERVED, "", "secrets", ("get", "patch"), (KEYS_SECRET,), "keys for workers"),
     Permission(Scope.OWN, "", "secrets", ("create",), why="keys made once"),
     Permission(Scope.OWN, "", "secrets", ("get", "patch"), (KEYS_SECRET,), "keys made once"),
+    Permission(Scope.OWN, "", "configmaps", ("create",), why="who has which model name"),
+    Permission(
+        Scope.OWN, "", "configmaps", ("get", "patch"), (NAMES_CONFIG_MAP,), "who has which name"
+    ),
     Permission(Scope.OWN, "apps", "deployments", ("get",), (OWNER,), "owner of the keys"),
     Permission(Scope.OWN, "coordination.k8s.io", "leases", ("create",), why="leader election"),
     Permission(
         Scope.OWN, "coordination.k8s.io", "leases", ("update",), (LEASE,), "leader election"
     ),
     Permission(Scope.CLUSTER, "", "nodes", ("list", "watch"), why="lost nodes"),
+    Permission(Scope.CLUSTER, "", "namespaces", ("get",), why="is a model name scoped by another"),
     Permission(
         Scope.CLUSTER, "coordination.k8s.io", "leases", ("get",), why="does any operator live"
     ),
@@ -103,7 +109,7 @@ def single_verbs() -> Iterator[tuple[Permission, str]]:
 
 def chart_file() -> str:
     """The table as the chart reads it (`.Files.Get`); placeholders are the chart's values."""
-    placeholders = {name: name for name in (KEYS_SECRET, LEASE, OWNER)}
+    placeholders = {name: name for name in (KEYS_SECRET, NAMES_CONFIG_MAP, LEASE, OWNER)}
     return yaml.safe_dump(
         {scope.value: rules(scope, placeholders) for scope in Scope}, sort_keys=False
     )

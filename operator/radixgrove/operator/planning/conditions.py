@@ -14,8 +14,10 @@ from radixgrove.operator.api.status import (
     GroupPhase,
     GroupStatus,
     InferenceServiceStatus,
+    ModelStatus,
 )
 from radixgrove.operator.planning.diagnosis import Problem, problem
+from radixgrove.operator.planning.model_names import Grant
 from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.planning.plan import Plan
 from radixgrove.operator.planning.rollback import Rollback, good_revision
@@ -89,7 +91,7 @@ def compute(facts: StatusInput) -> InferenceServiceStatus:
         rolled_back=given_up.revision if given_up else "",
         rolled_back_because=given_up.because if given_up else "",
         parallelism=facts.view.spec.layout,
-        model=facts.view.model.status,
+        model=_model(facts),
         groups=records,
         last_attempt=facts.plan.last_attempt,
         autoscaling=facts.autoscaling,
@@ -97,6 +99,15 @@ def compute(facts: StatusInput) -> InferenceServiceStatus:
             _condition(verdict, facts.view.generation, before, now) for verdict in verdicts
         ],
     )
+
+
+def _model(facts: StatusInput) -> ModelStatus:
+    """With the names that it answers to."""
+    model, granted = facts.view.model.status, facts.view.names
+    if granted is None:
+        return model
+    first, *others = granted.listed
+    return model.model_copy(update={"name": first, "aliases": others})
 
 
 def starting(facts: StatusInput) -> int:
@@ -186,8 +197,6 @@ def _blocking(facts: StatusInput) -> ConditionDraft | None:
     """What keeps a service from running at all."""
     if facts.view.invalid:
         return ConditionDraft("Ready", False, facts.view.invalid.reason, str(facts.view.invalid))
-    if facts.view.name_taken:
-        return ConditionDraft("Ready", False, "ModelNameTaken", facts.view.name_taken)
     if facts.view.spec.suspend:
         return ConditionDraft("Ready", False, "Suspended", "spec.suspend is true")
     return None
@@ -195,7 +204,7 @@ def _blocking(facts: StatusInput) -> ConditionDraft | None:
 
 def _ready(facts: StatusInput, ready: int, desired: int) -> ConditionDraft:
     blocking = _blocking(facts)
-    if blocking is not None and (facts.view.name_taken or facts.view.spec.suspend or not ready):
+    if blocking is not None and (facts.view.spec.suspend or not ready):
         return blocking
     if ready and facts.view.router:
         return ConditionDraft("Ready", False, facts.view.router.reason, facts.view.router.message)
@@ -345,4 +354,12 @@ def _degraded(facts: StatusInput, ready: ConditionDraft) -> ConditionDraft:
     down = facts.view.before.served and facts.view.desired > 0
     if not ready.value and (down or ready.reason not in _CALM):
         return ConditionDraft("Degraded", True, ready.reason, ready.message)
+    if facts.view.names and facts.view.names.problems:
+        return ConditionDraft("Degraded", True, "ModelNameTaken", _names_missed(facts.view.names))
     return ConditionDraft("Degraded", False, "AsExpected", "")
+
+
+def _names_missed(granted: Grant) -> str:
+    """Names nothing of other namespaces: a condition is read by one tenant."""
+    answers = ", ".join([*granted.bare, *granted.scoped])
+    return f"{'; '.join(granted.problems)}. It answers to {answers}"

@@ -47,9 +47,10 @@ class GangPlacement:
     def starved(self) -> bool:
         return self.starved_since is not None
 
-    @property
-    def service(self) -> str:
-        return "/".join(self.key[:2])
+    def seen_from(self, namespace: str) -> str:
+        """Its service in a condition of that namespace, which names nothing of others."""
+        own = self.key[0] == namespace
+        return "/".join(self.key[:2]) if own else "a service of another namespace"
 
 
 @dataclass(frozen=True)

@@ -228,8 +228,9 @@ def _give_way(
     del live[record.index]
     again = given.view.now + gang.retry_after(record.yields)
     message = (
-        f"gave up {group.placed} of {group.nodes} placed pods for {winner.service}; its pods come "
-        f"back at {times.to_seconds_text(again)}"
+        f"gave up {group.placed} of {group.nodes} placed pods for "
+        f"{winner.seen_from(given.view.service.namespace)}; its pods come back at "
+        f"{times.to_seconds_text(again)}"
     )
     plan.events.append(("Normal", "GroupYielded", f"group {record.index} {message}"))
     return record.model_copy(
@@ -293,7 +294,7 @@ def _start(given: PlanInput, plan: Plan, record: GroupStatus) -> GroupStatus:
     key = _gang_key(given.view, record.index)
     ahead = given.contention.blocker(key, given.demand(record.revision), record.yields)
     if ahead is not None:
-        plan.waits_for = ahead.service
+        plan.waits_for = ahead.seen_from(given.view.service.namespace)
         plan.requeue_by(given.view.now + _LOOK_AGAIN)
         return record.model_copy(update={"detail": f"waits until {plan.waits_for} is placed"})
     attempt = _attempt_number(given, plan, record)

@@ -12,6 +12,7 @@ from radixgrove.operator.api.status import InferenceServiceStatus, ModelStatus
 from radixgrove.operator.planning.diagnosis import Problem
 from radixgrove.operator.planning.image_check import ImageCheck
 from radixgrove.operator.planning.model_cache import CacheStep
+from radixgrove.operator.planning.model_names import Grant
 from radixgrove.operator.planning.observed import ObservedState
 from radixgrove.operator.planning.rollback import Rollback
 from radixgrove.operator.render.common import Service
@@ -30,7 +31,7 @@ class ServiceView:
     revisions: dict[str, Revision] = field(default_factory=dict)  # that groups can be made from
     target: str | None = None  # the revision to run, one of those; None while it cannot be made
     model: CacheStep = field(default_factory=lambda: CacheStep(ModelStatus()))
-    name_taken: str = ""  # the model name or alias, and the older service that has it
+    names: Grant | None = None  # that it answers to; None: they could not be kept
     invalid: InvalidSettings | None = None  # which settings are refused, and why
     router: Problem | None = None  # why the service's own router does not answer
     routers_behind: bool = False  # routers know an older state than this one

@@ -53,7 +53,7 @@ class Envelope(msgspec.Struct, kw_only=True):
     Accepted only with the internal key, since it carries the principal.
     """
 
-    body: bytes  # the client's JSON, unchanged
+    body: bytes  # the client's JSON, under a name that the worker serves
     prompts: list[bytes]  # token ids of each prompt, int32 little-endian
     principal: str
     # Unique, made by the router: the engine's ids are `<request_id>:<sequence>`, so that a worker's
@@ -172,6 +172,12 @@ def peek_model(body: bytes) -> str:
         ApiError: 400, when the body is not a JSON object or names no model.
     """
     return _require_model(decode(_model_decoder, body).model)
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """A body that was read before, asking for another model; the rest stays as it is."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode({**fields, "model": model})
 
 
 def parse_chat(body: bytes, limits: ModelLimits) -> ChatRequest:
