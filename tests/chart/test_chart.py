@@ -15,7 +15,7 @@ import yaml
 
 from radixgrove.operator.api import crd, metrics, names
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.kube import rbac
+from radixgrove.operator.kube import admission, rbac
 from radixgrove.protocol.settings import RouterSettings
 from tests.chart import foreign
 from tests.checkout import ROOT
@@ -364,6 +364,27 @@ def test_the_charts_rbac_table_is_the_operators() -> None:
     assert (CHART / "files/rbac.yaml").read_text() == rbac.chart_file(), (
         "write it again: python -m radixgrove.operator.kube.rbac > helm/radixgrove/files/rbac.yaml"
     )
+
+
+def test_the_charts_admission_policies_are_the_operators() -> None:
+    assert (CHART / "files/admission.yaml").read_text() == admission.chart_file(), (
+        "write it again: python -m radixgrove.operator.kube.admission > "
+        "helm/radixgrove/files/admission.yaml"
+    )
+    user = "system:serviceaccount:rg:radixgrove-operator"
+    accounts, paths = "['reader', 'fetcher']", "['/srv/models', '/data']"
+    values = {
+        "operator": {"hostPaths": ["/srv/models/", "/data"], "serviceAccounts": ["reader"]},
+        "pods": {"downloads": {"serviceAccountName": "fetcher"}},
+    }
+    expected = admission.policies(
+        "radixgrove-operator-rg", user, "radixgrove-keys", accounts, paths
+    )
+    for policy in expected:
+        rendered = find(render(values), policy["kind"], policy["metadata"]["name"])
+        assert rendered["spec"] == policy["spec"]
+    without = render({"rbac": {"admissionPolicies": False}})
+    assert not [o for o in without if o["kind"].startswith("ValidatingAdmissionPolicy")]
 
 
 @pytest.mark.parametrize("case", ["defaults", "namespaced"])

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from radixgrove.operator.api import crd, names
-from radixgrove.operator.kube import rbac
+from radixgrove.operator.kube import admission, rbac
 from tests.cluster.harness.control_plane import ControlPlane, free_port
 
 NAMESPACE = "radixgrove"
@@ -25,6 +25,8 @@ REPLACEMENTS = {
     rbac.LEASE: "radixgrove-operator",
     rbac.OWNER: "radixgrove-operator",
 }
+
+HOST_PATHS = "['/models']"
 
 
 def roles(
@@ -72,7 +74,15 @@ def install(plane: ControlPlane, namespaces: list[str], home: str = NAMESPACE) -
     """What the chart would install before the operator starts."""
     plane.kubectl.apply(crd.custom_resource_definition())
     plane.kubectl.wait_established(f"{names.PLURAL}.{names.GROUP}")
-    plane.kubectl.apply(*account(home), *roles(namespaces, home))
+    plane.kubectl.apply(*account(home), *roles(namespaces, home), *policies(home))
+
+
+def policies(home: str = NAMESPACE) -> list[dict[str, Any]]:
+    """The admission policies, as the chart makes them."""
+    user = f"system:serviceaccount:{home}:{ACCOUNT}"
+    return admission.policies(
+        f"{ACCOUNT}-{home}", user, REPLACEMENTS[rbac.KEYS_SECRET], "['reader']", HOST_PATHS
+    )
 
 
 def namespace_with_models(name: str, labels: dict[str, str] | None = None) -> list[dict[str, Any]]:

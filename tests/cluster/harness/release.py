@@ -60,7 +60,7 @@ def values() -> dict[str, Any]:
             "redis": {"repository": "radixgrove/redis", "tag": TAG},
         },
         # A namespace's names are the next test's at once.
-        "operator": {"nameHold": 0},
+        "operator": {"nameHold": 0, "hostPaths": ["/models"]},
         # Two nodes share the cores of one machine, and so may a worker that a request wakes.
         "router": {
             "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}},

@@ -10,19 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from _pytest.mark import ParameterSet
 
+from radixgrove.operator.api import names
 from radixgrove.operator.kube import rbac
 from tests.cluster.harness.control_plane import ControlPlane
-from tests.cluster.harness.kubectl import condition
+from tests.cluster.harness.kubectl import Kubectl, KubectlError, condition
 from tests.cluster.harness.waiting import wait_until
 from tests.conftest import RedisServer
 from tests.operator.operator_process import (
+    ACCOUNT,
     NAMESPACE,
     REPLACEMENTS,
     OperatorProcess,
     account,
     namespace_with_models,
+    policies,
     roles,
 )
 from tests.operator.resources import RGSVC, service
@@ -30,6 +34,7 @@ from tests.operator.resources import RGSVC, service
 pytestmark = pytest.mark.cluster
 
 COMMIT = "c" * 40
+ROOT = {"runAsNonRoot": False, "runAsUser": 0}
 # Cases that run side by side, each an operator with a namespace and an account of its own: they
 # mostly wait. Every one has a database of the same Redis.
 _AT_ONCE = 4
@@ -71,7 +76,7 @@ def provoke(plane: ControlPlane, namespace: str, needed: str) -> None:
         ],
         "inferenceservices/scale": [service("scaled", namespace, autoscaling=scaling)],
         # Admitted by no namespace that enforces the restricted standard.
-        "events": [service("refused", namespace, podOverrides={"spec": {"hostNetwork": True}})],
+        "events": [service("refused", namespace, podOverrides={"spec": {"securityContext": ROOT}})],
     }
     served = service("served", namespace, router={"dedicated": True})
     plane.kubectl.apply(served, *others.get(needed, []))
@@ -142,7 +147,7 @@ def _prepare(plane: ControlPlane, directory: Path, redis_port: int, number: int)
     """Namespaces, account and operator (not started) of case `number`."""
     home, served = f"home-{number}", f"served-{number}"
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    plane.kubectl.apply(*account(home), *namespace_with_models(served, labels))
+    plane.kubectl.apply(*account(home), *policies(home), *namespace_with_models(served, labels))
     own = directory / home
     own.mkdir()
     settings = {
@@ -241,3 +246,112 @@ def test_without_its_lease_it_says_so_and_leads_when_it_may(
     finally:
         plane.kubectl.apply(*roles([]))
         operator.kill()
+
+
+# ---- what its rights would allow, and the admission policies refuse ------------------------------
+
+_TOKEN = {"kubernetes.io/service-account.name": "default"}
+_PROJECTED = {"sources": [{"serviceAccountToken": {"path": "token"}}]}
+
+
+def _object(kind: str, version: str = "v1", name: str = "made", **fields: Any) -> dict[str, Any]:
+    labels = {names.MANAGED_BY: names.MANAGER}
+    return {
+        "apiVersion": version,
+        "kind": kind,
+        "metadata": {"name": name, "labels": labels},
+        **fields,
+    }
+
+
+def _secret(name: str, kind: str = "Opaque") -> dict[str, Any]:
+    made = _object("Secret", name=name, type=kind)
+    if kind != "Opaque":
+        made["metadata"]["annotations"] = _TOKEN
+    return made
+
+
+def _deployment(**spec: Any) -> dict[str, Any]:
+    labels = {names.SERVICE: "llama"}
+    pod = {
+        "serviceAccountName": "llama",
+        "automountServiceAccountToken": False,
+        "containers": [{"name": "worker", "image": "x"}],
+    }
+    template = {"metadata": {"labels": labels}, "spec": pod | spec}
+    wanted = {"selector": {"matchLabels": labels}, "template": template}
+    return _object("Deployment", "apps/v1", spec=wanted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        (_secret("radixgrove-keys"), ""),
+        (
+            _secret("radixgrove-keys", "kubernetes.io/service-account-token"),
+            "writes Opaque Secrets",
+        ),
+        (_secret("other"), "writes Opaque Secrets"),
+        (_deployment(), ""),
+        (_deployment(serviceAccountName="reader"), ""),
+        (_deployment(serviceAccountName="admin"), "run as the service account"),
+        (_deployment(serviceAccountName=None), "run as the service account"),
+        (_deployment(automountServiceAccountToken=True), "no token"),
+        (_deployment(volumes=[{"name": "token", "projected": _PROJECTED}]), "no token"),
+        (_deployment(hostNetwork=True), "no namespace of their node"),
+        (_deployment(hostPID=True), "no namespace of their node"),
+        (_deployment(hostIPC=True), "no namespace of their node"),
+        (
+            _deployment(
+                initContainers=[
+                    {"name": "x", "image": "x", "securityContext": {"privileged": True}}
+                ]
+            ),
+            "not privileged",
+        ),
+        (_deployment(volumes=[{"name": "host", "hostPath": {"path": "/models/llama"}}]), ""),
+        (_deployment(volumes=[{"name": "host", "hostPath": {"path": "/"}}]), "no folder"),
+        (_deployment(volumes=[{"name": "host", "hostPath": {"path": "/modelsx"}}]), "no folder"),
+        (_object("ConfigMap"), ""),
+        ({**_object("ConfigMap"), "metadata": {"name": "unlabelled"}}, "and nothing else"),
+    ],
+)
+def test_what_its_rights_allow_is_refused_where_it_does_not_need_it(
+    plane: ControlPlane, namespace: str, wanted: dict[str, Any], why: str
+) -> None:
+    tried = yaml.safe_dump(wanted)
+
+    def outcome(kubectl: Kubectl) -> str:
+        try:
+            return kubectl.run("create", "-n", namespace, "--dry-run=server", "-f-", text=tried)
+        except KubectlError as error:
+            return str(error)
+
+    assert "created" in outcome(plane.kubectl), "others may"
+    operator = _as_operator(plane)
+    wait_until(lambda: (why or "created") in outcome(operator), why or "it is made")
+    if not why:
+        assert "created" in outcome(operator)
+
+
+@pytest.mark.parametrize("verb", ["delete", "label"])
+def test_it_touches_nothing_that_it_did_not_make(
+    plane: ControlPlane, namespace: str, verb: str
+) -> None:
+    more = ["x=y"] if verb == "label" else []
+    operator = _as_operator(plane)
+
+    def tried(name: str) -> str:
+        try:
+            return operator.run(verb, "configmap", name, *more, "-n", namespace, "--dry-run=server")
+        except KubectlError as error:
+            return str(error)
+
+    theirs = {**_object("ConfigMap"), "metadata": {"name": "theirs"}}
+    plane.kubectl.apply(theirs, _object("ConfigMap", name="its"), namespace=namespace)
+    wait_until(lambda: "and nothing else" in tried("theirs"), "what is not its own is refused")
+    assert "forbidden" not in tried("its")
+
+
+def _as_operator(plane: ControlPlane) -> Kubectl:
+    return Kubectl(plane.kubectl.program, plane.service_account_kubeconfig(NAMESPACE, ACCOUNT))
