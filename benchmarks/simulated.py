@@ -148,6 +148,7 @@ class SimulatedReplica:
         service: str = "default",
         models: list[str] | None = None,
         secret: bytes = b"",
+        internal_key: str = INTERNAL_KEY,
         block_ms: float = 1.0,
         capacity: int = 10_000,
         max_model_len: int = 1 << 20,
@@ -159,6 +160,7 @@ class SimulatedReplica:
         self.running = self.waiting = 0
         self.publisher: Publisher | None = None
         self.models = models or [MODEL]
+        self._internal_key = internal_key
         self._block_ms = block_ms
         self._max_model_len = max_model_len
         self._keep_bodies = keep_bodies
@@ -285,7 +287,7 @@ class SimulatedReplica:
         headers = {k.decode(): v.decode() for k, v in scope["headers"]}
         envelope = None
         if headers.get("content-type") == ENVELOPE_TYPE:
-            assert headers[INTERNAL_KEY_HEADER] == INTERNAL_KEY
+            assert headers[INTERNAL_KEY_HEADER] == self._internal_key
             envelope = msgspec.msgpack.decode(raw, type=Envelope)
             raw = envelope.body
         if self._keep_bodies:

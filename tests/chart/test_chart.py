@@ -16,6 +16,7 @@ import yaml
 from radixgrove.operator.api import crd, metrics, names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.kube import admission, rbac
+from radixgrove.operator.kube.keys import REDIS_USERS
 from radixgrove.protocol.settings import RouterSettings
 from tests.chart import foreign
 from tests.checkout import ROOT
@@ -28,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "namespaced": {
         "operator": {"namespaces": ["team-a", "team-b"]},
         "monitoring": {"enabled": True},
+        "redis": {"tls": {"secret": "redis-tls"}},
     },
     "own redis": {"redis": {"url": "rediss://:{password}@redis.example.com:6380/1"}},
     "everything": {
@@ -207,7 +209,7 @@ def test_every_pods_memory_is_limited() -> None:
             assert container["resources"]["limits"]["memory"], name
 
 
-def test_whoever_scrapes_a_router_has_the_management_key() -> None:
+def test_whoever_scrapes_a_router_has_a_key_that_opens_nothing_else() -> None:
     """With API keys configured its metrics ask for one, or for this."""
     objects = render(CASES["everything"])
     (endpoint,) = find(objects, "ServiceMonitor", "radixgrove-router")["spec"]["endpoints"]
@@ -216,7 +218,7 @@ def test_whoever_scrapes_a_router_has_the_management_key() -> None:
         "containers"
     ]
     sources = {entry["name"]: entry.get("valueFrom") for entry in container["env"]}
-    assert sources["RADIXGROVE_MANAGEMENT_KEY"] == {"secretKeyRef": secret}
+    assert sources["RADIXGROVE_METRICS_KEY"] == {"secretKeyRef": secret}
 
 
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES)
@@ -393,6 +395,7 @@ def test_roles_grant_exactly_the_table(case: str) -> None:
     replacements = {
         rbac.KEYS_SECRET: "radixgrove-keys",
         rbac.NAMES_CONFIG_MAP: "radixgrove-names",
+        rbac.REDIS_POLICY: "radixgrove-redis-namespaces",
         rbac.LEASE: "radixgrove-operator",
         rbac.OWNER: "radixgrove-operator",
     }
@@ -473,10 +476,38 @@ def test_redis_is_reached_by_routers_workers_and_the_operator_only() -> None:
         peer["podSelector"]["matchLabels"].get("app.kubernetes.io/component")
         for peer in rule["from"]
     ]
-    assert components == ["operator", "router", None]
-    served = rule["from"][2]
-    assert served["namespaceSelector"]["matchExpressions"][0]["values"] == ["team-a", "team-b"]
-    assert served["podSelector"]["matchExpressions"][0]["values"] == ["worker", "router"]
+    assert components == ["operator", "router"]
+    config = OperatorConfig.model_validate(
+        yaml.safe_load(
+            find(render({}), "ConfigMap", "radixgrove-operator")["data"]["operator.yaml"]
+        )
+    )
+    redis = find(render({}), "StatefulSet", "radixgrove-redis")["spec"]["selector"]["matchLabels"]
+    assert config.redis.labels == redis, "the operator lets in namespaces with services"
+
+
+@pytest.mark.parametrize("secret", ["", "redis-tls"])
+def test_the_charts_redis_takes_its_users_from_a_secret_and_speaks_tls_where_told_to(
+    secret: str,
+) -> None:
+    objects = render({"redis": {"tls": {"secret": secret}}})
+    pod = find(objects, "StatefulSet", "radixgrove-redis")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    arguments = dict(zip(container["args"][::2], container["args"][1::2], strict=True))
+    volumes = {volume["name"]: volume.get("secret") for volume in pod["volumes"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert arguments["--aclfile"] == f"{mounts['users']}/{volumes['users']['items'][0]['path']}"
+    assert volumes["users"]["secretName"] == "radixgrove-keys"
+    assert volumes["users"]["items"][0]["key"] == REDIS_USERS
+    assert "REDIS_PASSWORD" not in json.dumps(container), "no password is in an argument"
+    settings = find(objects, "ConfigMap", "radixgrove-operator")["data"]["operator.yaml"]
+    redis = OperatorConfig.model_validate(yaml.safe_load(settings)).redis
+    assert (redis.own, redis.users) == (True, True)
+    assert redis.url.partition("://")[0] == ("rediss" if secret else "redis")
+    if secret:
+        assert (arguments["--port"], arguments["--tls-port"]) == ("0", "6379")
+        assert volumes["tls"] == {"secretName": secret}
+        assert arguments["--tls-key-file"] == f"{mounts['tls']}/tls.key"
 
 
 def test_nobody_scrapes_unless_told_to() -> None:
@@ -625,6 +656,7 @@ def routers_own_schema() -> dict[str, Any]:
     variables = {entry["name"] for entry in pod["containers"][0]["env"]}
     decided = {name.removeprefix("RADIXGROVE_").lower() for name in variables}
     decided |= set(yaml.safe_load(file)) - {"log_json", "drain_timeout"}
+    decided |= {"previous_internal_key", "previous_cluster_secret"}  # of dedicated routers alone
     whole = RouterSettings.model_json_schema()
     return {
         "type": "object",

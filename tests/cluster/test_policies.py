@@ -37,6 +37,23 @@ for where in sys.argv[1:]:
 """
 
 
+# With what the pod was given, as whoever has broken into it would.
+_TELL_REDIS = """
+import os, socket, sys
+from urllib.parse import unquote, urlsplit
+url = urlsplit(os.environ["RADIXGROVE_REDIS_URL"])
+link = socket.create_connection((url.hostname, url.port), 5).makefile("rwb")
+def tell(*words):
+    parts = [b"$%d\\r\\n%s\\r\\n" % (len(word), word) for word in map(str.encode, words)]
+    link.write(b"*%d\\r\\n" % len(words) + b"".join(parts))
+    link.flush()
+    return link.readline().decode().strip()
+print(tell("AUTH", unquote(url.username), unquote(url.password)))
+for command in sys.argv[1:]:
+    print(tell(*command.split()))
+"""
+
+
 @pytest.fixture
 def served(installed: Cluster, worker_mounts: Mounts) -> Iterator[Served]:
     """A service with pods that also listen where ranks of a group would meet."""
@@ -129,6 +146,28 @@ def test_a_stranger_reaches_the_router_alone_until_the_policies_are_gone(
         "strangers reach the router alone again",
     )
     assert served.pods() == before
+
+
+def test_a_pod_with_all_that_its_workers_hold_changes_nothing_of_another_namespace(
+    installed: Cluster, served: Served
+) -> None:
+    own = f"radixgrove:{{{served.namespace}.{served.name}}}"
+    control = f"EXISTS {own}:leases"
+    attacks = [
+        "SET radixgrove:models:shared {}",
+        "GET radixgrove:models:shared",
+        "HSET radixgrove:{team-a.llama}:replicas llama-0-a1-0 {}",
+        "SADD radixgrove:services x",
+        "SCAN 0",
+        "ACL LIST",
+    ]
+    (pod,) = served.pods()
+    said = installed.kubectl.run(
+        "exec", pod, "-n", served.namespace, "-c", "worker", "--",
+        "/usr/bin/python3", "-c", _TELL_REDIS, control, *attacks,
+    ).splitlines()  # fmt: skip
+    assert said[:2] == ["+OK", ":1"], "it reaches Redis, and its own keys"
+    assert [line.partition(" ")[0] for line in said[2:]] == ["-NOPERM"] * len(attacks)
 
 
 def test_scrapers_that_the_values_name_reach_metrics_and_nothing_else(

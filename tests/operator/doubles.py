@@ -32,8 +32,20 @@ class Probe:
     def __init__(self) -> None:
         self.hung: set[str] = set()
 
-    def phases(self, groups: Sequence[Any]) -> list[str]:
+    def phases(self, groups: Sequence[Any], management_keys: Sequence[str]) -> list[str]:
         return []
 
     def silent_nodes(self, pods: Sequence[Pod]) -> set[str]:
         return {pod.node for pod in pods} & self.hung
+
+
+class Users:
+    """Stands for Redis's users: those of which namespaces and services were asked for last."""
+
+    def __init__(self) -> None:
+        self.services: dict[str, set[str]] = {}
+
+    def ensure(self, services: dict[str, set[str]]) -> None:
+        self.services = services
+
+    keep = ensure

@@ -22,10 +22,12 @@ ACCOUNT = "radixgrove-operator"
 REPLACEMENTS = {
     rbac.KEYS_SECRET: "radixgrove-keys",
     rbac.NAMES_CONFIG_MAP: "radixgrove-names",
+    rbac.REDIS_POLICY: "radixgrove-redis-namespaces",
     rbac.LEASE: "radixgrove-operator",
     rbac.OWNER: "radixgrove-operator",
 }
 
+_REDIS = {"labels": {"app.kubernetes.io/component": "redis"}}
 HOST_PATHS = "['/models']"
 
 
@@ -139,7 +141,7 @@ class OperatorProcess:
             "namespace": self.home,
             "namespaces": self.namespaces,
             "images": {"worker": "rg/worker:1", "router": "rg/router:1", "operator": "rg/op:1"},
-            "redis": {"url": f"redis://127.0.0.1:{self.redis_port}/0"},
+            "redis": {"url": f"redis://127.0.0.1:{self.redis_port}/0"} | _REDIS,
             "router": {
                 "url": "http://router/v1",
                 "labels": {"app.kubernetes.io/component": "router"},

@@ -11,8 +11,8 @@ import pytest
 import redis
 
 from radixgrove.operator.cluster.redis_store import RedisStore
-from radixgrove.protocol.keys import router_key
-from radixgrove.protocol.model_table import SHARED, ModelEntry, demand_key, table_key
+from radixgrove.protocol.keys import ServiceKeys, router_key
+from radixgrove.protocol.model_table import SHARED, ModelEntry, table_key
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import fleet
 from radixgrove.router.fleet import Fleet
@@ -136,7 +136,10 @@ async def test_held_request_is_seen_by_the_operator_and_answered_once_a_replica_
     answer = await held
     assert (answer.status, answer.replica) == (200, "sleeper-a1")
     await eventually(lambda: operator.load("svc-sleeper", []).held == 0, what="the demand's end")
-    await eventually(lambda: not client.exists(demand_key(PREFIX)), what="its field is gone too")
+    await eventually(
+        lambda: not client.exists(ServiceKeys(PREFIX, "svc-sleeper").demand),
+        what="its field is gone too",
+    )
 
 
 async def test_a_request_that_gave_up_soon_still_wakes_its_model(

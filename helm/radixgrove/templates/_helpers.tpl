@@ -44,7 +44,7 @@ One image: registry, repository, and a digest or else a tag. A repository with a
 {{- if .Values.redis.url -}}
 {{- .Values.redis.url -}}
 {{- else if .Values.redis.enabled -}}
-redis://:{password}@{{ include "radixgrove.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6379/0
+{{ if .Values.redis.tls.secret }}rediss{{ else }}redis{{ end }}://:{password}@{{ include "radixgrove.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6379/0
 {{- end -}}
 {{- end -}}
 
@@ -118,7 +118,7 @@ affinity: {{- toYaml . | nindent 2 }}
 
 {{- define "radixgrove.key-env" -}}
 {{- $secret := include "radixgrove.keys" . -}}
-{{- range $name, $key := dict "RADIXGROVE_INTERNAL_KEY" "internal-key" "RADIXGROVE_CLUSTER_SECRET" "cluster-secret" "RADIXGROVE_MANAGEMENT_KEY" "management-key" "RADIXGROVE_REDIS_URL" "redis-url" }}
+{{- range $name, $key := dict "RADIXGROVE_INTERNAL_KEY" "internal-key" "RADIXGROVE_CLUSTER_SECRET" "cluster-secret" "RADIXGROVE_MANAGEMENT_KEY" "management-key" "RADIXGROVE_METRICS_KEY" "metrics-key" "RADIXGROVE_ROOT_KEY" "root-key" "RADIXGROVE_REDIS_URL" "router-redis-url" }}
 - name: {{ $name }}
   valueFrom:
     secretKeyRef: {name: {{ $secret | quote }}, key: {{ $key }}}
@@ -147,6 +147,11 @@ images:
 redis:
   url: {{ include "radixgrove.redis-url" . | quote }}
   prefix: {{ .Values.redis.prefix | quote }}
+  users: {{ .Values.redis.users }}
+  {{- if and .Values.redis.enabled (not .Values.redis.url) }}
+  own: true
+  labels: {{- include "radixgrove.labels" (dict "root" . "component" "redis") | nindent 4 }}
+  {{- end }}
 router:
   url: http://{{ $router }}.{{ .Release.Namespace }}.svc.{{ .Values.operator.clusterDomain }}{{ if ne (int .Values.router.service.port) 80 }}:{{ .Values.router.service.port }}{{ end }}/v1
   labels: {{- include "radixgrove.labels" (dict "root" . "component" "router") | nindent 4 }}
@@ -164,6 +169,7 @@ rdma_resource: {{ .Values.operator.rdmaResource | quote }}
 cluster_domain: {{ .Values.operator.clusterDomain | quote }}
 reconcilers: {{ .Values.operator.reconcilers }}
 gang_timeout: {{ .Values.operator.gangTimeout }}
+redis_policy: {{ printf "%s-redis-namespaces" (include "radixgrove.fullname" .) | quote }}
 names_config_map: {{ printf "%s-names" (include "radixgrove.fullname" .) | quote }}
 name_hold: {{ .Values.operator.nameHold }}
 {{- end -}}
@@ -173,6 +179,7 @@ name_hold: {{ .Values.operator.nameHold }}
 {{- $text := .root.Files.Get "files/rbac.yaml" -}}
 {{- $text = $text | replace "'@keys-secret'" (include "radixgrove.keys" .root | quote) -}}
 {{- $text = $text | replace "'@names-config-map'" (printf "%s-names" (include "radixgrove.fullname" .root) | quote) -}}
+{{- $text = $text | replace "'@redis-policy'" (printf "%s-redis-namespaces" (include "radixgrove.fullname" .root) | quote) -}}
 {{- $text = $text | replace "'@lease'" (printf "%s-operator" (include "radixgrove.fullname" .root) | quote) -}}
 {{- $text = $text | replace "'@owner'" (printf "%s-operator" (include "radixgrove.fullname" .root) | quote) -}}
 {{- index (fromYaml $text) .scope | toYaml -}}

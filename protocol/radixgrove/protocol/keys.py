@@ -4,7 +4,9 @@ All keys of one service share a hash tag, so that a script may touch them togeth
 
     {prefix}:services                     SET     names of services that ever registered a replica
     {prefix}:router:<router id>           STRING  ends soon after the router's last heartbeat
-    {prefix}:{<service>}:heartbeat:<replica id>  STRING  the same of a replica
+    {prefix}:{<service>}:heartbeat:<id>   STRING  the same of a replica, or of a dedicated router
+    {prefix}:users                        STRING  mark of the users that the operator has made
+    {prefix}:{<service>}:demand           HASH    router id → JSON of `model_table.Demand`
     {prefix}:{<service>}:identity         STRING  JSON every replica of the service must agree on
     {prefix}:{<service>}:replicas         HASH    replica id → `registry.Registration` as JSON
     {prefix}:{<service>}:leases           HASH    generation → packed `registry.Lease`
@@ -42,6 +44,8 @@ class ServiceKeys:
     def __init__(self, prefix: str, service: str) -> None:
         base = f"{prefix}:{{{service}}}"
         self._base = base
+        self.all_of_it = f"{base}:*"  # a pattern
+        self.demand = f"{base}:demand"
         self.identity = f"{base}:identity"
         self.replicas = f"{base}:replicas"
         self.leases = f"{base}:leases"

@@ -5,7 +5,6 @@ that is not among the listed attempts of its service belongs to a group that was
 draining: a router sends it nothing new. The attempt is thus the fencing token of a group.
 
     {prefix}:models:<table>    STRING  JSON of `ModelTable`; table "shared" is the shared router's
-    {prefix}:demand            HASH    "<router id> <service>" → JSON of `Demand`, from routers
 
 A router without a table name (no operator) serves whatever is registered. A table that vanishes
 with Redis is written again by the operator; until then routers keep the last one they read.
@@ -13,7 +12,7 @@ with Redis is written again by the operator; until then routers keep the last on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -30,6 +29,9 @@ class ModelEntry(msgspec.Struct, kw_only=True, frozen=True):
     attempts: list[str]  # replica ids that may serve; in no order
     desired: int  # groups wanted; 0: asleep or suspended
     wakes: bool = False  # asleep, and a held request wakes it: hold instead of refusing
+    namespace: str = ""  # whose keys its replicas have; "": the installation's
+    # Where a replica may register, by its id; one that is missing may not yet. None: anywhere.
+    urls: dict[str, str] | None = None
 
 
 class ModelTable(msgspec.Struct, kw_only=True, frozen=True):
@@ -57,7 +59,7 @@ class Demand(msgspec.Struct, kw_only=True, frozen=True):
     """Requests that a router holds because no replica can take them."""
 
     held: int
-    at_ms: int  # Redis's clock; an entry older than `DEMAND_SECONDS` counts as none
+    at_ms: int  # Redis's clock; one older than `DEMAND_SECONDS` counts as none
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
@@ -74,19 +76,7 @@ def table_key(prefix: str, table: str) -> str:
     return f"{prefix}:models:{table}"
 
 
-def demand_key(prefix: str) -> str:
-    return f"{prefix}:demand"
-
-
-def demand_field(router_id: str, service: str) -> str:
-    return f"{router_id} {service}"
-
-
-def total_demand(fields: Sequence[tuple[str, Demand]], service: str, now_ms: int) -> int:
+def total_demand(demands: Iterable[Demand], now_ms: int) -> int:
     """Requests held for a service by all live routers."""
     oldest = now_ms - DEMAND_SECONDS * 1000
-    return sum(
-        demand.held
-        for field, demand in fields
-        if field.rpartition(" ")[2] == service and demand.at_ms >= oldest
-    )
+    return sum(demand.held for demand in demands if demand.at_ms >= oldest)

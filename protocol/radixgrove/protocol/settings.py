@@ -366,6 +366,18 @@ class RouterSettings(Settings):
         "Name of the operator's model table in Redis; only replicas it lists are served then.",
         pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$",
     )
+    metrics_key: SecretStr | None = _field(
+        None, "Bearer key that opens `/metrics` of the API port, and nothing else."
+    )
+    root_key: SecretStr | None = _field(
+        None, "Key from which those of each namespace in the model table are derived."
+    )
+    previous_internal_key: SecretStr | None = _field(
+        None, "`internal_key` of replicas that still have `previous_cluster_secret`."
+    )
+    previous_cluster_secret: SecretStr | None = _field(
+        None, "Another secret that replicas may have, while they are changed over to a new one."
+    )
     policy: RoutingPolicy = _field(RoutingPolicy.PREFIX, "Placement policy.", everyday=True)
     redis_timeout: float = _field(
         0.05,

@@ -90,7 +90,12 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
         """One model under one of its names."""
         return reply(_model(fleet.resolve(model), model))
 
-    guarded = Guard(api, keys, management_key=reveal(settings.management_key))
+    guarded = Guard(
+        api,
+        keys,
+        management_key=reveal(settings.management_key),
+        metrics_key=reveal(settings.metrics_key),
+    )
     app = asgi.build(
         guarded,
         max_body_bytes=settings.max_body_bytes,

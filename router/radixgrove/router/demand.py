@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from radixgrove.protocol.model_table import DEMAND_SECONDS, Demand, demand_field, demand_key
+from radixgrove.protocol.keys import ServiceKeys
+from radixgrove.protocol.model_table import DEMAND_SECONDS, Demand
 from radixgrove.router.replicas import Service
 from radixgrove.service.redis_link import RedisLink
 
 _REPORT_SECONDS = 2.0
+_LIFE_MS = 60_000  # of a service's demand that no router reports any more
 
 
 class DemandReport:
-    """One router's fields in the demand hash: there while it holds requests, and only then."""
+    """One router's fields in services' demand: there while it holds requests, and only then."""
 
     def __init__(self, prefix: str, router_id: str) -> None:
-        self._key = demand_key(prefix)
+        self._prefix = prefix
         self._router_id = router_id
         self._told: dict[str, float] = {}  # monotonic time of the last report, by service
 
@@ -32,14 +34,15 @@ class DemandReport:
             if held and now - self._told.get(name, 0.0) >= _REPORT_SECONDS:
                 seconds, _ = await link.call("TIME")
                 demand = Demand(held=held, at_ms=int(seconds) * 1000)
-                await link.call("HSET", self._key, self._field(name), demand.encode())
+                await link.call("HSET", self._key(name), self._router_id, demand.encode())
+                await link.call("PEXPIRE", self._key(name), _LIFE_MS)
                 self._told[name] = now
         for name in [name for name in self._told if not wanted.get(name)]:
-            await link.call("HDEL", self._key, self._field(name))
+            await link.call("HDEL", self._key(name), self._router_id)
             del self._told[name]
 
-    def _field(self, service: str) -> str:
-        return demand_field(self._router_id, service)
+    def _key(self, service: str) -> str:
+        return ServiceKeys(self._prefix, service).demand
 
 
 def _demand(service: Service, now: float) -> int:

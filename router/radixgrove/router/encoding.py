@@ -32,7 +32,7 @@ from radixgrove.protocol.openai.requests import (
     decode,
 )
 from radixgrove.protocol.registry import Registration
-from radixgrove.protocol.settings import RouterSettings, Sharing, reveal
+from radixgrove.protocol.settings import Sharing
 from radixgrove.protocol.text.budget import EncodingBudget
 from radixgrove.protocol.text.prompts import EncodedPrompt, PrefixCache, PromptEncoder
 from radixgrove.protocol.text.tokenizer import (
@@ -105,13 +105,11 @@ class Encoders:
 
     def __init__(
         self,
-        settings: RouterSettings,
         fleet: Fleet,
         session: Callable[[], aiohttp.ClientSession],
     ) -> None:
         self._fleet = fleet
         self._session = session
-        self._key = reveal(settings.internal_key) or ""
         self._known: OrderedDict[_Key, _ModelEncoder] = OrderedDict()
         self._fetching: dict[_Key, asyncio.Task[_ModelEncoder | None]] = {}
         self._retry_at: dict[_Key, float] = {}  # monotonic, after a failure
@@ -182,7 +180,8 @@ class Encoders:
         if model is not None:
             self._known.move_to_end(key)
             return model
-        if not self._key or time.monotonic() < self._retry_at.get(key, 0.0):
+        trusted = any(replica.keys.internal_key for replica in service.replicas.values())
+        if not trusted or time.monotonic() < self._retry_at.get(key, 0.0):
             return None
         task = self._fetching.get(key)
         if task is None:
@@ -200,11 +199,12 @@ class Encoders:
     ) -> _ModelEncoder | None:
         digest = registration.tokenizer_digest
         for replica in list(service.replicas.values()):
-            if replica.registration is None or replica.registration.tokenizer_digest != digest:
+            known = replica.registration
+            if known is None or (known.tokenizer_digest, known.root) != key:
                 continue
             try:
                 files = await self._fetch(replica, digest)
-                hasher = self._fleet.hasher(registration)
+                hasher = replica.keys.hasher(registration)
                 encoder = await asyncio.to_thread(
                     PromptEncoder, files, hasher, self._cache, self._budget
                 )
@@ -227,7 +227,7 @@ class Encoders:
         contents: dict[str, bytes] = {}
         for name in TOKENIZER_FILES:
             url = f"{replica.url}/internal/tokenizer/{digest}/{name}"
-            headers = {INTERNAL_KEY_HEADER: self._key}
+            headers = {INTERNAL_KEY_HEADER: replica.keys.internal_key}
             async with self._session().get(url, headers=headers, timeout=FETCH_TIMEOUT) as response:
                 if response.status == 404:
                     continue

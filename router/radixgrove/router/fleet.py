@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Mapping
 import aiohttp
 import msgspec
 
-from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.openai.errors import ApiError, model_not_found, overloaded
-from radixgrove.protocol.registry import LeaseState, Registration
+from radixgrove.protocol.registry import LeaseState
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import metrics
 from radixgrove.router.demand import DemandReport
@@ -71,6 +70,11 @@ class Fleet:
     @property
     def services(self) -> Iterable[Service]:
         return self._services.values()
+
+    def listed(self) -> list[str]:
+        """Names of the services in the model table; none where there is none."""
+        table = self._registered.table if self._registered is not None else None
+        return [entry.service for entry in table.entries] if table is not None else []
 
     def resolve(self, model: str) -> Service:
         """The service of a model name or alias.
@@ -182,10 +186,6 @@ class Fleet:
         if service is None:
             return False
         return bool(service.replicas) or time.monotonic() - service.served < MODEL_MEMORY_SECONDS
-
-    def hasher(self, registration: Registration) -> BlockHasher:
-        assert self._registered is not None
-        return self._registered.hasher(registration)
 
     def _static_replica(self, text: str) -> Replica:
         model, url = static_address(text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Collection
 
 from radixgrove.protocol.keys import ServiceKeys, services_key
 from radixgrove.router import metrics
@@ -28,7 +29,20 @@ MAX_RESERVATION_MS = 3_600_000
 class Janitor:
     """Any number of routers may have one: the scripts look again before they take anything."""
 
-    def __init__(self, link: RedisLink, prefix: str) -> None:
+    def __init__(
+        self,
+        link: RedisLink,
+        prefix: str,
+        listed: Callable[[], Collection[str]] = tuple,
+        service: str | None = None,
+    ) -> None:
+        """
+        Args:
+            listed: services of the model table, which need not be among those in Redis.
+            service: the only one whose keys this router may touch; None: it may touch all.
+        """
+        self._listed = listed
+        self._service = service
         self._link = link
         self._prefix = prefix
         self._directory = ClusterDirectory(link, prefix)
@@ -58,10 +72,7 @@ class Janitor:
 
     async def clean(self) -> None:
         """Raises RedisUnavailable, RedisRefused: the services cannot be read."""
-        names, unreadable = await self._directory.services()
-        if unreadable:  # no part of ours writes such a name
-            await self._link.call("SREM", services_key(self._prefix), *unreadable)
-        records = await self._directory.records(names)
+        records = await self._directory.records(await self._names())
         work = [
             self._clean_service(name, record)
             for name, record in records.items()
@@ -70,6 +81,14 @@ class Janitor:
         for outcome in await side_by_side(work):
             if isinstance(outcome, Exception):
                 self._complaints.say("service", f"a service in Redis is not cleaned up: {outcome}")
+
+    async def _names(self) -> set[str]:
+        if self._service is not None:
+            return {self._service}
+        names, unreadable = await self._directory.services()
+        if unreadable:  # no part of ours writes such a name
+            await self._link.call("SREM", services_key(self._prefix), *unreadable)
+        return names.union(self._listed())
 
     async def _clean_service(self, name: str, record: ServiceRecord) -> None:
         keys = ServiceKeys(self._prefix, name)
@@ -90,9 +109,9 @@ class Janitor:
         if len(dead) < len(record.leases):
             await self._link.run_script("sweep", [keys.routers, keys.reserved], MAX_RESERVATION_MS)
         else:
-            await self._link.run_script(
-                "retire", [services_key(self._prefix), *keys.of_service()], name
-            )
+            own = keys.of_service()
+            shared = [] if self._service is not None else [services_key(self._prefix)]
+            await self._link.run_script("retire", [*own, *shared], name, len(own))
 
     def _is_dead(self, expires_ms: float, now_ms: int) -> bool:
         """Replaced, left, or expired for long: while Redis could be used all the time, that is."""

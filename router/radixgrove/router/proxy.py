@@ -19,7 +19,7 @@ from radixgrove.protocol.openai.requests import (
     peek_model,
     with_model,
 )
-from radixgrove.protocol.settings import RouterSettings, reveal
+from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import metrics
 from radixgrove.router.encoding import Encoded, Encoders
 from radixgrove.router.event_stream import EventStream
@@ -117,7 +117,6 @@ class Proxy:
         self._encoders = encoders
         self._placer = placer
         self._upstream = upstream
-        self._internal_key = (reveal(settings.internal_key) or "").encode()
         self.in_flight = 0
         self.draining = False  # what still comes is answered, by connections that then close
 
@@ -378,14 +377,14 @@ class Proxy:
         registration, body = decision.replica.registration, exchange.body
         if registration is not None and encoded.model not in registration.models:
             body = with_model(body, registration.models[0])
-        if registration is None or not self._internal_key:
+        if registration is None or not decision.replica.keys.internal_key:
             fields.append((b"content-type", b"application/json"))
             return fields, body
         # The principal stands for the key.
         fields = [field for field in fields if field[0] != b"authorization"]
         fields += (
             (b"content-type", ENVELOPE_TYPE.encode()),
-            (INTERNAL_KEY_HEADER.encode(), self._internal_key),
+            (INTERNAL_KEY_HEADER.encode(), decision.replica.keys.internal_key.encode()),
         )
         envelope = Envelope(
             body=body,

@@ -7,16 +7,16 @@ import math
 import time
 from collections.abc import Callable
 
-from radixgrove.protocol.blocks import HASH_SCHEME, BlockHasher
+from radixgrove.protocol.blocks import HASH_SCHEME
 from radixgrove.protocol.model_table import ModelEntry, ModelTable
 from radixgrove.protocol.registry import (
     PROTOCOL_VERSION,
     LeaseState,
     Registration,
-    root_fingerprint,
 )
-from radixgrove.protocol.settings import RouterSettings, reveal
+from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router.replicas import Breaker, Replica
+from radixgrove.router.trust import ReplicaKeys, Trust
 from radixgrove.service.cluster_directory import ClusterDirectory, ServiceRecord
 from radixgrove.service.complaints import Complaints
 from radixgrove.service.redis_link import RedisLink
@@ -44,7 +44,7 @@ class RegisteredReplicas:
         self._link = link
         self._remembers = remembers
         self._directory = ClusterDirectory(link, settings.redis_prefix)
-        self._secret = (reveal(settings.cluster_secret) or "").encode()
+        self._trust = Trust(settings)
         self._complaints = Complaints(logger)
         self._refused: dict[str, set[str]] = {}  # service → replica ids
         self.services: dict[str, dict[str, Replica]] = {}  # service → replica id → replica
@@ -75,9 +75,6 @@ class RegisteredReplicas:
     def has_lapsed(self, replica: Replica) -> bool:
         """Whether a Redis that proves it says that its lease has ended."""
         return self._link.settled and not replica.leased
-
-    def hasher(self, registration: Registration) -> BlockHasher:
-        return BlockHasher(self._secret, registration.namespace, registration.index_block)
 
     # ---- following Redis -------------------------------------------------------------------
 
@@ -144,14 +141,18 @@ class RegisteredReplicas:
         entry = self.entry(name)
         refused: set[str] = set()
         listed: dict[str, Registration] = {}
+        keys: dict[str, ReplicaKeys] = {}
         for replica_id, registration in record.registrations.items():
-            if not self._accepts(registration):
+            if len(listed) >= MAX_REPLICAS or not _is_listed(registration, entry):
+                continue
+            found = self._trust.keys(registration, entry.namespace if entry else "")
+            if self._accepts(registration, entry, found):
+                listed[replica_id], keys[replica_id] = registration, found or ReplicaKeys()
+            else:
                 refused.add(replica_id)
-            elif len(listed) < MAX_REPLICAS and (entry is None or replica_id in entry.attempts):
-                listed[replica_id] = registration
         self._refused[name] = refused
-        for registration in listed.values():
-            self._take(known, registration, record)
+        for replica_id, registration in listed.items():
+            self._take(known, registration, keys[replica_id], record)
         for replica_id in known.keys() - listed.keys():
             fenced = entry is not None and replica_id not in entry.attempts
             if fenced or not self._remembering():
@@ -161,7 +162,11 @@ class RegisteredReplicas:
         return before != {(r.id, r.generation, r.state) for r in known.values()}
 
     def _take(
-        self, known: dict[str, Replica], registration: Registration, record: ServiceRecord
+        self,
+        known: dict[str, Replica],
+        registration: Registration,
+        keys: ReplicaKeys,
+        record: ServiceRecord,
     ) -> None:
         lease = record.lease_of(registration)
         replica = known.get(registration.replica_id)
@@ -169,7 +174,7 @@ class RegisteredReplicas:
         if replica is None or replica.generation != registration.generation:
             if lease is None and (self._link.up or replica is not None):
                 return  # a restart that died again; the one before it is gone too
-            replica = known[registration.replica_id] = self._replica(registration)
+            replica = known[registration.replica_id] = self._replica(registration, keys)
         replica.lease = record.leases.get(registration.generation)
         replica.measured = record.measured.get(registration.generation, replica.measured)
         replica.leased = lease is not None
@@ -179,14 +184,18 @@ class RegisteredReplicas:
         elif lease is None and self._link.settled:
             replica.ready = False
 
-    def _accepts(self, registration: Registration) -> bool:
+    def _accepts(
+        self, registration: Registration, entry: ModelEntry | None, keys: ReplicaKeys | None
+    ) -> bool:
         """Whether this router can work with it; it is refused loudly."""
         problem = ""
         if registration.protocol_version != PROTOCOL_VERSION:
             problem = f"protocol version {registration.protocol_version}, not {PROTOCOL_VERSION}"
         elif registration.hash_scheme != HASH_SCHEME:
             problem = f"hash scheme {registration.hash_scheme}, not {HASH_SCHEME}"
-        elif root_fingerprint(self.hasher(registration)) != registration.root:
+        elif entry is not None and not _at_its_address(registration, entry):
+            problem = "another address than its pod"
+        elif keys is None:
             problem = "another cluster secret than this router's"
         replica_id = registration.replica_id
         if problem:
@@ -196,7 +205,7 @@ class RegisteredReplicas:
             self._complaints.settle(f"replica {replica_id}")
         return not problem
 
-    def _replica(self, registration: Registration) -> Replica:
+    def _replica(self, registration: Registration, keys: ReplicaKeys) -> Replica:
         logger.info(
             "replica %s of service %s, generation %s",
             registration.replica_id,
@@ -208,6 +217,7 @@ class RegisteredReplicas:
             url=registration.url.rstrip("/"),
             breaker=Breaker(self._settings.breaker_failures, self._settings.breaker_seconds),
             registration=registration,
+            keys=keys,
             models=registration.models,
         )
 
@@ -228,3 +238,16 @@ class RegisteredReplicas:
                 del replicas[replica.id]
                 lost = True
         return lost
+
+
+def _is_listed(registration: Registration, entry: ModelEntry | None) -> bool:
+    """Whether the operator lists the attempt, and knows its pod."""
+    if entry is None:
+        return True
+    known = entry.urls is None or registration.replica_id in entry.urls
+    return known and registration.replica_id in entry.attempts
+
+
+def _at_its_address(registration: Registration, entry: ModelEntry) -> bool:
+    """A replica elsewhere would be sent keys and prompts."""
+    return entry.urls is None or entry.urls[registration.replica_id] == registration.url.rstrip("/")

@@ -17,6 +17,7 @@ from radixgrove.protocol.registry import (
     is_http_url,
 )
 from radixgrove.router.approximate_index import SentIndex
+from radixgrove.router.trust import ReplicaKeys
 from radixgrove.service.liveness import Clock
 
 # A breaker stays open for at least so long, however soon a probe is answered.
@@ -114,6 +115,7 @@ class Replica:
     breaker: Breaker
     registration: Registration | None = None
     lease: Lease | None = None
+    keys: ReplicaKeys = field(default_factory=ReplicaKeys)
     measured: Measured | None = None  # as it runs
     models: list[str] = field(default_factory=list)
     ready: bool = False  # by its lease, or its last probe where no lease speaks for it

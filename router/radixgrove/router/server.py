@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 
 from radixgrove.protocol.errors import StartFailed
-from radixgrove.protocol.keys import router_key
+from radixgrove.protocol.keys import ServiceKeys, router_key
+from radixgrove.protocol.model_table import SHARED
 from radixgrove.protocol.settings import LogLevel, RouterSettings
 from radixgrove.router import metrics
 from radixgrove.router.app import make_app, make_management_app
@@ -66,13 +67,26 @@ class RouterProcess:
         if settings.redis_url:
             self._link = RedisLink(
                 settings.redis_url,
-                router_key(settings.redis_prefix, self.router_id),
+                self._heartbeat_key(),
                 "placing by least load and prefix-hash affinity",
                 self._redis_changed,
             )
         self._stop = asyncio.Event()
         if shared is not None:
             logs.LevelFile(shared).follow()
+
+    @property
+    def _own_service(self) -> str | None:
+        """The only service of this router, where it has a model table of that name."""
+        table = self._settings.model_table
+        return None if table in (None, SHARED) else table
+
+    def _heartbeat_key(self) -> str:
+        """A router of one service's own may write that service's keys alone."""
+        prefix, service = self._settings.redis_prefix, self._own_service
+        if service is None:
+            return router_key(prefix, self.router_id)
+        return ServiceKeys(prefix, service).heartbeat(self.router_id)
 
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains within `drain_timeout`.
@@ -88,7 +102,7 @@ class RouterProcess:
         upstream = Upstream(settings)
         fleet = Fleet(settings, self.router_id, link, lambda: session)
         placer = Placer(settings, self.router_id, link)
-        encoders = Encoders(settings, fleet, lambda: session)
+        encoders = Encoders(fleet, lambda: session)
         proxy = Proxy(settings, fleet, encoders, placer, upstream)
 
         def status() -> RouterStatus:
@@ -109,7 +123,7 @@ class RouterProcess:
             self._task(tick(), "ticks"),
         ]
         if link is not None:
-            janitor = Janitor(link, settings.redis_prefix)
+            janitor = Janitor(link, settings.redis_prefix, fleet.listed, self._own_service)
             tasks += [self._task(link.run(), "redis"), self._task(janitor.run(), "janitor")]
         metrics.REDIS_UP.set(0)
         serving = [asyncio.create_task(server.run()) for server in servers]

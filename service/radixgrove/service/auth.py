@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
 
@@ -117,9 +117,10 @@ def same_secret(given: str | None, expected: str | None) -> bool:
     return hmac.compare_digest(_digest(given), _digest(expected))
 
 
-def may_scrape(path: str, authorization: str | None, management_key: str | None) -> bool:
-    """Whether a request reads metrics with the management key: a scraper needs no API key."""
-    return path == "/metrics" and same_secret(bearer_key(authorization), management_key)
+def may_scrape(path: str, authorization: str | None, keys: Iterable[str | None]) -> bool:
+    """Whether a request reads metrics with one of these keys: a scraper needs no API key."""
+    given = bearer_key(authorization)
+    return path == "/metrics" and any(same_secret(given, key) for key in keys)
 
 
 def _digest(key: str) -> bytes:

@@ -14,7 +14,7 @@ INTERNAL = "internal"  # whether the internal key was given
 class Guard:
     """Deny by default: every path but the public ones needs an API key or the internal key.
 
-    The management key opens `/metrics`.
+    The management key opens `/metrics`, and so does the metrics key, which opens nothing else.
     """
 
     def __init__(
@@ -23,12 +23,13 @@ class Guard:
         keys: ApiKeys,
         *,
         management_key: str | None,
+        metrics_key: str | None = None,
         internal_key: str | None = None,
     ) -> None:
         """`internal_key`: None: routers are clients like others."""
         self._app = app
         self._keys = keys
-        self._management_key = management_key
+        self._scrape_keys = (management_key, metrics_key)
         self._internal_key = internal_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,7 +43,7 @@ class Guard:
                 given = header(scope, INTERNAL_KEY_HEADER)
                 context[INTERNAL] = same_secret(given, self._internal_key)
             authorization = header(scope, "authorization")
-            scrapes = may_scrape(scope["path"], authorization, self._management_key)
+            scrapes = may_scrape(scope["path"], authorization, self._scrape_keys)
             if not context.get(INTERNAL) and not scrapes:
                 context[PRINCIPAL] = self._keys.authenticate(authorization)
         await self._app(scope, receive, send)

@@ -16,8 +16,6 @@ from radixgrove.protocol.model_table import (
     Demand,
     ModelEntry,
     ModelTable,
-    demand_field,
-    demand_key,
     table_key,
 )
 from radixgrove.protocol.registry import EngineInfo, Lease, LeaseState, LoadReport, Registration
@@ -154,7 +152,7 @@ def test_load_counts_living_replicas_that_the_table_lists(server: RedisServer) -
     now_ms = int(time.time() * 1000)
     for router, held, at in (("r1", 4, now_ms), ("r2", 1, now_ms), ("gone", 9, now_ms - 60_000)):
         value = Demand(held=held, at_ms=at).encode()
-        server.client.hset(demand_key(PREFIX), demand_field(router, "ns.a"), value)
+        server.client.hset(ServiceKeys(PREFIX, "ns.a").demand, router, value)
     found = side(server).load("ns.a", ["a-0", "b-0", "c-0"])
     assert (found.replicas, found.running, found.waiting, found.held) == (1, 3, 2, 5)
     assert found.kv_used == pytest.approx(0.75)
@@ -165,20 +163,20 @@ def test_demands_of_routers_that_died_long_ago_are_swept(server: RedisServer) ->
     now_ms = int(time.time() * 1000)
     for router, at in (("here", now_ms), ("gone", now_ms - 3_600_000)):
         value = Demand(held=1, at_ms=at).encode()
-        server.client.hset(demand_key(PREFIX), demand_field(router, "ns.a"), value)
-    server.client.hset(demand_key(PREFIX), "nonsense", b"{")
+        server.client.hset(ServiceKeys(PREFIX, "ns.a").demand, router, value)
+    server.client.hset(ServiceKeys(PREFIX, "ns.a").demand, "nonsense", b"{")
     assert side(server).load("ns.a", []).held == 1
-    assert server.client.hkeys(demand_key(PREFIX)) == [demand_field("here", "ns.a").encode()]
+    assert server.client.hkeys(ServiceKeys(PREFIX, "ns.a").demand) == [b"here"]
 
 
 def test_a_key_of_the_wrong_type_is_no_outage(server: RedisServer) -> None:
     """It harms itself alone: what is the operator's is made anew."""
     report = LoadReport(running=3, pages_total=100, pages_free=25)
     register(server, "a-0", Lease(time.time() * 1000 + 60_000, LeaseState.READY, report))
-    server.client.set(demand_key(PREFIX), "no hash")
+    server.client.set(ServiceKeys(PREFIX, "ns.a").demand, "no hash")
     operator = side(server)
     assert (operator.load("ns.a", ["a-0"]).running, operator.load("ns.a", []).held) == (3, 0)
-    assert not server.client.exists(demand_key(PREFIX))
+    assert not server.client.exists(ServiceKeys(PREFIX, "ns.a").demand)
     for heal in (lambda: operator.put(SHARED, 1.0, entry("ns.a", "a-0")), operator.rewrite):
         server.client.delete(table_key(PREFIX, SHARED))
         server.client.hset(table_key(PREFIX, SHARED), "no", "table")

@@ -80,13 +80,13 @@ def test_a_machine_that_hangs_is_told_from_one_that_refuses_and_one_that_answers
     port: int,
 ) -> None:
     with answering("127.0.0.2", port), hanging("127.0.0.3", port):
-        silent = WorkerProbe(KEY).silent_nodes([pod(0), pod(1), pod(2)])
+        silent = WorkerProbe().silent_nodes([pod(0), pod(1), pod(2)])
     assert silent == {"n1"}
 
 
 def test_when_nobody_answers_no_node_is_blamed(port: int) -> None:
     with hanging("127.0.0.2", port), hanging("127.0.0.3", port):
-        assert WorkerProbe(KEY).silent_nodes([pod(0), pod(1)]) == set()
+        assert WorkerProbe().silent_nodes([pod(0), pod(1)]) == set()
 
 
 def test_only_pods_that_should_answer_are_asked(port: int) -> None:
@@ -96,8 +96,8 @@ def test_only_pods_that_should_answer_are_asked(port: int) -> None:
             pod(1, phase="Failed"),
             pod(1, address=""),
         ]
-        assert WorkerProbe(KEY).silent_nodes([pod(0), *others]) == set()
-    assert WorkerProbe(KEY).silent_nodes([]) == set()
+        assert WorkerProbe().silent_nodes([pod(0), *others]) == set()
+    assert WorkerProbe().silent_nodes([]) == set()
 
 
 def group(index: int, *pods: Pod) -> Group:
@@ -106,11 +106,11 @@ def group(index: int, *pods: Pod) -> Group:
 
 def test_starting_groups_tell_their_phase(port: int) -> None:
     with answering("127.0.0.2", port):
-        found = WorkerProbe(KEY).phases([group(3, pod(0))])
+        found = WorkerProbe().phases([group(3, pod(0))], ["another key", KEY])
         assert found == ["group 3: loading, 40%: weights: 3 of 7 files"]
-        assert WorkerProbe(KEY).phases([group(3, pod(0, ready=True))]) == [], "it has started"
-        assert WorkerProbe("another key").phases([group(3, pod(0))]) == []
+        assert WorkerProbe().phases([group(3, pod(0, ready=True))], [KEY]) == [], "it has started"
+        assert WorkerProbe().phases([group(3, pod(0))], ["another key"]) == []
 
 
 def test_a_worker_that_does_not_answer_tells_nothing(port: int) -> None:
-    assert WorkerProbe(KEY).phases([group(3, pod(0)), group(4, pod(1, running=False))]) == []
+    assert WorkerProbe().phases([group(3, pod(0)), group(4, pod(1, running=False))], [KEY]) == []

@@ -16,6 +16,7 @@ import pytest
 from radixgrove.operator.api import metrics, names
 from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.controller import app as module
+from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.app import App
 from radixgrove.operator.controller.health import HealthServer
 from radixgrove.operator.kube.client import Kube, KubeError, NotLeading
@@ -210,7 +211,7 @@ def test_routers_keep_the_groups_of_a_service_whose_spec_cannot_be_read() -> Non
     table = SimpleNamespace(keep_only=kept.append, rewrite=nothing)
     app = App(MemoryKube(), CONFIG, Turns())
     app.service_event(None, unreadable("1"))
-    app._rewrite(cast(RedisStore, table))
+    app._rewrite(cast(RedisStore, table), cast(Access, SimpleNamespace(keep=lambda: None)))
     assert kept == [{"team-a.llama"}]
 
 

@@ -53,7 +53,8 @@ def container(redis_server: RedisServer, tmp_path: Path) -> Iterator[str]:
         reference = item.get("valueFrom", {}).get("secretKeyRef")
         if reference is not None:
             assert reference["name"] == CONFIG.keys_secret
-            environment[item["name"]] = installation[reference["key"]]
+            if reference["key"] in installation or not reference.get("optional"):
+                environment[item["name"]] = installation[reference["key"]]
         elif "value" in item:
             value = item["value"].replace("$(POD_NAME)", environment["POD_NAME"])
             environment[item["name"]] = value.replace(files, str(tmp_path))

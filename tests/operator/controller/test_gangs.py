@@ -8,12 +8,14 @@ import pytest
 
 from radixgrove.operator.api import names
 from radixgrove.operator.cluster.redis_store import RedisStore
+from radixgrove.operator.cluster.redis_users import RedisUsers
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
+from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.name_ledger import NameLedger
 from radixgrove.operator.controller.reconciler import Reconciler
 from radixgrove.operator.controller.store import Key, Store
 from radixgrove.operator.kube.keys import Keys
-from tests.operator.doubles import Probe, Table
+from tests.operator.doubles import Probe, Table, Users
 from tests.operator.memory_kube import MemoryKube, claim, node
 from tests.operator.operator_builders import CONFIG
 
@@ -28,8 +30,12 @@ class Cluster:
     def __init__(self) -> None:
         self.kube, self.store, self.enqueued = MemoryKube(), Store(), list[Key]()
         ledger = NameLedger(self.kube, self.store, CONFIG, self.enqueued.append)
+        self.access = Access(
+            self.kube, self.store, Keys(self.kube, CONFIG), cast(RedisUsers, Users()), CONFIG,
+            self.enqueued.append,
+        )  # fmt: skip
         self._reconciler = Reconciler(
-            self.kube, self.store, Keys(self.kube, CONFIG), ledger, cast(RedisStore, Table()),
+            self.kube, self.store, self.access, ledger, cast(RedisStore, Table()),
             cast(WorkerProbe, Probe()), CONFIG, lambda key: None, self.enqueued.append,
         )  # fmt: skip
         for key in (HUGE, SMALL):

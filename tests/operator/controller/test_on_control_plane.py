@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from radixgrove.operator.api import names
-from radixgrove.protocol.model_table import Demand, demand_field, demand_key
+from radixgrove.protocol.keys import ServiceKeys
+from radixgrove.protocol.model_table import Demand
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.groups import lets_one_pod_go
 from tests.cluster.harness.kubectl import KubectlError, condition
@@ -351,7 +352,7 @@ def test_an_idle_service_sleeps_and_a_held_request_wakes_it(
         """A router says again and again what it holds: its word counts for some seconds."""
         now, _ = redis_server.client.time()  # type: ignore[misc]
         value = Demand(held=1, at_ms=int(now) * 1000).encode()
-        redis_server.client.hset(demand_key("radixgrove"), demand_field("router-1", name), value)
+        redis_server.client.hset(ServiceKeys("radixgrove", name).demand, "router-1", value)
         return ready(resource) and resource["spec"]["replicas"] == 1
 
     plane.kubectl.wait_for(RGSVC, "llama", "-n", namespace, that=woken, what="wakes")

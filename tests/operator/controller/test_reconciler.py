@@ -11,7 +11,9 @@ import pytest
 from radixgrove.operator.api import metrics, names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.cluster.redis_store import RedisStore
+from radixgrove.operator.cluster.redis_users import RedisUsers
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
+from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.name_ledger import NameLedger
 from radixgrove.operator.controller.reconciler import Incomplete, Reconciler
 from radixgrove.operator.controller.store import Key, Store
@@ -21,7 +23,7 @@ from radixgrove.operator.kube.keys import Keys
 from radixgrove.operator.kube.ownership import Ownership
 from radixgrove.protocol.model_table import ModelEntry
 from radixgrove.service.redis_rules import RedisUnavailable
-from tests.operator.doubles import Probe, Table
+from tests.operator.doubles import Probe, Table, Users
 from tests.operator.memory_kube import STARTED, MemoryKube, claim, node
 from tests.operator.operator_builders import CONFIG
 
@@ -42,8 +44,14 @@ class Operator:
     def restart(self, config: OperatorConfig = CONFIG) -> None:
         """A new process, which reads the installation's keys again."""
         ledger = NameLedger(self.kube, self.store, config, self.enqueued.append)
+        keys = Keys(self.kube, config)
+        keys.ensure()
+        self.access = Access(
+            self.kube, self.store, keys, cast(RedisUsers, Users()), config,
+            self.enqueued.append,
+        )  # fmt: skip
         self._reconciler = Reconciler(
-            self.kube, self.store, Keys(self.kube, config), ledger, cast(RedisStore, self.table),
+            self.kube, self.store, self.access, ledger, cast(RedisStore, self.table),
             cast(WorkerProbe, self.probe), config, lambda key: None, self.enqueued.append,
         )  # fmt: skip
 
@@ -410,7 +418,7 @@ PREFIXED = CONFIG.model_copy(
 
 def change_a_key(kube: MemoryKube) -> None:
     found = kube.objects["Secret", CONFIG.namespace, CONFIG.keys_secret]
-    found["data"]["internal-key"] = "Y2hhbmdlZA=="
+    found["data"]["root-key"] = "Y2hhbmdlZA=="
 
 
 @pytest.mark.parametrize("what", ["prefix", "key"])

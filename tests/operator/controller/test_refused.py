@@ -11,7 +11,9 @@ import pytest
 
 from radixgrove.operator.api import names
 from radixgrove.operator.cluster.redis_store import RedisStore
+from radixgrove.operator.cluster.redis_users import RedisUsers
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
+from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.app import App
 from radixgrove.operator.controller.main import WATCHED
 from radixgrove.operator.controller.name_ledger import NameLedger
@@ -21,7 +23,7 @@ from radixgrove.operator.controller.workqueue import WorkQueue
 from radixgrove.operator.kube.client import KubeError, Object
 from radixgrove.operator.kube.keys import Keys
 from tests.operator.controller.test_app import Turns
-from tests.operator.doubles import Probe, Table
+from tests.operator.doubles import Probe, Table, Users
 from tests.operator.memory_kube import MemoryKube, claim
 from tests.operator.operator_builders import CONFIG
 
@@ -61,8 +63,12 @@ class Cluster:
         self.app = self.kube.app = App(self.kube, CONFIG, Turns())
         self.app.queue = WorkQueue(lambda key: key[0], clock=lambda: self.now)
         ledger = NameLedger(self.kube, self.app.store, CONFIG, self.app.queue.hint)
+        self.access = Access(
+            self.kube, self.app.store, Keys(self.kube, CONFIG), cast(RedisUsers, Users()), CONFIG,
+            self.app.queue.hint,
+        )  # fmt: skip
         self._reconciler = Reconciler(
-            self.kube, self.app.store, Keys(self.kube, CONFIG), ledger,
+            self.kube, self.app.store, self.access, ledger,
             cast(RedisStore, self.table), cast(WorkerProbe, Probe()), CONFIG,
             lambda key: None, self.app.queue.hint,
         )  # fmt: skip

@@ -151,7 +151,11 @@ def _prepare(plane: ControlPlane, directory: Path, redis_port: int, number: int)
     own = directory / home
     own.mkdir()
     settings = {
-        "redis": {"url": f"redis://127.0.0.1:{redis_port}/{number % 16}"},
+        "redis": {
+            "url": f"redis://127.0.0.1:{redis_port}/{number % 16}",
+            "labels": {"app.kubernetes.io/component": "redis"},
+            "prefix": f"rg{number}",  # users are those of the whole server
+        },
         "model_cache": {"retry_after": 1.0},
     }
     return OperatorProcess(plane, own, redis_port, [served], settings, home)

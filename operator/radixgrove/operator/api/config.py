@@ -62,6 +62,10 @@ class RedisSettings(ConfigModel):
 
     url: str
     prefix: str = Field("radixgrove", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    users: bool = True  # a user for each namespace; False: all come as the URL says
+    own: bool = False  # the chart's, which takes its users from the keys' Secret
+    # Of its pods, in the operator's namespace; with them it keeps namespaces without services out.
+    labels: dict[str, str] = {}
 
 
 class Election(ConfigModel):
@@ -84,6 +88,7 @@ class OperatorConfig(ConfigModel):
     election: Election = Election()
     keys_secret: str = "radixgrove-keys"
     names_config_map: str = "radixgrove-names"
+    redis_policy: str = "radixgrove-redis-namespaces"  # the NetworkPolicy
     owner_deployment: str | None = None  # owns what goes with an uninstall
     gpu_resource: str = "nvidia.com/gpu"
     rdma_resource: str = "rdma/ib"

@@ -93,7 +93,9 @@ class AutoscalingStatus(StatusModel):
 
 
 class Condition(StatusModel):
-    type: str = Field(description="Ready, Progressing, ModelCached or Degraded.", max_length=64)
+    type: str = Field(
+        description="Ready, Progressing, ModelCached, Degraded or Isolated.", max_length=64
+    )
     status: str = Field(description="True or False.", max_length=16)
     reason: str = Field(description="Why, in a word for programs.", max_length=128)
     message: str = Field("", description="Why, for people.", max_length=4096)

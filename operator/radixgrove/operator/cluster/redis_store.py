@@ -16,12 +16,12 @@ import msgspec
 import redis
 
 from radixgrove.operator.planning.autoscale import Load
+from radixgrove.protocol.keys import ServiceKeys, services_key
 from radixgrove.protocol.model_table import (
     SHARED,
     Demand,
     ModelEntry,
     ModelTable,
-    demand_key,
     table_key,
     total_demand,
 )
@@ -91,6 +91,7 @@ class RedisStore:
             self._expected.discard(service)
             for table, entries in list(self._tables.items()):
                 if service in entries:
+                    self._leave_to_janitors([service])
                     del entries[service]
                     self._write(table)
 
@@ -102,10 +103,22 @@ class RedisStore:
                 self._table(table)
             for table, entries in list(self._tables.items()):
                 gone = entries.keys() - set(services)
+                self._leave_to_janitors(gone)
                 for service in gone:
                     del entries[service]
                 if gone or (table != SHARED and not entries):
                     self._write(table)
+
+    def _leave_to_janitors(self, services: Collection[str]) -> None:
+        """What no table lists is found in the set of services, into which workers may not write."""
+        if not services:
+            return
+        key = services_key(self._prefix)
+        try:
+            self._call(partial(self._client.sadd, key, *services))
+        except WrongType:
+            self._call(partial(self._client.delete, key))
+            self._call(partial(self._client.sadd, key, *services))
 
     def _dedicated(self) -> list[str]:
         """Tables of dedicated routers, those that a former leader wrote among them."""
@@ -189,26 +202,27 @@ class RedisStore:
         )
 
     def _held(self, service: str, now_ms: int) -> int:
+        key = ServiceKeys(self._prefix, service).demand
         try:
-            raw: Any = self._call(partial(self._client.hgetall, demand_key(self._prefix)))
+            raw: Any = self._call(partial(self._client.hgetall, key))
         except WrongType:
             logger.warning("the demand in Redis was no hash; routers report it anew")
-            self._call(partial(self._client.delete, demand_key(self._prefix)))
+            self._call(partial(self._client.delete, key))
             return 0
-        demands: list[tuple[str, Demand]] = []
+        demands: list[Demand] = []
         stale = []
         for field, value in raw.items():
             try:
                 demand = Demand.decode(value)
-                demands.append((field.decode(), demand))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                demands.append(demand)
+            except msgspec.DecodeError:
                 stale.append(field)
                 continue
             if demand.at_ms < now_ms - _FORGET_DEMAND_MS:  # of a router that died
                 stale.append(field)
         if stale:
-            self._call(partial(self._client.hdel, demand_key(self._prefix), *stale))
-        return total_demand(demands, service, now_ms)
+            self._call(partial(self._client.hdel, key, *stale))
+        return total_demand(demands, now_ms)
 
     def _call(self, call: Callable[[], T]) -> T:
         return ask(self._client, call)

@@ -6,6 +6,8 @@ import json
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import urllib3
 
@@ -21,16 +23,20 @@ _LONGEST = 1 << 16  # bytes of an answer
 class WorkerProbe:
     """Short requests; a worker that does not answer is left out."""
 
-    def __init__(self, management_key: str) -> None:
+    def __init__(self) -> None:
         self._pool = urllib3.PoolManager(
             num_pools=32,
             timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=_ANSWER_SECONDS),
             retries=False,
         )
-        self._headers = {"Authorization": f"Bearer {management_key}"}
 
-    def phases(self, groups: Sequence[Group], at_most: int = 8) -> list[str]:
-        """One line for each starting group's rank 0, of the first few."""
+    def phases(
+        self, groups: Sequence[Group], management_keys: Sequence[str], at_most: int = 8
+    ) -> list[str]:
+        """One line for each starting group's rank 0, of the first few.
+
+        `management_keys`: those that a worker may have, tried in turn.
+        """
         starting = [
             (group.index, group.pods[0].address)
             for group in groups
@@ -40,7 +46,8 @@ class WorkerProbe:
         if not starting:
             return []
         with ThreadPoolExecutor(len(starting)) as pool:
-            phases = list(pool.map(self._phase, [address for _, address in starting]))
+            ask = partial(self._phase, management_keys)
+            phases = list(pool.map(ask, [address for _, address in starting]))
         return [
             f"group {index}: {phase}"
             for (index, _), phase in zip(starting, phases, strict=True)
@@ -61,18 +68,22 @@ class WorkerProbe:
             return set()
         return {pod.node for pod, answer in zip(asked, answers, strict=True) if not answer}
 
-    def _phase(self, address: str) -> str:
+    def _phase(self, management_keys: Sequence[str], address: str) -> str:
+        said = next(filter(None, (self._status(address, key) for key in management_keys)), {})
+        phase = said.get("phase")
+        return _words(phase) if isinstance(phase, dict) else ""
+
+    def _status(self, address: str, management_key: str) -> dict[str, Any]:
+        """Empty where there is no answer, or the key is another."""
+        headers = {"Authorization": f"Bearer {management_key}"}
         host = f"[{address}]" if ":" in address else address
         url = f"http://{host}:{names.MANAGEMENT_PORT}/status"
         try:
-            with self._pool.request(
-                "GET", url, headers=self._headers, preload_content=False
-            ) as response:
+            with self._pool.request("GET", url, headers=headers, preload_content=False) as response:
                 said = json.loads(response.read(_LONGEST)) if response.status == 200 else {}
         except (urllib3.exceptions.HTTPError, ValueError):
-            return ""
-        phase = said.get("phase") if isinstance(said, dict) else None
-        return _words(phase) if isinstance(phase, dict) else ""
+            return {}
+        return said if isinstance(said, dict) else {}
 
 
 def _words(phase: dict[str, object]) -> str:

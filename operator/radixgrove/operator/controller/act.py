@@ -108,10 +108,22 @@ class Actor:
             scoped=context.names.unlisted,
             attempts=plan.serving,
             desired=context.desired,
+            namespace=context.service.namespace,
+            urls=self._urls(context, plan.serving),
             wakes=scaling is not None and scaling.min == 0 and not context.spec.suspend,
         )
         self._redis.put(table, context.created, entry)
         context.routers_behind = False
+
+    def _urls(self, context: ReconcileContext, serving: Collection[str]) -> dict[str, str]:
+        """Where the replicas may register: at their pods of rank 0."""
+        found = {}
+        for group in context.observed.groups:
+            first = next((pod.address for pod in group.pods if pod.rank == 0), "")
+            if first and names.replica_id(group.name) in serving:
+                host = f"[{first}]" if ":" in first else first
+                found[names.replica_id(group.name)] = f"http://{host}:{names.API_PORT}"
+        return found
 
     def _create(self, context: ReconcileContext, plan: Plan, new: NewAttempt) -> None:
         service, config, revision = context.service, self._config, context.revisions[new.revision]

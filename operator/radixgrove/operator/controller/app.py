@@ -17,14 +17,16 @@ from radixgrove.operator.api import metrics, names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import NODE, SERVICE, ChildObject, NodeObject, ServiceObject
 from radixgrove.operator.cluster.redis_store import RedisStore
+from radixgrove.operator.cluster.redis_users import RedisUsers
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
+from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.autoscaler import Autoscaler
 from radixgrove.operator.controller.name_ledger import NameLedger
 from radixgrove.operator.controller.reconciler import Incomplete, Reconciler
 from radixgrove.operator.controller.store import Key, Store, owner_key
 from radixgrove.operator.controller.workqueue import WorkQueue
 from radixgrove.operator.kube.client import Kube, KubeError, NotLeading
-from radixgrove.operator.kube.keys import REDIS_URL, Keys
+from radixgrove.operator.kube.keys import Keys
 from radixgrove.service.redis_client import connect
 from radixgrove.service.redis_rules import RedisUnavailable
 
@@ -65,14 +67,16 @@ class App:
         Waits for the API server as long as it takes.
         """
         keys = Keys(self._kube, self.config)
-        values = self._insist(keys.ensure)
-        if values is None:
+        if self._insist(keys.ensure) is None:
             return
         if self._insist(self._seed) is None:
             return
-        redis_side = RedisStore(
-            connect(values[REDIS_URL], _REDIS_TIMEOUT), self.config.redis.prefix
-        )
+        client = connect(keys.operator_url(), _REDIS_TIMEOUT)
+        redis_side = RedisStore(client, self.config.redis.prefix)
+        users = RedisUsers(client, keys, self.config.redis)
+        access = Access(self._kube, self.store, keys, users, self.config, self.queue.hint)
+        if self._insist(access.start) is None:
+            return
         redis_side.expect({n.service.key for n in self.store.services()})
         ledger = NameLedger(self._kube, self.store, self.config, self.queue.hint)
         autoscaler = Autoscaler(
@@ -80,14 +84,14 @@ class App:
             self.config.installation, self.config.autoscale_every,
         )  # fmt: skip
         reconciler = Reconciler(
-            self._kube, self.store, keys, ledger, redis_side, WorkerProbe(values["management-key"]),
+            self._kube, self.store, access, ledger, redis_side, WorkerProbe(),
             self.config, autoscaler.last, self.queue.hint,
         )  # fmt: skip
         for number in range(self.config.reconcilers):
             name = f"reconciler-{number}"
             self._thread(name, partial(self._work, name, reconciler))
         self._thread("autoscaler", lambda: autoscaler.run(self._stopping))
-        self._thread("model-table", lambda: self._rewrite(redis_side))
+        self._thread("model-table", lambda: self._rewrite(redis_side, access))
         self._thread("watch-guard", self._guard)
         self._thread("keys", lambda: self._keep(keys, ledger))
 
@@ -213,10 +217,11 @@ class App:
                 logger.exception("%s/%s: unexpected", *key)
                 return None, f"unexpected: {error!r}"
 
-    def _rewrite(self, redis_side: RedisStore) -> None:
+    def _rewrite(self, redis_side: RedisStore, access: Access) -> None:
         """Routers wait for the table: an empty one is written too, as soon as Redis answers."""
         kept = False
         while True:
+            self._keep_users(access)  # first: Redis may wait for them
             try:
                 if not kept:
                     redis_side.keep_only({names.service_key(*key) for key in self.store.known()})
@@ -226,6 +231,12 @@ class App:
                 logger.warning("model tables are not kept up: Redis: %s", error)
             if self._stopping.wait(_REWRITE_EVERY if kept else 1.0):
                 return
+
+    def _keep_users(self, access: Access) -> None:
+        try:
+            access.keep()
+        except (RedisUnavailable, KubeError, NotLeading) as error:
+            logger.warning("users of Redis are not kept up: %s", error)
 
     def _keep(self, *kept: Keys | NameLedger) -> None:
         """Looks at what is not watched: to watch one Secret takes the right to all of them."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from radixgrove.operator.api.objects import ConfigMapObject, ServiceObject, StatefulSetObject
+from radixgrove.operator.cluster.redis_users import UsersRefused
 from radixgrove.operator.controller.store import Key
 from radixgrove.operator.kube.client import KubeError
 from radixgrove.operator.planning.service_view import ServiceView
@@ -39,6 +40,8 @@ class ReconcileContext(ServiceView):
             yield
         except KubeError as error:
             self._failed(f"{error} ({error.status})"[:500])
+        except UsersRefused as error:
+            self._failed(str(error)[:500])
         except RedisUnavailable as error:
             logger.warning("%s/%s: Redis does not answer: %s", *self.key, error)
             self._failed("Redis does not answer; routers keep what they know")

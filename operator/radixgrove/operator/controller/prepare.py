@@ -9,11 +9,11 @@ from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import CLAIM, JOB, NETWORK_POLICY, POD, Object
 from radixgrove.operator.api.spec import NO_FIELDS
 from radixgrove.operator.controller import dedicated_router
+from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.name_ledger import NameLedger
 from radixgrove.operator.controller.store import OtherService, Store, other_service_of
 from radixgrove.operator.kube.client import Kube
-from radixgrove.operator.kube.keys import Keys
 from radixgrove.operator.planning import image_check, model_cache, rollback
 from radixgrove.operator.planning.demand import demand_of, largest_gpu
 from radixgrove.operator.planning.image_check import ImageCheck
@@ -34,11 +34,11 @@ class Preparer:
     """Thread-safe for different services."""
 
     def __init__(
-        self, kube: Kube, store: Store, keys: Keys, ledger: NameLedger, config: OperatorConfig
+        self, kube: Kube, store: Store, access: Access, ledger: NameLedger, config: OperatorConfig
     ) -> None:
         self._kube = kube
         self._store = store
-        self._keys = keys
+        self._access = access
         self._ledger = ledger
         self._config = config
 
@@ -49,7 +49,10 @@ class Preparer:
         other_services = self._store.services()
         same_namespace = [n for n in other_services if n.service.namespace == own.service.namespace]
         with context.trying():
-            context.keys = self._give_keys(context, same_namespace, own)
+            neighbours = [other.service for other in same_namespace if other.key != own.key]
+            context.keys = self._access.give(context.service, neighbours)
+        with context.trying():
+            self._access.admit(context.service)
         for child in self._guards(context):
             with context.trying():
                 self._kube.apply_cached(child)
@@ -67,20 +70,6 @@ class Preparer:
             self._safeguard(context)
         with context.trying():
             context.names = self._ledger.grant(own, context.now, _running(context))
-
-    def _give_keys(
-        self, context: ReconcileContext, other_services: list[OtherService], own: OtherService
-    ) -> str:
-        """The hash of the keys that the namespace's pods read.
-
-        Read at every look: Secrets are not watched, and pods without their keys do not start.
-        """
-        namespace = context.service.namespace
-        users = [n.service for n in other_services if n.key != own.key] + [context.service]
-        if namespace != self._config.namespace:
-            users.sort(key=lambda user: user.uid)
-            self._kube.apply(self._keys.copy(namespace, users))
-        return self._keys.digest()
 
     def _guards(self, context: ReconcileContext) -> Iterator[Object]:
         service, config = context.service, self._config

@@ -19,6 +19,7 @@ from radixgrove.operator.api.spec import InferenceServiceSpec
 from radixgrove.operator.api.status import AutoscalingStatus, GroupPhase, InferenceServiceStatus
 from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
+from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.act import Actor
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.name_ledger import NameLedger
@@ -28,7 +29,6 @@ from radixgrove.operator.controller.report import Reporter
 from radixgrove.operator.controller.status_writer import StatusWriter
 from radixgrove.operator.controller.store import Key, Store, collision, other_service_of
 from radixgrove.operator.kube.client import Kube
-from radixgrove.operator.kube.keys import Keys
 from radixgrove.operator.kube.ownership import Ownership
 from radixgrove.operator.planning import conditions
 from radixgrove.operator.planning.demand import NodeDemand, demand_of
@@ -56,7 +56,7 @@ class Reconciler:
         self,
         kube: Kube,
         store: Store,
-        keys: Keys,
+        access: Access,
         ledger: NameLedger,
         redis_side: RedisStore,
         probe: WorkerProbe,
@@ -73,9 +73,10 @@ class Reconciler:
         self._ownership = Ownership(kube, config)
         self._status = StatusWriter(kube, enqueue)
         self._observer = Observer(kube, store)
-        self._preparer = Preparer(kube, store, keys, ledger, config)
+        self._access = access
+        self._preparer = Preparer(kube, store, access, ledger, config)
         self._actor = Actor(kube, redis_side, self._status, config)
-        self._reporter = Reporter(store, probe, self._status, config, autoscaling, enqueue)
+        self._reporter = Reporter(store, probe, access, self._status, config, autoscaling, enqueue)
         self._elsewhere: dict[Key, str] = {}  # the installation that looks after it
 
     def serving(self, key: Key) -> Sequence[str]:
@@ -104,6 +105,7 @@ class Reconciler:
         plan = self._decide(context)
         self._actor.act(context, plan)
         self._reporter.report(context, plan)
+        self._access.report(key, context.keys, settled=_is_settled(context, plan))
         if context.failures:
             raise Incomplete("; ".join(context.failures))
         return self._next_look(context, plan)
@@ -210,3 +212,14 @@ class Reconciler:
         if any(r.phase in (GroupPhase.STARTING, GroupPhase.PENDING) for r in plan.records):
             delay = min(delay, _STARTING_EVERY)
         return max(delay, 0.05)
+
+
+def _is_settled(context: ReconcileContext, plan: Plan) -> bool:
+    """Whether all that is wanted runs, in the present revision."""
+    ready = [r for r in plan.records if r.phase is GroupPhase.READY]
+    return (
+        not context.failures
+        and context.router is None
+        and len(ready) == len(plan.records) >= context.desired
+        and all(record.revision == context.target for record in ready)
+    )

@@ -8,6 +8,7 @@ from radixgrove.operator.api import metrics
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.status import AutoscalingStatus, InferenceServiceStatus
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
+from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.status_writer import StatusWriter, as_json
 from radixgrove.operator.controller.store import Key, Store
@@ -23,6 +24,7 @@ class Reporter:
         self,
         store: Store,
         probe: WorkerProbe,
+        access: Access,
         status: StatusWriter,
         config: OperatorConfig,
         autoscaling: Callable[[Key], AutoscalingStatus | None],
@@ -30,6 +32,7 @@ class Reporter:
     ) -> None:
         self._store = store
         self._probe = probe
+        self._access = access
         self._status = status
         self._config = config
         self._autoscaling = autoscaling
@@ -51,7 +54,8 @@ class Reporter:
             url=own_router if context.spec.router.dedicated else self._config.router.url,
             autoscaling=self._autoscaling(context.key),
             outdated=self._status.outdated(context.key),
-            phases=self._probe.phases(groups),
+            phases=self._probe.phases(groups, self._access.management_keys(context.key[0])),
+            shared=_shared(context.key[0], self._config),
         )
         after = conditions.compute(facts)
         live = context.body.get("status") or {}
@@ -62,6 +66,21 @@ class Reporter:
             with context.trying():
                 self._status.event(context.body, kind, reason, message)
         _measure(context.key, plan, after, conditions.starting(facts))
+
+
+def _shared(namespace: str, config: OperatorConfig) -> str:
+    """What the namespace has in common with others; "": nothing."""
+    if namespace == config.namespace:
+        return (
+            "services in the operator's own namespace hold the keys of the installation: whoever "
+            "may make pods there can answer for every model"
+        )
+    if not config.redis.users:
+        return (
+            "all namespaces come to Redis as one user (redis.users is false): their pods can "
+            "change what routers know of the models and replicas of all"
+        )
+    return ""
 
 
 def _measure(key: Key, plan: Plan, after: InferenceServiceStatus, starting: int) -> None:

@@ -35,6 +35,7 @@ class Permission:
 
 KEYS_SECRET = "@keys-secret"  # replaced by the configured name
 NAMES_CONFIG_MAP = "@names-config-map"
+REDIS_POLICY = "@redis-policy"
 LEASE = "@lease"
 OWNER = "@owner"
 
@@ -65,6 +66,15 @@ PERMISSIONS = (
     Permission(Scope.OWN, "", "configmaps", ("create",), why="who has which model name"),
     Permission(
         Scope.OWN, "", "configmaps", ("get", "patch"), (NAMES_CONFIG_MAP,), "who has which name"
+    ),
+    Permission(Scope.OWN, "networking.k8s.io", "networkpolicies", ("create",), why="Redis"),
+    Permission(
+        Scope.OWN,
+        "networking.k8s.io",
+        "networkpolicies",
+        ("get", "patch"),
+        (REDIS_POLICY,),
+        "who reaches Redis",
     ),
     Permission(Scope.OWN, "apps", "deployments", ("get",), (OWNER,), "owner of the keys"),
     Permission(Scope.OWN, "coordination.k8s.io", "leases", ("create",), why="leader election"),
@@ -109,7 +119,8 @@ def single_verbs() -> Iterator[tuple[Permission, str]]:
 
 def chart_file() -> str:
     """The table as the chart reads it (`.Files.Get`); placeholders are the chart's values."""
-    placeholders = {name: name for name in (KEYS_SECRET, NAMES_CONFIG_MAP, LEASE, OWNER)}
+    known = (KEYS_SECRET, NAMES_CONFIG_MAP, REDIS_POLICY, LEASE, OWNER)
+    placeholders = {name: name for name in known}
     return yaml.safe_dump(
         {scope.value: rules(scope, placeholders) for scope in Scope}, sort_keys=False
     )

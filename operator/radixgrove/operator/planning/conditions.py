@@ -56,6 +56,7 @@ class StatusInput:
     autoscaling: AutoscalingStatus | None
     outdated: str = ""  # what an older CRD drops of this status
     phases: Sequence[str] = ()  # what starting workers report
+    shared: str = ""  # what the namespace has in common with others
 
 
 def compute(facts: StatusInput) -> InferenceServiceStatus:
@@ -71,6 +72,8 @@ def compute(facts: StatusInput) -> InferenceServiceStatus:
     is_ready = _ready(facts, reached, desired)
     verdicts = [is_ready, _progressing(facts, len(ready), desired)]
     verdicts += [_model_cached(facts), _degraded(facts, is_ready)]
+    if facts.shared:  # no news where nothing is
+        verdicts.append(ConditionDraft("Isolated", False, "Shared", facts.shared))
     selector = names.labels(facts.view.service.name, names.WORKER) | {names.POD_INDEX: "0"}
     given_up = facts.view.rollback
     if facts.view.target is None and before.rolled_back:  # not known yet what is asked for now

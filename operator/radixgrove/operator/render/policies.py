@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import Object
@@ -64,6 +66,36 @@ def router_network_policy(service: Service, config: OperatorConfig) -> Object:
         names.ROUTER,
         [{"ports": [api]}, {"from": _overseers(config), "ports": [management]}],
     )
+
+
+def redis_network_policy(namespaces: Collection[str], config: OperatorConfig) -> Object:
+    """Workers and dedicated routers of namespaces with services reach the chart's Redis.
+
+    Where policies are switched off, one that is there already keeps nobody out.
+    """
+    selector = {"key": NAMESPACE_NAME, "operator": "In", "values": sorted(namespaces)}
+    component = {"key": names.COMPONENT, "operator": "In", "values": [names.WORKER, names.ROUTER]}
+    pods = {"matchLabels": {names.MANAGED_BY: names.MANAGER}, "matchExpressions": [component]}
+    peer = {"namespaceSelector": {"matchExpressions": [selector]}, "podSelector": pods}
+    rule = {"from": [peer], "ports": [{"port": 6379, "protocol": "TCP"}]}
+    if not config.network_policies.enabled:
+        ingress: list[Object] = [{}]
+    else:
+        ingress = [rule] if namespaces else []
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": config.redis_policy,
+            "namespace": config.namespace,
+            "labels": {names.MANAGED_BY: names.MANAGER, names.COMPONENT: "redis"},
+        },
+        "spec": {
+            "podSelector": {"matchLabels": config.redis.labels},
+            "policyTypes": ["Ingress"],
+            "ingress": ingress,
+        },
+    }
 
 
 def _network_policy(service: Service, component: str, ingress: list[Object]) -> Object:

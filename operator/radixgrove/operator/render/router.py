@@ -19,6 +19,7 @@ from radixgrove.operator.render.common import (
     key_env,
     metadata,
     pod_security_context,
+    secret_env,
     with_pod_defaults,
 )
 from radixgrove.operator.render.pods import with_fields
@@ -30,8 +31,15 @@ _KEYS_DIRECTORY = "/etc/radixgrove/keys"
 # Settings that a user does not choose, or chooses elsewhere.
 _BY_OPERATOR = {
     "host", "port", "management_host", "management_port", "management_key", "internal_key",
-    "cluster_secret", "redis_url", "redis_prefix", "model_table", "router_id",
+    "cluster_secret", "redis_url", "redis_prefix", "model_table", "router_id", "root_key",
+    "metrics_key", "previous_internal_key", "previous_cluster_secret",
 }  # fmt: skip
+# The previous ones are there while the namespace is changed over to keys of its own.
+_OPTIONAL = {
+    "metrics_key": "metrics-key",
+    "previous_internal_key": "previous-internal-key",
+    "previous_cluster_secret": "previous-cluster-secret",
+}
 _ELSEWHERE = {"policy": "router.policy", "api_keys_file": "router.auth"}
 
 
@@ -182,6 +190,10 @@ def _container(settings: RouterSettings, config: OperatorConfig) -> Object:
             field_env("POD_NAME", "metadata.name"),
             *({"name": key, "value": value} for key, value in values.items()),
             *key_env(config, "internal_key", "cluster_secret", "management_key", "redis_url"),
+            *(
+                secret_env(f"RADIXGROVE_{name.upper()}", config.keys_secret, key, optional=True)
+                for name, key in _OPTIONAL.items()
+            ),
         ],
         "ports": [
             {"name": "http", "containerPort": names.ROUTER_PORT},

@@ -276,7 +276,7 @@ class Publisher:
                 f"service {registration.service!r} refuses this replica: "
                 + disagreement(registration.identity(), theirs)
             )
-        await self._link.call("SADD", services_key(self._prefix), registration.service)
+        await self._join_services()
         self._lose_track("registered anew")
         self._registered = True
         self._superseded = False
@@ -288,6 +288,15 @@ class Publisher:
             registration.service,
             self._generation,
         )
+
+    async def _join_services(self) -> None:
+        """Where the operator keeps the list of services, a worker may not change it."""
+        key, service = services_key(self._prefix), self._registration.service
+        try:
+            await self._link.call("SADD", key, service)
+        except RedisRefused as refusal:
+            if refusal.code != "NOPERM":
+                raise
 
     def _report(self) -> LoadReport:
         stats = self._stats
