@@ -45,6 +45,8 @@ class RadixgroveError(Exception):
     │   ├── KubeError
     │   ├── FetchError
     │   ├── RankMissing
+    │   ├── JoinRefused
+    │   ├── ChannelError
     │   ├── AnswerLate
     │   ├── ConnectFailed
     │   │   └── NoResources

@@ -6,17 +6,44 @@ from radixgrove.protocol.errors import InvalidInput
 
 
 class UnsupportedRanks(InvalidInput):
-    """A group of which a worker would leave ranks idle, or make two replicas of one."""
+    """A group of which a worker would leave ranks idle, or which it cannot run."""
 
 
-def check_ranks(*, tp: int, ranks: int, nodes: int) -> None:
-    """Refuse a group of `ranks` on `nodes` that is not the `tp` ranks of one node.
+def check_places(*, tp: int, ranks: int, nodes: int) -> None:
+    """Refuse ranks that do not fit their machines.
 
     Raises:
-        UnsupportedRanks: the message names both.
+        UnsupportedRanks: the message names what would have to divide what.
     """
-    if (ranks, nodes) != (tp, 1):
+    if ranks % nodes:
         raise UnsupportedRanks(
-            f"the group has {ranks} ranks on {nodes} nodes, and this worker runs the tp={tp} ranks "
-            "of one node: it has no pipeline or data parallelism yet"
+            f"{ranks} ranks are not equally many on each of {nodes} machines; nodes must divide "
+            "tp * pp * dp"
+        )
+    if (ranks // nodes) % tp:
+        raise UnsupportedRanks(
+            f"{ranks // nodes} ranks on each of {nodes} machines would leave the tp {tp} ranks of "
+            "a stage on two of them; tp must divide the ranks of a machine"
+        )
+
+
+def check_ranks(*, tp: int, pp: int, dp: int, ranks: int, nodes: int, may_be_cpu: bool) -> None:
+    """Refuse a group of `ranks` on `nodes` that a worker with these settings does not run.
+
+    Raises:
+        UnsupportedRanks: the message names the group and what is wrong with it.
+    """
+    group = f"the group has {ranks} ranks on {nodes} nodes"
+    if ranks != tp * pp * dp:
+        raise UnsupportedRanks(f"{group}, and tp {tp} * pp {pp} * dp {dp} is {tp * pp * dp}")
+    check_places(tp=tp, ranks=ranks, nodes=nodes)
+    if dp > 1:
+        raise UnsupportedRanks(
+            f"{group} in dp {dp} members, and this version runs one: use replicas, each of which "
+            "is a fault domain of its own"
+        )
+    if pp > 1 and not may_be_cpu:
+        raise UnsupportedRanks(
+            f"{group} in pp {pp} stages, and this version runs stages on CPUs alone: on GPUs "
+            "spread the model over one node with tp"
         )

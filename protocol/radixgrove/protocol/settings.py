@@ -207,7 +207,21 @@ class WorkerSettings(Settings):
         LoadFormat.SAFETENSORS, "`dummy`: random weights, for benchmarks."
     )
     weight_version: str = _field("0", "Names the weights in cache keys.", max_length=128)
-    tp: int = _field(1, "Tensor-parallel ranks.", ge=1, le=64, everyday=True)
+    tp: int = _field(1, "Tensor-parallel ranks, always of one machine.", ge=1, le=64, everyday=True)
+    pp: int = _field(1, "Pipeline stages.", ge=1, le=64, everyday=True)
+    dp: int = _field(1, "Data-parallel members of the group.", ge=1, le=64)
+    pp_layers: list[Annotated[int, Field(ge=1, le=4096)]] = _field(
+        [], "Layers of each stage; by default stages are level in parameters."
+    )
+    nodes: int = _field(1, "Machines of the group; also `NNODES`.", ge=1, le=4096)
+    node_rank: int = _field(
+        0, "Which of them this one is, from 0; also `NODE_RANK`.", ge=0, le=4095
+    )
+    master: str | None = _field(
+        None,
+        "host:port at which machine 0 is met by the others; also `MASTER_ADDR` and `MASTER_PORT`.",
+        max_length=512,
+    )
     attention_backend: AttentionChoice = _field(AttentionChoice.AUTO, "Attention kernels.")
     cuda_graphs: bool = _field(
         True, "Capture decode steps, and small ones that prefill, as CUDA graphs."

@@ -104,7 +104,7 @@ class Operator:
         return [found["reason"] for found in self.kube.of("Event")]
 
 
-# Of the chart's own worker it is known that it runs on one node.
+# Of the chart's own worker it is known that it runs stages on CPUs alone.
 KUBERNETES = "1.35"
 TWO_NODES = {"hardware": {"nodes": 2, "gpusPerNode": 8}, "image": "example.com/of-groups:1"}
 
@@ -115,7 +115,7 @@ TWO_NODES = {"hardware": {"nodes": 2, "gpusPerNode": 8}, "image": "example.com/o
         ({"hardware": {"nodes": 2, "gpusPerNode": 8}}, "16 ranks on 2 nodes"),
         (
             {"hardware": {"gpusPerNode": 8}, "parallelism": {"tp": 4, "dp": 2}},
-            "8 ranks on 1 nodes, and this worker runs the tp=4 ranks",
+            "8 ranks on 1 nodes in dp 2 members",
         ),
     ],
     ids=str,

@@ -202,14 +202,14 @@ def test_a_model_that_is_none_is_refused(start_agent: StartAgent) -> None:
 def test_ranks_that_would_stay_idle_are_refused(
     start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch, nodes: int, ranks: int
 ) -> None:
-    """As the operator says it; pp and dp are for workers to come."""
+    """As the operator says it."""
     monkeypatch.setenv("GROUP_MARKER", "/run/radixgrove/joined")
     monkeypatch.setenv("NNODES", str(nodes))
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     agent = start_agent()
     assert agent.end() == 1
     assert f"the group has {ranks} ranks on {nodes} nodes" in agent.output
-    assert "no pipeline or data parallelism yet" in agent.output
+    assert "tp 1 * pp 1 * dp 1 is 1" in agent.output
 
 
 def test_a_group_of_this_workers_own_ranks_is_served(

@@ -22,7 +22,7 @@ def cpu_runner(directory: Path, **settings: object) -> Runner:
     """The runner of a model directory, in float32 by default."""
     options = {"dtype": DType.FLOAT32, "max_running": 10, "kv_tokens": 4096} | settings
     worker = WorkerSettings(device=Device.CPU, **options)  # type: ignore[arg-type]
-    return build_rank(worker, directory, lambda phase: None, None, 0)[0]
+    return build_rank(worker, directory, lambda phase: None)[0]
 
 
 def greedy(max_tokens: int, **changes: object) -> SamplingParams:

@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
 from radixgrove.worker.engine.executor import build_executor
-from radixgrove.worker.parallel.group import Shard
-from radixgrove.worker.parallel.rendezvous import RankMissing, join
+from radixgrove.worker.parallel.crew import meet
+from radixgrove.worker.parallel.rendezvous import RankMissing
 from radixgrove.worker.runtime import Runtime
 from tests.checkout import ROOT
 from tests.worker.execution import tiny
@@ -76,14 +75,14 @@ def settings(tp: int, **changes: object) -> WorkerSettings:
 
 
 @contextmanager
-def followers(directory: Path, tp: int) -> Iterator[list[subprocess.Popen[str]]]:
+def followers(directory: Path, ranks: int) -> Iterator[list[subprocess.Popen[str]]]:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _FOLLOW, str(directory), str(rank)],
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(1, tp)
+        for rank in range(1, ranks)
     ]
     try:
         yield processes
@@ -93,9 +92,9 @@ def followers(directory: Path, tp: int) -> Iterator[list[subprocess.Popen[str]]]
             process.communicate()
 
 
-def run_group(directory: Path, tp: int, leader_script: str, *arguments: str) -> str:
+def run_group(directory: Path, ranks: int, leader_script: str, *arguments: str) -> str:
     """What rank 0 prints, which runs the script on the directory; all ranks must end well."""
-    with followers(directory, tp) as processes:
+    with followers(directory, ranks) as processes:
         leader = subprocess.run(
             [sys.executable, "-c", leader_script, str(directory), *arguments],
             cwd=ROOT,
@@ -113,8 +112,9 @@ def generate(
     directory: Path, model_dir: Path, tp: int, prompts: list[list[int]], **changes: object
 ) -> str:
     directory.mkdir()
-    Runtime(directory, settings(tp, **changes), model_dir).write()
-    return run_group(directory, tp, _LEAD, json.dumps(prompts), "24")
+    group = settings(tp, **changes)
+    Runtime(directory, group, model_dir).write()
+    return run_group(directory, group.tp * group.pp, _LEAD, json.dumps(prompts), "24")
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,9 @@ def test_a_tp_that_does_not_divide_names_those_that_do(demo_model_dir: Path) -> 
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RankMissing, match=r"rank 1, 2 did not join within 0 s"):
-        join(tmp_path, Shard(0, 3), torch.device("cpu"), arrival=0.2)
+    tiny.save("llama", tmp_path / "model")
+    with pytest.raises(RankMissing, match=r"rank 1, rank 2 did not join within 0 s"):
+        meet(settings(3), tmp_path / "model", tmp_path, 0, arrival=0.2)
 
 
 def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:

@@ -88,9 +88,9 @@ operations = st.lists(
 )
 setups = st.fixed_dictionaries(
     {
-        "depth": st.integers(1, 3),
+        "depth": st.integers(1, 4),
         "max_row_tokens": st.sampled_from([1, 2, 4, 4]),
-        "micro_batches": st.sampled_from([1, 1, 2, 3]),
+        "micro_batches": st.sampled_from([1, 1, 2, 3, 4]),
         "counts": st.one_of(st.none(), st.integers(0, 1 << 16)),  # a seed; None: all it may be
         "num_pages": st.integers(16, 40),
         "page_size": st.sampled_from([1, 2, 4]),

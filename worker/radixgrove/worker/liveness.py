@@ -11,6 +11,7 @@ from radixgrove.worker.messages import EngineState, Stats
 # Seconds. An idle engine ticks five times a second; a busy one says how long its step may take.
 SILENCE = 5.0
 DEADLINE_GRACE = 1.0
+GROUP_GRACE = 4.0  # of several ranks: rank 0 names the one to blame, if it can
 # Loading, warm-up and compiling report progress; this long without any is a hang.
 START_SILENCE = 900.0
 FRESH = 2.0  # readiness ends long before the kill
@@ -23,9 +24,14 @@ class Liveness:
     (see `WatchClock`).
     """
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = time.monotonic, grace: float = DEADLINE_GRACE) -> None:
+        """
+        Args:
+            grace: seconds beyond a step's deadline.
+        """
         self.stats: Stats | None = None
         self._clock = WatchClock(clock)
+        self._grace = grace
         self._heard = self._ticked = self._clock.now()  # any sign of life; the counter moved
         self._deadline: float | None = None  # of the running step
 
@@ -76,7 +82,7 @@ class Liveness:
             return None
         if self._deadline is not None and not stopped:
             late = now - self._deadline
-            if late > DEADLINE_GRACE:
+            if late > self._grace:
                 return f"step {stats.steps + 1} is {late:.1f} s past its deadline"
             return None
         silence = now - self._ticked

@@ -141,7 +141,10 @@ up = SettingsCommand(
     # The router's first: `host`, `port` and the like mean the endpoint.
     params=[
         *setting_options(
-            "up", "router", "worker", without=AMBIGUOUS | {"replica_id", "advertise_url"}
+            "up",
+            "router",
+            "worker",
+            without=AMBIGUOUS | {"replica_id", "advertise_url", "nodes", "node_rank", "master"},
         ),
         click.Option(
             ["--demonstrate", "show_requests"],

@@ -125,7 +125,14 @@ def check(service: Service, revision: Revision, config: OperatorConfig) -> PodSp
     hardware = revision.hardware
     ranks = hardware.nodes * hardware.gpus_per_node
     try:
-        check_ranks(tp=revision.parallelism.tp, ranks=ranks, nodes=hardware.nodes)
+        check_ranks(
+            tp=revision.parallelism.tp,
+            pp=revision.parallelism.pp,
+            dp=revision.parallelism.dp,
+            ranks=ranks,
+            nodes=hardware.nodes,
+            may_be_cpu=hardware.device is DeviceKind.CPU,
+        )
     except UnsupportedRanks as error:
         raise UnsupportedShape(f"hardware and parallelism: {error}") from error
     return pod

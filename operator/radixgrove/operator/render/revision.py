@@ -153,7 +153,8 @@ def revision_of(
 _BY_OPERATOR = {
     "host", "port", "management_host", "management_port", "management_key", "internal_key",
     "cluster_secret", "redis_url", "redis_prefix", "model", "served_model_name", "service",
-    "replica_id", "advertise_url", "device", "tp", "weight_version", "api_keys_file",
+    "replica_id", "advertise_url", "device", "tp", "pp", "dp", "nodes", "node_rank", "master",
+    "weight_version", "api_keys_file",
 }  # fmt: skip
 
 
@@ -178,6 +179,8 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
         "service": service,
         "device": revision.hardware.device.value,
         "tp": revision.parallelism.tp,
+        "pp": revision.parallelism.pp,
+        "dp": revision.parallelism.dp,
         "weight_version": names.digest([revision.model.source, revision.model.revision]),
     }
     try:

@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -33,6 +34,7 @@ from radixgrove.service.liveness import tick
 from radixgrove.service.probing import is_ready
 from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import demo_model, management, model_files
+from radixgrove.worker.agent.machine import Machine, wait_to_be_replaced
 from radixgrove.worker.agent.preparation import (
     AgentError,
     check_group,
@@ -40,12 +42,14 @@ from radixgrove.worker.agent.preparation import (
     reserved_port,
     resolve_model,
     resolve_settings,
+    with_group,
 )
+from radixgrove.worker.agent.probes import Marker
 from radixgrove.worker.agent.progress import StartReport, memory_arithmetic
 from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.agent.registration import describe
 from radixgrove.worker.cache.identity import block_hasher, cache_namespace
-from radixgrove.worker.liveness import Liveness, is_stopped
+from radixgrove.worker.liveness import DEADLINE_GRACE, GROUP_GRACE, Liveness, is_stopped
 from radixgrove.worker.messages import (
     Admitted,
     CacheEvents,
@@ -58,6 +62,7 @@ from radixgrove.worker.messages import (
     ToAgent,
     ToEngine,
 )
+from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.runtime import Runtime
 
 _log = logging.getLogger(__name__)
@@ -92,23 +97,37 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
     # Until the event loop takes over, SIGTERM must still unwind: a conversion may be running.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
+        settings = with_group(settings, os.environ)
         check_group(settings, os.environ)
         check_management(settings)
+        marker = Marker(settings)
+        if marker.is_set:
+            return asyncio.run(wait_to_be_replaced(settings))
         model_dir = resolve_model(settings.model)
         model_files.check(model_dir, weights=settings.load_format is LoadFormat.SAFETENSORS)
-        with reserved_port(settings) as port, private_directory("radixgrove-worker-") as directory:
-            runtime = Runtime(directory, resolve_settings(settings, model_dir, port), model_dir)
-            runtime.metrics_dir.mkdir()
-            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(runtime.metrics_dir)
-            logs.count_drops()
-            runtime.write()
-            return asyncio.run(Agent(runtime, modules).run())
+        with private_directory("radixgrove-worker-") as directory:
+            if settings.node_rank > 0:
+                runtime = _runtime(directory, settings, model_dir)
+                return asyncio.run(Machine(runtime, marker, modules.engine).run())
+            with reserved_port(settings) as port:
+                settings = resolve_settings(settings, model_dir, port)
+                runtime = _runtime(directory, settings, model_dir)
+                return asyncio.run(Agent(runtime, modules, marker).run())
     except ModelError as error:
         _log.error("%s", error)
         return exit_codes.MODEL
     except (AgentError, demo_model.DemoModelError, BindingError) as error:
         _log.error("%s", error)
         return getattr(error, "code", exit_codes.FAILED)
+
+
+def _runtime(directory: Path, settings: WorkerSettings, model_dir: Path) -> Runtime:
+    runtime = Runtime(directory, settings, model_dir)
+    runtime.metrics_dir.mkdir()
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(runtime.metrics_dir)
+    logs.count_drops()
+    runtime.write()
+    return runtime
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
@@ -118,16 +137,24 @@ def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
 class Agent:
     """One worker's processes, from start to end. `run` is called once."""
 
-    def __init__(self, runtime: Runtime, modules: Modules = Modules()) -> None:
+    def __init__(
+        self, runtime: Runtime, modules: Modules = Modules(), marker: Marker | None = None
+    ) -> None:
+        """
+        Args:
+            marker: set once the group serves.
+        """
         self.runtime = runtime
         self.settings = runtime.settings
         self.state = WorkerState.STARTING
         self.info: EngineInfo | None = None
-        self.liveness = Liveness()
+        grace = GROUP_GRACE if Layout.of(self.settings).size > 1 else DEADLINE_GRACE
+        self.liveness = Liveness(grace=grace)
         self.publisher: Publisher | None = None
         self.started = time.monotonic()  # seconds of this process's clock
         self.phase: PhaseReport | None = None
         self._modules = modules
+        self._marker = marker or Marker(self.settings)
         self._engines: list[Supervised] = []
         self._frontends: list[Supervised] = []
         self._stuck: AgentError | None = None
@@ -205,7 +232,7 @@ class Agent:
         self._stop.set()
 
     async def _start_children(self) -> None:
-        for rank in range(self.settings.tp):
+        for rank in Layout.of(self.settings).ranks_of(self.settings.node_rank):
             self._engines.append(self._child(f"engine rank {rank}", self._modules.engine, rank))
         for index in range(self.settings.frontends):
             self._frontends.append(self._child(f"frontend {index}", self._modules.frontend, index))
@@ -273,6 +300,7 @@ class Agent:
         await self._await_frontends()
         if self.settings.redis_url is not None:
             await self._publish(self.info)
+        self._marker.set()
         if self.state is WorkerState.STARTING:
             self.state = WorkerState.READY
         self._report.ready(self.settings, time.monotonic() - self.started)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
-from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.settings import Device, WorkerSettings
 from radixgrove.service import exit_codes
 from radixgrove.service.listening import bound_socket
 from radixgrove.worker.agent import demo_model
@@ -27,21 +27,63 @@ class AgentError(StartFailed):
         self.code = code
 
 
-def check_group(settings: WorkerSettings, environ: Mapping[str, str]) -> None:
-    """Refuse a group that this worker cannot run; the operator says in the environment how it is.
+def with_group(settings: WorkerSettings, environ: Mapping[str, str]) -> WorkerSettings:
+    """Fill in, from the variables that launchers of groups set, where this machine stands in its
+    group; what is set otherwise goes first.
 
     Raises:
-        AgentError: its ranks are not the `tp` ones of one node.
+        AgentError: a variable is no number of machines.
     """
-    if "GROUP_MARKER" not in environ:
-        return
-    ranks, nodes = (environ.get(name, "") for name in ("WORLD_SIZE", "NNODES"))
-    if not (ranks.isdecimal() and nodes.isdecimal()):
-        raise AgentError(f"WORLD_SIZE {ranks!r} and NNODES {nodes!r} are no numbers")
+    found: dict[str, int | str] = {}
+    for field, variable in (("nodes", "NNODES"), ("node_rank", "NODE_RANK")):
+        value = environ.get(variable)
+        if value is not None and field not in settings.model_fields_set:
+            if not value.isdecimal() or (field == "nodes" and int(value) < 1):
+                raise AgentError(f"{variable} is {value!r}, which is no number of machines")
+            found[field] = int(value)
+    if settings.master is None and "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        found["master"] = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    return settings.model_copy(update=found)
+
+
+def check_group(settings: WorkerSettings, environ: Mapping[str, str]) -> None:
+    """Refuse a group that this worker cannot run, and machines that cannot prove themselves.
+
+    The operator says in the environment how many ranks a group has.
+
+    Raises:
+        AgentError: the text says which setting to change.
+    """
+    tp, pp, dp = settings.tp, settings.pp, settings.dp
+    ranks = tp * pp * dp
+    if "GROUP_MARKER" in environ:
+        said = environ.get("WORLD_SIZE", "")
+        if not said.isdecimal():
+            raise AgentError(f"WORLD_SIZE is {said!r}, which is no number")
+        ranks = int(said)
+    may_be_cpu = settings.device is not Device.CUDA
     try:
-        check_ranks(tp=settings.tp, ranks=int(ranks), nodes=int(nodes))
+        check_ranks(tp=tp, pp=pp, dp=dp, ranks=ranks, nodes=settings.nodes, may_be_cpu=may_be_cpu)
     except UnsupportedRanks as error:
         raise AgentError(str(error)) from error
+    if settings.nodes > 1:
+        _check_machines(settings)
+
+
+def _check_machines(settings: WorkerSettings) -> None:
+    if settings.node_rank >= settings.nodes:
+        raise AgentError(
+            f"node_rank {settings.node_rank} is none of {settings.nodes} machines, from 0"
+        )
+    if settings.master is None:
+        raise AgentError(
+            f"a group of {settings.nodes} machines needs --master HOST:PORT, where machine 0 is met"
+        )
+    if settings.internal_key is None and settings.cluster_secret is None:
+        raise AgentError(
+            "a group of several machines needs internal_key (RADIXGROVE_INTERNAL_KEY): its ranks "
+            "prove themselves by it"
+        )
 
 
 def openmp_waiting(environ: Mapping[str, str]) -> dict[str, str]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
+import torch
+
 from radixgrove.protocol.settings import WorkerSettings
-from radixgrove.worker.engine.leader import GroupExecutor, PlanLinks
+from radixgrove.worker.engine.ending import give_up
+from radixgrove.worker.engine.group_links import LeaderLinks
+from radixgrove.worker.engine.leader import GroupExecutor
+from radixgrove.worker.engine.steps import step_allowance
 from radixgrove.worker.execution.assembly import Report
 from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.messages import EngineInfo
+from radixgrove.worker.parallel.crew import Crew, meet
+from radixgrove.worker.parallel.layout import Layout
+from radixgrove.worker.parallel.member import Member, StorePlace, form, open_store
 from radixgrove.worker.plan import Executor
 
 
@@ -21,14 +30,60 @@ def build_executor(
     """Rank 0's executor: load the model, size the pool, warm up, capture.
 
     Args:
-        runtime_dir: where the ranks meet; needed when `settings.tp` is more than 1.
+        runtime_dir: where ranks meet; needed when there are several.
 
     Raises:
         ModelError: the model, or the settings for it, cannot be served; the message says why.
-        RankMissing: another rank did not come.
+        RankMissing: another rank did not come, or is lost.
     """
-    runner, info = build_rank(settings, model_dir, report, runtime_dir, rank=0)
-    if settings.tp == 1 or runtime_dir is None:
-        return runner, info
-    links = PlanLinks(runtime_dir, settings.tp, runner.info.depth, settings.step_timeout)
-    return GroupExecutor(runner, links), info
+    if Layout.of(settings).size == 1:
+        return build_rank(settings, model_dir, report)
+    group = _Group(settings, model_dir, runtime_dir)
+    try:
+        runner, info = build_rank(settings, model_dir, report, 0, group.form)
+    except RuntimeError as error:
+        raise group.blame(error) from error
+    return GroupExecutor(runner, group.links, step_allowance(settings, info)), info
+
+
+class _Group:
+    """Rank 0's side of a group's start."""
+
+    def __init__(self, settings: WorkerSettings, model_dir: Path, runtime_dir: Path | None) -> None:
+        self._settings = settings
+        self._model_dir = model_dir
+        self._directory = runtime_dir
+        self._links: LeaderLinks | None = None
+
+    @property
+    def links(self) -> LeaderLinks:
+        assert self._links is not None
+        return self._links
+
+    def form(self, device: torch.device) -> Member:
+        """Meet the others, then let torch form its groups."""
+        if self._directory is None:
+            raise ValueError("several ranks need a runtime directory to meet in")
+        crew = meet(self._settings, self._model_dir, self._directory, rank=0)
+        self._links = LeaderLinks(crew, give_up(0))
+        listener = _store_listener(crew)
+        address = listener.getsockname()[:2] if listener is not None else ()
+        self._links.send(StorePlace(*address))
+        store = open_store(crew.layout, self._directory, listener)
+        member = form(crew.layout, crew.place, device, store)
+        self._links.activity = member.activity
+        return member
+
+    def blame(self, error: RuntimeError) -> RuntimeError:
+        return error if self._links is None else self._links.blame(error)
+
+
+def _store_listener(crew: Crew) -> socket.socket | None:
+    """On the network of the group; None on one machine."""
+    if crew.layout.nodes == 1:
+        return None
+    family = socket.AF_INET6 if ":" in crew.own_address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((crew.own_address, 0))
+    listener.listen(crew.layout.size)
+    return listener

@@ -3,98 +3,138 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
+import torch
 import zmq
 
+from radixgrove.protocol.model.config import ModelError
 from radixgrove.service import logs
-from radixgrove.worker.engine.leader import (
-    Forward,
-    Launch,
-    Order,
-    Progress,
-    Sample,
-    plans_address,
-    progress_address,
-)
+from radixgrove.worker.engine.ending import give_up
+from radixgrove.worker.engine.group_links import FollowerLink
+from radixgrove.worker.engine.links import Outlet
+from radixgrove.worker.engine.orders import Forward, Launch, Returned, Sample
 from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.execution.runner import Runner
-from radixgrove.worker.messages import PhaseReport
-from radixgrove.worker.parallel.rendezvous import leave
+from radixgrove.worker.messages import EngineState, PhaseReport
+from radixgrove.worker.parallel.crew import meet
+from radixgrove.worker.parallel.member import Member, StorePlace, form, leave, reach_store
+from radixgrove.worker.parallel.rendezvous import JoinRefused, RankMissing
 from radixgrove.worker.runtime import Runtime
 
 logger = logging.getLogger(__name__)
-
-_ORPHAN_CHECK_MS = 1000
 
 
 def run_follower(runtime_dir: Path, rank: int) -> int:
     """Run rank `rank` of the worker in `runtime_dir` until rank 0 ends it; the exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     runtime = Runtime.load(runtime_dir)
-    logs.configure(runtime.settings.log_level, json=runtime.settings.log_json)
+    settings = runtime.settings
+    logs.configure(settings.log_level, json=settings.log_json)
     logs.LevelFile(runtime_dir).follow()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    answers = context.socket(zmq.PUSH)
-    answers.connect(progress_address(runtime_dir))
+    group = _Group(runtime, rank)
     try:
-        runner, _ = build_rank(runtime.settings, runtime.model_dir, _log, runtime_dir, rank)
-        plans = context.socket(zmq.PULL)
-        plans.set_hwm(2 * (runner.info.depth + 1))
-        plans.connect(plans_address(runtime_dir, rank))
-        _follow(runner, plans, answers, rank)
-        plans.close(0)
+        runner, _ = build_rank(settings, runtime.model_dir, _log, rank, group.form)
+        _tell_agent(runtime)
+        _follow(runner, group.link)
+        group.close()
         runner.close()
-        leave(runner.group)
+        leave()
     except Exception as error:
-        logger.exception("rank %d failed", rank)
-        answers.send(msgspec.msgpack.encode(Progress(rank, -1, str(error))))
+        if not isinstance(error, ModelError | RankMissing | JoinRefused):
+            logger.exception("rank %d failed", rank)
+        group.fail(error)
         logs.STDERR.write(logs.escape(f"error: engine rank {rank} failed: {error}"))
         return 1
     finally:
-        answers.close(linger=1000)
-        context.term()
+        group.close()
     return 0
+
+
+class _Group:
+    """This rank's side of a group's start, and its link to rank 0 afterwards."""
+
+    def __init__(self, runtime: Runtime, rank: int) -> None:
+        self._runtime = runtime
+        self._rank = rank
+        self._link: FollowerLink | None = None
+
+    @property
+    def link(self) -> FollowerLink:
+        assert self._link is not None, "a rank other than 0 is one of several"
+        return self._link
+
+    def form(self, device: torch.device) -> Member:
+        """Join rank 0, then torch's groups, once it has opened the store for them."""
+        runtime = self._runtime
+        crew = meet(runtime.settings, runtime.model_dir, runtime.directory, self._rank)
+        self._link = link = FollowerLink(crew, give_up(self._rank))
+        # From here on rank 0 says when it is over: it may still have requests to answer.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        place = link.next_order()
+        if not isinstance(place, StorePlace):
+            raise RankMissing(f"{crew.name(0)} ended the group")
+        store = reach_store(crew.layout, runtime.directory, place, crew.own_address)
+        member = form(crew.layout, crew.place, device, store)
+        link.activity = member.activity
+        return member
+
+    def fail(self, error: Exception) -> None:
+        if self._link is not None:
+            self._link.fail(error)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
 
 
 def _log(phase: PhaseReport) -> None:
     logger.debug("%s", phase.message)
 
 
-def _follow(
-    runner: Runner, plans: zmq.Socket[bytes], answers: zmq.Socket[bytes], rank: int
-) -> None:
+def _tell_agent(runtime: Runtime) -> None:
+    """The start is over. On a machine without rank 0 the agent hears of it from its ranks alone."""
+    if runtime.settings.node_rank == 0:
+        return
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    outlet = Outlet(context, runtime.agent_socket)
+    outlet.send(PhaseReport(EngineState.READY, "joined"))
+    outlet.close()
+    context.term()
+
+
+def _follow(runner: Runner, link: FollowerLink) -> None:
     """Carry out each order as it comes; collect the oldest step when no more may be in flight."""
-    decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-    parent = os.getppid()
-    orders = flying = 0
-    while True:
-        if not plans.poll(_ORPHAN_CHECK_MS):
-            if os.getppid() != parent:
-                raise RuntimeError("the worker is gone")
-            continue
-        frame = plans.recv()
-        if not frame:
-            return
-        order = decoder.decode(frame)
+    speaks = runner.member.speaks
+    flying = 0
+    while (order := link.next_order()) is not None:
         if flying == runner.info.depth and not isinstance(order, Sample):
             runner.collect()
             flying -= 1
         match order:
-            case Launch(plan):
+            case Launch(plan, returned):
+                _take_back(runner, returned)
                 runner.launch(plan)
-            case Forward(plan):
+            case Forward(plan, returned):
+                _take_back(runner, returned)
                 runner.forward(plan)
             case Sample(masked, masks):
                 if masked:
                     given = np.frombuffer(masks, dtype=np.int32).reshape(len(masked), -1)
                     runner.masks(*given.shape)[:] = given
                 runner.sample(masked)
+            case StorePlace():
+                raise RuntimeError("the group has been formed already")
         flying += not isinstance(order, Forward)
-        orders += 1
-        answers.send(msgspec.msgpack.encode(Progress(rank, orders)))
+        if speaks and flying:
+            link.send_result(runner.collect())
+            flying -= 1
+        link.carried_out()
+
+
+def _take_back(runner: Runner, returned: list[Returned]) -> None:
+    for each in returned:
+        runner.take_back(each.rows, each.tokens)

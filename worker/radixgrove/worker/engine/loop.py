@@ -23,12 +23,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from radixgrove.protocol.settings import CPU_STEP_SLACK, WorkerSettings
+from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service import logs
 from radixgrove.worker.cache.identity import block_hasher, cache_namespace
 from radixgrove.worker.engine.links import Links
 from radixgrove.worker.engine.metrics import EngineMetrics, PhaseClock
 from radixgrove.worker.engine.prefill_rate import PrefillRate
+from radixgrove.worker.engine.steps import step_allowance
 from radixgrove.worker.engine.tokenizer import tokenizer_of
 from radixgrove.worker.messages import (
     Abort,
@@ -84,7 +85,6 @@ class Engine:
         info: EngineInfo,
         load_tokenizer: LoadTokenizer,
     ) -> None:
-        self._settings = settings
         self._executor = executor
         self._depth = executor.info.depth
         self._agent = links.agent
@@ -118,9 +118,7 @@ class Engine:
         wants_events = settings.redis_url is not None and settings.prefix_cache
         hasher = functools.partial(block_hasher, settings) if wants_events else None
         self._scheduler = Scheduler(config, hasher, load_tokenizer)
-        # A step's allowance grows with its size where steps are slow.
-        rate = info.prefill_tokens_per_second
-        self._seconds_per_token = CPU_STEP_SLACK / rate if on_cpu and rate > 0 else 0.0
+        self._allowance = step_allowance(settings, info)
         info = msgspec.structs.replace(
             info, max_model_len=config.max_model_len, max_running=config.max_running
         )
@@ -236,9 +234,8 @@ class Engine:
             if not self._flights:
                 self._oldest_since = now
             tokens = plan.num_tokens
-            allowance = self._settings.step_timeout + tokens * self._seconds_per_token
             prefill = sum(chunk.length for chunk in plan.prefills)
-            self._flights.append(_Launched(tokens, prefill, allowance))
+            self._flights.append(_Launched(tokens, prefill, self._allowance(tokens)))
             self._clock.end("schedule")
             self._pulse_if_due(now)  # on a CPU the launch itself computes
             self._clock.end("pulse")

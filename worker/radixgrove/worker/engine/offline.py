@@ -21,6 +21,7 @@ from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.engine.tokenizer import tokenizer_of
 from radixgrove.worker.execution.assembly import Report
 from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, Tokens
+from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.plan import Executor, StepPlan
 from radixgrove.worker.runtime import Runtime
 from radixgrove.worker.scheduler.config import SchedulerConfig
@@ -55,7 +56,7 @@ class OfflineEngine:
         self._cleanup = ExitStack()
         with ExitStack() as started:
             runtime_dir = None
-            if settings.tp > 1:
+            if Layout.of(settings).size > 1:
                 runtime_dir = started.enter_context(_other_ranks(settings, model_dir))
             self.executor: Executor
             self.info: EngineInfo
@@ -151,11 +152,12 @@ class OfflineEngine:
 
 @contextmanager
 def _other_ranks(settings: WorkerSettings, model_dir: Path) -> Iterator[Path]:
-    """Processes of ranks 1 .. tp - 1, and the directory in which they meet rank 0."""
+    """Processes of the other ranks, and the directory in which they meet rank 0."""
     with private_directory("radixgrove-engine-") as directory:
         Runtime(directory, settings, model_dir.resolve()).write()
         command = [sys.executable, "-m", "radixgrove.worker.engine.loop", str(directory)]
-        ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(1, settings.tp)]
+        others = range(1, Layout.of(settings).size)
+        ranks = [subprocess.Popen([*command, str(rank)]) for rank in others]
         try:
             yield directory
             for process in ranks:

@@ -18,6 +18,7 @@ from radixgrove.worker.execution.select_attention import select_attention
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.messages import EngineState, PhaseReport
 from radixgrove.worker.models.decoder import Decoder
+from radixgrove.worker.parallel.member import Member
 from radixgrove.worker.plan import ExecutorInfo
 
 Report = Callable[[PhaseReport], None]
@@ -31,6 +32,7 @@ class LoadedModel:
     config: ModelConfig
     limits: Limits
     model: Decoder
+    member: Member
     shape: KvShape
     memory: HostMemory | None  # of the host tier
     report: Report
@@ -58,6 +60,7 @@ class LoadedModel:
             max_model_len=max_model_len,
             vocab_size=self.config.vocab_size,
             depth=self.limits.depth,
+            micro_batches=self.limits.micro_batches,
             num_host_pages=0 if memory is None else self.host_pages,
         )
         pool = self.shape.allocate(num_pages, device)
@@ -78,7 +81,7 @@ class LoadedModel:
         )
         host = None if memory is None else page_copier(pool, memory)
         timeout = self.limits.step_timeout
-        return Runner(self.model, attention, table, info, timeout, host), name
+        return Runner(self.model, attention, table, info, timeout, host, self.member), name
 
     def graph_sizes(self, backend: str) -> tuple[list[int], list[int]]:
         """Batch sizes and token counts to capture: none on a CPU, or for a backend of varying

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from radixgrove.protocol.model.config import ModelConfig, check_divides
+from radixgrove.protocol.model.config import ModelConfig, ModelError, check_divides
 from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service import machine
@@ -36,34 +37,51 @@ from radixgrove.worker.execution.trial import measure_cuda
 from radixgrove.worker.execution.warmup import measure_prefill, rehearse_decodes
 from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
 from radixgrove.worker.models.layers import TensorPlacement
-from radixgrove.worker.parallel.group import Shard, TensorParallel
-from radixgrove.worker.parallel.rendezvous import join, limit_collectives
+from radixgrove.worker.models.stages import Stage, split_layers
+from radixgrove.worker.parallel.layout import Layout
+from radixgrove.worker.parallel.member import Member, limit_collectives
+
+Form = Callable[[torch.device], Member]
+
+
+def alone(_device: torch.device) -> Member:
+    """The only rank of its group."""
+    return Member()
 
 
 def build_rank(
     settings: WorkerSettings,
     model_dir: Path,
     report: Report,
-    runtime_dir: Path | None,
-    rank: int,
+    rank: int = 0,
+    form: Form = alone,
 ) -> tuple[Runner, EngineInfo]:
-    """One rank's runner; every rank runs this, since loading and warm-up hold collectives."""
+    """One rank's runner; every rank runs this, since loading and warm-up hold collectives.
+
+    Args:
+        form: joins torch's groups, when all ranks are there.
+
+    Raises:
+        ModelError: the model, or the settings for it, cannot be served; the message says why.
+    """
     config = load_config(model_dir)
     check_divides(config, settings.tp)
-    device = choose_device(settings.device, rank)
+    layout = Layout.of(settings)
+    layers = split_layers(config, settings.pp, settings.pp_layers)
+    place = layout.place(rank)
+    device = choose_device(settings.device, place.local_rank)
+    if device.type == "cuda" and settings.pp > 1:
+        raise ModelError(f"pp {settings.pp} runs on CPUs only, so far: on CUDA spread with tp")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         # torch knows the processor's cores, not the quota of a container.
-        shared = min(torch.get_num_threads(), machine.cores()) // settings.tp
+        shared = min(torch.get_num_threads(), machine.cores()) // layout.ranks_per_node
         torch.set_num_threads(settings.cpu_threads or max(1, shared))
-    group = TensorParallel(Shard())
-    if settings.tp > 1:
-        if runtime_dir is None:
-            raise ValueError("several ranks need a runtime directory to meet in")
-        group = join(runtime_dir, Shard(rank, settings.tp), device)
+    member = form(device)
+    stage = Stage.of(config, place.stage, layers)
     try:
-        return _build(settings, config, model_dir, report, device, group)
+        return _build(settings, config, model_dir, report, device, member, stage)
     except torch.cuda.OutOfMemoryError as error:
         raise MemoryShortage(cuda_shortage(device, "to start")) from error
 
@@ -74,17 +92,19 @@ def _build(
     model_dir: Path,
     report: Report,
     device: torch.device,
-    group: TensorParallel,
+    member: Member,
+    stage: Stage,
 ) -> tuple[Runner, EngineInfo]:
     dtype = choose_dtype(settings.dtype, config, device)
     kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype, device)
-    place = TensorPlacement(group, dtype, device)
-    shape = KvShape.of(config, settings.page_size, kv_dtype, group.shard)
-    memory = _host_memory(settings, shape, place)
+    place = TensorPlacement(member.tensor, dtype, device)
+    shard, page_size = member.tensor.shard, settings.page_size
+    shape = KvShape.of(config, page_size, kv_dtype, shard, len(stage.layers))
+    memory = _host_memory(settings, shape, member, device)
     try:
         limits = Limits.of(settings, device)
-        model = load_model(settings, config, limits, model_dir, place, kv_dtype, report)
-        return _start(LoadedModel(settings, config, limits, model, shape, memory, report))
+        model = load_model(settings, config, limits, model_dir, place, kv_dtype, stage, report)
+        return _start(LoadedModel(settings, config, limits, model, member, shape, memory, report))
     except BaseException:
         if memory is not None:
             memory.close()
@@ -92,25 +112,26 @@ def _build(
 
 
 def _host_memory(
-    settings: WorkerSettings, shape: KvShape, place: TensorPlacement
+    settings: WorkerSettings, shape: KvShape, member: Member, device: torch.device
 ) -> HostMemory | None:
-    """Memory of the host tier, the same on every rank; on CUDA it is not ready yet."""
+    """Memory of the host tier, as many pages on every rank; on CUDA it is not ready yet."""
+    layout = member.layout
     # Every rank has looked at what is free before one of them takes any of it.
-    pages = place.group.minimum(host_tier_pages(settings, shape, place.group.size))
+    pages = member.minimum(host_tier_pages(settings, shape, layout.size, layout.ranks_per_node))
     if not pages:
         return None
-    return HostMemory(pages * shape.page_bytes, shape.page_bytes, place.device)
+    return HostMemory(pages * shape.page_bytes, shape.page_bytes, device)
 
 
 def _start(loaded: LoadedModel) -> tuple[Runner, EngineInfo]:
     """Size the pool, warm up, capture, measure."""
     settings, config, model = loaded.settings, loaded.config, loaded.model
-    device, group = model.device, model.group
+    device, member = model.device, loaded.member
     if loaded.memory is not None:
         # CUDA locks memory under locks of its own, which would distort what is measured below.
         locking = f"locking {loaded.memory.bytes.nbytes / GIB:.1f} GiB for the host tier"
         loaded.memory.wait(lambda done: loaded.say(EngineState.LOADING, locking, done))
-    if rows := group.use_peer_memory(config.hidden_size, model.dtype):
+    if rows := member.tensor.use_peer_memory(config.hidden_size, model.dtype):
         loaded.say(EngineState.WARMING_UP, f"all-reduce over peer memory up to {rows} tokens")
     longest = choose_length(settings.max_model_len, config)
     kv_tokens = _kv_tokens(loaded, longest)
@@ -124,7 +145,7 @@ def _start(loaded: LoadedModel) -> tuple[Runner, EngineInfo]:
     weights = model.weights_bytes
     loaded.say(
         EngineState.WARMING_UP,
-        describe(weights, loaded.shape, kv_tokens, longest, group.size, loaded.host_pages),
+        describe(weights, loaded.shape, kv_tokens, longest, member.layout.size, loaded.host_pages),
     )
     # On CUDA the trial has said already which attention backend it is.
     silent = device.type == "cuda"
@@ -145,9 +166,11 @@ def _start(loaded: LoadedModel) -> tuple[Runner, EngineInfo]:
         rehearse_decodes(runner, loaded.limits.max_step_tokens)
     if steps:
         runner.capture_mixed(steps, say_captured)
+    # Stages work on several steps at once: the slowest sets the pace.
     speed = measure_prefill(runner, loaded.limits.max_step_tokens, device)
+    speed = float(member.minimum(int(speed))) if member.stages > 1 else speed
     host_speed = runner.measure_host()
-    limit_collectives(group, loaded.limits.step_timeout)
+    limit_collectives(loaded.limits.step_timeout)
     return runner, EngineInfo(
         num_pages=runner.info.num_pages,
         page_size=settings.page_size,
@@ -172,10 +195,15 @@ def _nothing(phase: PhaseReport) -> None:
 
 def _kv_tokens(loaded: LoadedModel, longest: int) -> int:
     """Tokens of the pool, the same on every rank."""
-    settings, shape, group = loaded.settings, loaded.shape, loaded.model.group
+    settings, shape, member = loaded.settings, loaded.shape, loaded.member
     wanted = loaded.limits.max_running * longest
     if loaded.model.device.type == "cuda":
         tokens = cuda_kv_tokens(settings, shape, measure_cuda(loaded, longest), wanted)
     else:
-        tokens = cpu_kv_tokens(settings, shape, wanted, group.size, loaded.host_pages)
-    return group.minimum(tokens)
+        local = member.layout.ranks_per_node
+        tokens = cpu_kv_tokens(settings, shape, wanted, local, loaded.host_pages)
+    least, stage = member.least(tokens)
+    if member.stages > 1:
+        bound = f"stage {stage} bounds the KV pool: {least:,} tokens"
+        loaded.say(EngineState.WARMING_UP, bound)
+    return least

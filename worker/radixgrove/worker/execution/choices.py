@@ -22,20 +22,27 @@ class Limits:
     max_running: int
     max_step_tokens: int
     depth: int
+    micro_batches: int
     step_timeout: float
 
     @classmethod
     def of(cls, settings: WorkerSettings, device: torch.device) -> Limits:
         cuda = device.type == "cuda"
+        depth = 2 if cuda and settings.overlap else 1
         return cls(
             *settings.step_limits(on_cpu=not cuda),
-            depth=2 if cuda and settings.overlap else 1,
+            # A step for each stage, and one whose results are on the host.
+            depth=settings.pp + 1 if settings.pp > 1 else depth,
+            micro_batches=settings.pp + 1 if settings.pp > 1 else 1,
             step_timeout=settings.step_timeout * (1.0 if cuda else CPU_STEP_SLACK),
         )
 
 
-def choose_device(setting: Device, rank: int) -> torch.device:
-    """This rank's device.
+def choose_device(setting: Device, local_rank: int) -> torch.device:
+    """The device of a rank.
+
+    Args:
+        local_rank: the rank within its machine.
 
     Raises:
         ModelError: CUDA is asked for and absent, or there are fewer devices than ranks.
@@ -44,9 +51,12 @@ def choose_device(setting: Device, rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ModelError("device cuda asked for, but torch finds no CUDA device")
-    if rank >= (count := torch.cuda.device_count()):
-        raise ModelError(f"rank {rank} has no device: this machine has {count}; lower tp")
-    return torch.device("cuda", rank)
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise ModelError(
+            f"rank {local_rank} of this machine has no device: there are {count}; lower tp, or "
+            "raise nodes"
+        )
+    return torch.device("cuda", local_rank)
 
 
 def choose_dtype(setting: DType, config: ModelConfig, device: torch.device) -> torch.dtype:

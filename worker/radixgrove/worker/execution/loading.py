@@ -19,6 +19,7 @@ from radixgrove.worker.messages import EngineState, PhaseReport
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.ops import choose_ops
+from radixgrove.worker.models.stages import Stage
 from radixgrove.worker.models.weights import fill_random, load_safetensors
 
 
@@ -29,11 +30,12 @@ def load_model(
     model_dir: Path,
     place: TensorPlacement,
     kv_dtype: torch.dtype,
+    stage: Stage,
     report: Report,
 ) -> Decoder:
-    """The decoder with its weights, on the device; kernels compile meanwhile."""
+    """A stage of the decoder with its weights, on the device; kernels compile meanwhile."""
     ops = choose_ops(place.device, place.dtype)
-    model = Decoder(config, place, ops, known_tokens(model_dir))
+    model = Decoder(config, place, ops, known_tokens(model_dir), stage)
     sizes = limits.max_running, limits.max_step_tokens
     attention = []
     if place.device.type == "cuda":

@@ -38,9 +38,17 @@ class KvShape:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: ModelConfig, page_size: int, dtype: torch.dtype, shard: Shard) -> KvShape:
+    def of(
+        cls,
+        config: ModelConfig,
+        page_size: int,
+        dtype: torch.dtype,
+        shard: Shard,
+        layers: int | None = None,
+    ) -> KvShape:
+        """`layers`: of the rank's stage; None: all."""
         kv_heads = shard.split(config.num_kv_heads)[1]
-        return cls(config.num_layers, kv_heads, config.head_dim, page_size, dtype)
+        return cls(layers or config.num_layers, kv_heads, config.head_dim, page_size, dtype)
 
     @property
     def dtype_name(self) -> str:
@@ -82,8 +90,12 @@ class CudaUse:
     other: int  # contexts, libraries, other processes, buffers of the host tier
 
 
-def host_tier_pages(settings: WorkerSettings, shape: KvShape, ranks: int) -> int:
+def host_tier_pages(settings: WorkerSettings, shape: KvShape, ranks: int, local: int = 1) -> int:
     """Pages of each rank's host tier, before anything else is allocated; 0: there is none.
+
+    Args:
+        ranks: that share `host_cache_gib`.
+        local: those of them that are on this machine.
 
     Raises:
         MemoryShortage: less than a page, or more than this machine has free.
@@ -100,7 +112,7 @@ def host_tier_pages(settings: WorkerSettings, shape: KvShape, ranks: int) -> int
         )
     unused = memory_limit() - psutil.Process().memory_info().rss
     free = min(unused, psutil.virtual_memory().available)
-    needed = ranks * pages * shape.page_bytes
+    needed = local * pages * shape.page_bytes
     if needed > free * _HOST_TIER_SHARE:
         raise MemoryShortage(
             f"{asked} needs {_gib(needed)} of host memory, but {_gib(max(free, 0))} are free, of "
@@ -116,6 +128,7 @@ def cpu_kv_tokens(
 
     Args:
         wanted: no pool needs more than this many tokens (all rows at full length).
+        ranks: on this machine.
         host_pages: of the host tier, which will take its memory page by page.
     """
     used = psutil.Process().memory_info().rss

@@ -16,18 +16,19 @@ from torch import Tensor
 
 from radixgrove.worker.attention.base import AttentionBackend
 from radixgrove.worker.execution.graphs import DecodeGraphs, Recorder
-from radixgrove.worker.execution.inputs import step_inputs
+from radixgrove.worker.execution.inputs import StepInputs, step_inputs
 from radixgrove.worker.execution.memory import cuda_shortage
-from radixgrove.worker.execution.page_copier import PageCopier
+from radixgrove.worker.execution.page_copier import AwaitLayer, PageCopier
 from radixgrove.worker.execution.prefill_graphs import MixedGraphs
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
 from radixgrove.worker.execution.sampling.masks import MaskCopies, TokenMasks
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import SamplingState
 from radixgrove.worker.execution.table import RequestTable
+from radixgrove.worker.execution.transfer import to_device
 from radixgrove.worker.messages import TokenLogprobs
 from radixgrove.worker.models.decoder import Decoder
-from radixgrove.worker.parallel.group import TensorParallel
+from radixgrove.worker.parallel.member import Member
 from radixgrove.worker.plan import ExecutorInfo, PrefillChunk, StepPlan, StepResult
 
 T = TypeVar("T")
@@ -101,12 +102,21 @@ class _ResultCopies:
             self._last.wait()
 
 
+def _no_samples(_masks: TokenMasks | None) -> Sampled:
+    """Of a stage before the last, which needs no masks."""
+    return Sampled(torch.empty(0, dtype=torch.int64))
+
+
 def _nothing() -> None:
     """On a CPU a step's samples are fetched when it ends."""
 
 
 class Runner:
-    """An `Executor` on one device; with tensor parallelism, one rank of several."""
+    """An `Executor` on one device, which may be one rank of several.
+
+    Of a pipeline it computes a stage. The last stage alone samples; the others yield no tokens, and
+    get those of collected steps by `take_back`, before they are to compute what follows them.
+    """
 
     def __init__(
         self,
@@ -116,10 +126,12 @@ class Runner:
         info: ExecutorInfo,
         step_timeout: float,
         host: PageCopier | None = None,
+        member: Member | None = None,
     ) -> None:
         if info.max_row_tokens > 1 and info.depth > 1:
             raise ValueError("attention plans by exact lengths, which steps in flight would hide")
         self._model = model
+        self._member = member or Member()
         self._attention = attention
         self._table = table
         self._info = info
@@ -163,8 +175,8 @@ class Runner:
         return mixed
 
     @property
-    def group(self) -> TensorParallel:
-        return self._model.group
+    def member(self) -> Member:
+        return self._member
 
     @property
     def info(self) -> ExecutorInfo:
@@ -224,6 +236,9 @@ class Runner:
             fetched = self._results.await_last if self._results is not None else _nothing
             return _Forwarded(plan, lambda masks: graphs.sample(plan.decodes, fetched, masks), [])
         inputs = step_inputs(plan, self._table, self._device)
+        if not self._member.is_last:
+            self._pass_on(plan, inputs, await_layer)
+            return _Forwarded(plan, _no_samples, [])
         prompts: list[_PromptLogprobs] = []
         if mixed is not None:
             hidden = mixed.run(inputs).index_select(0, inputs.sampled_tokens)
@@ -234,7 +249,8 @@ class Runner:
                 inputs.batch,
                 self._attention,
                 None if whole else inputs.sampled_tokens,
-                await_layer=await_layer,
+                self._received(plan),
+                await_layer,
             )
         if whole:
             prompts = self._prompt_logprobs(plan.prefills, hidden)
@@ -244,6 +260,33 @@ class Runner:
             return _Forwarded(plan, lambda _: Sampled(inputs.sampled_rows), prompts)
         logits, sampled = self._model.logits(hidden), inputs.sampled_rows
         return _Forwarded(plan, lambda masks: self._draw(plan, logits, sampled, masks), prompts)
+
+    def _received(self, plan: StepPlan) -> Tensor | None:
+        """What the stage before made of the step's tokens; None on the first."""
+        if self._member.is_first:
+            return None
+        model = self._model
+        return self._member.receive(plan.num_tokens, model.config.hidden_size, model.dtype)
+
+    def _pass_on(self, plan: StepPlan, inputs: StepInputs, await_layer: AwaitLayer | None) -> None:
+        """This stage's layers, for the one after."""
+        self._attention.plan(inputs.batch)
+        hidden = self._model.hidden_states(
+            inputs.token_ids,
+            inputs.batch,
+            self._attention,
+            embedded=self._received(plan),
+            await_layer=await_layer,
+        )
+        self._member.send(hidden)
+
+    @torch.inference_mode()
+    def take_back(self, rows: list[int], tokens: list[int]) -> None:
+        """Tokens that a collected step sampled, one for each of `rows`, in a stage before the last,
+        where `launch` has only counted them."""
+        if rows and not self._member.is_last:
+            sampled = to_device(np.array([rows, tokens], dtype=np.int64), self._device)
+            self._table.append(sampled[0], sampled[1].clamp(min=0))
 
     def _draw(
         self, plan: StepPlan, logits: Tensor, rows: Tensor, masks: TokenMasks | None

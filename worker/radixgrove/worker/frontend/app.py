@@ -135,7 +135,7 @@ class Frontend:
         async def readyz() -> Response:
             """Whether requests are taken: follows the engine's step counter."""
             self._check_ready()
-            return reply(Health("ok"))
+            return reply(Health("serving" if self.settings.nodes > 1 else "ok"))
 
         @api.read("/metrics", CONTENT_TYPE)
         async def metrics() -> Response:

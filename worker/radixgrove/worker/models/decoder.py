@@ -23,16 +23,24 @@ from radixgrove.worker.models.layers import (
 )
 from radixgrove.worker.models.ops import Ops
 from radixgrove.worker.models.rope import rotary_table
+from radixgrove.worker.models.stages import Stage
 
 
 class DecoderLayer:
     """Attention and gated MLP, each with its norm before and its residual after."""
 
-    def __init__(self, config: ModelConfig, index: int, place: TensorPlacement) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, place: TensorPlacement, pool_index: int
+    ) -> None:
+        """
+        Args:
+            index: of the layer in the model.
+            pool_index: of its pages in the pool, which holds the layers of this stage.
+        """
         prefix = f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-        self._index = index
+        self._index = pool_index
         self._qkv = Linear.column(
             place,
             hidden,
@@ -135,7 +143,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Token ids to hidden states to logits; parameters are allocated here, filled by `weights`."""
+    """Token ids to hidden states to logits; parameters are allocated here, filled by `weights`.
+
+    In a pipeline it is one stage of that: the first embeds, the last has the head.
+    """
 
     def __init__(
         self,
@@ -143,9 +154,11 @@ class Decoder:
         place: TensorPlacement,
         ops: Ops,
         known_tokens: int | None = None,
+        stage: Stage | None = None,
     ) -> None:
         """
         Args:
+            stage: which layers; None: all.
             known_tokens: ids from here on are padding of the vocabulary, without logits; None:
                 there is none.
         """
@@ -155,12 +168,18 @@ class Decoder:
         self.dtype = place.dtype
         self.device = place.device
         self._ops = ops
-        self._embedding = VocabTable(place, EMBEDDING, config.vocab_size, config.hidden_size)
-        self._head = self._embedding
-        if not config.tied_embeddings:
-            self._head = VocabTable(place, HEAD, config.vocab_size, config.hidden_size)
-        self._layers = [DecoderLayer(config, i, place) for i in range(config.num_layers)]
-        self._norm = place.empty(config.hidden_size)
+        stage = stage or Stage.whole(config)
+        sizes = config.vocab_size, config.hidden_size
+        self._embedding = VocabTable(place, EMBEDDING, *sizes) if stage.embeds else None
+        self._head: VocabTable | None = None
+        if stage.has_head:
+            self._head = self._embedding if config.tied_embeddings else None
+            name = EMBEDDING if config.tied_embeddings else HEAD
+            self._head = self._head or VocabTable(place, name, *sizes)
+        self._layers = [
+            DecoderLayer(config, index, place, index - stage.layers.start) for index in stage.layers
+        ]
+        self._norm = place.empty(config.hidden_size) if stage.has_head else None
         self.weights_bytes = 0  # of this rank's parameters; known after `prepare`
         self._cos_sin = rotary_table(
             config.rope, config.head_dim, config.max_position_embeddings, place.device
@@ -168,31 +187,41 @@ class Decoder:
 
     def parts(self) -> Iterator[WeightPart]:
         """Every tensor that a checkpoint must have for this rank."""
-        yield from self._embedding.parts()
+        if self._embedding is not None:
+            yield from self._embedding.parts()
         for layer in self._layers:
             yield from layer.parts()
-        yield WeightPart("model.norm.weight", self._norm, tuple(self._norm.shape))
-        if self._head is not self._embedding:
+        if self._norm is not None:
+            yield WeightPart("model.norm.weight", self._norm, tuple(self._norm.shape))
+        if self._head is not None and self._head is not self._embedding:
             yield from self._head.parts()
 
     def projections(self) -> list[Projection]:
         """What the tuner measures: each kind of product, over all layers, and the head."""
         first, *others = self._layers
-        wide = self.logits_dtype != self.dtype
-        head = Projection([self._head.weight], every_token=False, wide=wide)
-        return [*first.projections(others), head]
+        found = first.projections(others)
+        if self._head is not None:
+            wide = self.logits_dtype != self.dtype
+            found.append(Projection([self._head.weight], every_token=False, wide=wide))
+        return found
 
     def prepare(self) -> None:
         """After loading: bring every weight into the form that the arithmetic wants."""
-        layers = sum(layer.prepare(self._ops) for layer in self._layers)
-        tied = self._head is self._embedding
-        head = self._head.prepare_head(self._ops, embeds=tied)
-        if not tied:
-            head = head or self._head.weight.nbytes
-        self.weights_bytes = layers + self._norm.nbytes + self._embedding.weight.nbytes + head
+        matrices = []
+        self.weights_bytes = sum(layer.prepare(self._ops) for layer in self._layers)
+        for layer in self._layers:
+            matrices += layer.matrices()
+        if self._head is not None and self._norm is not None:
+            tied = self._head is self._embedding
+            head = self._head.prepare_head(self._ops, embeds=tied)
+            if not tied:
+                head = head or self._head.weight.nbytes
+            self.weights_bytes += head + self._norm.nbytes
+            matrices.append(self._head.head)
+        if self._embedding is not None:
+            self.weights_bytes += self._embedding.weight.nbytes
         if self.device.type == "cpu":
-            matrices = [weight for layer in self._layers for weight in layer.matrices()]
-            use_huge_pages([*matrices, self._head.head])
+            use_huge_pages(matrices)
 
     def hidden_states(
         self,
@@ -209,12 +238,14 @@ class Decoder:
             token_ids: [T] int32 or int64.
             batch: geometry for which `attention.plan` has been called.
             wanted: [S] int64, positions in the step: their states are returned; all when None.
-            embedded: [T, hidden], rows of `embedding` for the tokens, if at hand; overwritten.
+            embedded: [T, hidden], rows of `embedding` for the tokens, if at hand, or what the stage
+                before has made of them; overwritten.
             await_layer: called with a layer's index before it reads its pages, which may not be
                 there yet: makes the current stream wait for them.
 
         Returns:
-            [S, hidden] or [T, hidden], before the final norm, which `logits` applies.
+            [S, hidden] or [T, hidden], for the stage after, or before the final norm, which
+            `logits` applies.
         """
         rotation = self._ops.rotation(self._cos_sin, batch.positions, self.dtype)
         context = StepContext(
@@ -227,6 +258,7 @@ class Decoder:
             await_layer,
         )
         if embedded is None:
+            assert self._embedding is not None, "a later stage gets what the one before made"
             embedded = self._embedding.embed(token_ids, context)
         stream = ResidualStream(embedded)
         for layer in self._layers[:-1]:
@@ -236,8 +268,9 @@ class Decoder:
 
     @property
     def embedding(self) -> Tensor | None:
-        """The embeddings of all tokens, [vocab_size, hidden]; None where ranks share them."""
-        return self._embedding.weight if self.group.size == 1 else None
+        """The embeddings of all tokens, [vocab_size, hidden]; None where ranks share them, or
+        another stage has them."""
+        return self._embedding.weight if self._embedding and self.group.size == 1 else None
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -249,6 +282,8 @@ class Decoder:
         Args:
             out: [N, vocab_size], where to leave them, `logits_dtype`.
         """
+        assert self._head is not None, "the last stage has the head"
+        assert self._norm is not None
         eps = self.config.norm_eps
         logits = self._head.logits(hidden, self._norm, eps, self._ops, self.group, out)
         return logits[:, : self.known_tokens]

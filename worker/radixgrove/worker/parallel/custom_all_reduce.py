@@ -7,7 +7,7 @@ prefill; `tune` measures where. NVLink multicast is not used.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,12 +19,11 @@ _MAX_BYTES = 4 << 20
 _CALLS = 20  # in one measurement
 
 
-def is_possible(size: int) -> bool:
-    """Whether the node's first `size` devices reach each other; `RADIXGROVE_PEER_ALL_REDUCE=0`
-    turns it off."""
+def is_possible(devices: Sequence[int]) -> bool:
+    """Whether a group's devices reach each other; `RADIXGROVE_PEER_ALL_REDUCE=0` turns it off."""
     if os.environ.get("RADIXGROVE_PEER_ALL_REDUCE", "1") == "0":
         return False
-    pairs = ((a, b) for a in range(size) for b in range(size) if a != b)
+    pairs = ((a, b) for a in devices for b in devices if a != b)
     return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
 
 

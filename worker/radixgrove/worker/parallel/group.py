@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,25 @@ class Shard:
         return self.rank * length, length
 
 
+class Activity:
+    """Whether a rank's main thread waits for another rank, as a context; read by other threads.
+
+    Attributes:
+        broke: a wait ended in an error, which may be another rank's.
+    """
+
+    def __init__(self) -> None:
+        self.waits = False
+        self.broke = False
+
+    def __enter__(self) -> None:
+        self.waits = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.waits = False
+        self.broke = self.broke or kind is not None
+
+
 class TensorParallel:
     """A rank's membership of its group; with one rank every collective is the identity."""
 
@@ -37,12 +57,21 @@ class TensorParallel:
         shard: Shard,
         group: ProcessGroup | None = None,
         device: torch.device = torch.device("cpu"),  # noqa: B008
+        devices: Sequence[int] = (),
+        activity: Activity | None = None,
     ) -> None:
+        """
+        Args:
+            devices: of the group's ranks, indices on their machine.
+            activity: says when a collective is waited for.
+        """
         if shard.size > 1 and group is None:
             raise ValueError("a group of several ranks needs a process group")
         self.shard = shard
         self._group = group
         self._device = device
+        self._devices = devices
+        self._activity = activity or Activity()
         self._peer: PeerAllReduce | None = None
 
     @property
@@ -60,7 +89,7 @@ class TensorParallel:
         """
         if self._group is None or self._device.type != "cuda":
             return 0
-        if not is_possible(self.size):
+        if not is_possible(self._devices):
             return 0
         peer = PeerAllReduce(self._group, self._device, dtype)
         peer.limit = self.minimum(peer.tune(hidden, self._all_reduce))
@@ -68,7 +97,8 @@ class TensorParallel:
         return peer.limit // hidden
 
     def _all_reduce(self, x: Tensor) -> Tensor:
-        torch.distributed.all_reduce(x, group=self._group)
+        with self._activity:
+            torch.distributed.all_reduce(x, group=self._group)
         return x
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -85,7 +115,8 @@ class TensorParallel:
             return x
         rows, part = x.shape
         parts = x.new_empty((self.size * rows, part))
-        torch.distributed.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
+        with self._activity:
+            torch.distributed.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
         return parts.view(self.size, rows, part).transpose(0, 1).reshape(rows, -1)
 
     def minimum(self, value: int) -> int:

@@ -1,85 +1,297 @@
-"""How the ranks of one node find each other: through a file in the worker's runtime directory."""
+"""How the ranks of a group find and prove each other, before torch hears of any of them.
+
+Rank 0 listens: on a socket in the worker's private directory when the group is on one machine, else
+at `master` over TCP. It sends a nonce; a rank answers with who it is, in a frame that is keyed by
+that nonce and the group's token; and it is answered in the same way. So each side proves that it
+has the token, and what was recorded elsewhere proves nothing. Strangers, ranks of another version
+or another model, and second ranks of a number are refused, and the group goes on waiting.
+"""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import logging
+import secrets
+import socket
+import threading
 import time
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import distributed
-from torch._C._distributed_c10d import FileStore, PrefixStore
+import msgspec
 
 from radixgrove.protocol.errors import PeerError
-from radixgrove.worker.parallel.group import Shard, TensorParallel
+from radixgrove.worker.parallel.channel import (
+    Channel,
+    ChannelError,
+    address_of,
+    digest,
+    open_frame,
+    receive_exactly,
+    sealed,
+)
+from radixgrove.worker.parallel.identity import Identity
+from radixgrove.worker.parallel.layout import Layout
 
-# Loading and compiling differ between ranks; collectives of a running step have a shorter deadline.
-START_SECONDS = 600.0
-_POLL_SECONDS = 0.05
+logger = logging.getLogger(__name__)
+
+ARRIVAL_SECONDS = 60.0  # on one machine
+ARRIVAL_SECONDS_APART = 600.0  # others may still pull their image
+_HANDSHAKE_SECONDS = 5.0
+_AT_ONCE = 64  # handshakes; a rank that finds no room tries again
+_RETRY_SECONDS = 0.1
+_NONCE_BYTES = 32
+_MOST_BYTES = 4096  # of a handshake's frame
+_SOCKET = "group.sock"
 
 
 class RankMissing(PeerError, RuntimeError):
     """A rank did not come, fell silent or failed; the message names it."""
 
 
-def join(
-    directory: Path,
-    shard: Shard,
-    device: torch.device,
-    *,
-    arrival: float = 60.0,
-    collectives: float = START_SECONDS,
-) -> TensorParallel:
-    """Meet the other ranks and form the group: NCCL on CUDA, Gloo on a CPU.
+class JoinRefused(PeerError, RuntimeError):
+    """This rank may not join the group; the message says why."""
 
-    Args:
-        directory: the runtime directory, the same for all ranks.
-        arrival: seconds to wait for the others.
-        collectives: seconds a collective may take until `limit_collectives` says otherwise.
+
+class _Hello(msgspec.Struct, array_like=True):
+    """Who comes."""
+
+    rank: int
+    nonce: bytes
+    version: str
+    settings: str
+    model: str
+
+
+class _Welcome(msgspec.Struct, array_like=True):
+    """The answer; `refusal` says why it is none."""
+
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingPoint:
+    """Where rank 0 is met: a socket's path, or host and port."""
+
+    path: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def of(cls, directory: Path, layout: Layout, master: str | None) -> MeetingPoint:
+        """
+        Raises:
+            ValueError: the group is on several machines, and `master` is not host:port.
+        """
+        if layout.nodes == 1:
+            return cls(path=directory / _SOCKET)
+        host, colon, port = (master or "").rpartition(":")
+        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ValueError(f"master {master!r} is not host:port")
+        return cls(host=host.strip("[]"), port=int(port))
+
+    @property
+    def arrival(self) -> float:
+        """Seconds that ranks have to come."""
+        return ARRIVAL_SECONDS if self.path is not None else ARRIVAL_SECONDS_APART
+
+    def listen(self) -> socket.socket:
+        """On the group's address alone.
+
+        Raises:
+            OSError: it is not this machine's, or taken.
+        """
+        if self.path is not None:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(str(self.path))
+        else:
+            family, kind, _, _, address = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM
+            )[0]
+            listener = socket.socket(family, kind)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        listener.listen(128)
+        return listener
+
+    def connect(self, seconds: float) -> socket.socket:
+        """
+        Raises:
+            OSError: nothing listens there, or its name is not known yet.
+        """
+        if self.path is None:
+            return socket.create_connection((self.host, self.port), timeout=seconds)
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.settimeout(seconds)
+            sock.connect(str(self.path))
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def __str__(self) -> str:
+        return str(self.path) if self.path is not None else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Made of the token and both sides' nonces: of the frames of one connection."""
+
+    token: bytes
+    nonce: bytes  # rank 0's
+
+    @property
+    def hello(self) -> bytes:
+        return digest(self.token, b"hello", self.nonce)
+
+    def of(self, direction: bytes, rank: int, theirs: bytes) -> bytes:
+        return digest(self.token, direction, self.nonce, theirs, str(rank).encode())
+
+
+class Gathering:
+    """Rank 0's side of the meeting: it lets the other ranks in, each once."""
+
+    def __init__(self, point: MeetingPoint, identity: Identity, layout: Layout) -> None:
+        self._point = point
+        self._identity = identity
+        self._layout = layout
+        self._channels: dict[int, Channel] = {}
+        self._changed = threading.Condition()
+        self._room = threading.Semaphore(_AT_ONCE)
+
+    def wait(self, seconds: float) -> dict[int, Channel]:
+        """The channel to each of the other ranks, once all have come.
+
+        Raises:
+            RankMissing: names those that did not come in time.
+            OSError: the address cannot be listened on.
+        """
+        listener = self._point.listen()
+        accepting = threading.Thread(target=self._accept, args=(listener,), daemon=True)
+        accepting.start()
+        try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self._missing(), seconds):
+                    raise RankMissing(self._complaint(seconds))
+                return dict(sorted(self._channels.items()))
+        finally:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            listener.close()
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, self._layout.size) if rank not in self._channels]
+
+    def _complaint(self, seconds: float) -> str:
+        names = ", ".join(describe(rank, self._layout) for rank in self._missing())
+        return f"{names} did not join within {seconds:.0f} s"
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            if not self._room.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._meet, args=(sock,), daemon=True).start()
+
+    def _meet(self, sock: socket.socket) -> None:
+        peer = address_of(sock) or "this machine"
+        try:
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(sock.close)
+                self._let_in(sock, time.monotonic() + _HANDSHAKE_SECONDS)
+                on_failure.pop_all()
+        except (OSError, ChannelError, msgspec.DecodeError, JoinRefused) as error:
+            logger.warning("refused a peer at %s: %s", peer, error)
+        finally:
+            self._room.release()
+
+    def _let_in(self, sock: socket.socket, deadline: float) -> None:
+        keys = _Keys(self._identity.token, secrets.token_bytes(_NONCE_BYTES))
+        sock.settimeout(_HANDSHAKE_SECONDS)
+        sock.sendall(keys.nonce)
+        frame = open_frame(sock, keys.hello, 0, _MOST_BYTES, deadline)
+        hello = msgspec.msgpack.decode(frame, type=_Hello)
+        with self._changed:
+            refusal = self._refusal(hello)
+            answer = msgspec.msgpack.encode(_Welcome(refusal))
+            sock.sendall(sealed(keys.of(b"welcome", hello.rank, hello.nonce), 0, answer))
+            if refusal is not None:
+                raise JoinRefused(f"rank {hello.rank}: {refusal}")
+            self._channels[hello.rank] = Channel(
+                sock,
+                keys.of(b"to rank", hello.rank, hello.nonce),
+                keys.of(b"from rank", hello.rank, hello.nonce),
+            )
+            self._changed.notify()
+
+    def _refusal(self, hello: _Hello) -> str | None:
+        if not 0 < hello.rank < self._layout.size:
+            return f"the group has ranks 0 to {self._layout.size - 1}"
+        present = self._channels.get(hello.rank)
+        if present is not None and not present.is_closed:
+            return "the group has this rank already"
+        return self._identity.difference((hello.version, hello.settings, hello.model))
+
+
+def join(point: MeetingPoint, identity: Identity, rank: int, seconds: float) -> Channel:
+    """Another rank's side: a channel to rank 0, once it has let this rank in.
 
     Raises:
-        RankMissing: names the ranks that did not come in time.
+        RankMissing: rank 0 was not there in time.
+        JoinRefused: it is not this group's, or does not take this rank.
     """
-    if shard.size == 1:
-        return TensorParallel(shard)
-    store = FileStore(str(directory / "ranks"), shard.size)
-    store.set(_key(shard.rank), "here")
-    _await_ranks(store, shard, arrival)
-    on_cuda = device.type == "cuda"
-    # Ranks of a node talk over the loopback interface: no address of the host is involved.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    distributed.init_process_group(
-        "nccl" if on_cuda else "gloo",
-        store=PrefixStore("collectives", store),
-        rank=shard.rank,
-        world_size=shard.size,
-        timeout=timedelta(seconds=collectives),
-        device_id=device if on_cuda else None,
-    )
-    return TensorParallel(shard, distributed.group.WORLD, device)
+    sock, nonce = _reach(point, time.monotonic() + seconds, seconds)
+    try:
+        return _introduce(sock, nonce, identity, rank)
+    except (OSError, ChannelError, msgspec.DecodeError) as error:
+        sock.close()
+        raise JoinRefused(
+            f"rank {rank} was not let in at {point}, where another group may be, or rank 0 has "
+            f"another key: {error}"
+        ) from error
+    except JoinRefused:
+        sock.close()
+        raise
 
 
-def limit_collectives(group: TensorParallel, seconds: float) -> None:
-    """From now on a collective that takes longer fails."""
-    if group.size > 1:
-        distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+def _reach(point: MeetingPoint, deadline: float, seconds: float) -> tuple[socket.socket, bytes]:
+    """A connection to rank 0, and its nonce."""
+    while True:
+        with contextlib.ExitStack() as on_failure:
+            try:
+                sock = point.connect(_HANDSHAKE_SECONDS)
+                on_failure.callback(sock.close)
+                nonce = receive_exactly(sock, _NONCE_BYTES, time.monotonic() + _HANDSHAKE_SECONDS)
+                on_failure.pop_all()
+                return sock, nonce
+            except (OSError, ChannelError) as error:
+                if time.monotonic() > deadline:
+                    missing = f"rank 0 was not at {point} within {seconds:.0f} s: {error}"
+                    raise RankMissing(missing) from error
+        time.sleep(_RETRY_SECONDS)
 
 
-def leave(group: TensorParallel) -> None:
-    if group.size > 1 and distributed.is_initialized():
-        distributed.destroy_process_group()
+def _introduce(sock: socket.socket, theirs: bytes, identity: Identity, rank: int) -> Channel:
+    keys = _Keys(identity.token, theirs)
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    deadline = time.monotonic() + _HANDSHAKE_SECONDS
+    hello = _Hello(rank, nonce, identity.version, identity.settings, identity.model)
+    sock.sendall(sealed(keys.hello, 0, msgspec.msgpack.encode(hello)))
+    frame = open_frame(sock, keys.of(b"welcome", rank, nonce), 0, _MOST_BYTES, deadline)
+    welcome = msgspec.msgpack.decode(frame, type=_Welcome)
+    if welcome.refusal is not None:
+        raise JoinRefused(f"rank {rank} may not join: {welcome.refusal}")
+    return Channel(sock, keys.of(b"from rank", rank, nonce), keys.of(b"to rank", rank, nonce))
 
 
-def _key(rank: int) -> str:
-    return f"rank-{rank}"
-
-
-def _await_ranks(store: FileStore, shard: Shard, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    missing = list(range(shard.size))
-    while missing := [rank for rank in missing if not store.check([_key(rank)])]:
-        if time.monotonic() > deadline:
-            names = ", ".join(map(str, missing))
-            raise RankMissing(f"rank {names} did not join within {seconds:.0f} s")
-        time.sleep(_POLL_SECONDS)
+def describe(rank: int, layout: Layout, address: str = "") -> str:
+    """A rank for people, with its machine where there are several."""
+    if layout.nodes == 1:
+        return f"rank {rank}"
+    at = f", {address}" if address else ""
+    return f"rank {rank} (machine {layout.place(rank).node}{at})"

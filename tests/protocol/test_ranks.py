@@ -1,0 +1,40 @@
+"""Which groups are refused, by worker and operator alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
+
+ONE = {"tp": 1, "pp": 1, "dp": 1, "ranks": 1, "nodes": 1, "may_be_cpu": True}
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {},
+        {"tp": 4, "ranks": 4, "may_be_cpu": False},
+        {"pp": 3, "ranks": 3, "nodes": 3},
+        {"tp": 3, "pp": 2, "ranks": 6, "nodes": 2},
+        {"pp": 2, "ranks": 2},
+    ],
+)
+def test_groups_that_this_version_runs(group: dict[str, Any]) -> None:
+    check_ranks(**{**ONE, **group})
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"ranks": 8}, r"8 ranks on 1 nodes, and tp 1 \* pp 1 \* dp 1 is 1"),
+        ({"tp": 3, "pp": 4, "ranks": 12, "nodes": 3}, "tp must divide the ranks of a machine"),
+        ({"pp": 3, "ranks": 3, "nodes": 2}, "nodes must divide"),
+        ({"dp": 2, "ranks": 2}, "in dp 2 members, and this version runs one: use replicas"),
+        ({"pp": 2, "ranks": 2, "may_be_cpu": False}, "runs stages on CPUs alone"),
+    ],
+)
+def test_other_groups_are_refused_by_name(group: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedRanks, match=words):
+        check_ranks(**{**ONE, **group})

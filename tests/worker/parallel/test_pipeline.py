@@ -1,0 +1,68 @@
+"""Pipelines over real processes and Gloo: the same answers as one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from radixgrove.worker.runtime import Runtime
+from tests.worker.execution import tiny
+from tests.worker.parallel.serve import Answer, Served, alone
+from tests.worker.parallel.test_parallel import run_group, settings
+
+_LEAD = (
+    "import runpy, sys\n"
+    "runpy.run_module('tests.worker.parallel.serve', run_name='__main__', alter_sys=True)"
+)
+# A pool of so few tokens that ten requests of 100 do not fit, and a chunk's worth a step.
+CROWDED = {"kv_tokens": 512, "max_step_tokens": 48, "max_model_len": 256}
+
+
+def group(directory: Path, model_dir: Path, case: str, **changes: object) -> Served:
+    directory.mkdir()
+    group_settings = settings(**changes)  # type: ignore[arg-type]
+    Runtime(directory, group_settings, model_dir).write()
+    ranks = group_settings.tp * group_settings.pp
+    return msgspec.json.decode(run_group(directory, ranks, _LEAD, case), type=Served)
+
+
+def assert_same(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    assert answers.keys() == expected.keys()
+    for request_id, answer in answers.items():
+        other = expected[request_id]
+        assert answer.tokens == other.tokens, request_id
+        assert (answer.end, answer.cached_tokens) == (other.end, other.cached_tokens), request_id
+        assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-4), request_id
+        assert answer.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "pp"),
+    [("llama", 1, 2), ("llama3-rope", 1, 3), ("qwen3", 2, 2), ("qwen2", 1, 2)],
+)
+def test_stages_say_what_one_process_says(kind: str, tp: int, pp: int, tmp_path: Path) -> None:
+    """Untied and tied, with and without norms of q and k; one layer a stage with three."""
+    tiny.save(kind, tmp_path / "model")
+    limits = {"max_step_tokens": 64}
+    expected = alone(settings(1, **limits), tmp_path / "model", "mixed")
+    served = group(tmp_path / "run", tmp_path / "model", "mixed", tp=tp, pp=pp, **limits)
+    assert_same(served.answers, expected.answers)
+    assert served.most_in_flight == pp + 1
+    assert any(answer.cached_tokens for answer in served.answers.values())
+
+
+@pytest.mark.parametrize("host_cache_gib", [0, 0.01])
+def test_a_small_pool_preempts_and_evicts_and_says_the_same(
+    host_cache_gib: float, tmp_path: Path
+) -> None:
+    tiny.save("llama", tmp_path / "model")
+    limits = {**CROWDED, "host_cache_gib": host_cache_gib}
+    expected = alone(settings(1, **limits), tmp_path / "model", "crowded")
+    served = group(tmp_path / "run", tmp_path / "model", "crowded", tp=1, pp=2, **limits)
+    for request_id, answer in served.answers.items():
+        assert answer.tokens == expected.answers[request_id].tokens, request_id
+    assert served.preemptions > 0
+    assert served.evicted_pages > 0
+    assert bool(served.loaded_pages) == (host_cache_gib > 0)

@@ -1,0 +1,65 @@
+"""Which layers each stage of a pipeline has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixgrove.protocol.model.config import ModelConfig, ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A run of a model's layers; of a tied model the first and the last stage have the table."""
+
+    layers: range
+    embeds: bool
+    has_head: bool
+
+    @classmethod
+    def whole(cls, config: ModelConfig) -> Stage:
+        return cls(range(config.num_layers), embeds=True, has_head=True)
+
+    @classmethod
+    def of(cls, config: ModelConfig, index: int, layers: list[int]) -> Stage:
+        """Stage `index`, where `layers` says how many each stage has."""
+        first = sum(layers[:index])
+        return cls(range(first, first + layers[index]), index == 0, index == len(layers) - 1)
+
+
+def split_layers(config: ModelConfig, stages: int, wanted: list[int]) -> list[int]:
+    """How many layers each stage has.
+
+    Args:
+        wanted: as set; empty: so that the largest stage has as few parameters as can be, embedding
+            and head counted.
+
+    Raises:
+        ModelError: there are fewer layers than stages, or `wanted` are not this model's.
+    """
+    total = config.num_layers
+    if wanted:
+        if len(wanted) != stages or sum(wanted) != total:
+            raise ModelError(
+                f"pp_layers {wanted} are not the model's {total} layers in {stages} stages"
+            )
+        return wanted
+    if stages > total:
+        raise ModelError(f"pp {stages} exceeds the model's {total} layers")
+    layer, table = _parameters(config)
+    weights = [layer] * stages
+    weights[0] += table
+    weights[-1] += table if stages > 1 else 0
+    counts = [1] * stages
+    for _ in range(total - stages):
+        # The lightest gets the next one; of equals the last, for the first begins each step.
+        lightest = min(reversed(range(stages)), key=weights.__getitem__)
+        counts[lightest] += 1
+        weights[lightest] += layer
+    return counts
+
+
+def _parameters(config: ModelConfig) -> tuple[int, int]:
+    """Of a layer's matrices, and of the embedding or the head."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    attention = hidden * head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    return attention + 3 * hidden * config.intermediate_size, config.vocab_size * hidden

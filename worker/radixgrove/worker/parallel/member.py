@@ -1,0 +1,188 @@
+"""A rank's part in its member of a group: its shard's collectives, its pipeline's neighbours."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import psutil
+import torch
+from torch import Tensor, distributed
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from radixgrove.worker.parallel.group import Activity, Shard, TensorParallel
+from radixgrove.worker.parallel.layout import Layout, Place
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Loading and compiling differ between ranks; collectives of a running step have a shorter deadline.
+START_SECONDS = 600.0
+_SENDS = 2  # of activations under way: the next step computes while the last one's leave
+
+
+class StorePlace(msgspec.Struct, array_like=True, tag=True):
+    """Where rank 0 has torch's store; no address: in the worker's directory."""
+
+    address: str = ""
+    port: int = 0
+
+
+class Member:
+    """A rank's membership: of a stage (`tensor`), and of a pipeline of stages."""
+
+    def __init__(
+        self,
+        layout: Layout = Layout(),  # noqa: B008
+        rank: int = 0,
+        tensor: TensorParallel | None = None,
+        everyone: ProcessGroup | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+        activity: Activity | None = None,
+    ) -> None:
+        self.layout = layout
+        self.place = layout.place(rank)
+        self.tensor = tensor or TensorParallel(Shard())
+        self.activity = activity or Activity()
+        self._everyone = everyone
+        self._device = device
+        self._leaving: deque[tuple[Any, Tensor]] = deque()  # sends, and what they read
+
+    @property
+    def stages(self) -> int:
+        return self.layout.pp
+
+    @property
+    def is_first(self) -> bool:
+        return self.place.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.place.stage == self.layout.pp - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's results are the member's, and not rank 0's own."""
+        place = self.place
+        return self.stages > 1 and place.rank == self.layout.last_stage(place.member)
+
+    def least(self, value: int) -> tuple[int, int]:
+        """The smallest of the ranks' values, on every rank, and the first stage that has it."""
+        if self._everyone is None:
+            return value, self.place.stage
+        packed = value * self.stages + self.place.stage
+        agreed = torch.tensor([packed], dtype=torch.int64, device=self._device)
+        distributed.all_reduce(agreed, op=distributed.ReduceOp.MIN, group=self._everyone)
+        return divmod(int(agreed.item()), self.stages)
+
+    def minimum(self, value: int) -> int:
+        """The smallest of the ranks' values, on every rank: for sizes all must agree on."""
+        return self.least(value)[0]
+
+    def receive(self, tokens: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """The stream after the stage before: [tokens, hidden]."""
+        x = torch.empty((tokens, hidden), dtype=dtype, device=self._device)
+        with self.activity:
+            distributed.recv(x, self._neighbour(-1), group=self._everyone)
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """The stream, [T, hidden], on its way to the stage after; `x` must not change any more."""
+        x = x.contiguous()
+        work = distributed.isend(x, self._neighbour(1), group=self._everyone)
+        self._leaving.append((work, x))
+        while len(self._leaving) > _SENDS:
+            with self.activity:
+                self._leaving.popleft()[0].wait()
+
+    def _neighbour(self, distance: int) -> int:
+        place = self.place
+        return self.layout.rank(place.member, place.stage + distance, place.shard)
+
+
+def form(layout: Layout, place: Place, device: torch.device, store: Store) -> Member:
+    """The torch groups of a rank that has joined: NCCL on CUDA, Gloo on a CPU.
+
+    Every rank of the group calls it: each subgroup is made by all, its members or not.
+    """
+    on_cuda = device.type == "cuda"
+    distributed.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        store=PrefixStore("collectives", store),
+        rank=place.rank,
+        world_size=layout.size,
+        timeout=timedelta(seconds=START_SECONDS),
+        device_id=device if on_cuda else None,
+    )
+    activity = Activity()
+    tensor = TensorParallel(Shard())
+    for ranks in layout.shards():
+        group = distributed.new_group(ranks) if layout.tp > 1 else None
+        if place.rank in ranks:
+            shard = Shard(place.shard, layout.tp)
+            first = place.local_rank - place.shard
+            devices = range(first, first + layout.tp)
+            tensor = TensorParallel(shard, group, device, devices, activity)
+    everyone = distributed.new_group(list(range(layout.size)))
+    return Member(layout, place.rank, tensor, everyone, device, activity)
+
+
+def limit_collectives(seconds: float) -> None:
+    """From now on a collective, or a receive, that takes longer fails, in every group."""
+    if distributed.is_initialized():
+        for group in list(distributed.distributed_c10d._world.pg_map):
+            distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def leave() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def open_store(layout: Layout, directory: Path, listener: socket.socket | None = None) -> Store:
+    """Rank 0's, through which torch's groups find their connections.
+
+    Args:
+        directory: of the worker, where ranks of one machine share a file.
+        listener: on the network of the group; None on one machine.
+    """
+    if listener is None:
+        return _file_store(layout, directory)
+    address, port = listener.getsockname()[:2]
+    _use_interface_of(address)
+    return TCPStore(
+        address,
+        port,
+        layout.size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def reach_store(layout: Layout, directory: Path, place: StorePlace, own_address: str) -> Store:
+    """The other ranks' way to it; `own_address` is on the network of the group."""
+    if not place.address:
+        return _file_store(layout, directory)
+    _use_interface_of(own_address)
+    return TCPStore(place.address, place.port, layout.size, is_master=False, wait_for_workers=False)
+
+
+def _file_store(layout: Layout, directory: Path) -> Store:
+    # Ranks of a machine talk over the loopback interface: no address of the host is involved.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return FileStore(str(directory / "ranks"), layout.size)
+
+
+def _use_interface_of(address: str) -> None:
+    """Let torch talk over the interface that has this address, unless it is set which one."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(known.address == address for known in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            return
