@@ -191,12 +191,14 @@ class Parallelism(SpecModel):
 
     rules = [
         Rule(
-            rule="(self.tp * self.dp) % self.ep == 0",
-            message="ep must divide tp * dp",
+            rule="self.ep == 1",
+            message="ep above 1 is for models with experts, which this version does not serve",
             field_path=".ep",
         ),
     ]
-    tp: int = Field(description="Tensor-parallel ranks, inside one node.", ge=1, le=16)
+    tp: int = Field(
+        description="Tensor-parallel ranks, inside one node; divides gpusPerNode.", ge=1, le=16
+    )
     pp: int = Field(1, description="Pipeline stages.", ge=1, le=64)
     dp: int = Field(1, description="Data-parallel replicas inside the group.", ge=1, le=64)
     ep: int = Field(1, description="Expert-parallel ranks.", ge=1, le=1024)
@@ -430,8 +432,8 @@ class InferenceServiceSpec(SpecModel):
             field_path=".parallelism",
         ),
         Rule(
-            rule="!has(self.parallelism) || self.parallelism.tp <= self.hardware.gpusPerNode",
-            message="tp must not exceed gpusPerNode",
+            rule="!has(self.parallelism) || self.hardware.gpusPerNode % self.parallelism.tp == 0",
+            message="tp must divide gpusPerNode: its ranks stay in one node",
             field_path=".parallelism.tp",
         ),
         Rule(
