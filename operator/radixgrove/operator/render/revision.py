@@ -179,10 +179,11 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
         "service": service,
         "device": revision.hardware.device.value,
         "tp": revision.parallelism.tp,
-        "pp": revision.parallelism.pp,
-        "dp": revision.parallelism.dp,
         "weight_version": names.digest([revision.model.source, revision.model.revision]),
     }
+    # Said only where it is more than the default: images of the release before do not know them.
+    layout = {"pp": revision.parallelism.pp, "dp": revision.parallelism.dp}
+    settings |= {name: ranks for name, ranks in layout.items() if ranks > 1}
     try:
         checked = WorkerSettings.model_validate(settings)
     except ValidationError as error:
