@@ -64,6 +64,10 @@ def _ready(registration: Registration) -> Replica:
     return Replica(name, url, breaker, registration, ready=True)
 
 
+# A slow machine is no reason to place without Redis.
+PATIENT = RouterSettings(redis_timeout=10.0)
+
+
 @contextlib.asynccontextmanager
 async def fleet(redis_url: str, host_rate: float) -> AsyncIterator[Fleet]:
     link = RedisLink(redis_url, router_key("radixgrove", "router"), "nothing is placed")
@@ -74,7 +78,7 @@ async def fleet(redis_url: str, host_rate: float) -> AsyncIterator[Fleet]:
         task = asyncio.create_task(link.run())
         await link.wait_until_up(10)
         try:
-            yield Fleet(redis_url, [first, second], Placer(RouterSettings(), "router", link))
+            yield Fleet(redis_url, [first, second], Placer(PATIENT, "router", link))
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

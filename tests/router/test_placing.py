@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 
 import pytest
 import redis
@@ -13,6 +14,12 @@ from tests.router.conftest import MakeReplica, MakeRouter
 from tests.router.harness import MODEL, SimulatedReplica, eventually, prompt
 
 SHARED = tuple(range(100, 140))
+
+
+@pytest.fixture
+def make_router(make_router: MakeRouter) -> MakeRouter:
+    """A slow machine is no reason to place without Redis."""
+    return partial(make_router, redis_timeout=10.0)
 
 
 async def _pair(make_replica: MakeReplica, redis: RedisServer) -> list[SimulatedReplica]:
