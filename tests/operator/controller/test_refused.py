@@ -108,13 +108,19 @@ class Cluster:
 
 REFUSALS = [
     (400, "unknown field spec.template.spec.tolerationz"),
+    (
+        500,
+        "failed to create typed patch object (a/llama-0-a1): .spec: field not declared in schema",
+    ),
     (403, "exceeded quota: count/statefulsets.apps=0"),
     (403, "ValidatingAdmissionPolicy 'no-gpus' denied request"),
     (422, "spec.template.spec.containers[0].image: Required value"),
 ]
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=["field", "quota", "policy", "invalid"])
+@pytest.mark.parametrize(
+    "refusal", REFUSALS, ids=["field", "typed field", "quota", "policy", "invalid"]
+)
 def test_a_refused_service_is_looked_at_once_a_minute_and_burns_no_number(
     refusal: tuple[int, str],
 ) -> None:

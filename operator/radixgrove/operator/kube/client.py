@@ -61,6 +61,10 @@ KINDS = {
 }
 
 
+# An apply that names a field which the server does not know is a 500, before anything is stored.
+_UNKNOWN_FIELD = "failed to create typed patch object"
+
+
 class KubeError(PeerError):
     """A request was refused or not answered. `status` is 0 without an answer."""
 
@@ -75,6 +79,8 @@ class KubeError(PeerError):
     def refused(self) -> bool:
         """The request had no effect. Without an answer, or after an error inside the server, it may
         have had one; after a conflict the object is there."""
+        if self.status == 500 and _UNKNOWN_FIELD in self.message:
+            return True
         return 400 <= self.status < 500 and self.status not in (408, 409)
 
 
