@@ -45,7 +45,7 @@ class Submitted:
     logprobs: bool
     prompt_logprobs: bool
     lockstep: bool
-    allowed: tuple[int, ...] | None  # the only tokens of its answer
+    allowed: tuple[int, ...] | None = None  # the only tokens of its answer
 
 
 @dataclass(frozen=True)
