@@ -105,6 +105,17 @@ def demo_model_dir() -> Path:
     return demo_model.ensure()
 
 
+@pytest.fixture(scope="session")
+def demo_prompts(demo_model_dir: Path) -> list[list[int]]:
+    """Token ids of fifty prompts of many kinds and lengths."""
+    from tokenizers import Tokenizer
+
+    from tests.worker.execution import prompts
+
+    tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in prompts.TEXTS]
+
+
 def find_free_port() -> int:
     """A port of the loopback interface that was free a moment ago.
 

@@ -83,12 +83,8 @@ class Stage:
 
 
 async def _placed_by_redis(router: Router) -> float:
-    text = (await router.get("/metrics")).body.decode()
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in text.splitlines()
-        if line.startswith("radixgrove_router_placements_total") and 'decided="redis"' in line
-    )
+    name = 'radixgrove_router_placements_total{{decided="redis",replica="r{}"}}'
+    return sum([await router.metric(name.format(i)) for i in range(REPLICAS)])
 
 
 async def _grows(router: Router, before: float) -> bool:
@@ -121,7 +117,7 @@ async def staged(directory: Path) -> AsyncIterator[Stage]:
             router = Router(
                 directory, find_free_port(), find_free_port(), {"redis_url": redis_route.url}
             )
-            stack.push_async_callback(_end, router)
+            stack.push_async_callback(router.close)
             await router.start()
             routers.append(router)
         load = Load([router.url for router in routers], _request, RATE)
@@ -135,13 +131,6 @@ def _request(number: int) -> dict[str, object]:
     """Eight conversations that grow, and a new prompt now and then."""
     blocks = [number] if number % 5 == 0 else [*range(1000 * (number % 8), 1000 * (number % 8) + 6)]
     return {"model": MODEL, "prompt": prompt(*blocks), "max_tokens": 2}
-
-
-async def _end(router: Router) -> None:
-    if router.process is not None and router.process.poll() is None:
-        router.kill()
-    if router.session is not None:
-        await router.session.close()
 
 
 @contextlib.asynccontextmanager

@@ -18,19 +18,11 @@ from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import HostWritePolicy, WorkerSettings
 from radixgrove.worker.plan import Executor
 from tests.e2e.inprocess import InProcessEngine, build, settings
-from tests.worker.execution import prompts, reference, tiny
+from tests.worker.execution import reference, tiny
 
 TOKENS = 64
 DEMO_TOKENS = 32
 GREEDY = SamplingParams(max_tokens=TOKENS, seed=0, temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def texts(demo_model_dir: Path) -> list[list[int]]:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json"))
-    return [tokenizer.encode(text).ids for text in prompts.TEXTS]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +33,11 @@ def executor(demo_model_dir: Path) -> Iterator[Executor]:
 
 
 def test_cold_then_warm_cache(
-    executor: Executor, demo_model_dir: Path, texts: list[list[int]]
+    executor: Executor, demo_model_dir: Path, demo_prompts: list[list[int]]
 ) -> None:
     model = reference.load(demo_model_dir)
     sampling = SamplingParams(max_tokens=DEMO_TOKENS, seed=0, temperature=0.0)
-    chosen = texts[::2]
+    chosen = demo_prompts[::2]
     engine = InProcessEngine(executor, settings())
     cold = engine.generate(chosen, sampling)
     assert engine.scheduler.counters.cached_tokens == 0
@@ -60,21 +52,10 @@ def test_cold_then_warm_cache(
 
 
 @pytest.fixture(scope="module")
-def small_texts(texts: list[list[int]]) -> list[list[int]]:
-    return tiny.prompts_from(texts, 160)
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    directory = tmp_path_factory.mktemp("small")
-    return directory, tiny.save("llama", directory)
-
-
-@pytest.fixture(scope="module")
-def small_expected(small_model: tuple[Path, Any], small_texts: list[list[int]]) -> list[list[int]]:
-    answers = reference.greedy(small_model[1], small_texts, TOKENS)
-    assert all(len(set(answer)) > TOKENS // 4 for answer in answers), "circles prove little"
-    return answers
+def small(
+    tmp_path_factory: pytest.TempPathFactory, demo_prompts: list[list[int]]
+) -> tiny.SmallModel:
+    return tiny.small_model(tmp_path_factory.mktemp("small"), demo_prompts, TOKENS)
 
 
 def small_settings(**changes: Any) -> WorkerSettings:
@@ -82,84 +63,74 @@ def small_settings(**changes: Any) -> WorkerSettings:
 
 
 @pytest.fixture(scope="module")
-def small_executor(small_model: tuple[Path, Any]) -> Iterator[Executor]:
-    built = build(small_settings(), small_model[0])
+def small_executor(small: tiny.SmallModel) -> Iterator[Executor]:
+    built = build(small_settings(), small.directory)
     yield built
     built.close()
 
 
-def test_chunks_of_seven(
-    small_executor: Executor, small_texts: list[list[int]], small_expected: list[list[int]]
-) -> None:
+def test_chunks_of_seven(small_executor: Executor, small: tiny.SmallModel) -> None:
     worker = small_settings(max_step_tokens=7, max_running=7, prefix_cache=False)
     engine = InProcessEngine(small_executor, worker)
     # Alone in its steps each prompt is cut into sevens; together they share each step's seven.
-    for prompt, tokens in list(zip(small_texts, small_expected, strict=True))[:10]:
+    for prompt, tokens in list(zip(small.prompts, small.answers, strict=True))[:10]:
         assert engine.generate([prompt], GREEDY)[0].tokens == tokens
-    assert engine.most_chunks == max(-(-len(prompt) // 7) for prompt in small_texts[:10])
+    assert engine.most_chunks == max(-(-len(prompt) // 7) for prompt in small.prompts[:10])
     assert engine.most_chunks > 1
-    answers = engine.generate(small_texts[10:], GREEDY)
-    assert [answer.tokens for answer in answers] == small_expected[10:]
+    answers = engine.generate(small.prompts[10:], GREEDY)
+    assert [answer.tokens for answer in answers] == small.answers[10:]
 
 
-def test_shuffled_batches_of_sixteen(
-    small_executor: Executor, small_texts: list[list[int]], small_expected: list[list[int]]
-) -> None:
-    order = list(range(len(small_texts)))
+def test_shuffled_batches_of_sixteen(small_executor: Executor, small: tiny.SmallModel) -> None:
+    order = list(range(len(small.prompts)))
     random.Random(7).shuffle(order)
     engine = InProcessEngine(small_executor, small_settings(max_running=16))
-    answers = engine.generate([small_texts[i] for i in order], GREEDY)
-    assert [answer.tokens for answer in answers] == [small_expected[i] for i in order]
+    answers = engine.generate([small.prompts[i] for i in order], GREEDY)
+    assert [answer.tokens for answer in answers] == [small.answers[i] for i in order]
     assert engine.most_decodes == 16
 
 
 @pytest.fixture(scope="module")
-def tight_executor(small_model: tuple[Path, Any]) -> Iterator[Executor]:
+def tight_executor(small: tiny.SmallModel) -> Iterator[Executor]:
     """A pool that holds a few requests only."""
-    built = build(small_settings(kv_tokens=640, max_running=16), small_model[0])
+    built = build(small_settings(kv_tokens=640, max_running=16), small.directory)
     yield built
     built.close()
 
 
-def test_after_eviction(
-    tight_executor: Executor, small_texts: list[list[int]], small_expected: list[list[int]]
-) -> None:
+def test_after_eviction(tight_executor: Executor, small: tiny.SmallModel) -> None:
     engine = InProcessEngine(tight_executor, small_settings(kv_tokens=640, max_running=4))
-    answers = engine.generate(small_texts, GREEDY)
-    assert [answer.tokens for answer in answers] == small_expected
+    answers = engine.generate(small.prompts, GREEDY)
+    assert [answer.tokens for answer in answers] == small.answers
     assert engine.scheduler.memory.tree.residency.evicted >= 1
 
 
-def test_after_preemption(
-    tight_executor: Executor, small_texts: list[list[int]], small_expected: list[list[int]]
-) -> None:
+def test_after_preemption(tight_executor: Executor, small: tiny.SmallModel) -> None:
     engine = InProcessEngine(
         tight_executor, small_settings(kv_tokens=640, max_running=16, watermark=0.0)
     )
     # Requests that end early teach the scheduler to expect little output, hence to over-admit.
-    engine.generate(small_texts[:24], SamplingParams(max_tokens=1, seed=0, temperature=0.0))
-    answers = engine.generate(small_texts, GREEDY)
-    assert [answer.tokens for answer in answers] == small_expected
+    engine.generate(small.prompts[:24], SamplingParams(max_tokens=1, seed=0, temperature=0.0))
+    answers = engine.generate(small.prompts, GREEDY)
+    assert [answer.tokens for answer in answers] == small.answers
     assert engine.scheduler.counters.preemptions >= 1
 
 
 @pytest.mark.parametrize("policy", [HostWritePolicy.WRITE_THROUGH, HostWritePolicy.WRITE_BACK])
 def test_through_the_host_and_back(
-    small_model: tuple[Path, Any],
-    small_texts: list[list[int]],
-    small_expected: list[list[int]],
+    small: tiny.SmallModel,
     policy: HostWritePolicy,
 ) -> None:
     worker = small_settings(
         kv_tokens=512, max_running=4, host_cache_gib=0.25, host_write_policy=policy, page_size=8
     )
-    executor = build(worker, small_model[0])
+    executor = build(worker, small.directory)
     try:
         engine = InProcessEngine(executor, worker)
         for _ in range(2):
-            answers = engine.generate(small_texts[:10], GREEDY)
-            assert [answer.tokens for answer in answers] == small_expected[:10]
-        for prompt, answer in zip(small_texts, answers, strict=False):
+            answers = engine.generate(small.prompts[:10], GREEDY)
+            assert [answer.tokens for answer in answers] == small.answers[:10]
+        for prompt, answer in zip(small.prompts, answers, strict=False):
             assert answer.cached_tokens == (len(prompt) - 1) // 8 * 8
         host = engine.scheduler.memory.host
         assert host is not None
@@ -169,13 +140,15 @@ def test_through_the_host_and_back(
 
 
 def test_logprobs_match_across_cold_and_warm(
-    executor: Executor, demo_model_dir: Path, texts: list[list[int]]
+    executor: Executor, demo_model_dir: Path, demo_prompts: list[list[int]]
 ) -> None:
     model = reference.load(demo_model_dir)
     engine = InProcessEngine(executor, settings())
     sampling = SamplingParams(max_tokens=8, seed=0, temperature=0.0, logprobs=3)
     for warm in (False, True):
-        for prompt, answer in zip(texts[:8], engine.generate(texts[:8], sampling), strict=True):
+        for prompt, answer in zip(
+            demo_prompts[:8], engine.generate(demo_prompts[:8], sampling), strict=True
+        ):
             assert answer.cached_tokens == ((len(prompt) - 1) // 16 * 16 if warm else 0)
             rows = reference.logprobs(model, prompt + answer.tokens)
             for i, (token, entry) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):

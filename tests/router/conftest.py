@@ -45,14 +45,7 @@ async def make_router(tmp_path: Path) -> AsyncIterator[MakeRouter]:
             if redis is not None:
                 settings["redis_url"] = redis.url
             router = Router(tmp_path, find_free_port(), find_free_port(), settings, main)
-
-            async def end() -> None:
-                if router.process is not None and router.process.poll() is None:
-                    router.kill()
-                if router.session is not None:
-                    await router.session.close()
-
-            stack.push_async_callback(end)
+            stack.push_async_callback(router.close)
             await router.start(ready=ready)
             return router
 

@@ -150,6 +150,13 @@ class Router:
         self.process.kill()
         self.process.wait()
 
+    async def close(self) -> None:
+        """However far it came, it is gone."""
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+        if self.session is not None:
+            await self.session.close()
+
     async def get(self, path: str, *, management: bool = False, **headers: str) -> Answer:
         port = self.management_port if management else self.port
         url = f"http://127.0.0.1:{port}{path}"

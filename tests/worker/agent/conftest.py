@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -24,20 +23,19 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.checkout import ROOT
-from tests.conftest import wait_until
+from tests.worker.spoken import Spoken
 
 HERE = Path(__file__).parent
 
 
-class AgentProcess:
+class AgentProcess(Spoken):
     """An agent with its output, its children and its management port."""
 
     def __init__(self, notes: Path, settings: dict[str, Any], *, read: bool = True) -> None:
         self.notes = notes
-        self.lines: list[str] = []
         self._clock = notes / "wall-clock-shift"
         self.shift_wall_clock(0)
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, str(HERE / "run_agent.py"), json.dumps(settings)],
             env={
                 **os.environ,
@@ -48,25 +46,8 @@ class AgentProcess:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        if read:
-            self._reader.start()
+        super().__init__(process, read=read)
         self.children: list[psutil.Process] = []
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        self.lines.extend(self.process.stderr)
-
-    @property
-    def output(self) -> str:
-        return "".join(self.lines)
-
-    def wait_for(self, text: str, deadline: float = 60.0) -> None:
-        def said() -> bool:
-            assert text in self.output or self.process.poll() is None, self.output
-            return text in self.output
-
-        wait_until(said, deadline=deadline, what=f"{text!r} in the agent's output")
 
     def wait_ready(self) -> None:
         self.wait_for("ready after")
@@ -77,9 +58,7 @@ class AgentProcess:
 
     def end(self, deadline: float = 60.0) -> int:
         """Wait for the exit; everything it started must be gone by then."""
-        code = self.process.wait(deadline)
-        if self._reader.ident is not None:
-            self._reader.join(5)
+        code = super().end(deadline)
         _, alive = psutil.wait_procs(self.children, timeout=10)
         assert not alive, f"left behind: {alive}"
         return code

@@ -28,67 +28,48 @@ def hf(demo_model_dir: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def small_prompts(demo_prompts: list[list[int]]) -> list[list[int]]:
-    return tiny.prompts_from(demo_prompts, 160)
+def small(
+    tmp_path_factory: pytest.TempPathFactory, demo_prompts: list[list[int]]
+) -> tiny.SmallModel:
+    return tiny.small_model(tmp_path_factory.mktemp("small"), demo_prompts, TOKENS)
 
 
 @pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    directory = tmp_path_factory.mktemp("small")
-    return directory, tiny.save("llama", directory)
-
-
-@pytest.fixture(scope="module")
-def small_runner(small_model: tuple[Path, Any]) -> Iterator[Runner]:
-    runner = cpu_runner(small_model[0], max_running=64, kv_tokens=64 * 256)
+def runner(small: tiny.SmallModel) -> Iterator[Runner]:
+    runner = cpu_runner(small.directory, max_running=64, kv_tokens=64 * 256)
     yield runner
     runner.close()
 
 
-@pytest.fixture(scope="module")
-def expected(small_model: tuple[Path, Any], small_prompts: list[list[int]]) -> list[list[int]]:
-    texts = reference.greedy(small_model[1], small_prompts, TOKENS)
-    assert all(len(set(text)) > TOKENS // 4 for text in texts), "a text in circles proves little"
-    return texts
-
-
-def test_one_batch(
-    small_runner: Runner, small_prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    results = Driver(small_runner).generate(small_prompts, greedy(TOKENS))
-    assert [result.tokens for result in results] == expected
+def test_one_batch(runner: Runner, small: tiny.SmallModel) -> None:
+    results = Driver(runner).generate(small.prompts, greedy(TOKENS))
+    assert [result.tokens for result in results] == small.answers
     assert all(result.chunks == 1 for result in results)
 
 
-def test_chunks_of_seven(
-    small_runner: Runner, small_prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    results = Driver(small_runner).generate(small_prompts, greedy(TOKENS), chunk=7)
-    assert [result.tokens for result in results] == expected
-    for result, prompt in zip(results, small_prompts, strict=True):
+def test_chunks_of_seven(runner: Runner, small: tiny.SmallModel) -> None:
+    results = Driver(runner).generate(small.prompts, greedy(TOKENS), chunk=7)
+    assert [result.tokens for result in results] == small.answers
+    for result, prompt in zip(results, small.prompts, strict=True):
         assert result.chunks == -(-len(prompt) // 7)
 
 
-def test_shuffled_batches_of_sixteen(
-    small_runner: Runner, small_prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    order = list(range(len(small_prompts)))
+def test_shuffled_batches_of_sixteen(runner: Runner, small: tiny.SmallModel) -> None:
+    order = list(range(len(small.prompts)))
     random.Random(0).shuffle(order)
-    driver = Driver(small_runner)
+    driver = Driver(runner)
     for begin in range(0, len(order), 16):
         members = order[begin : begin + 16]
-        results = driver.generate([small_prompts[i] for i in members], greedy(TOKENS))
-        assert [result.tokens for result in results] == [expected[i] for i in members]
+        results = driver.generate([small.prompts[i] for i in members], greedy(TOKENS))
+        assert [result.tokens for result in results] == [small.answers[i] for i in members]
 
 
-def test_cached_prefixes(
-    small_runner: Runner, small_prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    driver = Driver(small_runner)
-    driver.generate(small_prompts, greedy(1), reuse=True)
-    results = driver.generate(small_prompts, greedy(TOKENS), reuse=True)
-    assert [result.tokens for result in results] == expected
-    for result, prompt in zip(results, small_prompts, strict=True):
+def test_cached_prefixes(runner: Runner, small: tiny.SmallModel) -> None:
+    driver = Driver(runner)
+    driver.generate(small.prompts, greedy(1), reuse=True)
+    results = driver.generate(small.prompts, greedy(TOKENS), reuse=True)
+    assert [result.tokens for result in results] == small.answers
+    for result, prompt in zip(results, small.prompts, strict=True):
         assert result.cached == (len(prompt) - 1) // 16 * 16
     assert sum(result.cached for result in results) > 0
 
@@ -115,17 +96,15 @@ def test_logprobs(demo_executor: Executor, hf: Any, demo_prompts: list[list[int]
                 assert value == pytest.approx(rows[position, token_id].item(), abs=1e-3)
 
 
-def test_a_seed_gives_the_same_text_in_any_batch(
-    small_runner: Runner, small_prompts: list[list[int]]
-) -> None:
-    prompts = small_prompts[:12]
+def test_a_seed_gives_the_same_text_in_any_batch(runner: Runner, small: tiny.SmallModel) -> None:
+    prompts = small.prompts[:12]
 
     def sampling(i: int) -> SamplingParams:
         return SamplingParams(max_tokens=16, seed=i, temperature=0.8, top_p=0.95 if i % 2 else 1.0)
 
-    together = Driver(small_runner).generate(prompts, sampling)
+    together = Driver(runner).generate(prompts, sampling)
     for i in range(4):
-        alone = Driver(small_runner).generate([prompts[i]], lambda _, i=i: sampling(i))  # type: ignore[misc]
+        alone = Driver(runner).generate([prompts[i]], lambda _, i=i: sampling(i))  # type: ignore[misc]
         assert alone[0].tokens == together[i].tokens
-    other = Driver(small_runner).generate(prompts[:4], lambda i: sampling(i + 100))
+    other = Driver(runner).generate(prompts[:4], lambda i: sampling(i + 100))
     assert [result.tokens for result in other] != [result.tokens for result in together[:4]]

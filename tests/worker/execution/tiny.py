@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.worker.execution import reference
+
 VOCAB = 512
+_LONGEST = 160  # tokens of a prompt
 _SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -77,6 +81,19 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def prompts_from(texts: Sequence[Sequence[int]], longest: int) -> list[list[int]]:
-    """The lengths and repetitions of a real model's prompts, in this vocabulary."""
-    return [[token % VOCAB for token in text[:longest]] for text in texts]
+@dataclass(frozen=True)
+class SmallModel:
+    """A Llama whose random weights make every token depend on all before it."""
+
+    directory: Path
+    prompts: list[list[int]]
+    answers: list[list[int]]  # its greedy ones, by transformers
+
+
+def small_model(directory: Path, texts: Sequence[Sequence[int]], max_tokens: int) -> SmallModel:
+    """Written into `directory`; its prompts have the lengths and repetitions of `texts`."""
+    model = save("llama", directory)
+    prompts = [[token % VOCAB for token in text[:_LONGEST]] for text in texts]
+    answers = reference.greedy(model, prompts, max_tokens)
+    assert all(len(set(answer)) > max_tokens // 4 for answer in answers), "circles prove little"
+    return SmallModel(directory, prompts, answers)

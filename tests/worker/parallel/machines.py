@@ -7,12 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ import msgspec
 import psutil
 
 from tests.checkout import ROOT
-from tests.conftest import find_free_port, wait_until
+from tests.conftest import find_free_port
+from tests.worker.spoken import Spoken
 
 _SETTINGS = {
     "device": "cpu",
@@ -100,33 +100,15 @@ def _can_make_namespaces() -> bool:
     return True
 
 
-@dataclass
-class MachineProcess:
+class MachineProcess(Spoken):
     """`radixgrove worker` on one machine of a group."""
 
-    address: str
-    port: int
-    process: subprocess.Popen[str]
-    lines: list[str] = field(default_factory=list)
+    patience = 120.0
 
-    def __post_init__(self) -> None:
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        self.lines.extend(self.process.stderr)
-
-    @property
-    def output(self) -> str:
-        return "".join(self.lines)
-
-    def wait_for(self, text: str) -> None:
-        def said() -> bool:
-            assert text in self.output or self.process.poll() is None, self.output
-            return text in self.output
-
-        wait_until(said, deadline=120.0, what=f"{text!r} in the output")
+    def __init__(self, address: str, port: int, process: subprocess.Popen[str]) -> None:
+        super().__init__(process)
+        self.address = address
+        self.port = port
 
     def rank(self, rank: int) -> psutil.Process:
         children = psutil.Process(self.process.pid).children(recursive=True)
@@ -166,12 +148,6 @@ class MachineProcess:
         found = re.search(r"management port: [\d.]+:(\d+)", self.output)
         assert found, self.output
         return msgspec.json.decode(self.get("/status", int(found[1]), "a management key")[1])
-
-    def end(self, deadline: float = 60.0) -> int:
-        """Wait for the exit; nothing that it started may be left."""
-        code = self.process.wait(deadline)
-        self._reader.join(5)
-        return code
 
 
 def _bearer(key: str) -> dict[str, str]:
