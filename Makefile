@@ -34,7 +34,7 @@ test: setup-dev ## all tests that need neither a GPU nor Kubernetes
 	$(BIN)/python -m pytest $(SPREAD)
 
 test-drills: setup-dev ## each ordinary fault beside a load, RECORD= a directory for the figures
-	$(BIN)/python -m pytest -m drill $(if $(RECORD),--record-drills $(RECORD))
+	$(BIN)/python -m pytest -m drill tests/drills $(if $(RECORD),--record-drills $(RECORD))
 
 check: lint ## lint, and the tests that touch what differs from SINCE (main)
 	@tests=$$($(BIN)/python -m tools.touched --since $(SINCE)); \

@@ -279,3 +279,15 @@ def test_a_peer_that_takes_nothing_is_not_waited_for() -> None:
     channel, _other = pair()
     with pytest.raises(ChannelError, match="takes nothing more"):
         channel.send(bytes(8 << 20), 0.1)
+
+
+def test_a_peer_keeps_its_name_when_its_connection_is_reset() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname())
+        near, _ = server.accept()
+    channel = Channel(near, b"there", b"back")
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far.close()  # with a reset
+    with pytest.raises(ChannelError):
+        channel.receive()
+    assert channel.peer == "127.0.0.1"

@@ -256,6 +256,20 @@ def test_a_request_waits_for_its_grammar_and_holds_up_no_other() -> None:
     assert re.fullmatch("[0-9]{20}", answer(run, "ruled"))
 
 
+def test_a_short_request_that_waits_for_its_grammar_passes_no_long_one() -> None:
+    ready = threading.Event()
+    run = harness(load=load_once(ready))
+    run.submit(request("long", encode("a" * 64), 4))
+    assert run.step()
+    run.submit(request("ruled", encode("a"), 40, rules=rules_of("[0-9]{20}")))
+    while "long" not in run.ended:
+        assert run.step()
+    assert run.scheduler._lifecycle.requests["ruled"].state is RequestState.AWAITING_GRAMMAR
+    ready.set()
+    run_all(run)
+    assert re.fullmatch("[0-9]{20}", answer(run, "ruled"))
+
+
 def test_a_request_may_end_while_it_waits_for_its_grammar() -> None:
     ready = threading.Event()
     run = harness(load=load_once(ready), queue_timeout=5.0)

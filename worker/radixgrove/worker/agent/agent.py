@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from enum import StrEnum
@@ -38,11 +37,11 @@ from radixgrove.worker.agent.machine import Machine, wait_to_be_replaced
 from radixgrove.worker.agent.preparation import (
     AgentError,
     check_group,
-    openmp_waiting,
     reserved_port,
     resolve_model,
     resolve_settings,
     with_group,
+    worker_part,
 )
 from radixgrove.worker.agent.probes import Marker
 from radixgrove.worker.agent.progress import StartReport, memory_arithmetic
@@ -232,17 +231,15 @@ class Agent:
         self._stop.set()
 
     async def _start_children(self) -> None:
+        directory = self.runtime.directory
         for rank in Layout.of(self.settings).ranks_of(self.settings.node_rank):
-            self._engines.append(self._child(f"engine rank {rank}", self._modules.engine, rank))
+            name = f"engine rank {rank}"
+            self._engines.append(worker_part(name, self._modules.engine, directory, rank))
         for index in range(self.settings.frontends):
-            self._frontends.append(self._child(f"frontend {index}", self._modules.frontend, index))
+            name = f"frontend {index}"
+            self._frontends.append(worker_part(name, self._modules.frontend, directory, index))
         for service in (*self._engines, *self._frontends):
             await service.start()
-
-    def _child(self, name: str, module: str, index: int) -> Supervised:
-        command = [sys.executable, "-m", module, str(self.runtime.directory), str(index)]
-        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **openmp_waiting(os.environ)}
-        return Supervised(name, command, environ, logs.STDERR.write, restart=False)
 
     async def _receive(self) -> None:
         decoder: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)

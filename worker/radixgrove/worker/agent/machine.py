@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -28,7 +27,7 @@ from radixgrove.service.management import ManagementApi
 from radixgrove.service.server import Server
 from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import probes
-from radixgrove.worker.agent.preparation import AgentError, openmp_waiting
+from radixgrove.worker.agent.preparation import AgentError, worker_part
 from radixgrove.worker.liveness import SILENCE, is_stopped
 from radixgrove.worker.messages import EngineState, PhaseReport, ToAgent
 from radixgrove.worker.parallel.layout import Layout
@@ -69,6 +68,7 @@ class Machine:
         self._ranks = Layout.of(self.settings).ranks_of(self.settings.node_rank)
         self._children: list[Supervised] = []
         self._joined = 0
+        self._stuck: AgentError | None = None
         self._stop = asyncio.Event()
         self._context = zmq.asyncio.Context()
         self._inbox: zmq.asyncio.Socket = self._context.socket(zmq.PULL)
@@ -91,7 +91,10 @@ class Machine:
         try:
             async with self._management(), probes.serving(self.settings, lambda: self.role):
                 for rank in self._ranks:
-                    self._children.append(self._child(rank))
+                    name = f"engine rank {rank}"
+                    self._children.append(
+                        worker_part(name, self._engine, self.runtime.directory, rank)
+                    )
                     await self._children[-1].start()
                 tasks.append(asyncio.create_task(self._watch(), name="watch"))
                 await self._until_end(tasks)
@@ -107,11 +110,6 @@ class Machine:
             self._inbox.close(linger=0)
             self._context.term()
             _log.info("machine %d of the group ended", self.settings.node_rank)
-
-    def _child(self, rank: int) -> Supervised:
-        command = [sys.executable, "-m", self._engine, str(self.runtime.directory), str(rank)]
-        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **openmp_waiting(os.environ)}
-        return Supervised(f"engine rank {rank}", command, environ, logs.STDERR.write, restart=False)
 
     async def _receive(self) -> None:
         decoder: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
@@ -135,8 +133,10 @@ class Machine:
                     since.pop(child.name, None)
                 elif now - since.setdefault(child.name, now) > SILENCE:
                     text = f"{child.name} (process {child.pid}) is stuck: it has been stopped"
+                    # Kept first: the death that we cause must not pass for the reason.
+                    self._stuck = AgentError(text, exit_codes.STUCK)
                     await asyncio.gather(*(each.child.kill() for each in self._children))
-                    raise AgentError(text, exit_codes.STUCK)
+                    raise self._stuck
 
     async def _until_end(self, tasks: list[asyncio.Task[None]]) -> None:
         """Return when every rank has ended in order; raise when one has not."""
@@ -163,6 +163,8 @@ class Machine:
         self._raise_failure(tasks)
 
     def _raise_failure(self, tasks: list[asyncio.Task[None]]) -> None:
+        if self._stuck is not None:
+            raise self._stuck
         for task in tasks:
             if task.done():
                 task.result()

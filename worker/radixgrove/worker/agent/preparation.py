@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
 from radixgrove.protocol.settings import Device, WorkerSettings
-from radixgrove.service import exit_codes
+from radixgrove.service import exit_codes, logs
 from radixgrove.service.listening import bound_socket
+from radixgrove.service.supervisor import Supervised
 from radixgrove.worker.agent import demo_model
 
 # What says how GNU's OpenMP waits, and for how many turns of a loop it spins here.
@@ -95,6 +98,13 @@ def openmp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
     if _OPENMP_WAITING & environ.keys():
         return {}
     return {"GOMP_SPINCOUNT": str(_SPINS)}
+
+
+def worker_part(name: str, module: str, directory: Path, index: int) -> Supervised:
+    """A part of the worker: a module that is run with the runtime directory and its number."""
+    command = [sys.executable, "-m", module, str(directory), str(index)]
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", **openmp_waiting(os.environ)}
+    return Supervised(name, command, environ, logs.STDERR.write, restart=False)
 
 
 def resolve_model(model: str) -> Path:

@@ -34,17 +34,14 @@ class Channel:
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The other end's, "" on one machine. Kept: a connection that was reset has none.
+        self.peer = address_of(sock)
         self._socket = sock
         self._send_key = send_key
         self._receive_key = receive_key
         self._sent = 0
         self._received = 0
         self._sending = threading.Lock()
-
-    @property
-    def peer(self) -> str:
-        """The other end's address; "" on one machine."""
-        return address_of(self._socket)
 
     @property
     def own_address(self) -> str:

@@ -110,7 +110,7 @@ class Admission:
         for request in self._queue.in_order(now):
             if passed == _MOST_PASSED or not self._has_room(step, passed):
                 break
-            if request.state is RequestState.AWAITING_KV:
+            if request.state in _AWAITING:
                 continue
             tokens = request.tokens()
             found = self._peek(request, tokens)
