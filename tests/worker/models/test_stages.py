@@ -45,11 +45,11 @@ def test_no_other_split_has_a_smaller_largest_stage(layers: int, stages: int, vo
 
 def test_one_stage_is_the_whole_model() -> None:
     assert split_layers(config(3), 1, []) == [3]
-    assert Stage.of(config(3), 0, [3]) == Stage.whole(config(3))
+    assert Stage.of(0, [3]) == Stage.whole(config(3))
 
 
 def test_stages_follow_each_other_from_the_embedding_to_the_head() -> None:
-    stages = [Stage.of(config(6), index, [1, 3, 2]) for index in range(3)]
+    stages = [Stage.of(index, [1, 3, 2]) for index in range(3)]
     assert [stage.layers for stage in stages] == [range(1), range(1, 4), range(4, 6)]
     assert [stage.embeds for stage in stages] == [True, False, False]
     assert [stage.has_head for stage in stages] == [False, False, True]

@@ -140,15 +140,18 @@ def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: 
     except UnenforceableError as error:
         unenforceable = error
     other = rewrite(schema)
-    try:
-        return compiled(other, strict=True)
-    except ConstraintError as error:
-        if error.code == UNSATISFIABLE:
-            raise
+    differs = other != schema
+    if differs:
+        try:
+            return compiled(other, strict=True)
+        except ConstraintError as error:
+            if error.code == UNSATISFIABLE:
+                raise
     if constraint.strict:
         raise unenforceable
-    with suppress(ConstraintError):
-        return compiled(other, strict=False)
+    if differs:
+        with suppress(ConstraintError):
+            return compiled(other, strict=False)
     return compiled(schema, strict=False)
 
 

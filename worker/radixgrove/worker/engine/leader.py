@@ -35,7 +35,7 @@ class GroupExecutor:
         self._allowance = allowance
         self._in_pipeline = runner.member.stages > 1
         self._masks: NDArray[np.int32] | None = None  # of the step that is yet to be sampled
-        self._sampled_rows: deque[list[int]] = deque()  # of steps in flight
+        self._sampled_rows: deque[list[int]] = deque()  # of steps in a pipeline
         self._returned: list[Returned] = []
         links.serving = True
 
@@ -44,18 +44,20 @@ class GroupExecutor:
         return self._runner.info
 
     def launch(self, plan: StepPlan) -> None:
-        self._links.launched(self._allowance(plan.num_tokens))
-        self._links.send(Launch(plan, self._take_back()))
-        with self._blaming():
-            self._runner.launch(plan)
-        self._sampled_rows.append(plan.sampled_rows())
+        self._start(plan, Launch(plan, self._take_back()), self._runner.launch)
 
     def forward(self, plan: StepPlan) -> None:
+        self._start(plan, Forward(plan, self._take_back()), self._runner.forward)
+
+    def _start(
+        self, plan: StepPlan, order: Launch | Forward, run: Callable[[StepPlan], None]
+    ) -> None:
         self._links.launched(self._allowance(plan.num_tokens))
-        self._links.send(Forward(plan, self._take_back()))
+        self._links.send(order)
         with self._blaming():
-            self._runner.forward(plan)
-        self._sampled_rows.append(plan.sampled_rows())
+            run(plan)
+        if self._in_pipeline:
+            self._sampled_rows.append(plan.sampled_rows())
 
     def masks(self, count: int, words: int) -> NDArray[np.int32]:
         self._masks = self._runner.masks(count, words)
@@ -75,8 +77,8 @@ class GroupExecutor:
         return returned
 
     def collect(self) -> StepResult:
-        rows = self._sampled_rows.popleft()
         if self._in_pipeline:
+            rows = self._sampled_rows.popleft()
             self._runner.collect()
             result = self._links.await_result()
             if rows:

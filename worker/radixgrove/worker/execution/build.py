@@ -79,7 +79,7 @@ def build_rank(
         shared = min(torch.get_num_threads(), machine.cores()) // layout.ranks_per_node
         torch.set_num_threads(settings.cpu_threads or max(1, shared))
     member = form(device)
-    stage = Stage.of(config, place.stage, layers)
+    stage = Stage.of(place.stage, layers)
     try:
         return _build(settings, config, model_dir, report, device, member, stage)
     except torch.cuda.OutOfMemoryError as error:

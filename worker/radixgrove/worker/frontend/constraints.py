@@ -85,8 +85,7 @@ class ConstraintCheck:
             compiled = await self._compiled(constraint)
         banned: tuple[tuple[int, ...], ...] = ()
         if generation.bad_words:
-            loop = asyncio.get_running_loop()
-            banned = await loop.run_in_executor(self._threads, self._ids, generation.bad_words)
+            banned = await asyncio.to_thread(self._ids, generation.bad_words)
         if compiled is None and generation.allowed_token_ids is None and not banned:
             return Checked()
         rules = TokenRules(

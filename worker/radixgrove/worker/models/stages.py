@@ -20,7 +20,7 @@ class Stage:
         return cls(range(config.num_layers), embeds=True, has_head=True)
 
     @classmethod
-    def of(cls, config: ModelConfig, index: int, layers: list[int]) -> Stage:
+    def of(cls, index: int, layers: list[int]) -> Stage:
         """Stage `index`, where `layers` says how many each stage has."""
         first = sum(layers[:index])
         return cls(range(first, first + layers[index]), index == 0, index == len(layers) - 1)

@@ -57,8 +57,8 @@ class Grammars:
     ) -> None:
         """
         Args:
-            load: the model's tokenizer; called in a thread, once a grammar needs it or `warm` says
-                so. May raise ConstraintError.
+            load: the model's tokenizer; called in a thread, once a grammar needs it. May raise
+                ConstraintError.
             vocab_size: the model's.
             timeout: seconds to build a grammar.
             threads: to compute masks with.
@@ -80,11 +80,6 @@ class Grammars:
     @property
     def building(self) -> bool:
         return bool(self._builds)
-
-    def warm(self) -> None:
-        """Load the tokenizer, lest the first grammar wait for it."""
-        if self._tokenizer is None:
-            self._tokenizer = self._builders.submit(self._load)
 
     def enter(self, request: Request) -> None:
         """A request waits in the queue: give it its rules, or let it wait for those too."""
@@ -137,9 +132,9 @@ class Grammars:
         return mask_words(self._vocab_size)
 
     def _begin(self, grammar: str) -> _Build:
-        self.warm()
+        if self._tokenizer is None:
+            self._tokenizer = self._builders.submit(self._load)
         tokenizer = self._tokenizer
-        assert tokenizer is not None
         begun = threading.Event()
 
         def build() -> LLMatcher:
