@@ -134,8 +134,7 @@ def test_a_stranger_reaches_the_router_alone_until_the_policies_are_gone(
     try:
         # Operator and router were replaced, for their settings have changed.
         routers = address_of(installed, release.NAMESPACE, f"{component}=router")
-        # Redis stays with those that have keys for it.
-        everything = {*closed[:4], f"{routers}:8001"}
+        everything = {*(target for target in closed[:5]), f"{routers}:8001"}
         wait_until(
             lambda: reached(stranger, sorted(everything)) == [everything, everything],
             "strangers reach everything",

@@ -18,6 +18,8 @@ from tests.operator.memory_kube import MemoryKube
         ({"a": 1}, {"a": 2}, False),
         ({"a": {"x": 1, "default": True}}, {"a": {"x": 1}}, True),
         ({"a": [{"name": "x", "protocol": "TCP"}]}, {"a": [{"name": "x"}]}, True),
+        ({"a": [{"x": 1}]}, {"a": [{}]}, False),
+        ({"a": [{}]}, {"a": [{}]}, True),
         ({"a": [1, 2]}, {"a": [1]}, False),
         ({}, {"a": []}, True),
         ({}, {"a": False}, True),

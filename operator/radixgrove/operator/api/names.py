@@ -78,6 +78,11 @@ def replica_id(group: str) -> str:
     return f"{group}-0"
 
 
+def pod_url(address: str, port: int) -> str:
+    host = f"[{address}]" if ":" in address else address
+    return f"http://{host}:{port}"
+
+
 def service_key(namespace: str, name: str) -> str:
     """The service's name in Redis and in the routers' tables; at most 63 characters."""
     key = f"{namespace}.{name}"

@@ -436,12 +436,6 @@ class InferenceServiceSpec(SpecModel):
             message="tp must divide gpusPerNode: its ranks stay in one node",
             field_path=".parallelism.tp",
         ),
-        Rule(
-            rule="!has(self.parallelism) || self.parallelism.tp > self.hardware.gpusPerNode || "
-            "self.hardware.gpusPerNode % self.parallelism.tp == 0",
-            message="tp must divide gpusPerNode: its ranks are on one node",
-            field_path=".parallelism.tp",
-        ),
     ]
     model: Model
     hardware: Hardware = Field(Hardware(), description="What one worker group runs on.")

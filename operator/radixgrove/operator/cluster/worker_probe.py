@@ -76,8 +76,7 @@ class WorkerProbe:
     def _status(self, address: str, management_key: str) -> dict[str, Any]:
         """Empty where there is no answer, or the key is another."""
         headers = {"Authorization": f"Bearer {management_key}"}
-        host = f"[{address}]" if ":" in address else address
-        url = f"http://{host}:{names.MANAGEMENT_PORT}/status"
+        url = names.pod_url(address, names.MANAGEMENT_PORT) + "/status"
         try:
             with self._pool.request("GET", url, headers=headers, preload_content=False) as response:
                 said = json.loads(response.read(_LONGEST)) if response.status == 200 else {}

@@ -48,6 +48,7 @@ class Access:
         self._phases: dict[str, Phase] = {}  # of namespaces that are not changed over
         self._began: dict[str, float] = {}  # monotonic, of those that are being changed
         self._settled: set[Key] = set()
+        self._admitted: frozenset[str] = frozenset()  # namespaces that the policy lets in
 
     def start(self) -> bool:
         """Finds out how far a former leader came. Raises KubeError."""
@@ -86,7 +87,8 @@ class Access:
         """Lets a namespace's pods into Redis. Raises RedisUnavailable, KubeError."""
         services = self._services(service)
         self._users.ensure(services)
-        self._keep_policy(services)
+        if service.namespace not in self._admitted:  # `keep` looks after it from then on
+            self._keep_policy(services)
 
     def management_keys(self, namespace: str) -> list[str]:
         return self._keys.management_keys(namespace)
@@ -151,7 +153,8 @@ class Access:
         policy = redis_network_policy(namespaces, self._config)
         if references := owners(self._kube, self._config):
             policy["metadata"]["ownerReferences"] = references
-        self._kube.apply_cached(policy)
+        self._kube.apply(policy)  # not from the cache: its namespace may not be watched
+        self._admitted = frozenset(namespaces)
 
     def _services(self, *more: Service) -> dict[str, set[str]]:
         """Names in Redis, by namespace."""

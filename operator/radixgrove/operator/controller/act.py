@@ -121,8 +121,7 @@ class Actor:
         for group in context.observed.groups:
             first = next((pod.address for pod in group.pods if pod.rank == 0), "")
             if first and names.replica_id(group.name) in serving:
-                host = f"[{first}]" if ":" in first else first
-                found[names.replica_id(group.name)] = f"http://{host}:{names.API_PORT}"
+                found[names.replica_id(group.name)] = names.pod_url(first, names.API_PORT)
         return found
 
     def _create(self, context: ReconcileContext, plan: Plan, new: NewAttempt) -> None:

@@ -12,12 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import CONFIG_MAP, NAMESPACE, Object
 from radixgrove.operator.controller.store import Key, OtherService, Store
 from radixgrove.operator.kube.client import Kube, KubeError
-from radixgrove.operator.kube.installation import owners
+from radixgrove.operator.kube.installation import metadata
 from radixgrove.operator.planning import model_names
 from radixgrove.operator.planning.model_names import Claim, Decision, Grant, Holding
 
@@ -141,13 +140,6 @@ class NameLedger:
         return found
 
     def _config_map(self, ledger: dict[str, Holding]) -> Object:
-        config = self._config
-        meta: Object = {
-            "name": config.names_config_map,
-            "namespace": config.namespace,
-            "labels": {names.MANAGED_BY: names.MANAGER, names.COMPONENT: "names"},
-        }
-        if references := owners(self._kube, config):
-            meta["ownerReferences"] = references
+        meta = metadata(self._kube, self._config, self._config.names_config_map, "names")
         data = {_DATA: model_names.encode(ledger)}
         return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": data}

@@ -97,10 +97,8 @@ class Preparer:
         namespace, known = context.service.namespace, context.before.model
         jobs: dict[str, JobState] = {}
         for name in model_cache.wanted_jobs(context.service, context.spec, known):
-            job = self._kube.get(JOB, namespace, name)
-            if job is not None:
-                pods = self._kube.list(POD, namespace, {"job-name": name})
-                jobs[name] = job_of(job, pods)
+            if (job := self._job(namespace, name)) is not None:
+                jobs[name] = job
         found = {
             name: self._kube.get(CLAIM, namespace, name)
             for name in model_cache.wanted_claims(context.spec, known)
@@ -181,16 +179,20 @@ class Preparer:
         assert context.target is not None
         service, namespace = context.service, context.service.namespace
         name = image_check_name(service, wanted.image, wanted.nodes)
-        found = self._kube.get(JOB, namespace, name)
-        if found is not None:
-            pods = self._kube.list(POD, namespace, {"job-name": name})
-            return image_check.judge(wanted, job_of(found, pods))
+        if (job := self._job(namespace, name)) is not None:
+            return image_check.judge(wanted, job)
         revision = context.revisions[context.target]
         rendered = render_group.stateful_set(service, revision, 0, 0, self._config)
         pod = rendered["spec"]["template"]["spec"]
         with context.trying():
             self._kube.apply(image_check_job(service, pod, wanted.nodes))
         return image_check.judge(wanted, None)
+
+    def _job(self, namespace: str, name: str) -> JobState | None:
+        job = self._kube.get(JOB, namespace, name)
+        if job is None:
+            return None
+        return job_of(job, self._kube.list(POD, namespace, {"job-name": name}))
 
     def _revision(self, context: ReconcileContext, model: ModelAt, size: int = 0) -> Revision:
         restart = context.body["metadata"].get("annotations", {}).get(names.RESTART, "")

@@ -252,11 +252,7 @@ class S3Source:
         return _digest_of(self._list())
 
     def files(self) -> list[RemoteFile]:
-        files = self._list()
-        if self._revision and _digest_of(files) != self._revision:
-            raise FetchError(
-                "ModelChanged", "the bucket's objects changed since they were looked up"
-            )
+        files = _unchanged(self._list(), self._revision)
         return [self._checkable(remote) for remote in files]
 
     def _checkable(self, remote: RemoteFile) -> RemoteFile:
@@ -298,9 +294,7 @@ class S3Source:
                     )
         except self._errors as error:
             raise self._translated(error) from error
-        if not found:
-            raise FetchError("ModelNotFound", f"s3://{self._bucket}/{self._prefix} holds nothing")
-        return [remote for remote in found if remote.path and not remote.path.endswith("/")]
+        return _objects_of(found, f"s3://{self._bucket}/{self._prefix}")
 
     def _translated(self, error: Exception) -> Exception:
         response: dict[str, Any] = getattr(error, "response", {})
@@ -331,12 +325,7 @@ class GoogleSource:
         return _digest_of(self._list())
 
     def files(self) -> list[RemoteFile]:
-        files = self._list()
-        if self._revision and _digest_of(files) != self._revision:
-            raise FetchError(
-                "ModelChanged", "the bucket's objects changed since they were looked up"
-            )
-        return files
+        return _unchanged(self._list(), self._revision)
 
     def read(self, remote: RemoteFile, offset: int) -> Iterator[bytes]:
         name = urllib.parse.quote(self._prefix + remote.path, safe="")
@@ -363,9 +352,7 @@ class GoogleSource:
             query["pageToken"] = answer["nextPageToken"]
         else:
             raise FetchError("ModelTooLarge", "the bucket's listing does not end")
-        if not found:
-            raise FetchError("ModelNotFound", f"{self._where} holds nothing")
-        return [remote for remote in found if remote.path and not remote.path.endswith("/")]
+        return _objects_of(found, self._where)
 
     def _file(self, entry: dict[str, Any]) -> RemoteFile:
         """An object that was composed of others has no MD5."""
@@ -415,6 +402,20 @@ class _GoogleIdentity:
             found = {}
         self._token = str(found.get("access_token", ""))
         self._until = time.monotonic() + float(found.get("expires_in", 0)) - 60.0
+
+
+def _unchanged(files: list[RemoteFile], revision: str) -> list[RemoteFile]:
+    """Raises FetchError when they are others than those that were looked up."""
+    if revision and _digest_of(files) != revision:
+        raise FetchError("ModelChanged", "the bucket's objects changed since they were looked up")
+    return files
+
+
+def _objects_of(found: list[RemoteFile], where: str) -> list[RemoteFile]:
+    """Without the markers of folders. Raises FetchError when nothing is there."""
+    if not found:
+        raise FetchError("ModelNotFound", f"{where} holds nothing")
+    return [remote for remote in found if remote.path and not remote.path.endswith("/")]
 
 
 def _digest_of(files: list[RemoteFile]) -> str:

@@ -8,14 +8,12 @@ policies look at the objects themselves, and at requests of the operator's own a
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import yaml
 
 from radixgrove.operator.api import names
+from radixgrove.operator.api.objects import Object
 from radixgrove.operator.kube.rbac import KEYS_SECRET
-
-Object = dict[str, Any]
 
 # Replaced by the chart.
 NAME = "@policy"

@@ -329,8 +329,10 @@ def covers(live: Any, desired: Any) -> bool:
         if desired and all(isinstance(item, dict) and "uid" in item for item in desired):
             by_uid = {item.get("uid"): item for item in live}  # owner references of others stay
             return all(covers(by_uid.get(item["uid"]), item) for item in desired)
+        # An empty item means everything (a rule of a NetworkPolicy): one that says more is another.
         return len(live) == len(desired) and all(
-            covers(have, want) for have, want in zip(live, desired, strict=True)
+            covers(have, want) and (want != {} or have == {})
+            for have, want in zip(live, desired, strict=True)
         )
     if live is None:
         return desired in ("", {}, [], False, 0)  # zero values are left out by the server

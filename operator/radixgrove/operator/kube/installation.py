@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.api.objects import DEPLOYMENT
+from radixgrove.operator.api.objects import DEPLOYMENT, Object
 from radixgrove.operator.kube.client import Kube, KubeError
 
 
@@ -23,3 +24,15 @@ def owners(kube: Kube, config: OperatorConfig) -> list[dict[str, Any]]:
         raise KubeError("get", what, 404, "the operator's own Deployment is not there")
     uid = found["metadata"]["uid"]
     return [{"apiVersion": "apps/v1", "kind": "Deployment", "name": name, "uid": uid}]
+
+
+def metadata(kube: Kube, config: OperatorConfig, name: str, component: str) -> Object:
+    """Of an object in the operator's own namespace. Raises KubeError, as `owners`."""
+    found: Object = {
+        "name": name,
+        "namespace": config.namespace,
+        "labels": {names.MANAGED_BY: names.MANAGER, names.COMPONENT: component},
+    }
+    if references := owners(kube, config):
+        found["ownerReferences"] = references
+    return found

@@ -23,7 +23,7 @@ from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig, RedisSettings
 from radixgrove.operator.api.objects import SECRET, Object
 from radixgrove.operator.kube.client import Kube, KubeError
-from radixgrove.operator.kube.installation import owners
+from radixgrove.operator.kube.installation import metadata
 from radixgrove.operator.render.common import Service
 from radixgrove.protocol.tenancy import OPERATOR, ROUTER, NamespaceKeys, derive, user_name
 
@@ -228,14 +228,7 @@ class Keys:
             self._kube.patch("Secret", config.namespace, config.keys_secret, body)
 
     def _secret(self, values: dict[str, str]) -> Object:
-        config = self._config
-        meta: Object = {
-            "name": config.keys_secret,
-            "namespace": config.namespace,
-            "labels": {names.MANAGED_BY: names.MANAGER, names.COMPONENT: "keys"},
-        }
-        if references := owners(self._kube, config):
-            meta["ownerReferences"] = references
+        meta = metadata(self._kube, self._config, self._config.keys_secret, "keys")
         data = {key: _encode(value) for key, value in values.items()}
         return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data}
 

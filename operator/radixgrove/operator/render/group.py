@@ -42,7 +42,7 @@ MODEL_VOLUME = "model"
 _ARGUMENTS = ["radixgrove", "worker", "--config", "/etc/radixgrove/worker.yaml"]
 _PROBE_PERIOD = 5
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
-_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 def revision_config_map(service: Service, revision: Revision, config: OperatorConfig) -> Object:
@@ -411,14 +411,14 @@ def _affinity(service: Service, revision: Revision, name: str, avoid: Sequence[s
     apart: Object = {_PREFERRED: [{"weight": 50, "podAffinityTerm": other_host}]}
     affinity: Object = {"podAntiAffinity": apart}
     if revision.hardware.nodes > 1:
-        apart[_REQUIRED] = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": own}]
+        apart[REQUIRED] = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": own}]
     if avoid:
         fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in avoid]
         elsewhere = {"weight": 100, "preference": {"matchFields": fields}}
         affinity["nodeAffinity"] = {_PREFERRED: [elsewhere]}
     if revision.topology_key and revision.hardware.nodes > 1:
         together = {"topologyKey": revision.topology_key, "labelSelector": own}
-        affinity["podAffinity"] = {_REQUIRED: [together]}
+        affinity["podAffinity"] = {REQUIRED: [together]}
     return affinity
 
 

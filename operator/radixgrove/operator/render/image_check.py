@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from radixgrove.operator.api import names
 from radixgrove.operator.api.objects import Object
 from radixgrove.operator.render.common import Service, metadata
-from radixgrove.operator.render.group import MODEL_VOLUME, WORKER_CONTAINER
+from radixgrove.operator.render.group import MODEL_VOLUME, REQUIRED, WORKER_CONTAINER
 
 _LEFT_OUT = ("config", MODEL_VOLUME)  # volumes that `--version` needs none of
 _OF_THE_IMAGE = ("image", "imagePullPolicy", "env", "securityContext")
@@ -39,7 +39,6 @@ def image_check_job(service: Service, pod: Object, nodes: Sequence[str]) -> Obje
         for node in nodes
     ]
     apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": labels}}
-    required = "requiredDuringSchedulingIgnoredDuringExecution"
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -59,8 +58,8 @@ def image_check_job(service: Service, pod: Object, nodes: Sequence[str]) -> Obje
                     "restartPolicy": "Never",
                     "tolerations": [{"operator": "Exists"}],  # those nodes run the service now
                     "affinity": {
-                        "nodeAffinity": {required: {"nodeSelectorTerms": terms}},
-                        "podAntiAffinity": {required: [apart]},
+                        "nodeAffinity": {REQUIRED: {"nodeSelectorTerms": terms}},
+                        "podAntiAffinity": {REQUIRED: [apart]},
                     },
                     "containers": [container],
                     "volumes": [v for v in pod.get("volumes", []) if v["name"] not in _LEFT_OUT],
