@@ -65,8 +65,8 @@ def _all_reduce_kernel(
         heard = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + program * SIZE
         for peer in tl.static_range(SIZE):
             if peer != RANK:
-                theirs = tl.load(flags_ptr + peer).to(tl.pointer_type(tl.int32))
-                tl.atomic_xchg(theirs + program * SIZE + RANK, meeting, sem="release", scope="sys")
+                flags = tl.load(flags_ptr + peer).to(tl.pointer_type(tl.int32))
+                tl.atomic_xchg(flags + program * SIZE + RANK, meeting, sem="release", scope="sys")
         for peer in tl.static_range(SIZE):
             if peer != RANK:
                 # A peer may be one meeting ahead; the difference also survives the wrap-around.

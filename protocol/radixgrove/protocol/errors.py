@@ -39,7 +39,8 @@ class RadixgroveError(Exception):
     │   └── DemoModelError
     ├── PeerError                    another process refuses, is silent or gone
     │   ├── RedisUnavailable
-    │   │   └── WrongType
+    │   │   ├── WrongType
+    │   │   └── UsersRefused
     │   ├── RedisRefused
     │   │   └── RedisUnsuitable
     │   ├── KubeError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 
@@ -34,8 +35,11 @@ class DemandReport:
             if held and now - self._told.get(name, 0.0) >= _REPORT_SECONDS:
                 seconds, _ = await link.call("TIME")
                 demand = Demand(held=held, at_ms=int(seconds) * 1000)
-                await link.call("HSET", self._key(name), self._router_id, demand.encode())
-                await link.call("PEXPIRE", self._key(name), _LIFE_MS)
+                key = self._key(name)
+                await asyncio.gather(
+                    link.call("HSET", key, self._router_id, demand.encode()),
+                    link.call("PEXPIRE", key, _LIFE_MS),
+                )
                 self._told[name] = now
         for name in [name for name in self._told if not wanted.get(name)]:
             await link.call("HDEL", self._key(name), self._router_id)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 import aiohttp
 import msgspec
 
+from radixgrove.protocol import index
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.openai.errors import ApiError, model_not_found, overloaded
 from radixgrove.protocol.registry import LeaseState
@@ -132,10 +133,8 @@ class Fleet:
         new: dict[str, Service] = {}
         by_model: dict[str, Service] = {}
         if self._registered is not None:
-            table = self._registered.table
-            listed = [entry.service for entry in table.entries] if table else []
             # Of two services that claim a name, the one that the table has first keeps it.
-            for name in dict.fromkeys([*listed, *sorted(self._registered.services)]):
+            for name in dict.fromkeys([*self.listed(), *sorted(self._registered.services)]):
                 service = self._registered_service(name)
                 if service is None:
                     continue
@@ -247,8 +246,7 @@ class Fleet:
             targets.update(self._registered.unproven())
         for service in self._services.values():
             for replica in service.replicas.values():
-                doubtful = replica.in_doubt or replica.breaker.probable
-                if doubtful or (replica.in_flight and self._lapsed(replica)):
+                if replica.doubtful or (replica.in_flight and self._lapsed(replica)):
                     targets.add(replica)
         return targets
 
@@ -272,7 +270,7 @@ class Fleet:
                 replica.seen = probe.sent
             if changed:
                 self._rebuild()
-        doubtful = replica.in_doubt or replica.breaker.probable
+        doubtful = replica.doubtful
         if probe.serves:
             replica.proven = probe.sent
             if doubtful and not replica.in_doubt:
@@ -310,7 +308,7 @@ class Fleet:
             keys = ServiceKeys(self._settings.redis_prefix, service.name)
             script = "drain" if drained else "undrain"
             try:
-                await self._link.run_script(script, [keys.leases], replica.generation)
+                answer = await self._link.run_script(script, [keys.leases], replica.generation)
             except (RedisUnavailable, RedisRefused):
                 raise ApiError(
                     503,
@@ -318,10 +316,15 @@ class Fleet:
                     type="server_error",
                     code="service_unavailable",
                 ) from None
+            if answer != index.OK:  # no lease says so: this process alone knows
+                self._rebuild()
+                return
             # From here on its lease says so, to every process of every router.
             replica.drained = False
             state = LeaseState.DRAINING if drained else LeaseState.READY
-            if replica.lease is not None:
+            if replica.lease is not None and (
+                drained or replica.lease.state is LeaseState.DRAINING
+            ):
                 replica.lease = msgspec.structs.replace(replica.lease, state=state)
                 replica.ready = not drained
         self._rebuild()

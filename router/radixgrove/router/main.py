@@ -18,10 +18,10 @@ from radixgrove.router.replicas import static_address
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.auth import ApiKeys, KeyFileError
 from radixgrove.service.directories import private_directory
-from radixgrove.service.listening import BindingError, check_management, listen
+from radixgrove.service.listening import check_management, listen
 from radixgrove.service.liveness import tick
 from radixgrove.service.redis_rules import RedisAddress
-from radixgrove.service.supervisor import ChildFailed, Supervised
+from radixgrove.service.supervisor import Supervised
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def run(settings: RouterSettings) -> int:
         check(settings)
         with private_directory("radixgrove-router-") as directory:
             asyncio.run(_supervise(settings, directory))
-    except (RouterStartError, BindingError, ChildFailed) as error:
+    except StartFailed as error:
         logger.error("%s", error)
         return exit_codes.FAILED
     return 0
@@ -51,7 +51,7 @@ def run(settings: RouterSettings) -> int:
 def run_process(settings: RouterSettings, index: int, shared: Path | None) -> int:
     """Runs one router process; `shared` is the directory of those that share the port."""
     # Here, not above: prometheus_client decides at import whether it is in multiprocess mode.
-    from radixgrove.router.server import RouterProcess, TaskEnded
+    from radixgrove.router.server import RouterProcess
 
     logs.configure(settings.log_level.value, json=settings.log_json)
     logs.count_drops()
@@ -62,7 +62,7 @@ def run_process(settings: RouterSettings, index: int, shared: Path | None) -> in
     try:
         check(settings)
         uvloop.run(serve())
-    except (RouterStartError, BindingError, TaskEnded) as error:
+    except StartFailed as error:
         logger.error("%s", error)
         return exit_codes.FAILED
     return 0

@@ -108,13 +108,12 @@ REDIS_MAX_BYTES = Gauge(
 
 def forget_model(model: str) -> None:
     """A model that is served no more has no replicas, and soon no series."""
-    for state in STATES:
-        if _shared():
+    if _shared():
+        for state in STATES:
             REPLICAS.labels(model, state).set(0)
-        else:
-            REPLICAS.remove(model, state)
-    if not _shared():
-        HELD.remove(model)
+    else:
+        for gauge in (REPLICAS, HELD):
+            gauge.remove_by_labels({"model": model})
 
 
 def forget_replica(replica: str) -> None:

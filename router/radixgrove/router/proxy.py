@@ -248,13 +248,14 @@ class Proxy:
         left = exchange.course.deadline - service.last_held
         if left <= 0:
             return False
+        held = metrics.HELD.labels(service.model)  # kept: the model may be forgotten meanwhile
         service.held += 1
-        metrics.HELD.labels(service.model).inc()
+        held.inc()
         try:
             await self._fleet.wait_for_change(min(left, HOLD_STEP))
         finally:
             service.held -= 1
-            metrics.HELD.labels(service.model).dec()
+            held.dec()
         return True
 
     # ---- forwarding ------------------------------------------------------------------------

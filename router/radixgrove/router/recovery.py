@@ -8,6 +8,7 @@ has said itself, to a probe sent after the failure, that it serves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -79,7 +80,7 @@ class Course:
     answer_by: float  # the first byte, wherever it comes from
     failure: Failure | None = None  # the latest
     answer: ApiError | ReplicaAnswer | None = None  # with it
-    _failed: dict[Replica, float] = field(default_factory=dict)  # and when
+    _failed: dict[Replica, float] = field(default_factory=dict)  # and until when: see `proven`
 
     @property
     def deadline(self) -> float:
@@ -103,7 +104,8 @@ class Course:
             self.retries -= 1
             self.hold_until += now - began
         if not self.starved:
-            self._failed[replica] = now
+            # That it serves is no news of a full one: this request does not ask it again.
+            self._failed[replica] = now if failure.hold else math.inf
         return failure.retry and self.retries >= 0 and now < self.answer_by
 
     def passed_by(self) -> Iterator[list[Replica]]:

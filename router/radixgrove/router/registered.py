@@ -90,7 +90,7 @@ class RegisteredReplicas:
         if self._settings.model_table is not None:
             changed = await self._read_table(self._settings.model_table)
         names = await self._names()
-        for name, record in (await self._directory.records(names)).items():
+        for name, record in (await self._directory.records(names, measured=True)).items():
             if isinstance(record, ServiceRecord):
                 changed = self._follow(name, record) or changed
             else:

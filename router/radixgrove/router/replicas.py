@@ -171,6 +171,11 @@ class Replica:
         """Whether requests failed there since it last said that it serves."""
         return self.doubted > self.proven
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether a probe may say something new of it."""
+        return self.in_doubt or self.breaker.probable
+
     def give_up_waiting(self) -> None:
         """Requests without a byte yet go elsewhere."""
         for waiting in list(self.waiting):

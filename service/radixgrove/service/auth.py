@@ -119,8 +119,10 @@ def same_secret(given: str | None, expected: str | None) -> bool:
 
 def may_scrape(path: str, authorization: str | None, keys: Iterable[str | None]) -> bool:
     """Whether a request reads metrics with one of these keys: a scraper needs no API key."""
+    if path != "/metrics":
+        return False
     given = bearer_key(authorization)
-    return path == "/metrics" and any(same_secret(given, key) for key in keys)
+    return any(same_secret(given, key) for key in keys)
 
 
 def _digest(key: str) -> bytes:

@@ -85,7 +85,8 @@ class ClusterDirectory:
                 unreadable.append(name)
         return names, unreadable
 
-    async def service(self, name: str) -> ServiceRecord:
+    async def service(self, name: str, *, measured: bool = False) -> ServiceRecord:
+        """`measured`: with what each replica says of its speed, which takes one more answer."""
         keys = ServiceKeys(self._prefix, name)
         registrations, leases, clock = await asyncio.gather(
             self._link.call("HGETALL", keys.replicas),
@@ -93,7 +94,8 @@ class ClusterDirectory:
             self._link.call("TIME"),
         )
         record = _record(_pairs(registrations), _pairs(leases), clock)
-        await self._add_measured(keys, record)
+        if measured:
+            await self._add_measured(keys, record)
         return record
 
     async def _add_measured(self, keys: ServiceKeys, record: ServiceRecord) -> None:
@@ -108,7 +110,9 @@ class ClusterDirectory:
                 except msgspec.DecodeError:
                     record.malformed += 1
 
-    async def records(self, names: Iterable[str]) -> dict[str, ServiceRecord | RedisRefused]:
+    async def records(
+        self, names: Iterable[str], *, measured: bool = False
+    ) -> dict[str, ServiceRecord | RedisRefused]:
         """Many services, read side by side; what Redis refuses of one stands in its place.
 
         Raises:
@@ -116,7 +120,7 @@ class ClusterDirectory:
         """
         names = list(names)
         found: dict[str, ServiceRecord | RedisRefused] = {}
-        outcomes = await side_by_side([self.service(name) for name in names])
+        outcomes = await side_by_side([self.service(name, measured=measured) for name in names])
         for name, outcome in zip(names, outcomes, strict=True):
             if isinstance(outcome, Exception) and not isinstance(outcome, RedisRefused):
                 raise outcome

@@ -214,8 +214,14 @@ def test_a_group_too_large_for_the_cluster_gives_way_and_still_shows_its_pods(
     plane.kubectl.apply(service("small", namespace, hardware={"gpusPerNode": 8}))
     wait_ready(plane, "small", namespace)
     wait_until(lambda: pods() == [False, False, True, True, True], "its pods wait for two nodes")
-    seen = plane.kubectl.json("get", RGSVC, "huge", "-n", namespace)
-    assert reason(seen) == "InsufficientGPUs"
+    plane.kubectl.wait_for(
+        RGSVC,
+        "huge",
+        "-n",
+        namespace,
+        that=lambda r: reason(r) == "InsufficientGPUs",
+        what="says that it waits for GPUs",
+    )
 
 
 def test_of_two_services_the_first_keeps_a_model_name_and_the_other_serves_without_it(

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class UsersRefused(RedisUnavailable):
-    """This Redis lets nobody make users; the text says what to do."""
+    """This Redis allows no users to be made; the text says what to do."""
 
 
 class RedisUsers:
