@@ -90,6 +90,7 @@ class Behaviour:
     break_after: int | None = None  # cut the connection after so many chunks
     ready: bool = True
     tokenizer: bool = True  # hand its files to routers
+    tokenizer_hangs: bool = False  # accept that they ask, and never answer
 
 
 @dataclass
@@ -262,6 +263,8 @@ class SimulatedReplica:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
         if path.startswith("/internal/tokenizer/"):
+            if self.behaviour.tokenizer_hangs:
+                await asyncio.Event().wait()
             files = tokenizer_files().contents if self.behaviour.tokenizer else {}
             content = files.get(path.rpartition("/")[2])
             await _answer(send, 404 if content is None else 200, content or b"")

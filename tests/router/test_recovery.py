@@ -492,6 +492,22 @@ async def test_a_replica_whose_tokenizer_is_not_there_sees_no_key_of_a_client(
     assert "x-radixgrove-key" in seen
 
 
+async def test_the_tokenizer_comes_from_another_replica_where_one_hangs(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    replicas = [await make_replica(redis_url=redis_server.url, replica_id=f"r{i}") for i in (0, 1)]
+    replicas[0].behaviour.tokenizer_hangs = True
+    router = await make_router(redis_server)
+    assert (await router.complete(prompt(*range(4)))).status == 200
+
+    async def found() -> bool:  # what the router has tokenized itself
+        return (await router.complete(prompt(*range(4)))).matched_tokens > 0
+
+    await eventually(found, what="the prompt in the index")
+    # It was not awaited until it failed.
+    assert "no tokenizer" not in router.log.read_text()
+
+
 @pytest.mark.parametrize(
     "replica", ["http://[half", "m=ftp://host", "host:8000", "http://host:99999"]
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -52,8 +52,9 @@ logger = logging.getLogger(__name__)
 MAX_ENCODERS = 16
 MAX_DOMAINS = 4096
 MAX_PATHS = 16  # prompts of a request that are looked up in the index
-FETCH_TIMEOUT = aiohttp.ClientTimeout(total=20.0)
+FETCH_TIMEOUT = aiohttp.ClientTimeout(total=20.0, sock_read=5.0)
 FETCH_RETRY_SECONDS = 1.0
+FETCH_NEXT_SECONDS = 0.5  # without files from one replica, another is asked too
 ENCODER_WAIT = 10.0  # a request waits that long for a tokenizer on its way
 TEXT_BLOCK = 256  # bytes of prompt text that make a block for foreign engines
 BYTES_PER_TOKEN = 4  # a rule of thumb; only proportions matter
@@ -197,30 +198,62 @@ class Encoders:
     async def _make(
         self, key: _Key, service: Service, registration: Registration
     ) -> _ModelEncoder | None:
-        digest = registration.tokenizer_digest
-        for replica in list(service.replicas.values()):
-            known = replica.registration
-            if known is None or (known.tokenizer_digest, known.root) != key:
-                continue
-            try:
-                files = await self._fetch(replica, digest)
+        replicas = [
+            replica
+            for replica in service.replicas.values()
+            if (known := replica.registration) is not None
+            and (known.tokenizer_digest, known.root) == key
+        ]
+        try:
+            found = await self._fetch_any(replicas, registration.tokenizer_digest)
+            if found is not None:
+                replica, files = found
                 hasher = replica.keys.hasher(registration)
                 encoder = await asyncio.to_thread(
                     PromptEncoder, files, hasher, self._cache, self._budget
                 )
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-                logger.warning("no tokenizer from replica %s: %s", replica.id, type(error).__name__)
-                continue
-            model = self._known[key] = _ModelEncoder(encoder, hasher)
-            self._retry_at.pop(key, None)
-            while len(self._known) > MAX_ENCODERS:
-                self._known.popitem(last=False)
-            return model
+                model = self._known[key] = _ModelEncoder(encoder, hasher)
+                self._retry_at.pop(key, None)
+                while len(self._known) > MAX_ENCODERS:
+                    self._known.popitem(last=False)
+                return model
+        except ValueError as error:
+            logger.warning("the tokenizer of service %s: %s", service.name, error)
         logger.error("service %s has no tokenizer: its workers tokenize", service.name)
         if len(self._retry_at) >= MAX_DOMAINS:
             self._retry_at.clear()
         self._retry_at[key] = time.monotonic() + FETCH_RETRY_SECONDS
         return None
+
+    async def _fetch_any(
+        self, replicas: list[Replica], digest: str
+    ) -> tuple[Replica, TokenizerFiles] | None:
+        """From the first of the replicas that has given it; one that hangs does not hold up more
+        than the start of the next."""
+        waiting = deque(sorted(replicas, key=lambda replica: not replica.available()))
+        fetches: dict[asyncio.Task[TokenizerFiles], Replica] = {}
+        try:
+            while waiting or fetches:
+                if waiting:
+                    replica = waiting.popleft()
+                    fetches[asyncio.create_task(self._fetch(replica, digest))] = replica
+                done, _ = await asyncio.wait(
+                    fetches,
+                    timeout=FETCH_NEXT_SECONDS if waiting else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for task in done:
+                    replica = fetches.pop(task)
+                    try:
+                        return replica, task.result()
+                    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                        kind = type(error).__name__
+                        logger.warning("no tokenizer from replica %s: %s", replica.id, kind)
+            return None
+        finally:
+            for task in fetches:
+                task.cancel()
+            await asyncio.gather(*fetches, return_exceptions=True)
 
     async def _fetch(self, replica: Replica, digest: str) -> TokenizerFiles:
         """A replica's tokenizer files, bounded and checked against their digest."""
