@@ -257,6 +257,13 @@ class WorkerSettings(Settings):
         ge=1,
         le=1 << 20,
     )
+    max_step_ms: float | None = _field(
+        None,
+        "Milliseconds that a step aims to take while rows decode: prompts are computed in smaller "
+        "parts then, and tokens come more evenly. Off by default, and with `longest-output`.",
+        gt=0,
+        le=60_000,
+    )
     page_size: int = _field(16, "Tokens of a KV page.", ge=1, le=1024)
     kv_tokens: int | None = _field(
         None,

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,7 @@ OPTIONS = {
     "stall_at": 0,  # the collection of this step never returns
     "stall_from_tokens": 0,  # so does that of the first step with this many tokens; 0: none
     "step_seconds": 0.0,  # each step takes at least this long
+    "token_seconds": 0.0,  # and each of its tokens so much more
     "send_queue": links.SEND_QUEUE,
     "fail_to_build": False,
     "num_host_pages": 0,
@@ -42,9 +44,11 @@ class UnreliableExecutor(FakeExecutor):
         self._options = options
         self._never = threading.Event()
         self._long: set[int] = set()  # steps that reach `stall_from_tokens`
+        self._tokens: deque[int] = deque()  # of the steps in flight
 
     def launch(self, plan: StepPlan) -> None:
         super().launch(plan)
+        self._tokens.append(plan.num_tokens)
         if 0 < self._options["stall_from_tokens"] <= plan.num_tokens:
             self._long.add(plan.step_id)
 
@@ -54,7 +58,8 @@ class UnreliableExecutor(FakeExecutor):
             raise RuntimeError("rank 1 is gone")
         if result.step_id == self._options["stall_at"] or result.step_id in self._long:
             self._never.wait()
-        self._never.wait(self._options["step_seconds"])
+        tokens = self._tokens.popleft() * self._options["token_seconds"]
+        self._never.wait(self._options["step_seconds"] + tokens)
         return result
 
     def copies_ended(self) -> tuple[int, int]:

@@ -328,3 +328,20 @@ def test_metrics_are_written_for_the_frontends_to_serve(start_engine: StartEngin
         found = re.search(f'phase_cpu_seconds_total{{phase="{phase}"}} (.+)', text)
         assert found is not None
         assert float(found[1]) > 0, phase
+
+
+@pytest.mark.parametrize(("bound", "least", "most"), [(None, 4, 8), (20, 12, 200)])
+def test_prefill_is_dealt_out_by_the_time_that_steps_take(
+    start_engine: StartEngine, bound: float | None, least: int, most: int
+) -> None:
+    """With 1 ms a token, a prompt of 300 takes 5 steps of 64 tokens, or 15 of 20 ms."""
+    engine = start_engine({"max_step_ms": bound, "prefix_cache": False}, token_seconds=0.001)
+    engine.send(request("row", PROMPT, 400))
+    engine.until(lambda: "row" in engine.tokens)
+    for index in range(10):  # the engine learns what a step takes
+        engine.send(request(f"r{index}", [index, *PROMPT, *PROMPT], 1))
+        engine.until_ended(f"r{index}")
+    before = len(engine.tokens["row"])
+    engine.send(request("long", PROMPT * 15, 1))
+    engine.until_ended("long")
+    assert least <= len(engine.tokens["row"]) - before <= most

@@ -25,6 +25,7 @@ from radixgrove.worker.messages import (
     TokenRules,
     Tokens,
 )
+from radixgrove.worker.scheduler.step_time import StepTime
 from tests.conftest import examples
 from tests.worker.scheduler.fake_executor import expected_output
 from tests.worker.scheduler.harness import VOCAB, Harness, request
@@ -96,6 +97,7 @@ setups = st.fixed_dictionaries(
         "page_size": st.sampled_from([1, 2, 4]),
         "max_rows": st.integers(2, 8),
         "max_step_tokens": st.integers(1, 24),
+        "max_step_seconds": st.sampled_from([None, None, 0.004, 0.01]),
         "watermark": st.sampled_from([0.0, 0.02, 0.2]),
         "schedule_policy": st.sampled_from(SchedulePolicy),
         "eviction_policy": st.sampled_from(EvictionPolicy),
@@ -113,12 +115,14 @@ def harness_of(setup: dict[str, object]) -> Harness:
     seed = setup.pop("counts")
     count = None if seed is None else some_of(Random(seed))  # type: ignore[arg-type]
     capacity = int(setup["num_pages"]) * int(setup["page_size"])  # type: ignore[call-overload]
-    return Harness(
+    harness = Harness(
         count=count,
         max_model_len=min(72, capacity),
         max_running=setup["max_rows"],
         **setup,  # type: ignore[arg-type]
     )
+    harness.scheduler.step_time = StepTime(fixed=0.002, token=0.001, pair=1e-5, kv_token=1e-5)
+    return harness
 
 
 def some_of(random: Random) -> Callable[[int], int]:

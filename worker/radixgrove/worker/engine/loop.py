@@ -29,6 +29,7 @@ from radixgrove.worker.cache.identity import block_hasher, cache_namespace
 from radixgrove.worker.engine.links import Links
 from radixgrove.worker.engine.metrics import EngineMetrics, PhaseClock
 from radixgrove.worker.engine.prefill_rate import PrefillRate
+from radixgrove.worker.engine.step_time import StepTimeFit
 from radixgrove.worker.engine.steps import step_allowance
 from radixgrove.worker.engine.tokenizer import tokenizer_of
 from radixgrove.worker.messages import (
@@ -54,6 +55,7 @@ from radixgrove.worker.runtime import Runtime
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.grammars import LoadTokenizer
 from radixgrove.worker.scheduler.scheduler import Scheduler
+from radixgrove.worker.scheduler.step_time import StepWork
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ class _Launched:
     tokens: int
     prefill: int  # of them
     allowance: float  # seconds from the moment it is the oldest in flight
+    work: StepWork
 
 
 class Engine:
@@ -118,6 +121,8 @@ class Engine:
         wants_events = settings.redis_url is not None and settings.prefix_cache
         hasher = functools.partial(block_hasher, settings) if wants_events else None
         self._scheduler = Scheduler(config, hasher, load_tokenizer)
+        bounded = config.max_step_seconds is not None
+        self._step_time = StepTimeFit(info.prefill_tokens_per_second) if bounded else None
         self._allowance = step_allowance(settings, info)
         info = msgspec.structs.replace(
             info, max_model_len=config.max_model_len, max_running=config.max_running
@@ -235,7 +240,8 @@ class Engine:
                 self._oldest_since = now
             tokens = plan.num_tokens
             prefill = sum(chunk.length for chunk in plan.prefills)
-            self._flights.append(_Launched(tokens, prefill, self._allowance(tokens)))
+            work = self._scheduler.work
+            self._flights.append(_Launched(tokens, prefill, self._allowance(tokens), work))
             self._clock.end("schedule")
             self._pulse_if_due(now)  # on a CPU the launch itself computes
             self._clock.end("pulse")
@@ -271,6 +277,9 @@ class Engine:
         if launched.tokens:  # a plan may hold copies only
             self._metrics.observe_step(now - self._oldest_since, launched.tokens)
             self._rate.observe(now - self._oldest_since, launched.prefill)
+            if self._step_time is not None:
+                self._step_time.observe(launched.work, now - self._oldest_since)
+                self._scheduler.step_time = self._step_time.time
         self._oldest_since = now
         self._scheduler.complete(result)
 

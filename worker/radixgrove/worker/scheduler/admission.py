@@ -130,9 +130,9 @@ class Admission:
         return admitted
 
     def _has_room(self, step: StepDraft, promised: int = 0) -> bool:
-        """Whether the step has tokens left, and there is a row beside those that are promised."""
+        """Whether the step has room left, and there is a row beside those that are promised."""
         free = self._config.max_running - len(self._batch.active)
-        return step.budget > 0 and min(free, self._memory.rows.free) > promised
+        return not step.full and min(free, self._memory.rows.free) > promised
 
     def _reserved(self) -> int:
         """Pages that new requests may not have: what those admitted, or soon to be, will add."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from radixgrove.worker.plan import NewRow, PrefillChunk, ShrunkRow
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.request import Request, RequestState, RunningRequest
+from radixgrove.worker.scheduler.step_time import StepTime
 
 MakeRoom = Callable[[list[RunningRequest]], list[RunningRequest]]
 
@@ -25,11 +27,33 @@ class StepDraft:
     new_rows: list[NewRow] = field(default_factory=list)
     appended: list[tuple[int, int]] = field(default_factory=list)  # row, page
     awaited: int = 0  # the last load with pages that a row reads
+    time: StepTime | None = None  # None: its prefill is bounded by tokens alone
+    seconds: float = math.inf  # that its prefill may still take
+    owed: int = 0  # tokens that its prefill gets, however long they take
 
     @property
     def sampled(self) -> list[RunningRequest]:
         """Rows that may get tokens, in the order of the results."""
         return [active for active, chunk in self.chunks if chunk.sample] + self.decodes
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no further chunk."""
+        return self.budget <= 0 or (self.seconds <= 0 and self.owed <= 0)
+
+    def longest_chunk(self, start: int) -> int:
+        """Most tokens of a chunk from `start` on, at least one; for a step that is not full."""
+        if self.time is None:
+            return self.budget
+        in_time = self.time.longest_chunk(start, self.seconds)
+        return min(self.budget, max(1, self.owed, in_time))
+
+    def take(self, start: int, length: int) -> None:
+        """A chunk is in the step."""
+        self.budget -= length
+        if self.time is not None:
+            self.seconds -= self.time.of_chunk(start, length)
+            self.owed -= length
 
 
 class Batch:
@@ -158,7 +182,7 @@ class Batch:
         """
         begun = {active for active, _ in step.chunks}
         for active in self._prefilling:
-            if step.budget <= 0:
+            if step.full:
                 break
             short = most_left is None or active.length - active.launched <= most_left
             if active.live and short and active not in begun:
@@ -176,13 +200,13 @@ class Batch:
         return sum(active.length - active.prefilled for active in self.active.values())
 
     def add_chunk(self, step: StepDraft, active: RunningRequest) -> None:
-        """As much of a row's known tokens as the budget, which must not be 0, allows."""
+        """As much of a row's known tokens as the step, which must not be full, allows."""
         start = active.launched
-        length = min(step.budget, active.length - start)
+        length = min(step.longest_chunk(start), active.length - start)
         end = start + length
         sample = end == active.length and active.tokens_left > 0
         step.chunks.append((active, PrefillChunk(active.row, start, length, sample)))
-        step.budget -= length
+        step.take(start, length)
         active.launched = end
         if sample:
             self._bound_first(step, active)

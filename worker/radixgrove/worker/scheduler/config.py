@@ -21,6 +21,7 @@ class SchedulerConfig:
     max_running: int  # at most max_rows
     max_model_len: int  # prompt + output
     max_step_tokens: int
+    max_step_seconds: float | None = None  # of a step with decodes, as far as prefill makes it
     vocab_size: int
     max_row_tokens: int = 1  # most tokens that a step yields a row
     micro_batches: int = 1
@@ -72,6 +73,7 @@ class SchedulerConfig:
             # The KV of a sequence's last token is never needed, but one sequence must fit alone.
             max_model_len=min(info.max_model_len, info.num_pages * info.page_size),
             max_step_tokens=settings.step_limits(on_cpu=on_cpu).max_step_tokens,
+            max_step_seconds=_max_step_seconds(settings),
             vocab_size=info.vocab_size,
             max_row_tokens=info.max_row_tokens,
             micro_batches=info.micro_batches,
@@ -90,3 +92,10 @@ class SchedulerConfig:
             grammar_timeout=settings.grammar_timeout,
             grammar_threads=settings.grammar_threads,
         )
+
+
+def _max_step_seconds(settings: WorkerSettings) -> float | None:
+    """None: no bound. Batch jobs wait for their last token alone."""
+    if settings.max_step_ms is None or settings.schedule_policy is SchedulePolicy.LONGEST_OUTPUT:
+        return None
+    return settings.max_step_ms / 1000

@@ -30,6 +30,7 @@ from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.queue import WaitingQueue
 from radixgrove.worker.scheduler.results import Results
 from radixgrove.worker.scheduler.rules import Masks
+from radixgrove.worker.scheduler.step_time import StepTime, StepWork, pairs
 
 _SNAPSHOT_CHUNK = 8192  # blocks of one snapshot message
 # While long prompts are computed, one token in so many of a step is for prompts that need no more.
@@ -62,6 +63,9 @@ class Scheduler:
         )
         self.memory = KVMemory(config, hasher)
         self.counters = Counters()
+        # Set by the caller from what it measures: plans depend on inputs alone.
+        self.step_time = StepTime()
+        self.work = StepWork()  # of the step planned last; kept where steps are bounded by time
         self._queue = WaitingQueue(config.schedule_policy, self.memory.tree)
         self._batch = Batch(config, self.memory)
         self._admission = Admission(config, self.memory, self._queue, self._batch, self.counters)
@@ -201,6 +205,8 @@ class Scheduler:
         """Decodes first, then short prompts, prefill that has begun, and new requests."""
         preemptions = self.counters.preemptions
         self._batch.add_decodes(step, self._admission.make_room)
+        if self.config.max_step_seconds is not None:
+            self._bound_time(step, self.config.max_step_seconds)
         # A preempted request would come straight back for the pages it just gave.
         may_admit = preemptions == self.counters.preemptions
         admitted = self._serve_short(step, now, may_admit)
@@ -210,16 +216,30 @@ class Scheduler:
         if admitted:
             self._pace.admitted(admitted, now)
 
+    def _bound_time(self, step: StepDraft, most: float) -> None:
+        """Rows that decode wait for the end of the step: prefill gets the time that is left."""
+        kv_tokens = sum(active.launched for active in step.decodes)
+        self.work = StepWork(self.config.max_step_tokens - step.budget, 0, kv_tokens)
+        if step.decodes and self.step_time.token + self.step_time.pair > 0:
+            step.time = self.step_time
+            step.seconds = most - self.step_time.of(self.work)
+            step.owed = self.config.page_size
+
     def _serve_short(self, step: StepDraft, now: float, may_admit: bool) -> int:
         """Short prompts beside long ones: a share of the step is theirs; how many were admitted."""
         share = self.config.max_step_tokens // _SHORT_SHARE
         if not self._batch.prefills_more_than(share):
             return 0
         others = max(0, step.budget - share)
+        others_seconds = 0.0 if step.time is None else step.seconds * (1 - 1 / _SHORT_SHARE)
+        owed, step.owed = step.owed, 0
         step.budget -= others
+        step.seconds -= others_seconds
         self._batch.add_prefills(step, share)
         admitted = self._admission.admit_short(step, now, share) if may_admit else 0
         step.budget += others
+        step.seconds += others_seconds
+        step.owed = owed
         return admitted
 
     def _launch(
@@ -228,6 +248,8 @@ class Scheduler:
         """Account for a step as in flight."""
         timeline = self.memory.timeline
         timeline.launched += 1
+        if self.config.max_step_seconds is not None:
+            self.work = _with_chunks(self.work, step)
         plan = StepPlan(
             step_id=timeline.launched,
             shrunk_rows=self._batch.take_shrunk(),
@@ -273,3 +295,12 @@ class Scheduler:
             RuntimeError: they are another step's, or not within the plan's bounds.
         """
         self._results.complete(result)
+
+
+def _with_chunks(decodes: StepWork, step: StepDraft) -> StepWork:
+    chunks = [chunk for _, chunk in step.chunks]
+    return StepWork(
+        decodes.tokens + sum(chunk.length for chunk in chunks),
+        sum(pairs(chunk.start, chunk.length) for chunk in chunks),
+        decodes.kv_tokens,
+    )
