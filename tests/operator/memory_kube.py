@@ -25,6 +25,7 @@ class MemoryKube(Kube):
         self.dropped: set[str] = set()
         self.refused: set[str] = set()  # `VERB KIND`, for want of a right
         self._count = 0
+        self._applied: dict[tuple[str, str, str], Object] = {}
         super().__init__(None, lambda seconds: True, 1.0)
 
     def add(self, thing: Object) -> Object:
@@ -81,9 +82,13 @@ class MemoryKube(Kube):
                 del self.objects[key]
             return {}
         assert body is not None
-        if live is None:
-            assert content_type == "application/apply-patch+yaml"
-            return copy.deepcopy(self.add(copy.deepcopy(body)))
+        if content_type == "application/apply-patch+yaml":
+            before = self._applied.get(key, {})
+            self._applied[key] = copy.deepcopy(body)
+            if live is None:
+                return copy.deepcopy(self.add(copy.deepcopy(body)))
+            _remove(live, before, body)
+        assert live is not None
         version = body.get("metadata", {}).get("resourceVersion")
         if version not in (None, live["metadata"]["resourceVersion"]):
             raise KubeError(verb, name, 409, "the object has been modified")
@@ -121,6 +126,15 @@ class MemoryKube(Kube):
                 name = f"{meta['name']}-{rank}"
                 if ("Pod", meta["namespace"], name) not in self.objects:
                     self.add(_ready_pod(stateful_set, name, rank, nodes[rank % len(nodes)]))
+
+
+def _remove(live: Object, before: Object, now: Object) -> None:
+    """Fields that an earlier apply had, and this one has not."""
+    for field, value in before.items():
+        if field not in now:
+            live.pop(field, None)
+        elif isinstance(value, dict) and isinstance(now[field], dict):
+            _remove(live.get(field) or {}, value, now[field])
 
 
 def _ready_pod(stateful_set: Object, name: str, rank: int, node: str) -> Object:

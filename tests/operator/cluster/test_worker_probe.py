@@ -112,5 +112,21 @@ def test_starting_groups_tell_their_phase(port: int) -> None:
         assert WorkerProbe().phases([group(3, pod(0))], ["another key"]) == []
 
 
+def test_a_worker_that_takes_a_key_hears_of_no_other(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+    respond = Handler.do_GET
+
+    def do_get(handler: Handler) -> None:
+        asked.append(handler.headers["Authorization"])
+        respond(handler)
+
+    monkeypatch.setattr(Handler, "do_GET", do_get)
+    with answering("127.0.0.2", port):
+        WorkerProbe().phases([group(3, pod(0))], [KEY, "another key"])
+    assert asked == [f"Bearer {KEY}"]
+
+
 def test_a_worker_that_does_not_answer_tells_nothing(port: int) -> None:
     assert WorkerProbe().phases([group(3, pod(0)), group(4, pod(1, running=False))], [KEY]) == []

@@ -71,7 +71,10 @@ def test_one_namespace_after_the_other_is_changed_over_once_all_its_services_hav
     common = made.look("team-a", "one")
     assert common == made.keys.digest("team-a", Phase.COMMON), "its groups stay as they are"
     assert not made.keys.changed_over
+    assert made.access.management_keys("team-a") == [OLD["management-key"]]
+    assert OLD["management-key"] in made.access.management_keys("team-b"), "of older workers"
     made.look("team-b", "three", settled=True)
+    assert OLD["management-key"] not in made.access.management_keys("team-b")
     assert set(made.enqueued) == set(made.services), "the next ones are looked at"
     assert made.look("team-b", "three") == before, "which restarts nothing"
     assert made.phase("team-b") is Phase.OWN

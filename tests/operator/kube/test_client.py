@@ -72,6 +72,18 @@ def test_ours_is_restored_also_without_its_labels() -> None:
     )
 
 
+def test_what_is_not_rendered_any_more_goes_and_what_others_added_stays() -> None:
+    kube = MemoryKube()
+    spec = {"podSelector": {}, "ingress": [{"from": []}], "policyTypes": ["Ingress"]}
+    kube.apply(policy() | {"spec": spec})
+    kube.the("NetworkPolicy", "llama")["spec"]["theirs"] = True
+    kube.apply(policy())
+    assert kube.the("NetworkPolicy", "llama")["spec"] == {"podSelector": {}, "theirs": True}
+    kube.written.clear()
+    kube.apply(policy())
+    assert kube.written == []
+
+
 class Meddled(MemoryKube):
     """Somebody writes right after each of our writes, before its answer is read."""
 

@@ -200,6 +200,18 @@ def test_while_a_namespace_is_changed_over_its_routers_have_the_common_keys_too(
         assert keys.phase_of("team-a") is phase, "as the next leader finds it"
 
 
+def test_workers_with_keys_of_their_own_are_never_shown_the_common_one() -> None:
+    kube = MemoryKube()
+    add_secret(kube, management_key="m")
+    keys = Keys(kube, CONFIG)
+    own = decoded(keys.copy("team-a", [], Phase.OWN))["management-key"]
+    assert keys.management_keys("team-a", Phase.OWN) == [own]
+    assert keys.management_keys("team-a", Phase.CHANGING) == [own, "m"]
+    assert keys.management_keys("team-a", Phase.COMMON) == ["m"]
+    for phase in Phase:
+        assert keys.management_keys(CONFIG.namespace, phase) == ["m"]
+
+
 def test_where_redis_takes_no_users_all_come_as_its_url_says() -> None:
     keys = Keys(MemoryKube(), ONE_USER)
     url = CONFIG.redis.url.format(password=keys.ensure()["redis-password"])

@@ -69,20 +69,22 @@ class WorkerProbe:
         return {pod.node for pod, answer in zip(asked, answers, strict=True) if not answer}
 
     def _phase(self, management_keys: Sequence[str], address: str) -> str:
-        said = next(filter(None, (self._status(address, key) for key in management_keys)), {})
-        phase = said.get("phase")
+        try:
+            answers = (self._status(address, key) for key in management_keys)
+            said = next((answer for answer in answers if answer is not None), None)
+        except (urllib3.exceptions.HTTPError, ValueError):
+            return ""
+        phase = said.get("phase") if isinstance(said, dict) else None
         return _words(phase) if isinstance(phase, dict) else ""
 
-    def _status(self, address: str, management_key: str) -> dict[str, Any]:
-        """Empty where there is no answer, or the key is another."""
+    def _status(self, address: str, management_key: str) -> Any:
+        """None where the key is another one. Raises HTTPError, ValueError."""
         headers = {"Authorization": f"Bearer {management_key}"}
         url = names.pod_url(address, names.MANAGEMENT_PORT) + "/status"
-        try:
-            with self._pool.request("GET", url, headers=headers, preload_content=False) as response:
-                said = json.loads(response.read(_LONGEST)) if response.status == 200 else {}
-        except (urllib3.exceptions.HTTPError, ValueError):
-            return {}
-        return said if isinstance(said, dict) else {}
+        with self._pool.request("GET", url, headers=headers, preload_content=False) as response:
+            if response.status in (401, 403):
+                return None
+            return json.loads(response.read(_LONGEST)) if response.status == 200 else {}
 
 
 def _words(phase: dict[str, object]) -> str:

@@ -76,11 +76,7 @@ class Access:
         if namespace != self._config.namespace:
             users = sorted([*others, service], key=lambda user: user.uid)
             copy = self._keys.copy(namespace, users, phase)
-            given = self._kube.apply(copy)
-            left = (given.get("data") or {}).keys() - copy["data"].keys()
-            if left:  # which an apply of the same values does not take away
-                body = {"data": dict.fromkeys(left)}
-                self._kube.patch("Secret", namespace, self._config.keys_secret, body)
+            self._kube.apply(copy)
         return self._keys.digest(namespace, phase)
 
     def admit(self, service: Service) -> None:
@@ -91,7 +87,9 @@ class Access:
             self._keep_policy(services)
 
     def management_keys(self, namespace: str) -> list[str]:
-        return self._keys.management_keys(namespace)
+        with self._lock:
+            phase = self._phases.get(namespace, Phase.OWN)
+        return self._keys.management_keys(namespace, phase)
 
     def report(self, key: Key, keys: str, *, settled: bool) -> None:
         """After a look. `keys`: the hash that its groups were to have; `settled`: they all do."""

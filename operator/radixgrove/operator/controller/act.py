@@ -12,7 +12,7 @@ from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.status_writer import StatusWriter, as_json
 from radixgrove.operator.controller.store import Key
-from radixgrove.operator.kube.client import Kube, KubeError, covers
+from radixgrove.operator.kube.client import Kube, KubeError, covers, is_rendering
 from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.planning.plan import NewAttempt, Plan
 from radixgrove.operator.render import group as render_group
@@ -172,11 +172,7 @@ class Actor:
                     context.service, revision, index, attempt, self._config,
                     avoid.get((index, attempt), ()),
                 )  # fmt: skip
-                same = (
-                    annotations.get(names.RENDERED)
-                    == desired["metadata"]["annotations"][names.RENDERED]
-                )
-                if same and not covers(stateful_set, desired):
+                if is_rendering(stateful_set, desired) and not covers(stateful_set, desired):
                     self._kube.apply(desired)
 
     def _keep_disruption_budget(self, context: ReconcileContext, plan: Plan) -> None:

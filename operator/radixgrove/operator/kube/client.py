@@ -152,9 +152,11 @@ class Kube:
     def apply(self, desired: Object) -> Object:
         """Server-side apply, unless the object already is as desired; the object as it is then.
 
-        An object of another owner, or under another controller (of a deleted namesake), is left
-        alone: KubeError with status 409.
+        What an earlier rendering had beyond this one goes: each has its hash on it. An object of
+        another owner, or under another controller (of a deleted namesake), is left alone: KubeError
+        with status 409.
         """
+        desired = _stamped(desired)
         key = _key(desired)
         live = self.get(KindName[Object](key[0]), *key[1:])
         if live is not None:
@@ -292,6 +294,22 @@ def _message(data: bytes) -> str:
 def _key(thing: Object) -> tuple[str, str, str]:
     meta = thing["metadata"]
     return thing["kind"], meta.get("namespace", ""), meta["name"]
+
+
+def _stamped(desired: Object) -> Object:
+    meta = desired["metadata"]
+    annotations = {**meta.get("annotations", {}), names.RENDERED: _hash(desired)}
+    return {**desired, "metadata": {**meta, "annotations": annotations}}
+
+
+def is_rendering(live: Mapping[str, Any], desired: Object) -> bool:
+    """Whether an object was last applied as `desired`, whatever others made of it since."""
+    annotations = live["metadata"].get("annotations") or {}
+    return bool(annotations.get(names.RENDERED) == _hash(desired))
+
+
+def _hash(desired: Object) -> str:
+    return names.digest(desired, 16)
 
 
 def _refuse_foreign(desired: Object, live: Object) -> None:

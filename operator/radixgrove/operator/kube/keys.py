@@ -103,11 +103,15 @@ class Keys:
         prefix = self._config.redis.prefix
         return names.digest(read if prefix == _DEFAULT_PREFIX else [*read, prefix])
 
-    def management_keys(self, namespace: str) -> list[str]:
-        """Of its workers: their own, and the common one of those that are older."""
-        values = self.ensure()
-        own = NamespaceKeys.of(values[ROOT_KEY], namespace)
-        return [own.management_key, values[MANAGEMENT_KEY]]
+    def management_keys(self, namespace: str, phase: Phase) -> list[str]:
+        """Those that its workers may have, the likeliest first.
+
+        The common one goes to none of a namespace that has keys of its own: it is not theirs.
+        """
+        keys = [self.of(namespace, phase)[MANAGEMENT_KEY]]
+        if phase is Phase.CHANGING:
+            keys.append(self.ensure()[MANAGEMENT_KEY])
+        return list(dict.fromkeys(keys))
 
     def copy(self, namespace: str, users: list[Service], phase: Phase) -> Object:
         """The Secret of a namespace other than the operator's own."""

@@ -91,7 +91,7 @@ def stateful_set(
     template = with_fields(template, WORKER_CONTAINER, counted, config.pods.workers, revision.pods)
     template = _overridden(template, revision)
     template["metadata"]["labels"] = {**template["metadata"].get("labels", {}), **labels}
-    rendered: Object = {
+    return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
         "metadata": metadata(service, name, names.WORKER, labels),
@@ -109,8 +109,6 @@ def stateful_set(
             "template": template,
         },
     }
-    rendered["metadata"]["annotations"] = {names.RENDERED: names.digest(rendered, 16)}
-    return rendered
 
 
 def check(service: Service, revision: Revision, config: OperatorConfig) -> PodSpec:
