@@ -150,11 +150,26 @@ def test_chat_parameters_are_checked_by_name(
         ({"3": 1, "49152": 0}, "The key '49152' of 'logit_bias' is no token id from 0 to 49151."),
         ({"the": 1}, "The key 'the' of 'logit_bias' is no token id from 0 to 49151."),
         ({"x" * 99: 1}, f"The key '{'x' * 32}…' of 'logit_bias' is no token id from 0 to 49151."),
-        ({"3": 1, "4": -101}, "The value of the key '4' of 'logit_bias' must be from -100 to 100."),
+        *(
+            (
+                {"3": 1, "4": value},
+                "The value of the key '4' of 'logit_bias' must be a number from -100 to 100.",
+            )
+            for value in (-101, None, "1", True, [1])
+        ),
     ],
 )
 def test_refused_biases_are_named(frontend: Frontend, bias: dict[str, Any], said: str) -> None:
     assert error_of(frontend.chat("hi", logit_bias=bias), 400)["message"] == said
+
+
+@pytest.mark.parametrize("last", ["null", '{"1": 1}', '{"1": "x", "1": 1}'])
+def test_a_refused_bias_that_the_last_of_two_keys_hides(frontend: Frontend, last: str) -> None:
+    body = (
+        f'{{"model": "{MODEL}", "messages": [], "logit_bias": {{"1": "x"}}, "logit_bias": {last}}}'
+    )
+    error = error_of(post(frontend, "/v1/chat/completions", body.encode()), 400)
+    assert error["param"] == "logit_bias"
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,10 @@ class _ModelOnly(msgspec.Struct):
     model: str | None = None
 
 
+class _BiasesOnly(msgspec.Struct):
+    logit_bias: dict[str, msgspec.Raw]
+
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
@@ -275,16 +279,21 @@ def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
     except RecursionError:
         raise errors.invalid("The request body is nested too deeply.") from None
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
+        raise _named(str(error), body) from None
     except msgspec.DecodeError as error:
         raise _malformed(body, str(error)) from None
 
 
-def _named(text: str) -> errors.ApiError:
+def _named(text: str, body: bytes) -> errors.ApiError:
     """msgspec's text names the field by its path: that becomes `param`."""
     match = _LOCATION.search(text)
     reason = text[: match.start()] if match else text
-    param = match[1].replace("[...]", "") if match else ""
+    path = match[1] if match else ""
+    if path == "logit_bias[...]":
+        key = _bias_of_wrong_type(body)
+        if key is not None:
+            return _bias_out_of_bounds(key)
+    param = path.replace("[...]", "")
     missing = _MISSING.match(reason)
     if missing:
         param = f"{param}.{missing[1]}" if param else missing[1]
@@ -292,6 +301,21 @@ def _named(text: str) -> errors.ApiError:
     if not param:
         return errors.invalid(f"The request body must be a JSON object: {reason}.")
     return errors.invalid(f"Invalid value for '{param}': {reason.replace('`', '')}.", param)
+
+
+def _bias_of_wrong_type(body: bytes) -> str | None:
+    """The first key of a value that is no number, which msgspec's path leaves out; None where the
+    body has a key twice, so that the last one hides it."""
+    try:
+        biases = msgspec.json.decode(body, type=_BiasesOnly).logit_bias
+    except msgspec.ValidationError:
+        return None
+    for key, value in biases.items():
+        try:
+            msgspec.json.decode(value, type=float)
+        except msgspec.ValidationError:
+            return key
+    return None
 
 
 def _malformed(body: bytes, text: str) -> errors.ApiError:
@@ -403,13 +427,17 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
                 "logit_bias",
             )
         if not -MAX_BIAS <= value <= MAX_BIAS:
-            raise errors.invalid(
-                f"The value of the key '{key}' of 'logit_bias' must be from -{MAX_BIAS} to "
-                f"{MAX_BIAS}.",
-                "logit_bias",
-            )
+            raise _bias_out_of_bounds(key)
         bias[int(key)] = value
     return bias
+
+
+def _bias_out_of_bounds(key: str) -> errors.ApiError:
+    return errors.invalid(
+        f"The value of the key '{errors.shorten(key, 32)}' of 'logit_bias' must be a number from "
+        f"-{MAX_BIAS} to {MAX_BIAS}.",
+        "logit_bias",
+    )
 
 
 def _token_ids(ids: list[int], param: str, vocab_size: int) -> list[int]:
