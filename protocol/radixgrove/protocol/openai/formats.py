@@ -23,8 +23,10 @@ from radixgrove.protocol.openai.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    FunctionOut,
     Head,
     TokenLogprob,
+    ToolCallOut,
     TopLogprob,
     Usage,
 )
@@ -49,11 +51,22 @@ class ScoredBytes:
 
 
 @dataclass(slots=True)
+class ToolCall:
+    """A call of a tool; `arguments` is the text of a JSON object, if the model wrote one."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
 class Choice:
     """A finished choice, whatever its endpoint."""
 
     index: int
     text: str
+    reasoning: str
+    calls: list[ToolCall]
     finish_reason: str
     logprobs: Logprobs | None
     token_ids: list[int] | msgspec.UnsetType
@@ -89,6 +102,22 @@ class AnswerFormat(ABC):
             text: the echoed prompt.
         """
 
+    # What a dialect has no place for it does not show.
+
+    def reasoning(self, stream: StreamEncoder, index: int, text: str) -> bytes:
+        """New reasoning of a choice."""
+        return b""
+
+    def call_begins(
+        self, stream: StreamEncoder, index: int, number: int, id: str, name: str
+    ) -> bytes:
+        """A choice's call `number` begins."""
+        return b""
+
+    def call_arguments(self, stream: StreamEncoder, index: int, number: int, text: str) -> bytes:
+        """New arguments of a choice's call."""
+        return b""
+
 
 class ChatFormat(AnswerFormat):
     body = ChatCompletion
@@ -105,7 +134,7 @@ class ChatFormat(AnswerFormat):
             choices=[
                 ChatChoice(
                     index=choice.index,
-                    message=ChatMessageOut(content=choice.text),
+                    message=_message(choice),
                     finish_reason=choice.finish_reason,
                     logprobs=choice.logprobs,  # type: ignore[arg-type]
                     token_ids=choice.token_ids,
@@ -142,6 +171,24 @@ class ChatFormat(AnswerFormat):
         """The role, once a choice; ids of the prompt, once an answer."""
         delta = b',"delta":{"role":"assistant","content":"","refusal":null}'
         return stream.event(index, delta, prompt_token_ids=prompt_token_ids if not index else None)
+
+    def reasoning(self, stream: StreamEncoder, index: int, text: str) -> bytes:
+        """Under both names that clients read."""
+        encoded = _encode(text)
+        delta = b',"delta":{"reasoning":%s,"reasoning_content":%s}' % (encoded, encoded)
+        return stream.event(index, delta)
+
+    def call_begins(
+        self, stream: StreamEncoder, index: int, number: int, id: str, name: str
+    ) -> bytes:
+        """`id`, `type` and `name` come here and never again: clients add up what they get."""
+        call = b'{"index":%d,"id":%s,"type":"function","function":{"name":%s,"arguments":""}}'
+        delta = b',"delta":{"tool_calls":[%s]}' % (call % (number, _encode(id), _encode(name)))
+        return stream.event(index, delta)
+
+    def call_arguments(self, stream: StreamEncoder, index: int, number: int, text: str) -> bytes:
+        call = b'{"index":%d,"function":{"arguments":%s}}' % (number, _encode(text))
+        return stream.event(index, b',"delta":{"tool_calls":[%s]}' % call)
 
 
 class CompletionFormat(AnswerFormat):
@@ -199,6 +246,21 @@ class CompletionFormat(AnswerFormat):
         return stream.text(index, text) if text else b""
 
 
+def _message(choice: Choice) -> ChatMessageOut:
+    """Reasoning and calls only where there are any; no content is null beside calls."""
+    reasoning = choice.reasoning or msgspec.UNSET
+    calls = [
+        ToolCallOut(id=call.id, function=FunctionOut(name=call.name, arguments=call.arguments))
+        for call in choice.calls
+    ]
+    return ChatMessageOut(
+        content=choice.text or None if calls else choice.text,
+        reasoning=reasoning,
+        reasoning_content=reasoning,
+        tool_calls=calls or msgspec.UNSET,
+    )
+
+
 def new_head(
     form: AnswerFormat, *, stream: bool, model: str, fingerprint: str, service_tier: str | None
 ) -> Head:
@@ -216,8 +278,8 @@ def new_head(
 class StreamEncoder:
     """Server-sent events of one answer, in OpenAI's order.
 
-    For each choice `opening`, any number of `text`, one `finish` with an empty delta; then `usage`
-    when asked for, then `DONE`. `id` and `created` are the same throughout.
+    For each choice `opening`, any number of `text`, `reasoning` and calls, one `finish` with an
+    empty delta; then `usage` when asked for, then `DONE`. `id` and `created` stay the same.
     """
 
     def __init__(self, head: Head, form: AnswerFormat, *, include_usage: bool) -> None:
@@ -271,6 +333,15 @@ class StreamEncoder:
             parts += [b',"prompt_token_ids":', _encode(prompt_token_ids)]
         parts += [b"}]", self._after]
         return b"".join(parts)
+
+    def reasoning(self, index: int, text: str) -> bytes:
+        return self._form.reasoning(self, index, text)
+
+    def call_begins(self, index: int, number: int, id: str, name: str) -> bytes:
+        return self._form.call_begins(self, index, number, id, name)
+
+    def call_arguments(self, index: int, number: int, text: str) -> bytes:
+        return self._form.call_arguments(self, index, number, text)
 
     def event(
         self,

@@ -67,10 +67,25 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
 # ---- whole responses -------------------------------------------------------------------------
 
 
+class FunctionOut(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCallOut(msgspec.Struct, kw_only=True):
+    id: str
+    function: FunctionOut
+    type: str = "function"
+
+
 class ChatMessageOut(msgspec.Struct, kw_only=True):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    # The same under two names: clients read the one or the other.
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallOut] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

@@ -1,10 +1,9 @@
-"""From a request's deltas to OpenAI's bodies: whole answers and streams, for every endpoint."""
+"""From a request's events to OpenAI's bodies: whole answers and streams, for every endpoint."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -20,21 +19,22 @@ from radixgrove.protocol.openai.formats import (
 from radixgrove.protocol.openai.requests import Request
 from radixgrove.protocol.openai.responses import Usage
 from radixgrove.protocol.text.prompts import EncodedPrompt
+from radixgrove.worker.frontend.events import (
+    CallArguments,
+    CallBegins,
+    CallEnds,
+    Collected,
+    Event,
+    Finished,
+    Reasoning,
+    ScoredToken,
+    Text,
+)
 from radixgrove.worker.frontend.generation import RequestInFlight
 from radixgrove.worker.frontend.logprobs import scored_bytes, scored_prompt
 from radixgrove.worker.frontend.model import ServedModel
-from radixgrove.worker.frontend.sequence import Delta, ScoredToken, Sequence
+from radixgrove.worker.frontend.sequence import Delta, Sequence
 from radixgrove.worker.messages import TokenLogprobs, Tokens
-
-
-@dataclass(slots=True)
-class _Collected:
-    """A choice of a whole answer as it grows."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    scored: list[ScoredToken] = field(default_factory=list)
-    finish: str = ""
 
 
 class Answer:
@@ -74,30 +74,29 @@ class Answer:
         Raises:
             ApiError, ClientDisconnected: as `RequestInFlight.deltas`.
         """
-        choices = [_Collected() for _ in flight.sequences]
+        choices = [Collected() for _ in flight.sequences]
         async for batch in flight.deltas():
             for sequence, message, delta in batch:
                 choice = choices[sequence.index]
                 choice.scored += self._prompt_scores(sequence, message)
-                if not self.silent:
-                    choice.text.append(delta.text)
-                    choice.token_ids += delta.token_ids
-                    choice.scored += delta.scored
-                choice.finish = delta.finish or choice.finish
+                for event in self._visible(delta):
+                    choice.add(event)
         return self._whole(choices, self._usage(flight))
 
     def without_engine(self) -> bytes:
         """An echo of nothing but the prompt needs no engine."""
         number = len(self.prompts) * self.generation.n
-        return self._whole([_Collected() for _ in range(number)], self._unread())
+        return self._whole([Collected(finish="length") for _ in range(number)], self._unread())
 
-    def _whole(self, collected: list[_Collected], usage: Usage) -> bytes:
+    def _whole(self, collected: list[Collected], usage: Usage) -> bytes:
         ids = self.generation.return_token_ids
         choices = [
             Choice(
                 index=index,
                 text=self.echoed(index) + "".join(item.text),
-                finish_reason="length" if self.silent else item.finish,
+                reasoning="".join(item.reasoning),
+                calls=item.whole_calls(),
+                finish_reason=item.finish,
                 logprobs=self._logprobs(item.scored),
                 token_ids=item.token_ids if ids else msgspec.UNSET,
                 prompt_token_ids=self._prompt_ids(index) if ids else msgspec.UNSET,
@@ -162,13 +161,18 @@ class Answer:
         if self.echo and self._scores and message.prompt_logprobs is not None:
             scores = self._logprobs(self._prompt_scores(sequence, message))
             events.append(self._encoder.text(index, self.echoed(index), scores))
-        ids = delta.token_ids if self.generation.return_token_ids else None
-        if not self.silent and (delta.text or delta.scored or ids):
-            scored = self._logprobs(delta.scored)
-            events.append(self._encoder.text(index, delta.text, scored, ids))
-        if delta.finish is not None:
-            events.append(self._encoder.finish(index, "length" if self.silent else delta.finish))
+        for event in self._visible(delta):
+            scored, ids = None, None
+            if isinstance(event, Text):
+                scored = self._logprobs(event.scored)
+                ids = event.token_ids if self.generation.return_token_ids else None
+            events.append(render(self._encoder, index, event, scored, ids))
         return events
+
+    def _visible(self, delta: Delta) -> list[Event]:
+        if not self.silent:
+            return delta.events
+        return [Finished("length") for event in delta.events if isinstance(event, Finished)]
 
     def _closing(self, usage: Usage) -> bytes:
         return (self._encoder.usage(usage) if self.generation.include_usage else b"") + DONE
@@ -214,6 +218,29 @@ class Answer:
         if not self._scores:
             return None
         return self._form.logprobs(scored_bytes(scored, self.model.vocabulary))
+
+
+def render(
+    encoder: StreamEncoder,
+    index: int,
+    event: Event,
+    logprobs: Logprobs | None,
+    token_ids: list[int] | None,
+) -> bytes:
+    """One event of choice `index` as a stream has it; the last two arguments are those of text."""
+    match event:
+        case Text():
+            return encoder.text(index, event.text, logprobs, token_ids)
+        case Reasoning():
+            return encoder.reasoning(index, event.text)
+        case CallBegins():
+            return encoder.call_begins(index, event.number, event.id, event.name)
+        case CallArguments():
+            return encoder.call_arguments(index, event.number, event.text)
+        case CallEnds():
+            return b""
+        case Finished():
+            return encoder.finish(index, event.reason)
 
 
 def _with_completion(usage: Usage, tokens: int) -> Usage:

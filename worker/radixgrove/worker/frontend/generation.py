@@ -16,6 +16,7 @@ from radixgrove.protocol.openai.responses import Usage
 from radixgrove.protocol.text.prompts import EncodedPrompt
 from radixgrove.service.asgi import ClientDisconnected
 from radixgrove.worker.frontend.engine_client import EngineClient
+from radixgrove.worker.frontend.events import shown
 from radixgrove.worker.frontend.metrics import FrontendMetrics
 from radixgrove.worker.frontend.sequence import Delta, Sequence
 from radixgrove.worker.frontend.unread import (
@@ -210,7 +211,7 @@ class RequestInFlight:
                 delta = sequence.take(message)
                 self._observe(sequence, len(message.token_ids))
                 if self.texts is not None:
-                    self.texts[sequence.index].append(delta.text)
+                    self.texts[sequence.index].append(shown(delta.events))
                 if delta.abort:
                     self.engine.abort(sequence.request_id)
                 remaining -= sequence.finished

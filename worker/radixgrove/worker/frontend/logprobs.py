@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 
 from radixgrove.protocol.openai.formats import ScoredBytes
 from radixgrove.worker.frontend.detokenize import Vocabulary
-from radixgrove.worker.frontend.sequence import ScoredToken
+from radixgrove.worker.frontend.events import ScoredToken
 from radixgrove.worker.messages import TokenLogprobs
 
 

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from radixgrove.protocol.openai.requests import Generation
 from radixgrove.worker.frontend.detokenize import StopMatcher, Vocabulary
+from radixgrove.worker.frontend.events import Event, Finished, ScoredToken, Text
 from radixgrove.worker.messages import Finish, TokenLogprobs, Tokens
 
 
 @dataclass(slots=True)
-class ScoredToken:
-    """A shown token with its logprobs and where its text begins in the choice's text."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None  # None: the first token of a prompt has none
-    offset: int
-
-
-@dataclass(slots=True)
 class Delta:
-    """What one message adds to a choice. `finish`: OpenAI's finish reason, with the last text."""
+    """What one message adds to a choice."""
 
-    text: str
-    token_ids: list[int]
-    scored: list[ScoredToken] = field(default_factory=list)
-    finish: str | None = None
+    events: list[Event]
     # A stop string was found: the engine does not see it, and needs an abort to end the sequence.
     abort: bool = False
 
 
 class Sequence:
-    """State of one choice. `take` turns the engine's messages into deltas, in order.
+    """State of one choice. `take` turns the engine's messages into events, in order.
 
     A logprob entry leaves with the text of its token: while that is withheld, since it may begin a
     stop string, the entry waits, and one that a stop string cut off never leaves.
@@ -56,6 +45,7 @@ class Sequence:
         self._min_tokens = generation.sampling.min_tokens
         self._include_stop = generation.include_stop
         self._scores = generation.sampling.logprobs is not None
+        self._returns_ids = generation.return_token_ids
         self._detokenizer = vocabulary.detokenizer(generation.skip_special_tokens, prompt_ids)
         self._matcher = StopMatcher(generation.stop, generation.include_stop)
         self._decoded = offset  # characters that the detokenizer has made
@@ -71,21 +61,26 @@ class Sequence:
         if message.stop_token is not None and not self._include_stop:
             shown = ids[:-1]  # the stop token itself is not text
         text = self._decode(shown, message.logprobs)
-        delta = Delta(text, ids)
+        finish, abort = None, False
         if self._matcher.matched is not None:
-            delta.finish, delta.abort = "stop", message.finish is None
+            finish, abort = "stop", message.finish is None
         elif message.finish is not None:
             rest = self._push(self._detokenizer.finish())
             if self._matcher.matched is None:
                 rest += self._matcher.finish()
-            delta.text += rest
+            text += rest
             stopped = message.finish is Finish.STOP or self._matcher.matched is not None
-            delta.finish = "stop" if stopped else "length"
-        self._shown += len(delta.text)
-        if self._scores:
-            delta.scored = self._release(ended=delta.finish is not None)
-        self.finished = delta.finish is not None
-        return delta
+            finish = "stop" if stopped else "length"
+        self._shown += len(text)
+        self.finished = finish is not None
+        scored = self._release(ended=self.finished) if self._scores else []
+        shown_ids = ids if self._returns_ids else []
+        events: list[Event] = []
+        if text or scored or shown_ids:
+            events.append(Text(text, shown_ids, scored))
+        if finish is not None:
+            events.append(Finished(finish))
+        return Delta(events, abort)
 
     def _decode(self, ids: list[int], logprobs: list[TokenLogprobs] | None) -> str:
         if logprobs is None and self.completion_tokens - len(ids) >= self._min_tokens:
