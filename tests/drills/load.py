@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,17 +18,30 @@ import aiohttp
 class End(Enum):
     WHOLE = "whole"
     CUT = "cut"  # a stream that had begun and was ended by one error event, or broken off
-    FAILED = "failed"  # any other status, or an answer that just stops
+    FAILED = "failed"  # any other status, or a connection that broke before a stream had begun
+    TRUNCATED = "truncated"  # it just stops, as if it were whole
+    WRONG = "wrong"  # another text than the expected one
 
 
 @dataclass(frozen=True)
 class Sample:
     """One request; times are of the monotonic clock."""
 
+    number: int
     began: float
     ended: float
     end: End
+    texts: tuple[str, ...]  # as far as they came, one a choice
     seen: str  # what came instead of a whole answer
+
+
+@dataclass
+class Answer:
+    """What one router sent; `broken` says how its connection ended early."""
+
+    status: int = 0
+    raw: bytes = b""
+    broken: str = ""
 
 
 @dataclass
@@ -35,13 +49,14 @@ class Load:
     """Requests to the routers in turn, every second one a stream, `rate` of them a second.
 
     As a Service's client does, a request that no router accepts tries the next one; an answer once
-    begun stays where it is.
+    begun stays where it is. `expected` gives the texts of a request's choices, where known.
     """
 
     urls: list[str]
     body: Callable[[int], dict[str, Any]]
     rate: float
     timeout: float = 30.0
+    expected: Callable[[int], tuple[str, ...] | None] = lambda _: None
     samples: list[Sample] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _running: asyncio.Task[None] | None = None
@@ -82,39 +97,75 @@ class Load:
     async def _send(self, number: int) -> None:
         began = time.monotonic()
         body = self.body(number) | {"stream": number % 2 == 1}
-        end, seen = End.FAILED, "no router accepts"
+        answer = Answer(broken="no router accepts")
         for turn in range(len(self.urls)):
             url = self.urls[(number + turn) % len(self.urls)]
             try:
-                end, seen = await self._ask(url, body)
+                answer = await ask(self._session, url, body)
             except aiohttp.ClientConnectorError:
                 continue
-            except aiohttp.ClientPayloadError as error:
-                # It had begun: a client sees that it is not whole.
-                end, seen = End.CUT if body["stream"] else End.FAILED, repr(error)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                end, seen = End.FAILED, repr(error)
             break
-        self.samples.append(Sample(began, time.monotonic(), end, seen))
-
-    async def _ask(self, url: str, body: dict[str, Any]) -> tuple[End, str]:
-        async with self._session.post(url + "/v1/completions", json=body) as response:
-            text = (await response.read()).decode()
-        if response.status != 200:
-            return End.FAILED, f"{response.status} {text}"
-        return _end_of_stream(text) if body["stream"] else _end_of_answer(text)
+        end, texts = judge(answer, self.expected(number), stream=body["stream"])
+        seen = "" if end is End.WHOLE else f"{answer.status} {answer.broken} {answer.raw.decode()}"
+        self.samples.append(Sample(number, began, time.monotonic(), end, texts, seen))
 
 
-def _end_of_answer(text: str) -> tuple[End, str]:
-    whole = bool(json.loads(text)["choices"][0]["finish_reason"])
-    return (End.WHOLE, "") if whole else (End.FAILED, text)
+async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
+    """
+    Raises:
+        ClientConnectorError: the router takes no connection.
+    """
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answer = Answer()
+    try:
+        async with session.post(url + path, json=body) as response:
+            answer.status = response.status
+            async for part in response.content.iter_any():
+                answer.raw += part
+    except aiohttp.ClientConnectorError:
+        raise
+    except (aiohttp.ClientError, TimeoutError) as error:
+        answer.broken = repr(error)
+    return answer
 
 
-def _end_of_stream(text: str) -> tuple[End, str]:
-    events = [part.removeprefix("data: ") for part in text.split("\n\n") if part]
-    errors = [event for event in events if '"error"' in event]
-    if events[-1] == "[DONE]" and not errors:
-        return End.WHOLE, ""
-    if len(errors) == 1 and events[-1] in (errors[0], "[DONE]") and len(events) > 1:
-        return End.CUT, errors[0]
-    return End.FAILED, text
+def judge(
+    answer: Answer, expected: tuple[str, ...] | None, *, stream: bool
+) -> tuple[End, tuple[str, ...]]:
+    """How an answer ended, and its texts as far as they came."""
+    if answer.status != 200 or (answer.broken and not stream):
+        return End.FAILED, ()
+    end, texts = _of_stream(answer) if stream else _of_whole(answer)
+    if expected is not None:
+        begins = (want.startswith(text) for want, text in zip(expected, texts, strict=False))
+        if not all(begins) or (end is End.WHOLE and texts != expected):
+            end = End.WRONG
+    return end, texts
+
+
+def _of_whole(answer: Answer) -> tuple[End, tuple[str, ...]]:
+    choices = json.loads(answer.raw)["choices"]
+    whole = all(choice["finish_reason"] for choice in choices)
+    return End.WHOLE if whole else End.TRUNCATED, tuple(map(_text, choices))
+
+
+def _of_stream(answer: Answer) -> tuple[End, tuple[str, ...]]:
+    events = [part.removeprefix(b"data: ") for part in answer.raw.split(b"\n\n")[:-1]]
+    done = b"[DONE]" in events
+    parsed = [json.loads(event) for event in events if event != b"[DONE]"]
+    texts: defaultdict[int, str] = defaultdict(str)
+    for choice in (choice for event in parsed for choice in event.get("choices", ())):
+        texts[choice["index"]] += _text(choice)
+    errors = [number for number, event in enumerate(parsed) if "error" in event]
+    if done and not errors:
+        end = End.WHOLE
+    elif errors == [len(parsed) - 1] or (answer.broken and not errors):
+        end = End.CUT if texts else End.FAILED
+    else:
+        end = End.TRUNCATED
+    return end, tuple(texts[index] for index in sorted(texts))
+
+
+def _text(choice: dict[str, Any]) -> str:
+    said = choice.get("message") or choice.get("delta") or {}
+    return choice.get("text") or said.get("content") or ""

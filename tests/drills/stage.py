@@ -168,7 +168,7 @@ async def watched(
     await load.stop()
     grown = max(b - a for a, b in zip(before, memory(), strict=True))
     samples = load.samples[first:]
-    failures = [sample.seen for sample in samples if sample.end is End.FAILED]
+    failures = [sample.seen for sample in samples if sample.end not in (End.WHOLE, End.CUT)]
     cut = [sample.seen for sample in samples if sample.end is End.CUT]
     record(
         {
