@@ -28,7 +28,7 @@ import aiohttp
 import psutil
 
 from benchmarks.results import environment, record
-from tests.drills.grove import MODEL, WORKERS, Grove, Part, growing, worker, write_model
+from tests.drills.grove import MODEL, ROUTER, WORKERS, Grove, Part, growing, worker, write_model
 from tests.drills.load import End, Load, Sample, ask, judge
 from tests.drills.trend import Trend, trend
 from tests.redis_faults import REFUSALS, well
@@ -433,7 +433,7 @@ async def soak(directory: Path, minutes: float, seed: int) -> Outcome:
 async def _soaked(grove: Grove, requests: Requests, minutes: float, seed: int) -> Outcome:
     for part in grove.routers:
         part.start()
-    await eventually(lambda: len(grove.keys()) >= 2, deadline=60, what="the routers' keys")
+    await eventually(lambda: grove.keys()[ROUTER] == 2, deadline=300, what="the routers' keys")
     bare = grove.keys()
     for part in grove.workers:
         part.start()
