@@ -360,6 +360,15 @@ def test_routers_learn_how_fast_the_engine_computes_and_loads(
     assert engine.host_tokens_per_second == 5000.0
 
 
+def test_a_worker_of_which_no_router_would_hear_ends(
+    start_agent: StartAgent, redis_server: RedisServer
+) -> None:
+    agent = start_agent("redis-link-fails", redis_url=redis_server.url)
+    assert agent.end() == 1
+    assert "ValueError: unforeseen" in agent.output
+    assert "the worker ends because its readiness task did" in agent.output
+
+
 def test_a_worker_whose_output_is_not_read_goes_on_and_counts_what_it_drops(
     start_agent: StartAgent,
 ) -> None:

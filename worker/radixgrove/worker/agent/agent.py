@@ -301,7 +301,10 @@ class Agent:
         if self.state is WorkerState.STARTING:
             self.state = WorkerState.READY
         self._report.ready(self.settings, time.monotonic() - self.started)
-        await asyncio.Event().wait()  # this task ends only with the agent
+        if self.publisher is None:
+            await asyncio.Event().wait()  # this task ends only with the agent
+        else:  # without it, no router would hear of this worker any more
+            await self.publisher.until_it_ends()
 
     async def _await_frontends(self) -> None:
         deadline = time.monotonic() + _FRONTEND_DEADLINE
@@ -347,7 +350,7 @@ class Agent:
             raise self._stuck
         for task in tasks:
             if task.done():
-                task.result()
+                raise _end_of(task)
         for child in children:
             if child.failed.done() and not self._stop.is_set():
                 child.failed.result()
@@ -386,6 +389,16 @@ class Agent:
         self._inbox.close(linger=0)
         self._context.term()
         _log.info("worker ended")
+
+
+def _end_of(task: asyncio.Task[None]) -> AgentError:
+    """What the agent ends with when one of its tasks has: without it, it would be half blind."""
+    error = task.exception()
+    if isinstance(error, AgentError):
+        return error
+    if error is not None:
+        _log.error("the worker's %s task failed", task.get_name(), exc_info=error)
+    return AgentError(f"the worker ends because its {task.get_name()} task did")
 
 
 def _exit_code(error: AgentError | ChildFailed) -> int:

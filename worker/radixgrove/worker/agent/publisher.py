@@ -139,6 +139,17 @@ class Publisher:
             raise
         self._tasks.append(asyncio.create_task(self._run(), name="publisher"))
 
+    async def until_it_ends(self) -> None:
+        """Waits as long as it publishes.
+
+        Raises:
+            Exception: what ended it, which nothing foresaw.
+        """
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
     def apply(self, message: CacheEvents | CacheSnapshot | Admitted | Stats) -> None:
         """Takes one message of the engine, in the order they came. Never blocks."""
         match message:
