@@ -51,6 +51,15 @@ def test_examples_are_admitted(plane: ControlPlane, namespace: str, path: Path) 
         ({"model": {"source": "gs://b/x", "path": "y"}}, "path is for oci://"),
         ({"router": {"policy": "random"}}, "belong to a dedicated router"),
         ({"router": {"settings": {"retries": 1}}}, "belong to a dedicated router"),
+        ({"router": {"autoscaling": {"max": 2}}}, "belong to a dedicated router"),
+        (
+            {"router": {"dedicated": True, "replicas": 2, "autoscaling": {"max": 4}}},
+            "replicas and autoscaling exclude each other",
+        ),
+        (
+            {"router": {"dedicated": True, "autoscaling": {"min": 3, "max": 2}}},
+            "min must not exceed max",
+        ),
         ({"engine": {"pageSize": 0}}, "spec.engine.pageSize"),
         ({"replicas": -1}, "spec.replicas"),
     ],

@@ -146,7 +146,8 @@ def test_what_the_resource_admits_the_worker_takes_and_nothing_beyond(
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"no_such_setting": 1}, "no_such_setting"),
+        ({"no_such_setting": 1}, "no_such_setting: there is no such field$"),
+        ({"max_runing": 1}, "max_runing: there is no such field; is max_running meant"),
         ({"max_running": 0}, "max_running"),
         ({"port": 1}, "port"),
         ({"internal_key": "x"}, "internal_key"),

@@ -201,6 +201,37 @@ def test_a_pod_that_gets_no_volumes_says_why() -> None:
     assert operator.condition("ModelCached") == "False/VolumeNotMounted"
 
 
+@pytest.mark.parametrize("kind", ["router", "download"])
+def test_so_does_a_pod_of_its_router_or_of_a_download(kind: str) -> None:
+    words = 'MountVolume.SetUp failed for volume "ca" : configmap "ca" not found'
+    if kind == "router":
+        operator = Operator(**DEDICATED)
+        operator.settle("n0")
+        labels, owners = names.labels(KEY[1], names.ROUTER), []
+    else:
+        operator = Operator(model={"source": "hf://org/model"})
+        operator.context()
+        (job,) = operator.kube.of("Job")
+        labels = {"job-name": job["metadata"]["name"]}
+        owners = [{"uid": job["metadata"]["uid"], "controller": True}]
+    meta = {"name": "x", "namespace": KEY[0], "labels": labels, "ownerReferences": owners}
+    pod = operator.kube.add(
+        {
+            "kind": "Pod",
+            "metadata": meta,
+            "spec": {"nodeName": "n0"},
+            "status": {"phase": "Pending"},
+        }
+    )
+    about = {"involvedObject": {"name": "x", "uid": pod["metadata"]["uid"]}}
+    where = {"namespace": KEY[0], "name": "mount"}
+    operator.kube.add(
+        {"kind": "Event", "metadata": where, **about, "reason": "FailedMount", "message": words}
+    )
+    operator.context()
+    assert words in operator.message()
+
+
 def test_a_service_whose_objects_would_have_anothers_names_is_left_alone() -> None:
     operator = Operator()
     older = {"namespace": KEY[0], "name": "llama-router", "uid": "older",
@@ -672,12 +703,39 @@ def test_wrong_settings_of_its_router_are_named_and_leave_the_running_one_alone(
     assert operator.context() == []
 
 
-def test_a_router_that_is_not_wanted_any_more_goes() -> None:
-    operator = Operator(**DEDICATED)
+def test_the_number_of_its_routers_is_left_to_their_autoscaler() -> None:
+    scaled = {"router": {"dedicated": True, "autoscaling": {"min": 3, "max": 8}}}
+    operator = Operator(router={"dedicated": True, "replicas": 1})
+    operator.settle("n0")
+    router = operator.kube.the("Deployment", "llama-router")["spec"]
+    assert router["replicas"] == 1
+    assert operator.kube.of("HorizontalPodAutoscaler") == []
+
+    operator.apply(**scaled)
+    operator.context()
+    scaler = operator.kube.the("HorizontalPodAutoscaler", "llama-router")["spec"]
+    assert scaler["scaleTargetRef"]["name"] == "llama-router"
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (3, 8)
+    assert operator.kube.the("Deployment", "llama-router")["spec"]["replicas"] == 3
+    operator.kube.the("Deployment", "llama-router")["spec"]["replicas"] = 7
+    operator.apply(router=scaled["router"] | {"settings": {"retries": 1}})
+    operator.context()
+    assert operator.kube.the("Deployment", "llama-router")["spec"]["replicas"] == 7
+
+    operator.apply(router={"dedicated": True})
+    operator.context()
+    assert operator.kube.of("HorizontalPodAutoscaler") == []
+    assert operator.kube.the("Deployment", "llama-router")["spec"]["replicas"] == 2
+
+
+@pytest.mark.parametrize("scaling", [{}, {"autoscaling": {"max": 4}}], ids=["fixed", "scaled"])
+def test_a_router_that_is_not_wanted_any_more_goes(scaling: dict[str, Any]) -> None:
+    operator = Operator(router=DEDICATED["router"] | scaling)
     operator.settle("n0")
     operator.apply()
     operator.context()
     assert operator.kube.of("Deployment") == []
+    assert operator.kube.of("HorizontalPodAutoscaler") == []
     assert operator.condition() == "True/Serving"
 
 

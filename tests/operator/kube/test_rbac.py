@@ -80,7 +80,7 @@ def provoke(plane: ControlPlane, namespace: str, needed: str) -> None:
         # Admitted by no namespace that enforces the restricted standard.
         "events": [service("refused", namespace, podOverrides={"spec": {"securityContext": ROOT}})],
     }
-    served = service("served", namespace, router={"dedicated": True})
+    served = service("served", namespace, router={"dedicated": True, "autoscaling": {"max": 4}})
     plane.kubectl.apply(served, *others.get(needed, []))
 
 

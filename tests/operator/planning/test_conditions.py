@@ -25,13 +25,15 @@ from radixgrove.operator.planning.conditions import (
     starting,
     transitions,
 )
+from radixgrove.operator.planning.demand import Node, NodeDemand
 from radixgrove.operator.planning.diagnosis import Problem, pod_problem, problem
 from radixgrove.operator.planning.model_cache import CacheStep
 from radixgrove.operator.planning.model_names import Grant
-from radixgrove.operator.planning.observed import Group, Pod, group_of, pod_of
+from radixgrove.operator.planning.observed import Group, ObservedState, Pod, group_of, pod_of
 from radixgrove.operator.planning.plan import Plan
 from radixgrove.operator.planning.service_view import ServiceView
-from radixgrove.operator.render.revision import InvalidEngine, InvalidOverrides
+from radixgrove.operator.render.revision import InvalidEngine, InvalidOverrides, ModelAt
+from radixgrove.service import exit_codes
 from tests.operator.operator_builders import SERVICE, spec
 
 NOW = 1_000_000.0
@@ -150,7 +152,7 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
         (
             facts(STARTING, groups=[group_with(unschedulable=UNSCHEDULABLE)]),
             "InsufficientGPUs",
-            "4 Insufficient nvidia.com/gpu. (asked for: 1 GPUs on each of 1 nodes)",
+            "4 Insufficient nvidia.com/gpu.",
         ),
         (
             facts(STARTING, groups=[group_with(unschedulable="node(s) had untolerated taint")]),
@@ -182,6 +184,11 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
             ),
             "EngineFailed",
             "no memory",
+        ),
+        (
+            facts(STARTING, groups=[group_with(restarts=1, exited="rank 0", out_of_memory=True)]),
+            "OutOfMemory",
+            "rank 0",
         ),
         (
             facts(STARTING, groups=[replace(group_with(), refused="violates PodSecurity")]),
@@ -273,6 +280,143 @@ def test_what_is_missing_is_said_with_a_reason(given: StatusInput, reason: str, 
     assert said in message(given)
 
 
+# ---- what would mend it --------------------------------------------------------------------------
+
+GPUS_OF_16 = NodeDemand({"nvidia.com/gpu": 16}, {"nvidia.com/gpu.product": "B200"})
+NODES = {"n0": Node("n0", devices={"nvidia.com/gpu": 8}, labels={"nvidia.com/gpu.product": "H100"})}
+MISSING = 'MountVolume.SetUp failed for volume "{}" : {} is not there'
+
+
+@pytest.mark.parametrize(
+    ("group", "fields", "said"),
+    [
+        (
+            replace(group_with(unschedulable=UNSCHEDULABLE), demand=GPUS_OF_16),
+            {"hardware": {"gpusPerNode": 16, "memory": "1Ti"}},
+            "its pod asks its node for 16 nvidia.com/gpu (no node has more than 8), 1Ti of memory, "
+            "the label nvidia.com/gpu.product=B200 (no node has it): change hardware, or add nodes",
+        ),
+        (
+            group_with(unschedulable="2 Insufficient cpu."),
+            {"hardware": {"device": "cpu", "cpu": "64", "nodes": 2}},
+            "each of its 2 pods asks its node for 64 CPUs",
+        ),
+        (
+            group_with(waiting=("ErrImagePull", "no such image")),
+            {"image": "rg/worker:typo"},
+            "named by image; Secrets of its registry: pods.workers.imagePullSecrets",
+        ),
+        (
+            group_with(waiting=("ErrImagePull", "no such image")),
+            {},
+            "named by image.registry, image.worker and image.tag of the chart",
+        ),
+        (
+            group_with(waiting=("ErrImagePull", 'pulling image "models/x:1": not found')),
+            {"model": {"source": "oci://models/x:1"}},
+            "model.source: oci://models/x:1; its Secrets: pods.workers.imagePullSecrets",
+        ),
+        (
+            group_with(restarts=1, exit_code=exit_codes.MODEL, exited="no directory"),
+            {"model": {"source": "pvc://models/typo"}},
+            "model.source: pvc://models/typo",
+        ),
+        (
+            group_with(not_mounted=MISSING.format("model", "/models/typo")),
+            {"model": {"source": "file:///models/typo"}},
+            "model.source: file:///models/typo",
+        ),
+        (
+            group_with(restarts=1, exited="max_model_len 9000 exceeds the model's 8192"),
+            {},
+            "max_model_len is engine.contextLength of the service",
+        ),
+        (
+            group_with(restarts=1, exited="killed", out_of_memory=True),
+            {"hardware": {"device": "cpu", "memory": "100Mi"}},
+            "raise hardware.memory: 100Mi",
+        ),
+        (replace(group_with(), refused=QUOTA), {}, "raise that ResourceQuota, or ask for less"),
+        (
+            replace(group_with(), refused="failed quota: q: must specify limits.cpu for: worker"),
+            {},
+            "set it in podOverrides, for the container `worker`, or for all pods of the namespace",
+        ),
+        (
+            replace(group_with(), refused='violates PodSecurity "restricted": runAsUser=0'),
+            {},
+            "podOverrides asks for it",
+        ),
+        (
+            replace(group_with(), refused='violates PodSecurity "restricted": hostPath'),
+            {"model": {"source": "file:///models/x"}},
+            "model.source: file:///models/x asks for it",
+        ),
+        (
+            replace(group_with(), refused='violates PodSecurity "restricted": IPC_LOCK'),
+            {"hardware": {"network": "ib"}},
+            "hardware.network: ib asks for it",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_would_mend_it_is_said_in_the_resources_own_fields(
+    group: Group, fields: dict[str, Any], said: str
+) -> None:
+    given = facts(
+        STARTING, groups=[group], resource=spec(**fields), observed=ObservedState(nodes=NODES)
+    )
+    trouble = problem(group)
+    assert trouble is not None
+    for kind in ("Ready", "Progressing", "Degraded"):
+        assert f"{trouble.message} ({said}" in message(given, kind)
+
+
+def test_what_an_older_revision_lacks_is_not_told_by_the_fields_of_this_one() -> None:
+    older = replace(group_with(unschedulable=UNSCHEDULABLE), revision="r0")
+    old = record(0, GroupPhase.STARTING, revision="r0")
+    assert message(facts(old, groups=[older])).endswith(UNSCHEDULABLE)
+
+
+def test_a_pod_without_a_node_for_want_of_a_claims_volume_is_told_by_the_claim() -> None:
+    pending = replace(CACHED, present=False, reason="ClaimPending", message="no volume yet")
+    unbound = group_with(unschedulable="pod has unbound immediate PersistentVolumeClaims.")
+    given = facts(STARTING, groups=[unbound], model=pending)
+    assert conditions(given)["Ready"] == "False/ClaimPending"
+    assert message(given) == "no volume yet"
+
+
+def test_a_model_image_that_cannot_be_pulled_is_not_there() -> None:
+    at = ModelAt(source="oci://models/x:1", image="models/x:1")
+    model = CacheStep(ModelStatus(), at, ready=True, reason="ImageVolume")
+    stuck = group_with(waiting=("ImagePullBackOff", 'Back-off pulling image "models/x:1"'))
+    assert conditions(facts(STARTING, groups=[stuck], model=model))["ModelCached"] == (
+        "False/ImagePull"
+    )
+    other = group_with(waiting=("ImagePullBackOff", 'Back-off pulling image "rg/worker:1"'))
+    assert conditions(facts(STARTING, groups=[other], model=model))["ModelCached"] == (
+        "True/ImageVolume"
+    )
+
+
+def test_a_claim_that_was_refused_comes_before_the_pod_that_waits_for_it() -> None:
+    refusal = "patch persistentvolumeclaims/a/model: exceeded quota (403)"
+    waiting = CacheStep(ModelStatus(), reason="Unschedulable", message="claim not found")
+    given = facts(WAITING, model=waiting, failures=[refusal])
+    assert conditions(given)["Ready"] == "False/RequestRefused"
+    assert refusal in message(given)
+
+
+def test_a_scheduler_that_looks_at_no_pod_is_named() -> None:
+    unseen = replace(group_with(), demand=NodeDemand(scheduler="volcano"))
+    said = "the scheduler volcano (schedulerName) has not looked at llama-0-a1-0 yet"
+    assert said in message(facts(STARTING, groups=[unseen]))
+    assert "scheduler" not in message(facts(STARTING, groups=[group_with()]))
+
+
+# ---- as it should be -----------------------------------------------------------------------------
+
+
 def test_a_service_whose_groups_and_router_answer_is_settled() -> None:
     assert conditions(facts(record(0), record(1))) == {
         "Ready": "True/Serving",
@@ -290,7 +434,9 @@ def test_a_service_serves_without_a_name_that_another_has_and_says_what_it_answe
     assert conditions(given)["Ready"] == "True/Serving"
     assert conditions(given)["Degraded"] == "True/ModelNameTaken"
     (degraded,) = [c for c in found.conditions if c.type == "Degraded"]
-    assert degraded.message == f"{why[0]}. It answers to big, team-a/llama"
+    assert degraded.message == (
+        f"{why[0]}: set model.name or model.aliases otherwise. It answers to big, team-a/llama"
+    )
 
 
 def test_a_sleeping_service_is_ready() -> None:
@@ -494,6 +640,34 @@ def test_of_a_log_in_json_only_the_message_is_shown() -> None:
     found = pod_problem(seen)
     assert found is not None
     assert found.message == "llama-0-a1-1: the engine ended: OSError: gone"
+
+
+def test_what_a_process_says_as_it_ends_does_not_hide_why() -> None:
+    lines = [
+        {"level": "error", "message": "rank 0 exited: max_model_len exceeds the model's 8192"},
+        {"level": "info", "message": "draining 0 requests"},
+        {"level": "info", "message": "worker ended"},
+    ]
+    log = "\n".join(json.dumps(line) for line in lines)
+    found = pod_problem(pod_ended(log))
+    assert found is not None
+    assert found.message == f"llama-0-a1-1: {lines[0]['message']}"
+    crashed = pod_problem(pod_ended(f"{log}\nSegmentation fault"))
+    assert crashed is not None
+    assert crashed.message == "llama-0-a1-1: Segmentation fault"
+
+
+def test_a_process_that_was_killed_for_want_of_memory_is_told_from_one_that_failed() -> None:
+    found = pod_problem(pod_ended("rank 0 was killed by SIGKILL", reason="OOMKilled"))
+    assert found == Problem("OutOfMemory", "llama-0-a1-1: rank 0 was killed by SIGKILL")
+    assert pod_problem(pod_ended("", reason="OOMKilled")) == (
+        Problem("OutOfMemory", "llama-0-a1-1: OOMKilled")
+    )
+
+
+def pod_ended(log: str, reason: str = "Error") -> Pod:
+    ended = {"terminated": {"exitCode": 1, "message": log, "reason": reason}}
+    return pod_of(pod_object(containerStatuses=[container(restarts=1, state={}, lastState=ended)]))
 
 
 def test_a_router_that_ends_again_and_again_leaves_its_last_words() -> None:

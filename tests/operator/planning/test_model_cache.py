@@ -108,6 +108,16 @@ def test_a_fetcher_that_was_ended_from_outside_shows_what_it_left(said: str, sho
     assert "{" not in found.message
 
 
+def test_a_lookup_that_is_tried_again_says_why() -> None:
+    model = hub()
+    name = models.resolve_job_name(SERVICE, model.model)
+    said = json.dumps({"reason": "DownloadFailed", "message": "the hub is not reached"})
+    job = JobState(name, "u", message=said, pod=Pod("third", "u", 0, running=True))
+    found = step(model, jobs={name: job})
+    assert found.reason == "Resolving"
+    assert found.message == "looking up the revision; tried again after: the hub is not reached"
+
+
 def test_a_claim_without_a_volume_names_the_value_that_chooses_its_storage_class() -> None:
     words = "0/2 nodes are available: pod has unbound immediate PersistentVolumeClaims."
     name = names.cache_name(HUB, COMMIT)

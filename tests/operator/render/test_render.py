@@ -438,6 +438,7 @@ def test_fields_of_chart_and_service_reach_the_pods_of_their_kind(kind: str) -> 
         {"recovery": {"maxRestarts": 1}},
         {"rollout": {"maxUnavailable": 0, "maxSurge": 2}},
         {"router": {"dedicated": True, "replicas": 5}},
+        {"router": {"dedicated": True, "autoscaling": {"max": 5}}},
         {"suspend": True},
         {"pods": {"routers": {"priorityClassName": "high"}, "downloads": {"labels": {"a": "b"}}}},
         {"hardware": {"nodes": 1, "device": "cuda"}},  # defaults, spelled out
@@ -639,7 +640,7 @@ def environment_of_process(pod: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"retrys": 1}, "router.settings.retrys"),
+        ({"retrys": 1}, "router.settings.retrys: there is no such field; is retries meant"),
         ({"retries": 99}, "router.settings.retries"),
         ({"redis_url": "redis://x"}, "router.settings.redis_url is set by the operator"),
         ({"policy": "random"}, "set router.policy instead"),
@@ -651,6 +652,19 @@ def environment_of_process(pod: dict[str, Any]) -> dict[str, str]:
 def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(router.InvalidRouter, match=named):
         own_router(settings=settings)
+
+
+def test_its_autoscaler_is_one_that_kubernetes_takes() -> None:
+    scaling = {"min": 1, "max": 4, "cpuPercent": 50}
+    wanted = Router.model_validate({"dedicated": True, "autoscaling": scaling})
+    deployment, scaler, *_ = router.router_objects(SERVICE, wanted, CONFIG, "", running=9)
+    kubernetes_validate.validate(scaler, KUBERNETES, strict=True)
+    assert scaler["spec"]["scaleTargetRef"]["kind"] == deployment["kind"]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert scaler["spec"]["metrics"][0]["resource"]["target"]["averageUtilization"] == 50
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert "cpu" in container["resources"]["requests"], "which the percentage is of"
+    assert deployment["spec"]["replicas"] == 4
 
 
 def test_it_is_replaced_when_the_installations_keys_change() -> None:

@@ -185,12 +185,17 @@ class ChildObject(TypedDict, total=False):
     metadata: Required[Meta]
 
 
+class DeploymentSpec(TypedDict, total=False):
+    replicas: int
+
+
 class DeploymentStatus(TypedDict, total=False):
     availableReplicas: int
 
 
 class DeploymentObject(TypedDict, total=False):
     metadata: Required[Meta]
+    spec: DeploymentSpec
     status: DeploymentStatus
 
 
@@ -239,6 +244,7 @@ DEPLOYMENT = KindName[DeploymentObject]("Deployment")
 CONFIG_MAP = KindName[ConfigMapObject]("ConfigMap")
 CLAIM = KindName[ClaimObject]("PersistentVolumeClaim")
 EVENT = KindName[EventObject]("Event")
+SCALER = KindName[ChildObject]("HorizontalPodAutoscaler")
 NETWORK_POLICY = KindName[ChildObject]("NetworkPolicy")
 NAMESPACE = KindName[Object]("Namespace")
 LEASE = KindName[Object]("Lease")

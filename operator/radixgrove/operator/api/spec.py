@@ -211,6 +211,7 @@ _EVERYDAY = (
     "host_write_policy",
 )  # fmt: skip
 _RENAMED = {"max_model_len": "context_length", "memory_fraction": "memory_percent"}
+ENGINE_FIELDS = {name: f"engine.{to_camel(_RENAMED.get(name, name))}" for name in _EVERYDAY}
 
 
 class EngineBlock(SpecModel):
@@ -335,18 +336,42 @@ class RouterAuth(SpecModel):
     )
 
 
+class RouterAutoscaling(SpecModel):
+    """A HorizontalPodAutoscaler of the service's own router."""
+
+    rules = [
+        Rule(rule="self.min <= self.max", message="min must not exceed max", field_path=".min"),
+    ]
+    min: int = Field(2, description="Fewest pods.", ge=1, le=64)
+    max: int = Field(description="Most pods.", ge=1, le=64)
+    cpu_percent: int = Field(
+        70,
+        description="Of the CPU that its pods request, at which another one is wanted.",
+        ge=1,
+        le=1000,
+    )
+
+
 class Router(SpecModel):
     """The shared router of the installation, or one of the service's own."""
 
     rules = [
         Rule(
             rule="self.dedicated || !(has(self.auth) || has(self.policy) || has(self.replicas) "
-            "|| has(self.settings))",
-            message="auth, policy, replicas and settings belong to a dedicated router",
+            "|| has(self.autoscaling) || has(self.settings))",
+            message="auth, policy, replicas, autoscaling and settings belong to a dedicated router",
+        ),
+        Rule(
+            rule="!(has(self.replicas) && has(self.autoscaling))",
+            message="replicas and autoscaling exclude each other: the autoscaler sets the number",
+            field_path=".replicas",
         ),
     ]
     dedicated: bool = Field(False, description="Run a router for this service alone.")
     replicas: int | None = Field(None, description="Router pods; 2 by default.", ge=1, le=64)
+    autoscaling: RouterAutoscaling | None = Field(
+        None, description="Router pods by their CPU, instead of `replicas`."
+    )
     policy: RoutingPolicy | None = Field(None, description="Placement policy.")
     auth: RouterAuth | None = Field(None, description="API keys.")
     settings: dict[str, Any] | None = Field(

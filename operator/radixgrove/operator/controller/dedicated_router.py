@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.api.objects import DEPLOYMENT, POD
+from radixgrove.operator.api.objects import DEPLOYMENT, POD, SCALER, ChildObject, KindName, Object
 from radixgrove.operator.api.spec import NO_FIELDS, Router
 from radixgrove.operator.controller.context import ReconcileContext
+from radixgrove.operator.controller.pod_events import not_mounted
 from radixgrove.operator.kube.client import Kube, controllers
 from radixgrove.operator.planning.diagnosis import Problem, pod_problem
-from radixgrove.operator.planning.observed import is_available, pod_of
+from radixgrove.operator.planning.observed import Pod, is_available, pod_of
+from radixgrove.operator.render.common import Service
 from radixgrove.operator.render.router import InvalidRouter, router_name, router_objects
 
 
 def keep(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> None:
     """As the resource says; one that runs stays as it is while its settings are wrong."""
-    try:
-        # Without keys in its namespace a new pod would read none, or old ones for ever.
-        children = (
-            router_objects(
-                context.service,
-                context.spec.router,
-                config,
-                context.keys,
-                context.spec.pods.routers or NO_FIELDS,
-            )
-            if context.keys
-            else []
-        )
-    except InvalidRouter as error:
-        context.invalid, children = error, []
-    for child in children:
+    # Without keys in its namespace a new pod would read none, or old ones for ever.
+    if context.keys:
         with context.trying():
-            kube.apply_cached(child)
+            for child in _wanted(kube, context, config):
+                with context.trying():
+                    kube.apply_cached(child)
+    if context.spec.router.autoscaling is None:
+        with context.trying():
+            _delete(kube, context.service, SCALER, router_name(context.service))
     with context.trying():
         context.router = _trouble(kube, context)
+
+
+def _wanted(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> list[Object]:
+    service, router = context.service, context.spec.router
+    running = None
+    if router.autoscaling is not None:
+        deployment = kube.get(DEPLOYMENT, service.namespace, router_name(service))
+        running = deployment.get("spec", {}).get("replicas") if deployment is not None else None
+    fields = context.spec.pods.routers or NO_FIELDS
+    try:
+        return router_objects(service, router, config, context.keys, fields, running)
+    except InvalidRouter as error:
+        context.invalid = error
+        return []
 
 
 def _trouble(kube: Kube, context: ReconcileContext) -> Problem | None:
@@ -49,9 +58,15 @@ def _trouble(kube: Kube, context: ReconcileContext) -> Problem | None:
         return None
     labels = names.labels(service.name, names.ROUTER)
     pods = map(pod_of, kube.list(POD, service.namespace, labels))
-    found = next(filter(None, map(pod_problem, pods)), None)
+    found = next(filter(None, (_pod_problem(kube, service, pod) for pod in pods)), None)
     words = found.message if found else "it starts"
     return Problem("RouterNotReady", f"its own router does not answer: {words}")
+
+
+def _pod_problem(kube: Kube, service: Service, pod: Pod) -> Problem | None:
+    if pod.creating:
+        pod = replace(pod, not_mounted=not_mounted(kube, service.namespace, pod.name, pod.uid))
+    return pod_problem(pod)
 
 
 def remove(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> None:
@@ -61,10 +76,14 @@ def remove(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> Non
         deployment = kube.get(DEPLOYMENT, service.namespace, router_name(service))
         if deployment is None or not controllers([deployment], service.uid):
             return
+        _delete(kube, service, SCALER, router_name(service))
         # The Deployment goes last: as long as it exists, this runs again.
         for child in reversed(router_objects(service, Router(), config, "")):
-            meta = child["metadata"]
-            live = kube.get(child["kind"], meta["namespace"], meta["name"])
-            if live is not None and controllers([live], service.uid):
-                uid = live["metadata"]["uid"]
-                kube.delete(child["kind"], meta["namespace"], meta["name"], uid)
+            _delete(kube, service, KindName[ChildObject](child["kind"]), child["metadata"]["name"])
+
+
+def _delete(kube: Kube, service: Service, kind: KindName[ChildObject], name: str) -> None:
+    """An object of the service's, if there is one."""
+    live = kube.get(kind, service.namespace, name)
+    if live is not None and controllers([live], service.uid):
+        kube.delete(kind, service.namespace, name, live["metadata"]["uid"])

@@ -39,6 +39,7 @@ WATCHED = (
     "PersistentVolumeClaim",
     "Job",
     "PodDisruptionBudget",
+    "HorizontalPodAutoscaler",
     "NetworkPolicy",
 )
 _BEAT_EVERY = 0.5  # seconds; `stop` is noticed as often

@@ -9,13 +9,12 @@ from dataclasses import replace
 from radixgrove.operator.api import names
 from radixgrove.operator.api.objects import (
     CONFIG_MAP,
-    EVENT,
     NODE,
     POD,
     STATEFUL_SET,
-    EventObject,
 )
 from radixgrove.operator.controller.context import ReconcileContext
+from radixgrove.operator.controller.pod_events import not_admitted, not_mounted
 from radixgrove.operator.controller.store import Store
 from radixgrove.operator.kube.client import Kube, controllers
 from radixgrove.operator.planning.demand import Node
@@ -32,11 +31,6 @@ logger = logging.getLogger(__name__)
 
 _REFUSED_AFTER = 2.0  # seconds without pods before asking why
 _MOUNTED_AFTER = 10.0  # seconds without volumes before asking why
-_NOT_MOUNTED = ("FailedMount", "FailedAttachVolume")
-
-
-def _when(event: EventObject) -> str:
-    return str(event.get("lastTimestamp") or event.get("eventTime"))
 
 
 class Observer:
@@ -80,12 +74,7 @@ class Observer:
         if group.deleting or context.now - group.created < _REFUSED_AFTER:
             return ""
         with context.trying():
-            fields = f"involvedObject.name={group.name},reason=FailedCreate"
-            events = self._kube.list(EVENT, context.service.namespace, fields=fields)
-            own = [e for e in events if e.get("involvedObject", {}).get("uid") == group.uid]
-            if own:
-                last = max(own, key=_when)
-                return str(last.get("message", ""))[:1024]
+            return not_admitted(self._kube, context.service.namespace, group.name, group.uid)
         return ""
 
     def _with_mounts(self, context: ReconcileContext, group: Group) -> Group:
@@ -94,13 +83,9 @@ class Observer:
         stuck = [pod for pod in group.pods if late and pod.creating]
         for pod in stuck[:1]:  # the others mount the same
             with context.trying():
-                fields = f"involvedObject.name={pod.name},involvedObject.uid={pod.uid}"
-                events = self._kube.list(EVENT, context.service.namespace, fields=fields)
-                about = [e for e in events if e.get("reason") in _NOT_MOUNTED]
-                if about:
-                    said = str(max(about, key=_when).get("message", ""))[:1024]
-                    pods = [replace(p, not_mounted=said) if p is pod else p for p in group.pods]
-                    return replace(group, pods=tuple(pods))
+                said = not_mounted(self._kube, context.service.namespace, pod.name, pod.uid)
+                pods = [replace(p, not_mounted=said) if p is pod else p for p in group.pods]
+                return replace(group, pods=tuple(pods))
         return group
 
     def _nodes(self, groups: Sequence[Group]) -> dict[str, Node]:

@@ -53,6 +53,7 @@ def policies(
                 _rule("apps", "statefulsets", "deployments"),
                 _rule("batch", "jobs"),
                 _rule("policy", "poddisruptionbudgets"),
+                _rule("autoscaling", "horizontalpodautoscalers"),
                 _rule("networking.k8s.io", "networkpolicies"),
                 _rule("", "services", "configmaps", "serviceaccounts", "persistentvolumeclaims"),
             ],
@@ -88,27 +89,31 @@ def _pods(service_accounts: str, host_paths: str) -> list[Object]:
             f"('{names.SERVICE}' in {_LABELS} && {_POD}.?serviceAccountName.orValue('') == "
             f"{_LABELS}['{names.SERVICE}'])",
             "the operator's pods run as the service account of their InferenceService, or as one "
-            "of operator.serviceAccounts",
+            "of operator.serviceAccounts of the chart: see serviceAccountName in pods and "
+            "podOverrides",
         ),
         _validation(
             f"{_POD}.?automountServiceAccountToken.orValue(true) == false && "
             f"!({_VOLUMES}).exists(v, has(v.projected) && v.projected.?sources.orValue([])"
             ".exists(s, has(s.serviceAccountToken)))",
-            "the operator's pods have no token of a service account",
+            "the operator's pods have no token of a service account: see "
+            "automountServiceAccountToken and volumes in podOverrides",
         ),
         _validation(
             f"!{_POD}.?hostNetwork.orValue(false) && !{_POD}.?hostPID.orValue(false) && "
             f"!{_POD}.?hostIPC.orValue(false)",
-            "the operator's pods share no namespace of their node",
+            "the operator's pods share no namespace of their node: leave hostNetwork, hostPID and "
+            "hostIPC out of podOverrides",
         ),
         _validation(
             f"!({_CONTAINERS}).exists(c, c.?securityContext.privileged.orValue(false))",
-            "the operator's pods are not privileged",
+            "the operator's pods are not privileged: see securityContext in podOverrides",
         ),
         _validation(
             f"({_VOLUMES}).all(v, !has(v.hostPath) || {host_paths}.exists(p, v.hostPath.path == p "
             "|| v.hostPath.path.startsWith(p + '/')))",
-            "the operator's pods mount no folder of their node but those in operator.hostPaths",
+            "the operator's pods mount no folder of their node but those in operator.hostPaths of "
+            "the chart: see model.source, and volumes in podOverrides",
         ),
     ]
 

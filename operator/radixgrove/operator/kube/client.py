@@ -54,6 +54,7 @@ KINDS = {
     "Event": Kind("", "v1", "events"),
     "Namespace": Kind("", "v1", "namespaces", namespaced=False),
     "Node": Kind("", "v1", "nodes", namespaced=False),
+    "HorizontalPodAutoscaler": Kind("autoscaling", "v2", "horizontalpodautoscalers"),
     "Job": Kind("batch", "v1", "jobs"),
     "PodDisruptionBudget": Kind("policy", "v1", "poddisruptionbudgets"),
     "NetworkPolicy": Kind("networking.k8s.io", "v1", "networkpolicies"),

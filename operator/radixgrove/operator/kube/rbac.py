@@ -56,6 +56,9 @@ PERMISSIONS = (
     Permission(Scope.SERVED, "batch", "jobs", _CHILD, why="model downloads"),
     Permission(Scope.SERVED, "policy", "poddisruptionbudgets", _CHILD, why="one group at a time"),
     Permission(
+        Scope.SERVED, "autoscaling", "horizontalpodautoscalers", _CHILD, why="dedicated routers"
+    ),
+    Permission(
         Scope.SERVED, "networking.k8s.io", "networkpolicies", _CHILD, why="who reaches workers"
     ),
     Permission(Scope.SERVED, "", "events", ("create", "list"), why="telling, and refused pods"),

@@ -16,10 +16,13 @@ from radixgrove.operator.api.status import (
     InferenceServiceStatus,
     ModelStatus,
 )
+from radixgrove.operator.planning.demand import DEFAULT_SCHEDULER
 from radixgrove.operator.planning.diagnosis import Problem, problem
+from radixgrove.operator.planning.model_cache import CacheStep
 from radixgrove.operator.planning.model_names import Grant
 from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.planning.plan import Plan
+from radixgrove.operator.planning.remedies import explained
 from radixgrove.operator.planning.rollback import Rollback, good_revision
 from radixgrove.operator.planning.service_view import ServiceView
 from radixgrove.operator.render.group import MODEL_VOLUME
@@ -218,10 +221,16 @@ def _ready(facts: StatusInput, ready: int, desired: int) -> ConditionDraft:
         reason = "Asleep" if asleep else "ScaledToZero"
         text = "the next request wakes it" if asleep else "replicas is 0"
         return ConditionDraft("Ready", asleep, reason, text)
-    if not facts.view.model.ready:
+    if not facts.view.model.ready and not _refused_for(facts):
         return ConditionDraft("Ready", False, facts.view.model.reason, facts.view.model.message)
     reason, message = _hindrance(facts)
     return ConditionDraft("Ready", False, reason, message)
+
+
+def _refused_for(facts: StatusInput) -> bool:
+    """Whether a refused request may be why a model is not there: its claim, say, for a quota."""
+    waits = facts.view.model.reason in _FETCHING | {"Unschedulable"}
+    return bool(facts.view.failures) and waits
 
 
 def _hindrance(facts: StatusInput) -> tuple[str, str]:
@@ -236,7 +245,7 @@ def _hindrance(facts: StatusInput) -> tuple[str, str]:
     for group in facts.groups:
         trouble = None if group.draining else problem(group)
         if trouble is not None:
-            return trouble.reason, trouble.message + _asked(facts, group, trouble)
+            return _explained(facts, group, trouble)
     if facts.plan.waits_for:
         # It waits for nodes that another group has begun to take.
         return "InsufficientGPUs", f"no pods until {facts.plan.waits_for} is placed"
@@ -260,17 +269,20 @@ def _failed(facts: StatusInput, record: GroupStatus) -> tuple[str, str]:
     return "GroupFailed", f"{words}; recovery.policy is {recovery.policy.value}: {afresh}"
 
 
-def _asked(facts: StatusInput, group: Group, trouble: Problem) -> str:
-    """What was asked for, where it is more than there is."""
-    if trouble.reason != "InsufficientGPUs" or group.revision != facts.view.target:
-        return ""
-    hardware = facts.view.spec.hardware
-    return f" (asked for: {hardware.gpus_per_node} GPUs on each of {hardware.nodes} nodes)"
+def _explained(facts: StatusInput, group: Group, trouble: Problem) -> tuple[str, str]:
+    """Reason and message, with what would mend it where the group is as the resource says."""
+    view = facts.view
+    if trouble.reason == "Unschedulable" and not view.model.present:
+        return view.model.reason, view.model.message
+    if group.revision != view.target or view.rollback is not None:
+        return trouble.reason, trouble.message
+    return trouble.reason, explained(trouble, group, view.spec, view.observed.nodes.values())
 
 
 def _starting(facts: StatusInput) -> str:
-    """What workers report, and how long a start may take."""
+    """What workers report, what they wait for, and how long a start may take."""
     phases = "; ".join(facts.phases) or "groups are starting"
+    phases += _unseen(facts)
     ends = [
         (pod.started_at + group.startup, group.startup)
         for group in facts.groups
@@ -281,6 +293,16 @@ def _starting(facts: StatusInput) -> str:
         return phases
     end, allowed = min(ends)
     return f"{phases}; until {times.to_seconds_text(end)} (startup.timeout: {duration(allowed)})"
+
+
+def _unseen(facts: StatusInput) -> str:
+    """Pods that a scheduler of the user's own has said nothing of."""
+    for group in facts.groups:
+        scheduler = group.demand.scheduler
+        waiting = [pod.name for pod in group.pods if not (pod.node or pod.unschedulable)]
+        if waiting and scheduler != DEFAULT_SCHEDULER and not group.draining:
+            return f"; the scheduler {scheduler} (schedulerName) has not looked at {waiting[0]} yet"
+    return ""
 
 
 def _progressing(facts: StatusInput, ready: int, desired: int) -> ConditionDraft:
@@ -326,15 +348,17 @@ def _model_cached(facts: StatusInput) -> ConditionDraft:
     model = facts.view.model
     for group in facts.groups if model.ready else ():
         trouble = None if group.draining else problem(group)
-        if trouble is not None and _is_about_the_model(trouble):
-            return ConditionDraft("ModelCached", False, trouble.reason, trouble.message)
+        if trouble is not None and _is_about_the_model(trouble, model):
+            return ConditionDraft("ModelCached", False, *_explained(facts, group, trouble))
     present = model.ready and model.present
     return ConditionDraft("ModelCached", present, model.reason, model.message)
 
 
-def _is_about_the_model(trouble: Problem) -> bool:
+def _is_about_the_model(trouble: Problem, model: CacheStep) -> bool:
     mount = trouble.reason == "VolumeNotMounted" and f'"{MODEL_VOLUME}"' in trouble.message
-    return mount or trouble.reason == "ModelUnusable"
+    image = model.at.image if model.at is not None else ""
+    pull = trouble.reason == "ImagePull" and bool(image) and f'"{image}"' in trouble.message
+    return mount or pull or trouble.reason == "ModelUnusable"
 
 
 def _degraded(facts: StatusInput, ready: ConditionDraft) -> ConditionDraft:
@@ -365,4 +389,7 @@ def _degraded(facts: StatusInput, ready: ConditionDraft) -> ConditionDraft:
 def _names_missed(granted: Grant) -> str:
     """Names nothing of other namespaces: a condition is read by one tenant."""
     answers = ", ".join([*granted.bare, *granted.scoped])
-    return f"{'; '.join(granted.problems)}. It answers to {answers}"
+    return (
+        f"{'; '.join(granted.problems)}: set model.name or model.aliases otherwise. It answers to "
+        f"{answers}"
+    )

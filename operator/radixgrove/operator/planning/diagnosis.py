@@ -54,6 +54,8 @@ def pod_problem(pod: Pod, startup: float = 0.0) -> Problem | None:
                 f"{pod.name} ended {duration(pod.ran)} after its start: if it was still loading, "
                 f"raise startup.timeout ({allowed}); its last message: {last}",
             )
+        if pod.out_of_memory:
+            return Problem("OutOfMemory", f"{pod.name}: {last}")
         reason = "ModelUnusable" if pod.exit_code == exit_codes.MODEL else "EngineFailed"
         return Problem(reason, f"{pod.name}: {last}")
     if pod.not_mounted:

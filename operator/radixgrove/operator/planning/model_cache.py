@@ -179,7 +179,8 @@ def _provided(
         return CacheStep(
             status, at, ready=True, present=False, reason="ClaimPending",
             requeue_at=now + _LOOK_AGAIN,
-            message=f"the claim {claim} has no volume yet{_unbound(live)}",
+            message=f"the claim {claim} has no volume yet{_unbound(live)}. Make one for it, or "
+            "name a claim that has one",
         )  # fmt: skip
     return CacheStep(
         status, at, ready=True, reason="Provided", message=f"read from the claim {claim}"
@@ -291,8 +292,11 @@ def _under_way(
 ) -> CacheStep:
     """A Job that has not ended, and what keeps its pod from starting, if anything does."""
     trouble = pod_problem(job.pod) if job.pod is not None else None
+    said = _said(job)
     if trouble is not None:
         reason, message = trouble.reason, trouble.message
+    elif said:  # by a pod of before: the Job tries it some times
+        message = f"{message}; tried again after: {said}"
     if claim is not None and claim.get("status", {}).get("phase") == "Pending":
         message += (
             f" (the claim {claim['metadata']['name']} has no volume yet{_unbound(claim)}. "
@@ -315,7 +319,7 @@ def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: flo
     result = _result(job)
     wait = config.model_cache.retry_after * 2.0 ** min(status.failures, 16)
     retry_at = (job.finished_at or now) + min(wait, _LONGEST_WAIT)
-    message = result.get("message") or _log_end(job) or "no message; see the log of its pod"
+    message = _said(job) or "no message; see the log of its pod"
     again = (
         f"tried again at {times.to_seconds_text(retry_at)}, or once the Job {job.name} is deleted"
     )
@@ -329,6 +333,10 @@ def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: flo
     else:
         step.requeue_at = retry_at
     return step
+
+
+def _said(job: JobState) -> str:
+    return _result(job).get("message") or _log_end(job)
 
 
 def _log_end(job: JobState) -> str:

@@ -39,6 +39,7 @@ class Pod:
     started_at: float | None = None  # its worker container, as long as its start lasts
     exited: str = ""  # message of the container's previous run
     exit_code: int = 0  # of that run
+    out_of_memory: bool = False  # it ended with a process killed for want of memory
     not_mounted: str = ""  # why its containers have no volumes yet
     ran: float = 0.0  # seconds that run took
     address: str = ""
@@ -177,23 +178,33 @@ def pod_of(pod: PodObject) -> Pod:
         started_at=_start_of(worker),
         exited=_readable(ended.get("message", "")) or ended.get("reason", ""),
         exit_code=ended.get("exitCode", 0),
+        out_of_memory=ended.get("reason") == "OOMKilled",
         ran=_length(ended),
         address=status.get("podIP", ""),
     )
 
 
 def _readable(log: str) -> str:
-    """The end of a log; of lines in JSON, as parts write them in a cluster, only what they say."""
-    lines = []
+    """The end of a log; of lines in JSON, as parts write them in a cluster, only what they say, and
+    nothing of those behind the last error: how a process ends is not why."""
+    lines: list[str] = []
+    since_error: list[str] | None = None
     for line in log.splitlines():
         try:
             entry = json.loads(line)
         except ValueError:
             entry = None
-        if isinstance(entry, dict) and "message" in entry:
-            raised = str(entry.get("exception", "")).strip().rpartition("\n")[2]
-            line = ": ".join(part for part in (str(entry["message"]), raised) if part)
-        lines.append(line)
+        if not (isinstance(entry, dict) and "message" in entry):
+            lines, since_error = [*lines, *(since_error or []), line], None
+            continue
+        raised = str(entry.get("exception", "")).strip().rpartition("\n")[2]
+        said = ": ".join(part for part in (str(entry["message"]), raised) if part)
+        if entry.get("level") in ("error", "critical"):
+            lines, since_error = [*lines, *(since_error or []), said], []
+        elif since_error is None:
+            lines.append(said)
+        else:
+            since_error.append(said)
     return "\n".join(lines)
 
 

@@ -8,7 +8,9 @@ either.
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import yaml
@@ -43,11 +45,14 @@ class InvalidSettings(InvalidInput, ValueError):
     reason: ClassVar[str]  # of conditions
 
 
-def first_mistake(error: ValidationError) -> str:
-    """Its field, and what is wrong with it."""
+def first_mistake(error: ValidationError, fields: Iterable[str] = ()) -> str:
+    """Its field, and what is wrong with it. `fields`: those that there are."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
-    return f"{field}: {first['msg']}"
+    if first["type"] != "extra_forbidden":
+        return f"{field}: {first['msg']}"
+    near = difflib.get_close_matches(field, fields, n=1)
+    return f"{field}: there is no such field" + (f"; is {near[0]} meant?" if near else "")
 
 
 class InvalidEngine(InvalidSettings):
@@ -187,7 +192,8 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
     try:
         checked = WorkerSettings.model_validate(settings)
     except ValidationError as error:
-        raise InvalidEngine(f"engine: {first_mistake(error)}") from error
+        mistake = first_mistake(error, WorkerSettings.model_fields)
+        raise InvalidEngine(f"engine: {mistake}") from error
     return checked.model_dump(mode="json", include=set(settings))
 
 

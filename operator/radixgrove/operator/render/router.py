@@ -1,4 +1,5 @@
-"""A service's own router: Deployment, Service, PodDisruptionBudget, NetworkPolicy."""
+"""A service's own router: Deployment and its autoscaler, Service, PodDisruptionBudget,
+NetworkPolicy."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import Object
-from radixgrove.operator.api.spec import NO_FIELDS, PodFields, Router
+from radixgrove.operator.api.spec import NO_FIELDS, PodFields, Router, RouterAutoscaling
 from radixgrove.operator.render.common import (
     Service,
     container_security_context,
@@ -81,7 +82,9 @@ def router_settings(service: Service, router: Router, config: OperatorConfig) ->
     try:
         checked = RouterSettings.model_validate(settings)
     except ValidationError as error:
-        raise InvalidRouter(f"router.settings.{first_mistake(error)}") from error
+        raise InvalidRouter(
+            f"router.settings.{first_mistake(error, RouterSettings.model_fields)}"
+        ) from error
     if any("," in url for url in checked.replicas):
         raise InvalidRouter("router.settings.replicas: an item must not hold a comma")
     return checked
@@ -93,15 +96,23 @@ def router_objects(
     config: OperatorConfig,
     keys: str,
     fields: PodFields = NO_FIELDS,
+    running: int | None = None,
 ) -> list[Object]:
-    """`keys`: hash of the installation's, which routers read when they start.
+    """The Deployment first.
+
+    `keys`: hash of the installation's, which routers read when they start. `running`: the replicas
+    of its Deployment, where there is one.
 
     Raises InvalidRouter.
     """
     labels = names.labels(service.name, names.ROUTER)
     guards = [router_network_policy(service, config)] if config.network_policies.enabled else []
+    scaling = router.autoscaling
+    scalers = [_scaler(service, scaling)] if scaling is not None else []
+    replicas = (router.replicas or 2) if scaling is None else _within(scaling, running)
     return [
-        _deployment(service, router, config, keys, fields),
+        _deployment(service, router, config, keys, fields, replicas),
+        *scalers,
         {
             "apiVersion": "v1",
             "kind": "Service",
@@ -125,8 +136,35 @@ def router_objects(
     ]
 
 
+def _within(scaling: RouterAutoscaling, running: int | None) -> int:
+    """What the autoscaler has chosen stays. (Were the field left out, the next apply would set the
+    number back to 1 where an apply had named it before.)"""
+    return min(max(running or 0, scaling.min), scaling.max)
+
+
+def _scaler(service: Service, scaling: RouterAutoscaling) -> Object:
+    name = router_name(service)
+    target = {"type": "Utilization", "averageUtilization": scaling.cpu_percent}
+    return {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": metadata(service, name, names.ROUTER),
+        "spec": {
+            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
+            "minReplicas": scaling.min,
+            "maxReplicas": scaling.max,
+            "metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": target}}],
+        },
+    }
+
+
 def _deployment(
-    service: Service, router: Router, config: OperatorConfig, keys: str, fields: PodFields
+    service: Service,
+    router: Router,
+    config: OperatorConfig,
+    keys: str,
+    fields: PodFields,
+    replicas: int,
 ) -> Object:
     labels = names.labels(service.name, names.ROUTER)
     settings = router_settings(service, router, config)
@@ -155,7 +193,7 @@ def _deployment(
         "kind": "Deployment",
         "metadata": metadata(service, router_name(service), names.ROUTER),
         "spec": {
-            "replicas": router.replicas or 2,
+            "replicas": replicas,
             "selector": {"matchLabels": labels},
             "strategy": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "template": with_fields(

@@ -1,0 +1,33 @@
+"""What only Events say of pods: why one is not admitted, or has no volumes."""
+
+from __future__ import annotations
+
+from radixgrove.operator.api.objects import EVENT, EventObject
+from radixgrove.operator.kube.client import Kube
+
+_NOT_MOUNTED = ("FailedMount", "FailedAttachVolume")
+_LONGEST = 1024  # characters of a message
+
+
+def not_admitted(kube: Kube, namespace: str, name: str, uid: str) -> str:
+    """Why the API server refuses the pods of a StatefulSet; empty where it does not. Raises
+    KubeError."""
+    fields = f"involvedObject.name={name},reason=FailedCreate"
+    events = kube.list(EVENT, namespace, fields=fields)
+    return _last([e for e in events if e.get("involvedObject", {}).get("uid") == uid])
+
+
+def not_mounted(kube: Kube, namespace: str, name: str, uid: str) -> str:
+    """Why a pod that has a node has no volumes yet; empty where nothing is said. Raises
+    KubeError."""
+    fields = f"involvedObject.name={name},involvedObject.uid={uid}"
+    events = kube.list(EVENT, namespace, fields=fields)
+    return _last([e for e in events if e.get("reason") in _NOT_MOUNTED])
+
+
+def _last(events: list[EventObject]) -> str:
+    return str(max(events, key=_when).get("message", ""))[:_LONGEST] if events else ""
+
+
+def _when(event: EventObject) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime"))
