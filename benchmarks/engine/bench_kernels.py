@@ -25,6 +25,7 @@ from radixgrove.kernels.autotune import GEMV_CANDIDATES, SKINNY_CANDIDATES
 from radixgrove.kernels.float8 import FLOAT8, to_page
 from radixgrove.kernels.linear import MAX_SKINNY_TOKENS
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
+from radixgrove.kernels.weight import Weight
 
 DTYPE = torch.bfloat16
 PAGE = 16
@@ -106,7 +107,7 @@ def show(kernel: str, shape: str, us: float, moved: float = 0.0, flops: float = 
 
 
 def linear_calls(
-    choice: Choice, x: Tensor, weights: list[Tensor], silu: bool, scratch: Scratch
+    choice: Choice, x: Tensor, weights: list[Weight], silu: bool, scratch: Scratch
 ) -> list[Callable[[], object]]:
     return [
         partial(multiply, x, weight, choice=choice, scratch=scratch, silu=silu)
@@ -128,7 +129,7 @@ def bench_linear() -> None:
                 elif tokens <= MAX_SKINNY_TOKENS:
                     candidates += SKINNY_CANDIDATES
                 if scratch.cublaslt is not None:
-                    configs = scratch.cublaslt.candidates(tokens, weights[0], DTYPE)
+                    configs = scratch.cublaslt.candidates(tokens, weights[0].payload, DTYPE)
                     candidates += [Choice(cublaslt=config) for config in configs]
                 timed = list(time_candidates(candidates, x, weights, silu, scratch))
                 cublas = timed[0][1]
@@ -141,14 +142,14 @@ def bench_linear() -> None:
             del weights
 
 
-def cold_weights(n: int, k: int) -> list[Tensor]:
+def cold_weights(n: int, k: int) -> list[Weight]:
     """So many that the L2 cache holds none of them when its turn comes again."""
     copies = max(2, int(2e8 / (n * k * 2)) + 1)
-    return [random(n, k) / k**0.5 for _ in range(min(copies, 32))]
+    return [Weight.plain(random(n, k) / k**0.5) for _ in range(min(copies, 32))]
 
 
 def time_candidates(
-    candidates: list[Choice], x: Tensor, weights: list[Tensor], silu: bool, scratch: Scratch
+    candidates: list[Choice], x: Tensor, weights: list[Weight], silu: bool, scratch: Scratch
 ) -> Iterator[tuple[Choice, float]]:
     for candidate in candidates:
         try:

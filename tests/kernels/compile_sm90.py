@@ -50,6 +50,7 @@ from radixgrove.kernels.autotune import (
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.linear import SkinnyWorkspace
 from radixgrove.kernels.matmul import Scratch, multiply
+from radixgrove.kernels.weight import Weight
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MODULES = (
@@ -248,7 +249,8 @@ def launch_products(hidden: int, inner: int, qkv: int, attended: int, vocab: int
     """Our kernels for a decoder layer and the head, at the token counts that have some."""
 
     def projection(rows: int, columns: int, **options: bool) -> Projection:
-        return Projection([torch.empty(rows, columns, dtype=torch.bfloat16)], **options)
+        weight = Weight.plain(torch.empty(rows, columns, dtype=torch.bfloat16))
+        return Projection([weight], **options)
 
     layer = (
         projection(qkv, hidden),

@@ -21,6 +21,7 @@ from radixgrove.kernels.autotune import BUCKETS, GEMV_CANDIDATES, LinearTuner, P
 from radixgrove.kernels.cublaslt import CublasLt, CublasLtConfig, CublasLtError
 from radixgrove.kernels.linear import GemvConfig, SkinnyConfig, SkinnyWorkspace, linear_reference
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
+from radixgrove.kernels.weight import Weight
 from tests.kernels.helpers import assert_close
 
 pytest.importorskip("triton")
@@ -37,12 +38,14 @@ CHOICES = [
 
 
 def projection(n: int, k: int, **options: Any) -> Projection:
-    return Projection([torch.zeros(n, k, dtype=torch.bfloat16)], **options)
+    return Projection([Weight.plain(torch.zeros(n, k, dtype=torch.bfloat16))], **options)
 
 
 class TestFile:
     def test_reads_what_it_wrote(self, tmp_path: Path) -> None:
-        known = {(16 << i, 64, 32, i % 2 == 1): choice for i, choice in enumerate(CHOICES)}
+        known = {
+            ("bfloat16", 16 << i, 64, 32, i % 2 == 1): choice for i, choice in enumerate(CHOICES)
+        }
         path = tmp_path / "new" / "linear.json"
         autotune._write(path, known)
         assert autotune._read(path) == known
@@ -62,7 +65,8 @@ class TestFile:
         self, spoil: Callable[[dict[str, Any]], None], tmp_path: Path
     ) -> None:
         path = tmp_path / "linear.json"
-        autotune._write(path, {(1, 2, 3, False): CHOICES[3], (16, 2, 3, False): CHOICES[1]})
+        first, second = ("bfloat16", 1, 2, 3, False), ("bfloat16", 16, 2, 3, False)
+        autotune._write(path, {first: CHOICES[3], second: CHOICES[1]})
         entries = json.loads(path.read_text())
         spoil(entries[0])
         path.write_text(json.dumps(entries))
@@ -103,17 +107,22 @@ class TestChoose:
     )
     def test_takes_the_next_larger_bucket(self, tokens: int, bucket: int) -> None:
         tuner = LinearTuner()
-        weight = torch.zeros(64, 32, dtype=torch.bfloat16)
-        tuner._choices[torch.bfloat16, (bucket, 64, 32, False)] = CHOICES[3]
+        weight = Weight.plain(torch.zeros(64, 32, dtype=torch.bfloat16))
+        tuner._choices[torch.bfloat16, ("bfloat16", bucket, 64, 32, False)] = CHOICES[3]
         assert tuner.choose(tokens, weight, silu=False) == CHOICES[3]
         untuned = GEMV_CANDIDATES[2] if tokens == 1 else CUBLAS
         assert tuner.choose(tokens, weight, silu=True) == untuned
-        assert tuner.choose(tokens, weight.half(), silu=False) == untuned
-        assert tuner.choose(tokens, weight.new_zeros(32, 64), silu=False) == untuned
+        others = (
+            Weight.plain(weight.payload.half()),
+            Weight.plain(weight.payload.t()),
+            Weight(weight.payload.to(torch.float8_e4m3fn), weight.dtype),
+        )
+        for other in others:
+            assert tuner.choose(tokens, other, silu=False) == untuned
 
     def test_no_tokens_need_no_kernel_of_ours(self) -> None:
         tuner = LinearTuner()
-        assert tuner.choose(0, torch.zeros(64, 32), silu=False) == CUBLAS
+        assert tuner.choose(0, Weight.plain(torch.zeros(64, 32)), silu=False) == CUBLAS
 
 
 class TestTune:
@@ -439,7 +448,7 @@ def test_refused_algorithms_leave_it_to_torch(ending: str, device: torch.device)
         options["out"] = torch.empty(3, 40, device=device)
     library = _Refusing()
     scratch: Any = SimpleNamespace(cublaslt=library, skinny=None)
-    y = multiply(x, weight, bias, choice=CHOICES[3], scratch=scratch, **options)
+    y = multiply(x, Weight.plain(weight), bias, choice=CHOICES[3], scratch=scratch, **options)
     assert_close(y, expected)
     assert library.asked == (ending != "bias")
     for name in ("out", "residual"):
@@ -456,7 +465,7 @@ class TestOnDevice:
 
     def choices(self, tokens: int, scratch: Scratch, **options: Any) -> list[Choice]:
         weight = torch.zeros(self.N, self.K, dtype=torch.bfloat16, device="cuda")
-        found = autotune._candidates(tokens, Projection([weight], **options), scratch)
+        found = autotune._candidates(tokens, Projection([Weight.plain(weight)], **options), scratch)
         assert len(found) > 1
         return found
 
@@ -491,7 +500,7 @@ class TestOnDevice:
                 options[name] = target
 
             def run(options: dict[str, Any] = options) -> Tensor:
-                return multiply(x, weight, norm=norm, **options)
+                return multiply(x, Weight.plain(weight), norm=norm, **options)
 
             def restart(target: Tensor = target) -> None:
                 target.copy_(start) if start is not None else target.fill_(float("nan"))
@@ -537,7 +546,8 @@ class TestOnDevice:
 
     def test_a_tuned_model_uses_its_choices(self, tmp_path: Path, monkeypatch: Any) -> None:
         monkeypatch.setenv("RADIXGROVE_CACHE_DIR", str(tmp_path))
-        weights = [torch.randn(512, 1024, device="cuda").to(torch.bfloat16) for _ in range(3)]
+        matrices = [torch.randn(512, 1024, device="cuda").to(torch.bfloat16) for _ in range(3)]
+        weights = [Weight.plain(matrix) for matrix in matrices]
         kinds = [Projection(weights), Projection(weights, silu=True)]
         tuner = LinearTuner()
         with tuner.compiling(kinds, 16, 600):
@@ -549,7 +559,7 @@ class TestOnDevice:
             x = torch.randn(tokens, 1024, device="cuda").to(torch.bfloat16)
             choice = tuner.choose(tokens, weights[0], silu=False)
             y = multiply(x, weights[0], choice=choice, scratch=tuner.scratch(x.device))
-            assert_close(y, x.double() @ weights[0].double().t())
+            assert_close(y, x.double() @ matrices[0].double().t())
 
 
 def test_products_by_torch_are_in_place(device: torch.device) -> None:
@@ -558,6 +568,6 @@ def test_products_by_torch_are_in_place(device: torch.device) -> None:
     residual = torch.randn(3, 40, device=device)
     expected = residual + x @ weight.t()
     scratch: Any = SimpleNamespace(cublaslt=None, skinny=None)
-    y = matmul.multiply(x, weight, choice=CUBLAS, scratch=scratch, residual=residual)
+    y = matmul.multiply(x, Weight.plain(weight), choice=CUBLAS, scratch=scratch, residual=residual)
     assert y is residual
     assert_close(y, expected)

@@ -11,6 +11,7 @@ from torch import Tensor
 from radixgrove.kernels import ops
 from radixgrove.kernels.linear import SkinnyConfig, SkinnyWorkspace
 from radixgrove.kernels.matmul import CUBLAS, Choice, multiply
+from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import ModelConfig, RopeConfig
 from radixgrove.worker.attention.base import AttentionBatch
 from radixgrove.worker.attention.torch import TorchAttention
@@ -103,7 +104,7 @@ def test_every_choice_gives_the_same_logits(
         skinny = SkinnyWorkspace(device, partials=1 << 18)
         cublaslt = None
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, **options: Any) -> Tensor:
         multiplied.append(options.get("norm") is not None)
         return multiply(x, weight, bias, choice=choice, scratch=Scratch(), **options)  # type: ignore[arg-type]
 

@@ -26,6 +26,7 @@ from radixgrove.kernels.cublaslt import CublasLtConfig
 from radixgrove.kernels.linear import MAX_SKINNY_TOKENS, GemvConfig, SkinnyConfig
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.norm import add_rms_norm, rms_norm
+from radixgrove.kernels.weight import Weight
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -58,8 +59,8 @@ MARGIN = 0.985
 _HOPELESS = 1.3
 _REPEATS = 4
 _COLD_BYTES = 256 << 20  # of weights in a row, so that the L2 cache does not hold them
-_FORMAT = 6  # of the file
-_Key = tuple[int, int, int, bool]  # token bucket, N, K, silu
+_FORMAT = 7  # of the file
+_Key = tuple[str, int, int, int, bool]  # the weight's format, token bucket, N, K, silu
 _Shape = tuple[torch.dtype, _Key]
 
 
@@ -72,7 +73,7 @@ class Projection:
     `wide`: its output is float32.
     """
 
-    weights: Sequence[Tensor]
+    weights: Sequence[Weight]
     silu: bool = False
     residual: bool = False
     biased: bool = False
@@ -89,8 +90,8 @@ class Projection:
         return rows // 2 if self.silu else rows
 
     def key(self, bucket: int) -> _Key:
-        rows, columns = self.weights[0].shape
-        return bucket, rows, columns, self.silu
+        weight = self.weights[0]
+        return (weight.format, bucket, *weight.shape, self.silu)
 
 
 def cache_directory() -> Path:
@@ -101,7 +102,7 @@ def cache_directory() -> Path:
 
 
 class LinearTuner:
-    """Chooses a kernel by token count and weight shape.
+    """Chooses a kernel by token count, and the weight's format and shape.
 
     Untuned shapes take `gemv` for one token (its fusions save launches) and cuBLAS otherwise.
     """
@@ -110,11 +111,10 @@ class LinearTuner:
         self._choices: dict[_Shape, Choice] = {}
         self._scratch: dict[torch.device, Scratch] = {}
 
-    def choose(self, tokens: int, weight: Tensor, *, silu: bool) -> Choice:
+    def choose(self, tokens: int, weight: Weight, *, silu: bool) -> Choice:
         """The kernel for `tokens` rows; float32 always takes cuBLAS past one token."""
-        rows, columns = weight.shape
         default = GEMV_CANDIDATES[2] if tokens == 1 else CUBLAS
-        key = bucket_of(tokens), rows, columns, silu
+        key = (weight.format, bucket_of(tokens), *weight.shape, silu)
         return self._choices.get((weight.dtype, key), default) if tokens else CUBLAS
 
     def scratch(self, device: torch.device) -> Scratch:
@@ -189,7 +189,7 @@ class LinearTuner:
         for done, (bucket, projection) in enumerate(todo):
             key = projection.key(bucket)
             if key not in known:
-                report(f"tuning {key[1]}x{key[2]} for {bucket} tokens", done / len(todo))
+                report(f"tuning {key[2]}x{key[3]} for {bucket} tokens", done / len(todo))
                 known[key] = _fastest(bucket, projection, self.scratch(device))
             self._choices[dtype, key] = known[key]
         if len(known) > before:
@@ -240,7 +240,7 @@ def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch)
         return False
     weight, n = projection.weights[0], projection.outputs
     chip = torch.cuda.get_device_properties(weight.device)
-    shared = config.shared_memory_bytes(bucket, weight.itemsize, silu=projection.silu)
+    shared = config.shared_memory_bytes(bucket, weight.dtype.itemsize, silu=projection.silu)
     splits = _splits(cdiv(n, config.block_n), chip.multi_processor_count)
     return (
         config.splits in ((1, splits) if projection.silu else (splits,))
@@ -260,7 +260,7 @@ def _candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[C
     if bucket > 1 and not projection.biased and scratch.cublaslt is not None:
         weight, result = projection.weights[0], projection.result_dtype
         try:
-            found = scratch.cublaslt.candidates(bucket, weight, result)
+            found = scratch.cublaslt.candidates(bucket, weight.payload, result)
             library += [Choice(cublaslt=config) for config in found]
         except cublaslt.CublasLtError as error:
             log.debug("no algorithms of cuBLASLt: %s", error)
@@ -309,8 +309,9 @@ class _Trial:
         weight = self._projection.weights[0]
         rows, columns = weight.shape
         x = torch.randn(self._tokens, columns, device=self.device).to(weight.dtype)
-        vector = weight.new_ones(max(rows, columns))  # a norm's weight, or a bias
-        residual = weight.new_zeros(self._tokens, rows if self._projection.residual else 0)
+        like = torch.empty(0, dtype=weight.dtype, device=self.device)
+        vector = like.new_ones(max(rows, columns))  # a norm's weight, or a bias
+        residual = like.new_zeros(self._tokens, rows if self._projection.residual else 0)
         return x, vector[:columns], vector[:rows], residual
 
     def run(self, choice: Choice) -> None:
@@ -322,7 +323,7 @@ class _Trial:
         """The first weight: enough to compile and to load."""
         self._run(choice, self._weights[0])
 
-    def _run(self, choice: Choice, weight: Tensor) -> None:
+    def _run(self, choice: Choice, weight: Weight) -> None:
         self._operands = self._operands or self._make_operands()
         x, of_inputs, of_outputs, residual = self._operands
         projection = self._projection
@@ -481,7 +482,7 @@ def _read(path: Path) -> dict[_Key, Choice]:
     try:
         entries: list[dict[str, Any]] = json.loads(path.read_text())
         return {
-            (int(e["tokens"]), int(e["n"]), int(e["k"]), bool(e["silu"])): Choice(
+            (str(e["format"]), int(e["tokens"]), int(e["n"]), int(e["k"]), bool(e["silu"])): Choice(
                 gemv=GemvConfig(**e["gemv"]) if e["gemv"] else None,
                 skinny=SkinnyConfig(**e["skinny"]) if e["skinny"] else None,
                 cublaslt=CublasLtConfig(bytes.fromhex(e["cublaslt"])) if e["cublaslt"] else None,
@@ -496,6 +497,7 @@ def _read(path: Path) -> dict[_Key, Choice]:
 def _write(path: Path, known: dict[_Key, Choice]) -> None:
     entries = [
         {
+            "format": kind,
             "tokens": tokens,
             "n": n,
             "k": k,
@@ -505,7 +507,7 @@ def _write(path: Path, known: dict[_Key, Choice]) -> None:
             "cublaslt": choice.cublaslt.algorithm.hex() if choice.cublaslt else None,
             "deferred": choice.deferred,
         }
-        for (tokens, n, k, silu), choice in sorted(known.items())
+        for (kind, tokens, n, k, silu), choice in sorted(known.items())
     ]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from radixgrove.kernels.activation import silu_and_mul
 from radixgrove.kernels.cublaslt import CublasLt, CublasLtConfig, CublasLtError
 from radixgrove.kernels.linear import GemvConfig, SkinnyConfig, SkinnyWorkspace, gemv, skinny
 from radixgrove.kernels.norm import rms_norm
+from radixgrove.kernels.weight import Weight
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Scratch:
 
 def multiply(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     choice: Choice,
@@ -60,7 +61,7 @@ def multiply(
     if choice.gemv is not None:
         return gemv(
             x,
-            weight,
+            weight.payload,
             bias,
             norm=norm,
             eps=eps,
@@ -74,7 +75,7 @@ def multiply(
     if choice.skinny is not None:
         return skinny(
             x,
-            weight,
+            weight.payload,
             bias,
             silu=silu,
             residual=residual,
@@ -83,8 +84,8 @@ def multiply(
             out=out,
         )
     if not silu:
-        return _plain(x, weight, bias, choice, scratch, residual, out)
-    y = silu_and_mul(_plain(x, weight, bias, choice, scratch, None, None))
+        return _plain(x, weight.payload, bias, choice, scratch, residual, out)
+    y = silu_and_mul(_plain(x, weight.payload, bias, choice, scratch, None, None))
     return y if residual is None else residual.add_(y)
 
 

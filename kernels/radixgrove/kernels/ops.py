@@ -25,6 +25,7 @@ from radixgrove.kernels import linear as _linear
 from radixgrove.kernels.autotune import LinearTuner
 from radixgrove.kernels.matmul import multiply
 from radixgrove.kernels.penalties import PROMPT_BIT
+from radixgrove.kernels.weight import Weight
 
 __all__ = [
     "PROMPT_BIT",
@@ -86,7 +87,7 @@ def rope_store(
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -109,7 +110,7 @@ def linear(
     """
     if not x.is_cuda:
         return _linear.linear_reference(
-            x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual, out=out
+            x, weight.payload, bias, norm=norm, eps=eps, silu=silu, residual=residual, out=out
         )
     return multiply(
         x,
@@ -125,10 +126,10 @@ def linear(
     )
 
 
-def defers_residual(tokens: int, weight: Tensor) -> bool:
+def defers_residual(tokens: int, weight: Weight) -> bool:
     """Whether `linear` for so many tokens is better called without its residual, and the product
     added to that by `add_rms_norm`."""
-    return weight.is_cuda and tuner.choose(tokens, weight, silu=False).deferred
+    return weight.device.type == "cuda" and tuner.choose(tokens, weight, silu=False).deferred
 
 
 def embed(weight: Tensor, token_ids: Tensor, first: int = 0) -> Tensor:

@@ -44,11 +44,13 @@ def test_rms_norm(shape: tuple[int, ...], size: float) -> None:
 
 _PRODUCTS = """
 import torch
+from radixgrove.kernels.weight import Weight
 from radixgrove.worker.models.ops import choose_ops
 
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     ops = choose_ops(torch.device("cpu"), dtype)
-    x, weight = torch.ones(3, 64, dtype=dtype), ops.prepare(torch.eye(64, dtype=dtype))
+    x = torch.ones(3, 64, dtype=dtype)
+    weight = ops.prepare(Weight.plain(torch.eye(64, dtype=dtype)))
     y = ops.linear(x, weight, None, norm=None, eps=0.0, silu=False, residual=None)
     assert torch.equal(y, x)
     print(type(ops).__name__)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixgrove.kernels.norm import rms_norm_reference
+from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import ModelError, parse_config
 from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
@@ -53,7 +54,7 @@ def test_additions_left_to_the_next_norm_change_nothing(
     expected = Driver(build(tmp_path)).generate(prompts, asked)
     deferred: list[int] = []
 
-    def defers(ops: TorchOps, tokens: int, weight: torch.Tensor) -> bool:
+    def defers(ops: TorchOps, tokens: int, weight: Weight) -> bool:
         deferred.append(tokens)
         return True
 
@@ -274,7 +275,7 @@ def test_logits_on_cuda_are_float32() -> None:
     torch.manual_seed(0)
     ops = KernelOps()
     x, weight, norm = (torch.randn(*shape).bfloat16() for shape in ((5, 96), (40, 96), (96,)))
-    logits = ops.head(x, weight, norm, 1e-5, None)
+    logits = ops.head(x, Weight.plain(weight), norm, 1e-5, None)
     assert logits.dtype == ops.logits_dtype(torch.bfloat16) == torch.float32
     exact = rms_norm_reference(x, norm, 1e-5).double() @ weight.double().t()
     torch.testing.assert_close(logits.double(), exact, rtol=1e-4, atol=1e-4)

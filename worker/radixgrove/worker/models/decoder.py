@@ -8,20 +8,19 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels.autotune import Projection
+from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.models.hugepages import use_huge_pages
 from radixgrove.worker.models.layers import (
-    EMBEDDING,
-    HEAD,
     Linear,
     ResidualStream,
     StepContext,
     TensorPlacement,
     VocabTable,
-    WeightPart,
 )
 from radixgrove.worker.models.ops import Ops
+from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
 from radixgrove.worker.models.rope import rotary_table
 from radixgrove.worker.models.stages import Stage
 
@@ -81,11 +80,11 @@ class DecoderLayer:
             yield from linear.parts()
         for name, vector in self._vectors.items():
             if vector is not None:
-                yield WeightPart(name, vector, tuple(vector.shape))
+                yield WeightPart(name, vector, tuple(vector.shape), dummy=1.0)
 
     def matrices(self) -> list[Tensor]:
         """The weights of its products."""
-        return [x.weight for x in (self._qkv, self._output, self._gate_up, self._down)]
+        return [x.weight.payload for x in (self._qkv, self._output, self._gate_up, self._down)]
 
     def prepare(self, ops: Ops) -> int:
         """See `Decoder.prepare`; bytes of the parameters."""
@@ -192,7 +191,8 @@ class Decoder:
         for layer in self._layers:
             yield from layer.parts()
         if self._norm is not None:
-            yield WeightPart("model.norm.weight", self._norm, tuple(self._norm.shape))
+            shape = tuple(self._norm.shape)
+            yield WeightPart("model.norm.weight", self._norm, shape, dummy=1.0)
         if self._head is not None and self._head is not self._embedding:
             yield from self._head.parts()
 
@@ -202,7 +202,8 @@ class Decoder:
         found = first.projections(others)
         if self._head is not None:
             wide = self.logits_dtype != self.dtype
-            found.append(Projection([self._head.weight], every_token=False, wide=wide))
+            head = Weight.plain(self._head.weight)
+            found.append(Projection([head], every_token=False, wide=wide))
         return found
 
     def prepare(self) -> None:
@@ -217,7 +218,7 @@ class Decoder:
             if not tied:
                 head = head or self._head.weight.nbytes
             self.weights_bytes += head + self._norm.nbytes
-            matrices.append(self._head.head)
+            matrices.append(self._head.head.payload)
         if self._embedding is not None:
             self.weights_bytes += self._embedding.weight.nbytes
         if self.device.type == "cpu":

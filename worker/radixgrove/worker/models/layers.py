@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from radixgrove.kernels.autotune import Projection
+from radixgrove.kernels.weight import Weight
 from radixgrove.worker.attention.base import AttentionBackend
+from radixgrove.worker.models.formats.base import (
+    ALL_UNQUANTIZED,
+    Formats,
+    fused_shape,
+    placed,
+)
 from radixgrove.worker.models.ops import Ops, Rotation
+from radixgrove.worker.models.parts import Piece, WeightPart
 from radixgrove.worker.parallel.group import TensorParallel
 
 
@@ -27,27 +35,14 @@ class StepContext:
     await_layer: Callable[[int], None] | None = None  # called before a layer reads its pages
 
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # in checkpoints
-
-
-@dataclass(frozen=True, slots=True)
-class WeightPart:
-    """A checkpoint's tensor, or this rank's slice of it, and where it goes."""
-
-    name: str  # in the checkpoint
-    target: Tensor  # view into a (fused) parameter
-    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
-    dim: int = 0  # sliced along it
-    start: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
-    """Where parameters are allocated."""
+    """Where parameters are allocated, and in which formats."""
 
     group: TensorParallel
     dtype: torch.dtype
     device: torch.device
+    formats: Formats = ALL_UNQUANTIZED  # of projections
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -61,11 +56,18 @@ class Linear:
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, parts: list[WeightPart], *, row_parallel: bool
+        self,
+        place: TensorPlacement,
+        pieces: Sequence[Piece],
+        biases: Tensor | None,
+        bias_parts: Iterable[WeightPart],
+        *,
+        row_parallel: bool,
     ) -> None:
-        self.weight = weight  # [out, in] of this rank
-        self.bias = bias
-        self._parts = parts
+        layout = place.formats.of([piece.prefix for piece in pieces])
+        self.weight = layout.allocate(pieces, place.dtype, place.device)  # of this rank
+        self.bias = biases
+        self._parts = [*layout.parts(self.weight, pieces), *bias_parts]
         self._row_parallel = row_parallel
 
     @classmethod
@@ -73,43 +75,38 @@ class Linear:
         cls, place: TensorPlacement, inputs: int, outputs: dict[str, int], *, bias: bool
     ) -> Linear:
         """Projections of one input, fused; `outputs` maps checkpoint prefixes to whole sizes."""
-        shard = place.group.shard
-        total = sum(shard.split(size)[1] for size in outputs.values())
-        weight = place.empty(total, inputs)
-        biases = place.empty(total) if bias else None
+        pieces = [
+            Piece(prefix, (size, inputs), place.group.shard.window(size), slice(0, inputs))
+            for prefix, size in outputs.items()
+        ]
+        biases = place.empty(fused_shape(pieces)[0]) if bias else None
         parts = []
-        row = 0
-        for prefix, size in outputs.items():
-            start, length = shard.split(size)
-            target = weight[row : row + length]
-            parts.append(WeightPart(f"{prefix}.weight", target, (size, inputs), 0, start))
-            if biases is not None:
-                target = biases[row : row + length]
-                parts.append(WeightPart(f"{prefix}.bias", target, (size,), 0, start))
-            row += length
-        return cls(weight, biases, parts, row_parallel=False)
+        if biases is not None:
+            for piece, rows in placed(pieces):
+                name, shape = f"{piece.prefix}.bias", piece.shape[:1]
+                parts.append(WeightPart(name, biases[rows], shape, (piece.rows,), dummy=0.0))
+        return cls(place, pieces, biases, parts, row_parallel=False)
 
     @classmethod
     def row(
         cls, place: TensorPlacement, prefix: str, inputs: int, outputs: int, *, bias: bool
     ) -> Linear:
         """A projection of what a column-parallel layer left on this rank."""
-        start, length = place.group.shard.split(inputs)
-        weight = place.empty(outputs, length)
-        parts = [WeightPart(f"{prefix}.weight", weight, (outputs, inputs), 1, start)]
-        biases = None
-        if bias:
-            biases = place.empty(outputs)
-            parts.append(WeightPart(f"{prefix}.bias", biases, (outputs,)))
-        return cls(weight, biases, parts, row_parallel=True)
+        window = place.group.shard.window(inputs)
+        biases = place.empty(outputs) if bias else None
+        parts = []
+        if biases is not None:
+            parts.append(WeightPart(f"{prefix}.bias", biases, (outputs,), dummy=0.0))
+        piece = Piece(prefix, (outputs, inputs), slice(0, outputs), window)
+        return cls(place, [piece], biases, parts, row_parallel=True)
 
     def parts(self) -> Iterator[WeightPart]:
         yield from self._parts
 
     def prepare(self, ops: Ops) -> int:
         """Bring the loaded weight into the form that `ops` wants; bytes of the parameters."""
-        size = sum(part.target.numel() * part.target.itemsize for part in self._parts)
         self._parts = []  # they hold the weight as it was loaded
+        size = self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
         self.weight = ops.prepare(self.weight)
         return size
 
@@ -215,8 +212,9 @@ class VocabTable:
         self.weight = place.empty(length, hidden)
         held = max(0, min(length, vocab_size - self._first))
         self.weight[held:].zero_()
-        shape = (vocab_size, hidden)
-        self._part = WeightPart(name, self.weight[:held], shape, 0, min(self._first, vocab_size))
+        start = min(self._first, vocab_size)
+        window = (slice(start, start + held),)
+        self._part = WeightPart(name, self.weight[:held], (vocab_size, hidden), window)
 
     def parts(self) -> Iterator[WeightPart]:
         yield self._part
@@ -227,8 +225,8 @@ class VocabTable:
         Args:
             embeds: the table is the embedding too, which needs the plain form.
         """
-        self._head = ops.prepare(self.weight)
-        if self._head is self.weight:
+        self._head = ops.prepare(Weight.plain(self.weight))
+        if self._head.payload is self.weight:
             return 0
         size = self.weight.nbytes
         if not embeds:
@@ -237,7 +235,7 @@ class VocabTable:
         return size
 
     @property
-    def head(self) -> Tensor:
+    def head(self) -> Weight:
         """The table as `logits` reads it, once prepared."""
         return self._head
 
@@ -258,7 +256,7 @@ class VocabTable:
         out: Tensor | None = None,
     ) -> Tensor:
         """[N, hidden] before `norm` -> [N, vocab_size], whole on every rank; in `out` if given."""
-        if out is not None and group.size == 1 and self._head.layout == torch.strided:
+        if out is not None and group.size == 1 and self._head.payload.layout == torch.strided:
             return ops.head(hidden, self._head, norm, eps, out)
         part = ops.head(hidden, self._head, norm, eps, None)
         logits = group.all_gather(part)[:, : self.vocab_size]

@@ -7,6 +7,7 @@ calls are made and what each allocates.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 from radixgrove.kernels import ops as kernels
 from radixgrove.kernels.float8 import bits, to_page
+from radixgrove.kernels.weight import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +42,14 @@ def choose_ops(device: torch.device, dtype: torch.dtype) -> Ops:
 class Ops(Protocol):
     """Shapes: T tokens, H query heads, KV key/value heads of head dimension D."""
 
-    def prepare(self, weight: Tensor) -> Tensor:
-        """The form in which `linear` wants a loaded weight [N, K]; it may be a copy."""
+    def prepare(self, weight: Weight) -> Weight:
+        """The form in which `linear` wants a loaded weight; it may be a copy."""
         ...
 
     def linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         *,
         norm: Tensor | None,
@@ -63,7 +65,7 @@ class Ops(Protocol):
         """
         ...
 
-    def defers_residual(self, tokens: int, weight: Tensor) -> bool:
+    def defers_residual(self, tokens: int, weight: Weight) -> bool:
         """Whether `linear` without its residual, then `add_rms_norm`, is the faster way."""
         ...
 
@@ -72,7 +74,7 @@ class Ops(Protocol):
         ...
 
     def head(
-        self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor | None
+        self, x: Tensor, weight: Weight, norm: Tensor, eps: float, out: Tensor | None
     ) -> Tensor:
         """`rms_norm(x) @ weight.T`, [T, N]; in `out`, if given, for a weight in its plain form."""
         ...
@@ -121,13 +123,13 @@ class Ops(Protocol):
 class TorchOps:
     """Plain torch, for every device."""
 
-    def prepare(self, weight: Tensor) -> Tensor:
+    def prepare(self, weight: Weight) -> Weight:
         return weight
 
     def linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         *,
         norm: Tensor | None,
@@ -143,22 +145,22 @@ class TorchOps:
             y = F.silu(gate).mul_(up)
         return y if residual is None else residual.add_(y)
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def _product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight.payload, bias)
 
-    def defers_residual(self, tokens: int, weight: Tensor) -> bool:
+    def defers_residual(self, tokens: int, weight: Weight) -> bool:
         return False
 
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
     def head(
-        self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor | None
+        self, x: Tensor, weight: Weight, norm: Tensor, eps: float, out: Tensor | None
     ) -> Tensor:
         x = self.rms_norm(x, norm, eps)
         if out is None:
             return self._product(x, weight, None)
-        return torch.mm(x, weight.t(), out=out)
+        return torch.mm(x, weight.payload.t(), out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         size = x.shape[-1]
@@ -233,23 +235,23 @@ class CpuOps(TorchOps):
             return bool(_MKLDNN._is_mkldnn_fp16_supported())
         return True
 
-    def prepare(self, weight: Tensor) -> Tensor:
-        return _MKLDNN._reorder_linear_weight(weight, None)  # type: ignore[no-any-return]
+    def prepare(self, weight: Weight) -> Weight:
+        return replace(weight, payload=_MKLDNN._reorder_linear_weight(weight.payload, None))
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _MKLDNN._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    def _product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        return _MKLDNN._linear_pointwise(x, weight.payload, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 class KernelOps:
     """`radixgrove.kernels`: Triton on CUDA."""
 
-    def prepare(self, weight: Tensor) -> Tensor:
+    def prepare(self, weight: Weight) -> Weight:
         return weight
 
     def linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None,
         *,
         norm: Tensor | None,
@@ -263,7 +265,7 @@ class KernelOps:
             return y if residual is None else residual.add_(y)
         return kernels.linear(x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual)
 
-    def defers_residual(self, tokens: int, weight: Tensor) -> bool:
+    def defers_residual(self, tokens: int, weight: Weight) -> bool:
         return kernels.defers_residual(tokens, weight)
 
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -273,7 +275,7 @@ class KernelOps:
         return torch.float32
 
     def head(
-        self, x: Tensor, weight: Tensor, norm: Tensor, eps: float, out: Tensor | None
+        self, x: Tensor, weight: Weight, norm: Tensor, eps: float, out: Tensor | None
     ) -> Tensor:
         if out is None:
             out = x.new_empty((x.shape[0], weight.shape[0]), dtype=self.logits_dtype(x.dtype))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.directory import weight_files
-from radixgrove.worker.models.layers import EMBEDDING, HEAD, WeightPart
+from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
 
 _ROWS_AT_ONCE = 4096  # of a vocabulary, when two copies are compared
-_DUMMY_SCALE = 0.02  # the usual initialisation: activations stay in range at any depth
+_NAMED = 3  # of the tensors that are missing
 
 
 def load_safetensors(
@@ -33,19 +35,14 @@ def load_safetensors(
         tied: embedding and head are one table, saved under either name or both.
 
     Raises:
-        ModelError: no checkpoint, a tensor is missing or has an unexpected shape.
+        ModelError: no checkpoint, a tensor is missing, or has an unexpected shape, type or value.
     """
-    wanted = list(parts)
     with ExitStack() as stack:
-        locate = _Checkpoint(model_dir, stack)
-        if tied:
-            wanted = [_as_saved(part, locate) for part in wanted]
-        missing = [part.name for part in wanted if part.name not in locate]
-        if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise ModelError(f"checkpoint lacks {', '.join(missing[:3])}{more}")
+        checkpoint = _Checkpoint(model_dir, stack)
+        wanted = [_as_saved(part, checkpoint, tied=tied) for part in parts]
+        _refuse_missing([part for part in wanted if part.name not in checkpoint])
         for done, part in enumerate(wanted, 1):
-            _copy(locate[part.name], part)
+            _copy(checkpoint, part)
             if done % 16 == 0 or done == len(wanted):
                 progress(done / len(wanted))
 
@@ -55,32 +52,50 @@ def fill_random(parts: Iterable[WeightPart], seed: int) -> None:
     generators: dict[torch.device, torch.Generator] = {}
     for part in parts:
         target = part.target
-        if target.ndim > 1:
-            generator = generators.get(target.device)
-            if generator is None:
-                generator = torch.Generator(target.device).manual_seed(seed)
-                generators[target.device] = generator
-            target.normal_(0.0, _DUMMY_SCALE, generator=generator)
-        else:
-            target.fill_(0.0 if part.name.endswith(".bias") else 1.0)
+        if part.dummy is not None:
+            target.fill_(part.dummy)
+            continue
+        generator = generators.get(target.device)
+        if generator is None:
+            generator = torch.Generator(target.device).manual_seed(seed)
+            generators[target.device] = generator
+        target.normal_(0.0, part.deviation, generator=generator)
 
 
-def _as_saved(part: WeightPart, checkpoint: _Checkpoint) -> WeightPart:
-    """A part of a tied model under the name that its checkpoint has for it."""
-    if part.name != EMBEDDING or HEAD not in checkpoint:
+def _as_saved(part: WeightPart, checkpoint: _Checkpoint, *, tied: bool) -> WeightPart:
+    """The part under the name that the checkpoint has for it."""
+    if tied and part.name == EMBEDDING and HEAD in checkpoint:
+        if EMBEDDING not in checkpoint:
+            return replace(part, name=HEAD)
+        _compare_tables(part, checkpoint)
+    if part.name in checkpoint:
         return part
-    if EMBEDDING not in checkpoint:
-        return replace(part, name=HEAD)
+    known = (alias for alias in part.aliases if alias in checkpoint)
+    return replace(part, name=next(known, part.name))
+
+
+def _compare_tables(part: WeightPart, checkpoint: _Checkpoint) -> None:
     embedding, head = checkpoint[EMBEDDING], checkpoint[HEAD]
-    first, stop = part.start, part.start + part.target.shape[0]
-    for start in range(first, stop, _ROWS_AT_ONCE):
-        rows = slice(start, min(start + _ROWS_AT_ONCE, stop))
+    (held,) = part.window
+    for start in range(held.start, held.stop, _ROWS_AT_ONCE):
+        rows = slice(start, min(start + _ROWS_AT_ONCE, held.stop))
         if not torch.equal(embedding[rows], head[rows]):
             raise ModelError(
                 "config.json ties embedding and head, and the checkpoint's two tables differ; "
                 "set tie_word_embeddings to false"
             )
-    return part
+
+
+def _refuse_missing(parts: Sequence[WeightPart]) -> None:
+    if not parts:
+        return
+    names: dict[str, list[str]] = defaultdict(list)
+    for part in parts:
+        names[part.format].append(part.name)
+    kind, missing = next(iter(names.items()))
+    more = f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else ""
+    expected = f", which its format {kind} expects" if kind else ""
+    raise ModelError(f"checkpoint lacks {', '.join(missing[:_NAMED])}{more}{expected}")
 
 
 class _Checkpoint:
@@ -103,11 +118,37 @@ class _Checkpoint:
     def __getitem__(self, name: str) -> Any:
         return self._files[name].get_slice(name)
 
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        return self._files[name].get_tensor(name)  # type: ignore[no-any-return]
 
-def _copy(source: Any, part: WeightPart) -> None:
-    shape = tuple(source.get_shape())
-    if shape != part.shape:
-        raise ModelError(f"{part.name} has shape {shape}, the config asks for {part.shape}")
-    stop = part.start + part.target.shape[part.dim]
-    window = slice(part.start, stop)
-    part.target.copy_(source[window] if part.dim == 0 else source[:, window])
+
+def _copy(checkpoint: _Checkpoint, part: WeightPart) -> None:
+    source = checkpoint[part.name]
+    _check(part, tuple(source.get_shape()), source.get_dtype())
+    if part.loose:
+        window = checkpoint.read(part.name).reshape(part.shape)[part.window]
+    elif part.window:
+        window = source[part.window]
+    else:
+        window = checkpoint.read(part.name)
+    if part.store is None:
+        part.target.copy_(window)
+        return
+    try:
+        part.store(window)
+    except ValueError as error:
+        raise ModelError(f"{part.name} {error}") from error
+
+
+def _check(part: WeightPart, shape: tuple[int, ...], kind: str) -> None:
+    """Refuse a tensor of another shape or type, before anything of it is read."""
+    found, expected = shape, part.shape
+    if part.loose:
+        found, expected = (tuple(size for size in x if size != 1) for x in (shape, part.shape))
+    asks = f"its format {part.format}" if part.format else "the config"
+    if found != expected:
+        raise ModelError(f"{part.name} has shape {shape}, {asks} asks for {part.shape}")
+    if kind not in part.types:
+        types = ", ".join(part.types)
+        raise ModelError(f"{part.name} is of type {kind}, {asks} asks for one of {types}")

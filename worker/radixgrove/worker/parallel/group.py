@@ -29,6 +29,11 @@ class Shard:
         length = total // self.size
         return self.rank * length, length
 
+    def window(self, total: int) -> slice:
+        """As `split`, as a slice."""
+        start, length = self.split(total)
+        return slice(start, start + length)
+
 
 class Activity:
     """Whether a rank's main thread waits for another rank, as a context; read by other threads.
