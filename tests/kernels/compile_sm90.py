@@ -34,6 +34,7 @@ from radixgrove.kernels import (
     decode_inputs,
     gather,
     linear,
+    moe,
     norm,
     pages,
     penalties,
@@ -60,6 +61,7 @@ MODULES = (
     decode,
     gather,
     linear,
+    moe,
     norm,
     pages,
     sample,
@@ -157,6 +159,7 @@ def launch_all(dtype: torch.dtype) -> None:
         all_reduce.all_reduce(part, part.clone(), addresses, addresses.clone(), counts, 1 << 20, 0)
     launch_paged(dtype, dtype)
     launch_linear(dtype, hidden)
+    launch_experts(dtype)
 
 
 def launch_paged(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -243,6 +246,27 @@ def launch_linear(dtype: torch.dtype, hidden: int) -> None:
     many = torch.zeros(16, hidden, dtype=dtype)
     for candidate in SKINNY_CANDIDATES if dtype != torch.float32 else ():
         linear.skinny(many, weight, silu=True, config=candidate.skinny, workspace=workspace)
+
+
+def launch_experts(dtype: torch.dtype) -> None:
+    """Every way of a mixture, one layer of Qwen3-30B-A3B's widths, with fewer experts."""
+    experts, hidden, inner = 16, 2048, 768
+    places = torch.arange(experts, dtype=torch.int32)
+    router = moe.Router(moe.Routing(8, renormalize=True), load=torch.zeros(experts).long())
+    held = moe.Router(
+        moe.Routing(8, sigmoid=True, groups=4, groups_kept=2, group_top=2), places=places
+    )
+    for kind in (router, held):
+        weights = moe.ExpertWeights(
+            torch.zeros(experts, 2 * inner, hidden, dtype=dtype),
+            torch.zeros(experts, hidden, inner, dtype=dtype),
+            kind,
+        )
+        for tokens in (1, 64, 8192):
+            x, logits = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, experts)
+            moe.experts(x, logits, weights, x.clone())
+    positions = torch.zeros(8192 * 8, dtype=torch.int32)
+    moe.combine(x, positions, torch.zeros(8192, 8), x, x)
 
 
 def launch_products(hidden: int, inner: int, qkv: int, attended: int, vocab: int) -> None:

@@ -13,11 +13,16 @@ pytest.importorskip("triton")
 
 KERNELS = {
     "_all_reduce_kernel",
+    "combine_kernel",
     "_copy_pages_kernel",
     "decode_kernel",
+    "down_pairs_kernel",
+    "down_tiles_kernel",
     "_extend_kernel",
     "_gather_kernel",
     "_gather_rows_kernel",
+    "gate_up_pairs_kernel",
+    "gate_up_tiles_kernel",
     "_gemv_kernel",
     "_kv_indices_kernel",
     "_mask_tokens_kernel",
@@ -27,9 +32,11 @@ KERNELS = {
     "_race_winner_kernel",
     "_rms_norm_kernel",
     "_rope_store_kernel",
+    "route_kernel",
     "shared_decode_kernel",
     "_silu_and_mul_kernel",
     "_skinny_kernel",
+    "sort_kernel",
     "_thresholds_kernel",
 }
 SHARED_MEMORY_BYTES = 232_448  # a block's limit on compute capability 9.0

@@ -1,0 +1,546 @@
+"""Mixtures of experts: which experts a token goes to, and what they make of it.
+
+`route` chooses; then, by the number of tokens,
+
+- few: every pair of token and expert on its own, on CUDA cores (`ExpertPairs`). With few tokens
+  hardly two share an expert, and what counts is how fast the weights arrive;
+- more: pairs sorted by expert, in tiles on tensor cores (`ExpertTiles`). The grid is the most that
+  so many tokens can need, so that a CUDA graph serves any routing, and no host waits for counts;
+- or torch's `grouped_mm` over the sorted pairs.
+
+A token's parts are summed in the order in which it chose its experts, by whichever program sees
+the last one arrive: the same bits each time. `moe_tuning` measures which is the fastest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from radixgrove.kernels._triton import cdiv, next_power_of_2, pdl
+from radixgrove.kernels.activation import silu_and_mul, silu_and_mul_reference
+from radixgrove.kernels.moe_kernels import (
+    combine_kernel,
+    down_pairs_kernel,
+    down_tiles_kernel,
+    gate_up_pairs_kernel,
+    gate_up_tiles_kernel,
+    route_kernel,
+    sort_kernel,
+)
+
+MAX_EXPERTS = 512
+MAX_GROUPS = 16
+# Pairs of a program of `sort_kernel`, and scores of one of `route_kernel`.
+_CHUNK_PAIRS = 256
+_CHUNK_SCORES = 16384
+# Up to here parts are left in float32; past it they would be more to write and read than weights.
+_WIDE_PARTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token's experts follow from its logits.
+
+    Attributes:
+        top_k: experts of a token.
+        sigmoid: scores are sigmoids of the logits, not their softmax.
+        late: the softmax is over the chosen ones' logits only; excludes `sigmoid`.
+        renormalize: weights of a token sum to `scale`.
+        groups: equal runs of experts, of which only the best `groups_kept` are chosen from; a group
+            is as good as its best expert, or the sum of its best two with `group_top` 2.
+        scale: factor on the weights.
+    """
+
+    top_k: int
+    sigmoid: bool = False
+    late: bool = False
+    renormalize: bool = False
+    groups: int = 1
+    groups_kept: int = 1
+    group_top: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """What a layer's routing needs beside logits.
+
+    Attributes:
+        bias: [E] float32, added to scores for the choice alone.
+        places: [E] int32, where an expert is in this rank's weights; -1: on another rank. None: all
+            are here, in order.
+        load: [E] int64, to which the tokens of each expert are added.
+    """
+
+    routing: Routing
+    bias: Tensor | None = None
+    places: Tensor | None = None
+    load: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The experts of each token, best first.
+
+    Attributes:
+        ids: [T, top_k] int32, places in this rank's weights; -1: on another rank.
+        weights: [T, top_k] float32.
+        counts: [chunks, places] int32, pairs of each chunk of tokens by place; None: not asked for.
+        chunk: tokens of a chunk.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    counts: Tensor | None = None
+    chunk: int = 0
+
+
+def route_reference(logits: Tensor, router: Router) -> Routed:
+    """See `route`."""
+    routing = router.routing
+    logits = logits.float()
+    scores = logits
+    if not routing.late:
+        scores = logits.sigmoid() if routing.sigmoid else logits.softmax(-1)
+    choice = scores if router.bias is None else scores + router.bias
+    choice = choice.nan_to_num(-3.0e38)
+    if routing.groups > 1:
+        grouped = choice.view(len(choice), routing.groups, -1)
+        best = grouped.topk(routing.group_top, -1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(-1, best.topk(routing.groups_kept, -1).indices, True)
+        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = scores.gather(-1, ids)
+    if routing.late:
+        weights = weights.softmax(-1)
+    elif routing.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if router.load is not None:
+        router.load.add_(torch.bincount(ids.flatten(), minlength=logits.shape[1]))
+    if router.places is not None:
+        ids = router.places[ids]
+    return Routed(ids.int(), weights * routing.scale)
+
+
+def route(logits: Tensor, router: Router, *, places: int = 0) -> Routed:
+    """Each token's experts and their weights, in one kernel.
+
+    Args:
+        logits: [T, E] float32 contiguous, at most `MAX_EXPERTS` experts.
+        places: experts that this rank holds, if pairs are going to be sorted.
+
+    Returns:
+        Of equal scores the first expert's goes first. A token with NaN gets some experts, and NaN
+        among its weights.
+    """
+    tokens, experts = logits.shape
+    routing = router.routing
+    slots, block_e = next_power_of_2(routing.top_k), max(16, next_power_of_2(experts))
+    chunk = min(_CHUNK_PAIRS // slots, _CHUNK_SCORES // block_e, next_power_of_2(tokens))
+    ids = torch.empty((tokens, routing.top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, routing.top_k), dtype=torch.float32, device=logits.device)
+    chunks = cdiv(tokens, chunk)
+    counts = ids.new_empty((chunks, places)) if places else None
+    if tokens:
+        route_kernel[(chunks,)](
+            logits,
+            logits if router.bias is None else router.bias,
+            ids if router.places is None else router.places,
+            ids if router.load is None else router.load,
+            ids,
+            weights,
+            ids if counts is None else counts,
+            tokens,
+            experts,
+            places,
+            routing.scale,
+            TOP_K=routing.top_k,
+            SLOTS=slots,
+            BLOCK_T=chunk,
+            BLOCK_E=block_e,
+            SIGMOID=routing.sigmoid,
+            LATE=routing.late,
+            RENORMALIZE=routing.renormalize,
+            GROUPS=routing.groups,
+            GROUPS_KEPT=routing.groups_kept,
+            GROUP_TOP=routing.group_top,
+            BIAS=router.bias is not None,
+            PLACES=router.places is not None,
+            LOAD=router.load is not None,
+            COUNT=counts is not None,
+            num_warps=min(8, max(1, chunk * block_e // 512)),
+            **pdl(logits),
+        )
+    return Routed(ids, weights, counts, chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """Pairs in the order of experts, of equal experts by token, and blocks of one expert's pairs.
+
+    A pair's number is `token * top_k + slot`. All are int32.
+
+    Attributes:
+        order: [pairs]: the pairs; those of other ranks' experts are left out, the rest is unset.
+        positions: [pairs]: where each pair is in `order`, -1: nowhere.
+        offsets: [places + 1]: where each expert's pairs begin.
+        block_expert, block_start: [most blocks]: their expert, and first position.
+        num_blocks: [1]: how many there are.
+        counters: zeros, as many as asked for.
+    """
+
+    order: Tensor
+    positions: Tensor
+    offsets: Tensor
+    block_expert: Tensor
+    block_start: Tensor
+    num_blocks: Tensor
+    counters: Tensor
+
+    @property
+    def most_blocks(self) -> int:
+        return len(self.block_expert)
+
+
+def sort(routed: Routed, block_m: int, *, counters: int = 0, zeroed: bool = False) -> Sorted:
+    """Sort the pairs of `routed`, which has counts, for blocks of `block_m` pairs.
+
+    Args:
+        zeroed: what is unset of `order` is to be zero, so that all of it can be gathered by.
+    """
+    ids, counts = routed.ids, routed.counts
+    if counts is None:
+        raise ValueError("sorting needs the counts of `route`")
+    chunks, places = counts.shape
+    pairs, chunk = ids.numel(), routed.chunk * ids.shape[1]
+    blocks = pairs // block_m + min(pairs, places)
+    made = Sorted(
+        order=ids.new_zeros(pairs) if zeroed else ids.new_empty(pairs),
+        positions=ids.new_empty(pairs),
+        offsets=ids.new_empty(places + 1),
+        block_expert=ids.new_empty(blocks),
+        block_start=ids.new_empty(blocks),
+        num_blocks=ids.new_empty(1),
+        counters=ids.new_empty(counters),
+    )
+    block_e = max(16, next_power_of_2(places))
+    sort_kernel[(chunks + 1,)](
+        ids,
+        counts,
+        made.order,
+        made.positions,
+        made.offsets,
+        made.block_expert,
+        made.block_start,
+        made.num_blocks,
+        made.counters,
+        pairs,
+        chunks,
+        places,
+        counters,
+        CHUNK=chunk,
+        BLOCK_C=next_power_of_2(chunk),
+        BLOCK_E=block_e,
+        SLAB=max(1, 2048 // block_e),
+        STRIPE=min(16, next_power_of_2(chunk)),
+        BLOCK_M=block_m,
+        num_warps=4,
+        **pdl(ids),
+    )
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class PairsConfig:
+    """Rows of an expert's weight that a program owns, the step along K, stages and warps."""
+
+    rows: int = 4
+    block_k: int = 512
+    stages: int = 3
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Tile of an expert's weight (block_n x block_k), blocks that share it, stages and warps."""
+
+    block_n: int = 64
+    block_k: int = 64
+    group: int = 1
+    stages: int = 4
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPairs:
+    """Every pair on its own."""
+
+    gate_up: PairsConfig = PairsConfig()
+    down: PairsConfig = PairsConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """Tiles of `block_m` pairs of an expert; few put its weights on the long side."""
+
+    block_m: int = 16
+    gate_up: TileConfig = TileConfig()
+    down: TileConfig = TileConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertChoice:
+    """The way of one number of tokens; none is torch's `grouped_mm`."""
+
+    pairs: ExpertPairs | None = None
+    tiles: ExpertTiles | None = None
+
+
+GROUPED = ExpertChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """This rank's experts: gate_up [E, 2 N, K] (gate first) and down [E, K, N], contiguous."""
+
+    gate_up: Tensor
+    down: Tensor
+    router: Router = field(default_factory=lambda: Router(Routing(1)))
+
+    @property
+    def count(self) -> int:
+        return self.gate_up.shape[0]
+
+
+def default_choice(tokens: int, weights: ExpertWeights) -> ExpertChoice:
+    """A sound way for what has not been measured."""
+    pairs = tokens * weights.router.routing.top_k
+    if tokens <= 4:
+        return ExpertChoice(pairs=ExpertPairs())
+    if pairs <= 16 * weights.count:
+        return ExpertChoice(tiles=ExpertTiles())
+    wide = TileConfig(block_n=64, block_k=64, group=4, stages=4, warps=4)
+    down = TileConfig(block_n=128, block_k=64, group=4, stages=4, warps=4)
+    block_m = 128 if pairs > 64 * weights.count else 64
+    return ExpertChoice(tiles=ExpertTiles(block_m, wide, down))
+
+
+def experts_reference(
+    x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None = None
+) -> Tensor:
+    """See `experts`. It asks how many pairs each expert has, so it is for the host."""
+    routed = route_reference(logits, weights.router)
+    tokens, top_k = routed.ids.shape
+    ids = routed.ids.flatten().long()
+    order = ids.argsort(stable=True)
+    counts = torch.bincount(ids + 1, minlength=weights.count + 1).tolist()
+    parts = torch.zeros((tokens * top_k, x.shape[1]), dtype=torch.float32, device=x.device)
+    parts = parts.to(torch.promote_types(x.dtype, torch.float32))
+    first = counts[0]  # those of other ranks
+    for expert, count in enumerate(counts[1:]):
+        if not count:
+            continue
+        pairs = order[first : first + count]
+        first += count
+        gate_up = torch.nn.functional.linear(x[pairs // top_k], weights.gate_up[expert])
+        h = silu_and_mul_reference(gate_up)
+        parts[pairs] = torch.nn.functional.linear(h, weights.down[expert]).to(parts.dtype)
+    # A part of another rank's expert is zero, whatever its weight is.
+    here = (routed.ids >= 0)[..., None]
+    scales = routed.weights.to(parts.dtype)[..., None]
+    y = torch.where(here, parts.view(tokens, top_k, -1) * scales, 0.0).sum(1)
+    return y.to(x.dtype) if residual is None else residual.add_(y)
+
+
+def experts(
+    x: Tensor,
+    logits: Tensor,
+    weights: ExpertWeights,
+    residual: Tensor | None = None,
+    *,
+    choice: ExpertChoice | None = None,
+) -> Tensor:
+    """`residual += sum over a token's experts of weight * down(silu(gate(x)) * up(x))`.
+
+    Args:
+        x: [T, K] contiguous, float32, bfloat16 or float16. logits: [T, experts] float32.
+        residual: [T, K] contiguous, x's dtype, updated in place and returned.
+
+    Returns:
+        [T, K], x's dtype; zeros, or the residual, for tokens with no expert on this rank.
+    """
+    tokens = x.shape[0]
+    choice = choice or default_choice(tokens, weights)
+    elsewhere = weights.router.places is not None
+    out = residual
+    if out is None:
+        out = torch.zeros_like(x) if elsewhere else torch.empty_like(x)
+    if not tokens:
+        return out
+    if choice.pairs is not None:
+        routed = route(logits, weights.router)
+        return _by_pairs(x, routed, weights, residual, out, choice.pairs)
+    routed = route(logits, weights.router, places=weights.count)
+    if choice.tiles is not None:
+        return _by_tiles(x, routed, weights, residual, out, choice.tiles)
+    return _by_groups(x, routed, weights, residual, out)
+
+
+def _by_pairs(
+    x: Tensor,
+    routed: Routed,
+    weights: ExpertWeights,
+    residual: Tensor | None,
+    out: Tensor,
+    config: ExpertPairs,
+) -> Tensor:
+    (tokens, hidden), top_k = x.shape, routed.ids.shape[1]
+    inner = weights.down.shape[2]
+    h = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
+    own = config.gate_up
+    gate_up_pairs_kernel[(cdiv(inner, own.rows), tokens * top_k)](
+        x,
+        weights.gate_up,
+        routed.ids,
+        h,
+        inner,
+        hidden,
+        TOP_K=top_k,
+        ROWS=own.rows,
+        BLOCK_K=own.block_k,
+        STAGES=own.stages,
+        num_warps=own.warps,
+        **pdl(x),
+    )
+    own = config.down
+    down_pairs_kernel[(cdiv(hidden, own.rows), tokens)](
+        h,
+        weights.down,
+        routed.ids,
+        routed.weights,
+        x if residual is None else residual,
+        out,
+        hidden,
+        inner,
+        TOP_K=top_k,
+        RESIDUAL=residual is not None,
+        PLACES=weights.router.places is not None,
+        ROWS=own.rows,
+        BLOCK_K=own.block_k,
+        STAGES=own.stages,
+        num_warps=own.warps,
+        **pdl(x),
+    )
+    return out
+
+
+def _by_tiles(
+    x: Tensor,
+    routed: Routed,
+    weights: ExpertWeights,
+    residual: Tensor | None,
+    out: Tensor,
+    config: ExpertTiles,
+) -> Tensor:
+    (tokens, hidden), top_k = x.shape, routed.ids.shape[1]
+    inner, pairs = weights.down.shape[2], tokens * top_k
+    own = config.down
+    down_tiles = cdiv(hidden, own.block_n)
+    made = sort(routed, config.block_m, counters=tokens * down_tiles)
+    where = made.order, made.offsets, made.block_expert, made.block_start, made.num_blocks
+    shared = {
+        "TOP_K": top_k,
+        "BLOCK_M": config.block_m,
+        "SWAP": config.block_m < 64,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+    }
+    h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
+    first = config.gate_up
+    gate_tiles = cdiv(inner, first.block_n)
+    gate_up_tiles_kernel[(made.most_blocks * gate_tiles,)](
+        x,
+        weights.gate_up,
+        *where,
+        h,
+        inner,
+        hidden,
+        gate_tiles,
+        **shared,
+        **_tile_options(first),
+        **pdl(x),
+    )
+    kind = torch.float32 if tokens <= _WIDE_PARTS else x.dtype
+    down_tiles_kernel[(made.most_blocks * down_tiles,)](
+        h,
+        weights.down,
+        *where,
+        routed.ids,
+        routed.weights,
+        torch.empty((pairs, hidden), dtype=kind, device=x.device),
+        made.counters,
+        x if residual is None else residual,
+        out,
+        hidden,
+        inner,
+        down_tiles,
+        RESIDUAL=residual is not None,
+        PLACES=weights.router.places is not None,
+        **shared,
+        **_tile_options(own),
+        **pdl(x),
+    )
+    return out
+
+
+def _tile_options(config: TileConfig) -> dict[str, int]:
+    return {
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP": config.group,
+        "STAGES": config.stages,
+        "num_warps": config.warps,
+    }
+
+
+def _by_groups(
+    x: Tensor, routed: Routed, weights: ExpertWeights, residual: Tensor | None, out: Tensor
+) -> Tensor:
+    top_k = routed.ids.shape[1]
+    made = sort(routed, 16, zeroed=weights.router.places is not None)
+    rows = x.index_select(0, made.order // top_k)
+    ends = made.offsets[1:]
+    grouped_mm = torch.nn.functional.grouped_mm
+    h = silu_and_mul(grouped_mm(rows, weights.gate_up.transpose(1, 2), offs=ends))
+    y = grouped_mm(h, weights.down.transpose(1, 2), offs=ends)
+    return combine(y, made.positions, routed.weights, residual, out)
+
+
+def combine(
+    y: Tensor, positions: Tensor, scales: Tensor, residual: Tensor | None, out: Tensor
+) -> Tensor:
+    """Each token's rows of `y`, which is in the order of experts, times their weights, in `out`.
+
+    Args:
+        y: [pairs, K]. positions: [pairs], as of `Sorted`. scales: [T, top_k] float32.
+        residual: [T, K], added; it may be `out`.
+    """
+    (tokens, hidden), top_k = out.shape, scales.shape[1]
+    block = min(1024, next_power_of_2(hidden))
+    combine_kernel[(tokens, cdiv(hidden, block))](
+        y,
+        positions,
+        scales,
+        out if residual is None else residual,
+        out,
+        hidden,
+        TOP_K=top_k,
+        RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=4,
+        **pdl(out),
+    )
+    return out

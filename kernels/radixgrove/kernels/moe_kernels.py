@@ -1,0 +1,515 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+"""The device code of `moe`: routing, sorting by expert, and the two products of each expert."""
+
+from __future__ import annotations
+
+from radixgrove.kernels._triton import gdc_launch_dependents, gdc_wait, jit, tl
+from radixgrove.kernels.linear import _folded as folded
+
+
+@jit
+def _without_the_best(values, lane, LANES: tl.constexpr):
+    """The largest of each row [T, N], where it is, the first of equals, and the rest."""
+    best = tl.max(values, axis=1)
+    index = tl.min(tl.where(values == best[:, None], lane[None, :], LANES), axis=1)
+    rest = tl.where(lane[None, :] == index[:, None], float("-inf"), values)
+    return best, index, rest
+
+
+@jit
+def _in_the_best_groups(
+    choice, lane, size, GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP: tl.constexpr
+):
+    """Scores of experts outside the best groups to -inf; a group is as good as its best `TOP`."""
+    groups: tl.constexpr = 16
+    group = tl.arange(0, groups)
+    scores = tl.full((choice.shape[0], groups), float("-inf"), dtype=tl.float32)
+    for index in tl.static_range(GROUPS):
+        own = tl.where((lane // size == index)[None, :], choice, float("-inf"))
+        score, _, own = _without_the_best(own, lane, choice.shape[1])
+        if TOP == 2:
+            score += tl.max(own, axis=1)
+        scores = tl.where((group == index)[None, :], score[:, None], scores)
+    kept = tl.zeros(choice.shape, dtype=tl.int1)
+    for _ in tl.static_range(KEPT):
+        _, index, scores = _without_the_best(scores, group, groups)
+        kept = kept | ((lane // size)[None, :] == index[:, None])
+    return tl.where(kept, choice, float("-inf"))
+
+
+@jit(varying=("tokens",))
+def route_kernel(
+    logits_ptr,
+    bias_ptr,
+    place_ptr,
+    load_ptr,
+    ids_ptr,
+    weights_ptr,
+    counts_ptr,
+    tokens,
+    experts,
+    places,
+    scale,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    LATE: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_KEPT: tl.constexpr,
+    GROUP_TOP: tl.constexpr,
+    BIAS: tl.constexpr,
+    PLACES: tl.constexpr,
+    LOAD: tl.constexpr,
+    COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: `BLOCK_T` tokens' experts, their weights, and how many each expert got."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert = tl.arange(0, BLOCK_E)
+    slot = tl.arange(0, SLOTS)
+    alive = token < tokens
+    inside = (expert < experts)[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    logits = tl.load(
+        logits_ptr + token[:, None] * experts + expert[None, :],
+        mask=alive[:, None] & inside,
+        other=0.0,
+    )
+    logits = tl.where(inside, logits, float("-inf"))
+    if LATE:
+        scores = logits
+    elif SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        scores = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        scores = scores / tl.sum(scores, axis=1)[:, None]
+    choice = scores
+    if BIAS:
+        choice += tl.load(bias_ptr + expert, mask=expert < experts, other=0.0)[None, :]
+    # Every comparison with NaN is false: such a token gets some experts all the same, each once,
+    # so that sorting stays right for the others; its weights are NaN.
+    choice = tl.where(choice > -3.0e38, choice, -3.0e38)
+    choice = tl.where(inside, choice, float("-inf"))
+    if GROUPS > 1:
+        choice = _in_the_best_groups(
+            choice, expert, experts // GROUPS, GROUPS, GROUPS_KEPT, GROUP_TOP
+        )
+    ids = tl.zeros((BLOCK_T, SLOTS), dtype=tl.int32)
+    weights = tl.full((BLOCK_T, SLOTS), float("-inf") if LATE else 0.0, dtype=tl.float32)
+    chosen = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
+    for k in tl.static_range(TOP_K):
+        _, index, choice = _without_the_best(choice, expert, BLOCK_E)
+        here = expert[None, :] == index[:, None]
+        chosen += here.to(tl.int32)
+        score = tl.sum(tl.where(here, scores, 0.0), axis=1)
+        ids = tl.where((slot == k)[None, :], index[:, None], ids)
+        weights = tl.where((slot == k)[None, :], score[:, None], weights)
+    if LATE:
+        weights = tl.exp(weights - tl.max(weights, axis=1)[:, None])
+    if LATE or RENORMALIZE:
+        weights = weights / tl.sum(weights, axis=1)[:, None]
+    counts = tl.sum(tl.where(alive[:, None], chosen, 0), axis=0)
+    if LOAD:
+        # Integers: the sum does not depend on the order.
+        tl.atomic_add(load_ptr + expert, counts.to(tl.int64), mask=counts > 0)
+    place = expert
+    if PLACES:
+        place = tl.load(place_ptr + expert, mask=expert < experts, other=-1)
+        ids = tl.load(place_ptr + ids)
+    if COUNT:
+        own = (expert < experts) & (place >= 0)
+        tl.store(counts_ptr + tl.program_id(0) * places + place, counts, mask=own)
+    target = token[:, None] * TOP_K + slot[None, :]
+    mask = alive[:, None] & (slot < TOP_K)[None, :]
+    tl.store(ids_ptr + target, ids, mask=mask)
+    tl.store(weights_ptr + target, weights * scale, mask=mask)
+
+
+@jit(varying=("pairs", "chunks", "counters"))
+def sort_kernel(
+    ids_ptr,
+    counts_ptr,
+    order_ptr,
+    position_ptr,
+    offsets_ptr,
+    block_expert_ptr,
+    block_start_ptr,
+    num_blocks_ptr,
+    counter_ptr,
+    pairs,
+    chunks,
+    places,
+    counters,
+    CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SLAB: tl.constexpr,
+    STRIPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Pairs of token and expert in the order of experts, then tokens.
+
+    A program finds where the pairs of one chunk go; the last one lists the blocks of `BLOCK_M`
+    pairs of one expert each. All sum the counts of all chunks, so that none waits for another.
+    """
+    chunk = tl.program_id(0)
+    place = tl.arange(0, BLOCK_E)
+    inside = place < places
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    before = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    for first in range(0, chunks, SLAB):
+        row = first + tl.arange(0, SLAB)
+        slab = tl.load(
+            counts_ptr + row[:, None] * places + place[None, :],
+            mask=(row < chunks)[:, None] & inside[None, :],
+            other=0,
+        )
+        total += tl.sum(slab, axis=0)
+        before += tl.sum(tl.where((row < chunk)[:, None], slab, 0), axis=0)
+    offset = tl.cumsum(total, axis=0) - total
+    # What the product after next counts arrivals with begins at zero.
+    for first in range(chunk * 1024, counters, tl.num_programs(0) * 1024):
+        lane = first + tl.arange(0, 1024)
+        tl.store(counter_ptr + lane, tl.zeros((1024,), dtype=tl.int32), mask=lane < counters)
+    if chunk < chunks:
+        lane = tl.arange(0, BLOCK_C)
+        pair = chunk * CHUNK + lane
+        alive = (lane < CHUNK) & (pair < pairs)
+        own = tl.load(ids_ptr + pair, mask=alive, other=-1)
+        rank = tl.zeros((BLOCK_C,), dtype=tl.int32)  # among the chunk's pairs of the same expert
+        for first in range(0, CHUNK, STRIPE):
+            other = first + tl.arange(0, STRIPE)
+            theirs = tl.load(
+                ids_ptr + chunk * CHUNK + other,
+                mask=(other < CHUNK) & (chunk * CHUNK + other < pairs),
+                other=-1,
+            )
+            same = (theirs[None, :] == own[:, None]) & (other[None, :] < lane[:, None])
+            rank += tl.sum(same.to(tl.int32), axis=1)
+        here = alive & (own >= 0)
+        position = rank + tl.gather(offset + before, tl.where(here, own, 0), axis=0)
+        tl.store(order_ptr + position, pair, mask=here)
+        tl.store(position_ptr + pair, tl.where(here, position, -1), mask=alive)
+    else:
+        blocks = (total + BLOCK_M - 1) // BLOCK_M
+        first_block = tl.cumsum(blocks, axis=0) - blocks
+        tl.store(offsets_ptr + place, offset, mask=inside)
+        tl.store(offsets_ptr + places, tl.sum(total, axis=0))
+        tl.store(num_blocks_ptr, tl.sum(blocks, axis=0))
+        for index in range(0, tl.max(blocks, axis=0)):
+            mask = index < blocks
+            tl.store(block_expert_ptr + first_block + index, place, mask=mask)
+            tl.store(block_start_ptr + first_block + index, offset + index * BLOCK_M, mask=mask)
+
+
+@jit
+def gate_up_pairs_kernel(
+    x_ptr,
+    weight_ptr,
+    ids_ptr,
+    out_ptr,
+    n,
+    k,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: some outputs of one pair, `silu(gate) * up`, read on CUDA cores."""
+    pair = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, BLOCK_K)
+    alive = row < n
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(ids_ptr + pair)
+    if expert < 0:
+        return
+    x = x_ptr + (pair // TOP_K).to(tl.int64) * k + lane
+    base = weight_ptr + expert.to(tl.int64) * 2 * n * k
+    gates = base + tl.where(alive, row, 0).to(tl.int64)[:, None] * k + lane[None, :]
+    ups = gates + tl.cast(n, tl.int64) * k
+    gate = tl.zeros((ROWS, BLOCK_K // 8), dtype=tl.float32)
+    up = tl.zeros((ROWS, BLOCK_K // 8), dtype=tl.float32)
+    for offset in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        inside = offset + lane < k
+        value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)[None, :]
+        w = tl.load(gates + offset, mask=inside[None, :], other=0.0)
+        u = tl.load(ups + offset, mask=inside[None, :], other=0.0)
+        gate += folded(w.to(tl.float32) * value)
+        up += folded(u.to(tl.float32) * value)
+    y = tl.sum(gate, axis=1)
+    y = y / (1.0 + tl.exp(-y)) * tl.sum(up, axis=1)
+    tl.store(out_ptr + pair.to(tl.int64) * n + row, y.to(out_ptr.dtype.element_ty), mask=alive)
+
+
+@jit
+def down_pairs_kernel(
+    h_ptr,
+    weight_ptr,
+    ids_ptr,
+    scales_ptr,
+    residual_ptr,
+    out_ptr,
+    n,
+    k,
+    TOP_K: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: some outputs of one token, over all of its experts in their order."""
+    token = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, BLOCK_K)
+    alive = row < n
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    rows = tl.where(alive, row, 0).to(tl.int64)[:, None] * k + lane[None, :]
+    total = tl.zeros((ROWS, BLOCK_K // 8), dtype=tl.float32)
+    steps = tl.cdiv(k, BLOCK_K)
+    for step in tl.range(0, TOP_K * steps, num_stages=STAGES):
+        pair = token * TOP_K + step // steps
+        offset = step % steps * BLOCK_K
+        expert = tl.load(ids_ptr + pair)
+        inside = offset + lane < k
+        if PLACES:
+            inside = inside & (expert >= 0)
+        scale = tl.load(scales_ptr + pair)
+        h = tl.load(h_ptr + pair.to(tl.int64) * k + offset + lane, mask=inside, other=0.0)
+        w = tl.load(
+            weight_ptr + expert.to(tl.int64) * n * k + rows + offset,
+            mask=inside[None, :],
+            other=0.0,
+        )
+        total += folded(w.to(tl.float32) * (h.to(tl.float32) * scale)[None, :])
+    y = tl.sum(total, axis=1)
+    target = token.to(tl.int64) * n + row
+    if RESIDUAL:
+        y += tl.load(residual_ptr + target, mask=alive, other=0.0).to(tl.float32)
+    tl.store(out_ptr + target, y.to(out_ptr.dtype.element_ty), mask=alive)
+
+
+@jit
+def _block_of(blocks, tiles, GROUP: tl.constexpr):
+    """Block and tile of this program: `GROUP` neighbouring blocks go over a tile together, since
+    blocks of one expert share it."""
+    program = tl.program_id(0)
+    in_group = GROUP * tiles
+    first = program // in_group * GROUP
+    size = tl.minimum(blocks - first, GROUP)
+    within = program % in_group
+    return first + within % size, within // size
+
+
+@jit
+def _multiplied(rows, weights, total, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+    """`total` + rows [M, K] times weights [N, K]: [M, N], or [N, M] with `SWAP`, which puts the
+    weights on the tensor cores' long side."""
+    if SWAP:
+        return tl.dot(weights, tl.trans(rows), total, input_precision=PRECISION)
+    return tl.dot(rows, tl.trans(weights), total, input_precision=PRECISION)
+
+
+@jit
+def gate_up_tiles_kernel(
+    x_ptr,
+    weight_ptr,
+    order_ptr,
+    offsets_ptr,
+    block_expert_ptr,
+    block_start_ptr,
+    num_blocks_ptr,
+    out_ptr,
+    n,
+    k,
+    tiles,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: `silu(gate) * up` of a block of pairs for a tile of outputs; rows of `out` are
+    in the order of experts."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    blocks = tl.load(num_blocks_ptr)
+    if tl.program_id(0) >= blocks * tiles:
+        return
+    block, tile = _block_of(blocks, tiles, GROUP)
+    expert = tl.load(block_expert_ptr + block)
+    row = tl.load(block_start_ptr + block) + tl.arange(0, BLOCK_M)
+    alive = row < tl.load(offsets_ptr + expert + 1)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)
+    token = tl.load(order_ptr + row, mask=alive, other=0) // TOP_K
+    xs = x_ptr + token.to(tl.int64)[:, None] * k + lane[None, :]
+    base = weight_ptr + expert.to(tl.int64) * 2 * n * k
+    # Columns past the end read the first rather than carry a mask through the pipeline.
+    gates = base + tl.where(column < n, column, 0).to(tl.int64)[:, None] * k + lane[None, :]
+    ups = gates + tl.cast(n, tl.int64) * k
+    if SWAP:
+        gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for offset in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        inside = (offset + lane < k)[None, :]
+        x = tl.load(xs + offset, mask=inside, other=0.0)
+        gate = _multiplied(
+            x, tl.load(gates + offset, mask=inside, other=0.0), gate, SWAP, PRECISION
+        )
+        up = _multiplied(x, tl.load(ups + offset, mask=inside, other=0.0), up, SWAP, PRECISION)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    y = y.to(out_ptr.dtype.element_ty)
+    if SWAP:
+        y = tl.trans(y)
+    mask = alive[:, None] & (column < n)[None, :]
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * n + column[None, :], y, mask=mask)
+
+
+@jit
+def down_tiles_kernel(
+    h_ptr,
+    weight_ptr,
+    order_ptr,
+    offsets_ptr,
+    block_expert_ptr,
+    block_start_ptr,
+    num_blocks_ptr,
+    ids_ptr,
+    scales_ptr,
+    part_ptr,
+    counter_ptr,
+    residual_ptr,
+    out_ptr,
+    n,
+    k,
+    tiles,
+    TOP_K: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: a block of pairs for a tile of outputs, each times its token's weight.
+
+    Every pair leaves its part. The program that sees a token's last part arrive sums them all, in
+    the order in which the token chose its experts.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    blocks = tl.load(num_blocks_ptr)
+    if tl.program_id(0) >= blocks * tiles:
+        return
+    block, tile = _block_of(blocks, tiles, GROUP)
+    expert = tl.load(block_expert_ptr + block)
+    row = tl.load(block_start_ptr + block) + tl.arange(0, BLOCK_M)
+    alive = row < tl.load(offsets_ptr + expert + 1)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, BLOCK_K)
+    hs = h_ptr + tl.where(alive, row, 0).to(tl.int64)[:, None] * k + lane[None, :]
+    base = weight_ptr + expert.to(tl.int64) * n * k
+    weights = base + tl.where(column < n, column, 0).to(tl.int64)[:, None] * k + lane[None, :]
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for offset in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        inside = (offset + lane < k)[None, :]
+        h = tl.load(hs + offset, mask=inside, other=0.0)
+        w = tl.load(weights + offset, mask=inside, other=0.0)
+        total = _multiplied(h, w, total, SWAP, PRECISION)
+    if SWAP:
+        total = tl.trans(total)
+    pair = tl.load(order_ptr + row, mask=alive, other=0)
+    total *= tl.load(scales_ptr + pair, mask=alive, other=0.0)[:, None]
+    mask = alive[:, None] & (column < n)[None, :]
+    own = pair.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(part_ptr + own, total.to(part_ptr.dtype.element_ty), mask=mask)
+    token = pair // TOP_K
+    expected = tl.full((BLOCK_M,), TOP_K, dtype=tl.int32)
+    if PLACES:
+        expected = tl.zeros((BLOCK_M,), dtype=tl.int32)
+        for index in range(TOP_K):
+            other = tl.load(ids_ptr + token * TOP_K + index, mask=alive, other=-1)
+            expected += (other >= 0).to(tl.int32)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter_ptr + token * tiles + tile, 1, mask=alive, sem="acq_rel")
+    tl.debug_barrier()
+    last = alive & (arrived == expected - 1)
+    mask = last[:, None] & (column < n)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for index in range(TOP_K):
+        here = mask
+        if PLACES:
+            other = tl.load(ids_ptr + token * TOP_K + index, mask=last, other=-1)
+            here = mask & (other >= 0)[:, None]
+        theirs = (token * TOP_K + index).to(tl.int64)[:, None] * n + column[None, :]
+        part = tl.load(part_ptr + theirs, mask=here, other=0.0, cache_modifier=".cg")
+        total += part.to(tl.float32)
+    target = token.to(tl.int64)[:, None] * n + column[None, :]
+    if RESIDUAL:
+        total += tl.load(residual_ptr + target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + target, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def combine_kernel(
+    y_ptr,
+    position_ptr,
+    scales_ptr,
+    residual_ptr,
+    out_ptr,
+    n,
+    TOP_K: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: a token's rows of `y`, which is in the order of experts, times their weights."""
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < n
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for index in tl.static_range(TOP_K):
+        row = tl.load(position_ptr + token * TOP_K + index)
+        scale = tl.load(scales_ptr + token * TOP_K + index)
+        y = tl.load(y_ptr + row.to(tl.int64) * n + column, mask=inside & (row >= 0), other=0.0)
+        total += tl.where(row >= 0, scale, 0.0) * y.to(tl.float32)
+    target = token.to(tl.int64) * n + column
+    if RESIDUAL:
+        total += tl.load(residual_ptr + target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + target, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,259 @@
+"""Mixtures of experts: routing, sorting and both products against references in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from radixgrove.kernels import moe
+from radixgrove.kernels.moe import (
+    GROUPED,
+    ExpertChoice,
+    ExpertPairs,
+    ExpertTiles,
+    ExpertWeights,
+    PairsConfig,
+    Router,
+    Routing,
+    TileConfig,
+)
+from tests.kernels.helpers import DTYPES, assert_close, sizes
+
+# Rounding of `silu(gate) * up` between the products, where the reference rounds twice.
+SLACK = 2.0
+ROUTINGS = {
+    "softmax": Routing(3),
+    "renormalized": Routing(3, renormalize=True),
+    "late": Routing(2, late=True),
+    "sigmoid": Routing(3, sigmoid=True, renormalize=True, scale=2.5),
+    "groups": Routing(3, groups=4, groups_kept=2),
+    "groups-of-two": Routing(4, sigmoid=True, groups=2, groups_kept=1, group_top=2),
+}
+WAYS = {
+    "pairs": ExpertChoice(
+        pairs=ExpertPairs(PairsConfig(rows=32, block_k=32), PairsConfig(rows=32, block_k=16))
+    ),
+    "small-tiles": ExpertChoice(
+        tiles=ExpertTiles(
+            16, TileConfig(block_n=32, block_k=16), TileConfig(block_n=32, block_k=32)
+        )
+    ),
+    "large-tiles": ExpertChoice(
+        tiles=ExpertTiles(
+            64,
+            TileConfig(block_n=32, block_k=32, group=2),
+            TileConfig(block_n=32, block_k=16, group=2),
+        )
+    ),
+}
+
+
+def tokens_for(way: str, tokens: int, device: torch.device) -> int:
+    """Few in the interpreter, where a program takes milliseconds, for the way with many of them."""
+    return tokens if device.type == "cuda" or way != "pairs" else min(tokens, 10)
+
+
+def random_logits(tokens: int, experts: int, device: torch.device) -> Tensor:
+    """No two of a token's are equal: the order of equal scores is tested by itself."""
+    ranks = torch.stack([torch.randperm(experts) for _ in range(tokens)]).float()
+    return ((ranks - experts / 2) / experts * 4).contiguous().to(device)
+
+
+@pytest.mark.covering(2)
+@sizes([1, 5, 40], [3000])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("experts", [8, 60, 128, 512])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_routes(kind: str, experts: int, bias: bool, tokens: int, device: torch.device) -> None:
+    routing = ROUTINGS[kind]
+    shifts = torch.randn(experts, device=device) * 0.1 if bias and not routing.late else None
+    loads = [torch.full((experts,), 7, device=device) for _ in range(2)]
+    logits = random_logits(tokens, experts, device)
+    routed = moe.route(logits, Router(routing, shifts, load=loads[0]))
+    expected = moe.route_reference(logits, Router(routing, shifts, load=loads[1]))
+    assert torch.equal(routed.ids, expected.ids)
+    torch.testing.assert_close(routed.weights, expected.weights, rtol=1e-5, atol=1e-7)
+    assert torch.equal(loads[0], loads[1])
+    assert loads[0].sum() == 7 * experts + tokens * routing.top_k
+
+
+def test_of_equal_scores_the_first_experts_goes_first(device: torch.device) -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]], device=device)
+    router = Router(Routing(3))
+    assert moe.route(logits, router).ids.tolist() == [[1, 2, 0], [0, 1, 2]]
+    assert moe.route_reference(logits, router).ids.tolist() == [[1, 2, 0], [0, 1, 2]]
+
+
+def test_renormalized_softmax_is_the_late_one(device: torch.device) -> None:
+    logits = random_logits(9, 8, device)
+    early = moe.route(logits, Router(Routing(2, renormalize=True)))
+    late = moe.route(logits, Router(Routing(2, late=True)))
+    assert torch.equal(early.ids, late.ids)
+    torch.testing.assert_close(early.weights, late.weights)
+
+
+def random_weights(
+    experts: int, hidden: int, inner: int, like: Tensor, **router: Any
+) -> ExpertWeights:
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(*shape) / shape[-1] ** 0.5).to(like.device, like.dtype)
+
+    router = {"routing": Routing(2)} | router
+    return ExpertWeights(
+        random(experts, 2 * inner, hidden), random(experts, hidden, inner), Router(**router)
+    )
+
+
+def exact(x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None) -> Tensor:
+    wide = replace(weights, gate_up=weights.gate_up.double(), down=weights.down.double())
+    rest = None if residual is None else residual.double()
+    return moe.experts_reference(x.double(), logits, wide, rest)
+
+
+def check(
+    x: Tensor, logits: Tensor, weights: ExpertWeights, choice: ExpertChoice, residual: bool
+) -> None:
+    rest = torch.randn(x.shape).to(x) if residual else None
+    expected = exact(x, logits, weights, rest)
+    out = moe.experts(x, logits, weights, rest, choice=choice)
+    assert_close(out, expected, SLACK * {torch.float32: 3e-6}.get(x.dtype, 1e-2))
+    if residual:
+        assert out is rest, "the residual is updated in place"
+
+
+@pytest.mark.covering(2)
+@DTYPES
+@sizes([1, 3, 40], [600])
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (33, 3), (8, 8)])
+@pytest.mark.parametrize(("hidden", "inner"), [(48, 40), (33, 17)])
+@pytest.mark.parametrize("way", WAYS)
+def test_experts(
+    way: str,
+    hidden: int,
+    inner: int,
+    experts: int,
+    top_k: int,
+    residual: bool,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    tokens = tokens_for(way, tokens, device)
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    weights = random_weights(experts, hidden, inner, x, routing=Routing(top_k))
+    check(x, random_logits(tokens, experts, device), weights, WAYS[way], residual)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "some-elsewhere"])
+def test_torchs_grouped_product_is_another_way(elsewhere: bool, device: torch.device) -> None:
+    x = torch.randn(21, 32, device=device).bfloat16()
+    places = torch.tensor([-1, 0, -1, 1, 2, -1], dtype=torch.int32, device=device)
+    held = {"places": places} if elsewhere else {}
+    weights = random_weights(3 if elsewhere else 6, 32, 16, x, routing=Routing(2), **held)
+    check(x, random_logits(21, 6, device), weights, GROUPED, residual=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_tokens_on_one_expert_and_most_experts_unused(way: str, device: torch.device) -> None:
+    tokens = tokens_for(way, 70, device)
+    x = torch.randn(tokens, 32, device=device)
+    logits = torch.zeros(tokens, 40, device=device)
+    logits[:, 17] = 1.0
+    weights = random_weights(40, 32, 16, x, routing=Routing(1))
+    check(x, logits, weights, WAYS[way], residual=False)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_with_some_of_the_experts_sum_to_all_of_them(
+    way: str, residual: bool, device: torch.device
+) -> None:
+    """Also tokens of which a rank has no expert."""
+    tokens = tokens_for(way, 20, device)
+    x = torch.randn(tokens, 32, device=device)
+    weights = random_weights(6, 32, 16, x, routing=Routing(2, renormalize=True))
+    logits = random_logits(tokens, 6, device)
+    rest = torch.randn_like(x) if residual else None
+    expected = exact(x, logits, weights, rest)
+    total = torch.zeros_like(x)
+    for rank, held in enumerate(([4, 1], [0, 5], [3, 2])):
+        places = torch.full((6,), -1, dtype=torch.int32, device=device)
+        places[held] = torch.arange(2, dtype=torch.int32, device=device)
+        own = ExpertWeights(
+            weights.gate_up[held].contiguous(),
+            weights.down[held].contiguous(),
+            replace(weights.router, places=places),
+        )
+        first = rest.clone() if rest is not None and rank == 0 else None
+        part = exact(x, logits, own, first)
+        out = moe.experts(x, logits, own, first, choice=WAYS[way])
+        assert_close(out, part, 1e-5)
+        total += out
+    assert_close(total, expected, 1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_token_with_nan_stays_alone_with_it(way: str, device: torch.device) -> None:
+    tokens = tokens_for(way, 40, device)
+    x = torch.randn(tokens, 32, device=device)
+    weights = random_weights(8, 32, 16, x, routing=Routing(3, renormalize=True))
+    logits = random_logits(tokens, 8, device)
+    expected = exact(x, logits, weights, None)
+    logits[7], x[7] = float("nan"), float("nan")
+    logits[9, 3] = float("nan")
+    out = moe.experts(x, logits, weights, choice=WAYS[way])
+    assert out[7].isnan().all()
+    assert out[9].isnan().all()
+    others = [row for row in range(tokens) if row not in (7, 9)]
+    assert_close(out[others], expected[others], 1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_input_gives_the_same_bits(way: str, device: torch.device) -> None:
+    tokens = tokens_for(way, 50, device)
+    x = torch.randn(tokens, 32, device=device).bfloat16()
+    weights = random_weights(8, 32, 16, x, routing=Routing(4))
+    logits = random_logits(tokens, 8, device)
+    first, second = (moe.experts(x, logits, weights, choice=WAYS[way]) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_sorts_pairs_by_expert_in_blocks_of_one(block_m: int, device: torch.device) -> None:
+    """More pairs than a program takes, so that programs must agree on where theirs go."""
+    tokens, experts, top_k = 150, 8, 3
+    logits = random_logits(tokens, experts, device)
+    routed = moe.route(logits, Router(Routing(top_k)), places=experts)
+    assert routed.counts is not None
+    assert len(routed.counts) > 1
+    made = moe.sort(routed, block_m, counters=3000)
+    ids = routed.ids.flatten()
+    assert torch.equal(made.order.long(), ids.argsort(stable=True))
+    assert torch.equal(made.order[made.positions.long()].long().cpu(), torch.arange(ids.numel()))
+    assert not made.counters.any()
+    counts = torch.bincount(ids, minlength=experts).tolist()
+    blocks = [(expert, -(-count // block_m)) for expert, count in enumerate(counts)]
+    assert made.num_blocks.item() == sum(count for _, count in blocks) <= made.most_blocks
+    expected = [
+        (expert, sum(counts[:expert]) + index * block_m)
+        for expert, count in blocks
+        for index in range(count)
+    ]
+    used = slice(made.num_blocks.item())  # type: ignore[misc]
+    found = zip(made.block_expert[used].tolist(), made.block_start[used].tolist(), strict=True)
+    assert list(found) == expected
+
+
+def test_no_tokens(device: torch.device) -> None:
+    weights = random_weights(4, 32, 16, torch.zeros(1, device=device))
+    x = torch.empty(0, 32, device=device)
+    for way in (*WAYS.values(), GROUPED):
+        assert moe.experts(x, torch.empty(0, 4, device=device), weights, choice=way).shape == (
+            0,
+            32,
+        )
