@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -23,12 +24,14 @@ import psutil
 from benchmarks.load.worker_process import synthetic_tokenizer
 from radixgrove.protocol.keys import ServiceKeys, router_key
 from tests.conftest import RedisServer, find_free_port
+from tests.drills.load import End, ask, judge
 from tests.redis_faults import RedisRoute, route
 from tests.router.harness import eventually
 from tests.worker.execution import tiny
 
 MODEL = "tiny"
 WORKERS = 3
+HEALTHY_WITHIN = 600.0  # seconds; a worker starts meanwhile
 KEYS = ServiceKeys("radixgrove", "default")
 ROUTER = router_key("radixgrove", "")
 TINY_POOL = ("--kv-tokens", "1024", "--max-running", "8", "--host-cache-gib", "0.004")
@@ -56,6 +59,8 @@ class Part:
     process: psutil.Popen | None = None
     held: bool = False
     starts: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+    read: bool = True  # its output goes to a log; else into a pipe that nothing reads
 
     @property
     def url(self) -> str:
@@ -65,9 +70,9 @@ class Part:
         ports = ["--port", self.port, "--management-port", self.management_port]
         command = [sys.executable, "-m", "radixgrove.cli", *self.arguments, *map(str, ports)]
         with (self.directory / f"{self.name}.log").open("ab") as log:
-            self.process = psutil.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=_environment()
-            )
+            output = log if self.read else subprocess.PIPE
+            environment = _environment() | self.environment
+            self.process = psutil.Popen(command, stdout=output, stderr=output, env=environment)
         self.starts += 1
 
     @property
@@ -91,6 +96,14 @@ class Part:
             if not which or name in which:
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(number)
+
+    def memory(self) -> dict[int, float]:
+        """MiB by process."""
+        found = {}
+        for process in self.processes().values():
+            with contextlib.suppress(psutil.Error):
+                found[process.pid] = process.memory_info().rss / 2**20
+        return found
 
     async def end(self) -> None:
         """SIGTERM, and wait until it is gone."""
@@ -140,6 +153,10 @@ class Grove:
     @property
     def parts(self) -> list[Part]:
         return [*self.routers, *self.workers]
+
+    def memory(self) -> dict[int, float]:
+        """MiB of every process."""
+        return {pid: mib for part in self.parts for pid, mib in part.memory().items()}
 
     async def keep(self) -> None:
         """Start what has ended, until cancelled."""
@@ -228,3 +245,30 @@ async def growing(directory: Path) -> AsyncIterator[Grove]:
         for part in grove.parts:
             stack.callback(part.signal, signal.SIGKILL)
         yield grove
+
+
+async def undisturbed(
+    directory: Path, bodies: Sequence[dict[str, Any]], session: aiohttp.ClientSession
+) -> list[tuple[str, ...]]:
+    """The texts of a worker that does one request after the other and keeps nothing."""
+    part = worker(directory, "undisturbed", "", "--no-prefix-cache")
+    part.start()
+
+    async def ready() -> bool:
+        assert part.alive, f"the undisturbed worker ended: see {directory}"
+        with contextlib.suppress(aiohttp.ClientError):
+            async with session.get(f"{part.url}/readyz") as response:
+                return response.status == 200
+        return False
+
+    try:
+        await eventually(ready, deadline=HEALTHY_WITHIN, what="the undisturbed worker")
+        texts = []
+        for body in bodies:
+            answer = await ask(session, part.url, body)
+            end, said = judge(answer, None, stream=False)
+            assert end is End.WHOLE, (body, answer)
+            texts.append(said)
+        return texts
+    finally:
+        await part.end()

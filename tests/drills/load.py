@@ -18,7 +18,8 @@ import aiohttp
 class End(Enum):
     WHOLE = "whole"
     CUT = "cut"  # a stream that had begun and was ended by one error event, or broken off
-    FAILED = "failed"  # any other status, or a connection that broke before a stream had begun
+    LOST = "lost"  # its connection broke, and nothing of it, or part of a whole answer, had come
+    FAILED = "failed"  # any other status
     TRUNCATED = "truncated"  # it just stops, as if it were whole
     WRONG = "wrong"  # another text than the expected one
 
@@ -133,7 +134,9 @@ def judge(
     answer: Answer, expected: tuple[str, ...] | None, *, stream: bool
 ) -> tuple[End, tuple[str, ...]]:
     """How an answer ended, and its texts as far as they came."""
-    if answer.status != 200 or (answer.broken and not stream):
+    if answer.broken and not (stream and answer.raw):
+        return End.LOST, ()
+    if answer.status != 200:
         return End.FAILED, ()
     end, texts = _of_stream(answer) if stream else _of_whole(answer)
     if expected is not None:
@@ -160,7 +163,7 @@ def _of_stream(answer: Answer) -> tuple[End, tuple[str, ...]]:
     if done and not errors:
         end = End.WHOLE
     elif errors == [len(parsed) - 1] or (answer.broken and not errors):
-        end = End.CUT if texts else End.FAILED
+        end = End.CUT if texts else End.LOST if answer.broken else End.FAILED
     else:
         end = End.TRUNCATED
     return end, tuple(texts[index] for index in sorted(texts))

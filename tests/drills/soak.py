@@ -24,12 +24,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 
 from benchmarks.results import environment, record
-from tests.drills.grove import MODEL, ROUTER, WORKERS, Grove, Part, growing, worker, write_model
-from tests.drills.load import End, Load, Sample, ask, judge
+from tests.drills.grove import (
+    HEALTHY_WITHIN,
+    MODEL,
+    ROUTER,
+    WORKERS,
+    Grove,
+    Part,
+    growing,
+    undisturbed,
+    write_model,
+)
+from tests.drills.load import End, Load, Sample, ask
 from tests.drills.trend import Trend, trend
 from tests.redis_faults import REFUSALS, well
 from tests.router.harness import eventually
@@ -39,7 +48,6 @@ KNOWN = 300  # requests that come again and again; their texts are asked for bef
 FRESH_EVERY = 20  # one that was never sent before; its text is asked for after the faults
 SETTLED = 15 * 60.0  # seconds after which memory may not grow
 MEMORY_EVERY = 5.0  # seconds
-HEALTHY_WITHIN = 600.0  # seconds; a worker starts meanwhile
 SEEN = 3.0  # seconds after which routers know that a part is gone
 TOGETHER = "together"
 
@@ -358,33 +366,6 @@ async def keys_become(grove: Grove, expected: Counter[str], when: str) -> list[s
     return [f"keys {when}: {dict(now - expected)} too many, {dict(expected - now)} missing"]
 
 
-async def undisturbed(
-    directory: Path, bodies: Sequence[dict[str, Any]], session: aiohttp.ClientSession
-) -> list[tuple[str, ...]]:
-    """The texts of a worker that does one request after the other and keeps nothing."""
-    part = worker(directory, "undisturbed", "", "--no-prefix-cache")
-    part.start()
-
-    async def ready() -> bool:
-        assert part.alive, f"the undisturbed worker ended: see {directory}"
-        with contextlib.suppress(aiohttp.ClientError):
-            async with session.get(f"{part.url}/readyz") as response:
-                return response.status == 200
-        return False
-
-    try:
-        await eventually(ready, deadline=HEALTHY_WITHIN, what="the undisturbed worker")
-        texts = []
-        for body in bodies:
-            answer = await ask(session, part.url, body)
-            end, said = judge(answer, None, stream=False)
-            assert end is End.WHOLE, (body, answer)
-            texts.append(said)
-        return texts
-    finally:
-        await part.end()
-
-
 def differ(sample: Sample, texts: tuple[str, ...]) -> bool:
     """Whether a text, as far as it came, is another one."""
     if sample.end is End.WHOLE:
@@ -531,8 +512,8 @@ def main() -> int:
         outcome = asyncio.run(_run(directory, arguments.minutes, arguments.seed))
     keep_figures(outcome, arguments.minutes, arguments.seed)
     for sample in outcome.samples:
-        if sample.end is End.FAILED:
-            print(f"failed {sample.number}: {sample.seen[:300]}")
+        if sample.end in (End.FAILED, End.LOST):
+            print(f"{sample.end.value} {sample.number}: {sample.seen[:300]}")
     print({end.value: outcome.count(end) for end in End})
     print(*outcome.trends.items(), *outcome.wrong, sep="\n")
     return 0 if outcome.held else 1

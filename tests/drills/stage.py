@@ -24,7 +24,7 @@ REPLICAS = 3
 MODEL_LENGTH = 8192  # tokens
 RATE = 20.0  # requests a second
 ENOUGH = 20  # answers before the fault, and after its end
-_HEALTHY_WITHIN = 90.0  # seconds: a limit for what hangs
+_HEALTHY_WITHIN = 300.0  # seconds: a limit for what hangs
 MEMORY = 128.0  # MiB that a process may hold more at the end: allocators keep what they had
 
 
@@ -76,10 +76,10 @@ class Stage:
         before = await _placed_by_redis(router)
         return ready == REPLICAS and await _grows(router, before)
 
-    def memory(self) -> list[float]:
-        """MiB of each router."""
+    def memory(self) -> dict[int, float]:
+        """MiB of each router, by its process."""
         pids = [router.process.pid for router in self.routers if router.process is not None]
-        return [psutil.Process(pid).memory_info().rss / 2**20 for pid in pids]
+        return {pid: psutil.Process(pid).memory_info().rss / 2**20 for pid in pids}
 
 
 async def _placed_by_redis(router: Router) -> float:
@@ -134,11 +134,15 @@ def _request(number: int) -> dict[str, object]:
 
 
 @contextlib.asynccontextmanager
-async def drill(directory: Path, name: str, *, cuts: bool = False) -> AsyncIterator[Stage]:
+async def drill(
+    directory: Path, name: str, *, cuts: bool = False, losses: bool = False
+) -> AsyncIterator[Stage]:
     """A fault on a stage of its own, from its begin to its end, in the body."""
     async with staged(directory) as stage:
         subject = f"two routers, {REPLICAS} simulated replicas"
-        async with watched(stage.load, stage.healthy, stage.memory, name, subject, cuts=cuts):
+        async with watched(
+            stage.load, stage.healthy, stage.memory, name, subject, cuts=cuts, losses=losses
+        ):
             yield stage
 
 
@@ -146,17 +150,19 @@ async def drill(directory: Path, name: str, *, cuts: bool = False) -> AsyncItera
 async def watched(
     load: Load,
     healthy: Callable[[], Awaitable[bool]],
-    memory: Callable[[], list[float]],
+    memory: Callable[[], dict[int, float]],
     name: str,
     subject: str,
     *,
-    cuts: bool,
+    cuts: bool = False,
+    losses: bool = False,
 ) -> AsyncIterator[None]:
     """Checks and records what the fault in the body costs.
 
     No request may fail that another replica, or router, could answer; a stream that had begun may
-    be cut where the fault takes its replica (`cuts`), but never ends as if it were whole. All must
-    be healthy again, with the memory that they had.
+    be cut where the fault takes its replica (`cuts`), and what was under way is lost where it takes
+    its router (`losses`), but nothing ever ends as if it were whole. All must be healthy again,
+    with the memory that they had: processes that live on, `memory` has the MiB of each.
     """
     await _answered(load, ENOUGH)
     before, first = memory(), len(load.samples)
@@ -166,10 +172,13 @@ async def watched(
     healthy_after = time.monotonic() - ended
     await _answered(load, ENOUGH)
     await load.stop()
-    grown = max(b - a for a, b in zip(before, memory(), strict=True))
+    after = memory()
+    grown = max(after[process] - before[process] for process in before.keys() & after.keys())
     samples = load.samples[first:]
-    failures = [sample.seen for sample in samples if sample.end not in (End.WHOLE, End.CUT)]
+    ends = (End.WHOLE, End.CUT, End.LOST)
+    failures = [sample.seen for sample in samples if sample.end not in ends]
     cut = [sample.seen for sample in samples if sample.end is End.CUT]
+    lost = [sample.seen for sample in samples if sample.end is End.LOST]
     record(
         {
             "benchmark": "drills",
@@ -181,6 +190,7 @@ async def watched(
             "unit": "requests",
             "requests": len(samples),
             "cut_streams": len(cut),
+            "lost": len(lost),
             "healthy_after_s": round(healthy_after, 1),
             "slowest_s": round(max(sample.ended - sample.began for sample in samples), 1),
             "memory_grown_mib": round(grown, 1),
@@ -188,6 +198,7 @@ async def watched(
     )
     assert not failures, failures[:5]
     assert cuts or not cut, cut[:5]
+    assert losses or not lost, lost[:5]
     assert grown < MEMORY
 
 

@@ -13,6 +13,7 @@ _COLUMNS = {
     "value": "failed",
     "requests": "of",
     "cut_streams": "cut streams",
+    "lost": "lost",
     "slowest_s": "slowest answer, s",
     "healthy_after_s": "healthy after, s",
     "memory_grown_mib": "memory grown, MiB",
@@ -26,7 +27,9 @@ def table() -> str:
         line = json.loads(text)
         newest[line["workload"]] = line
     rows = [["fault", *_COLUMNS.values()], ["---", *["--:"] * len(_COLUMNS)]]
-    rows += [[name, *(str(line[column]) for column in _COLUMNS)] for name, line in newest.items()]
+    rows += [
+        [name, *(str(line.get(column, 0)) for column in _COLUMNS)] for name, line in newest.items()
+    ]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from radixgrove.protocol import index
+from radixgrove.protocol.keys import services_key
 from tests.drills.stage import drill
 from tests.redis_faults import REFUSALS, well
 from tests.router.harness import MODEL, eventually
+from tests.router.publishing import register
 
 pytestmark = pytest.mark.drill
 
@@ -100,6 +103,28 @@ async def test_a_router_stands_still(tmp_path: Path) -> None:
         process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(FAULT)
         process.send_signal(signal.SIGCONT)
+
+
+async def test_a_router_is_killed(tmp_path: Path) -> None:
+    """What was under way through it is lost with its connections."""
+    name = "A router is killed"
+    async with drill(tmp_path, name, cuts=True, losses=True) as stage:
+        stage.routers[0].kill()
+        await asyncio.sleep(FAULT)
+        await stage.routers[0].start()
+
+
+async def test_a_thousand_services_come_and_go(tmp_path: Path) -> None:
+    async with drill(tmp_path, "A thousand services come and die") as stage:
+        client = stage.redis.client
+        client.script_load(index.script("register").text)
+        for number in range(1000):
+            register(stage.redis, f"gone-{number}", lease_ms=1)
+            await asyncio.sleep(0)
+        assert len(client.keys("radixgrove:{gone-*")) > 8000
+        left = lambda: client.keys("radixgrove:{gone-*")  # noqa: E731
+        await eventually(lambda: not left(), deadline=90, what="the end of their keys")
+        assert client.smembers(services_key("radixgrove")) == {b"default"}
 
 
 async def test_prompts_of_megabytes(tmp_path: Path) -> None:

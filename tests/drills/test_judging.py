@@ -33,7 +33,7 @@ def event(text: str, index: int = 0) -> bytes:
         (event("ab") + b"data: {", "closed", End.CUT),
         (event("xx"), "closed", End.WRONG),
         (ERROR, "", End.FAILED),
-        (b"", "closed", End.FAILED),
+        (b"", "closed", End.LOST),
         (b"", "", End.TRUNCATED),
     ],
 )
@@ -50,7 +50,7 @@ def test_how_a_whole_answer_ended(text: str, reason: str | None, end: End) -> No
     raw = json.dumps({"choices": [choice]}).encode()
     assert judge(Answer(200, raw), ("abc",), stream=False)[0] is end
     assert judge(Answer(503, raw), ("abc",), stream=False)[0] is End.FAILED
-    assert judge(Answer(200, raw[:9], "closed"), ("abc",), stream=False)[0] is End.FAILED
+    assert judge(Answer(200, raw[:9], "closed"), ("abc",), stream=False)[0] is End.LOST
 
 
 @pytest.mark.parametrize(("slope", "flat"), [(0.0, True), (20.0, False), (-20.0, False)])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import redis
 
+from radixgrove.protocol import index
 from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, BlockHasher, members
-from radixgrove.protocol.keys import ServiceKeys
-from radixgrove.protocol.registry import EngineInfo, Registration, root_fingerprint
+from radixgrove.protocol.keys import ServiceKeys, services_key
+from radixgrove.protocol.registry import EngineInfo, LoadReport, Registration, root_fingerprint
 from radixgrove.worker.agent.publisher import Publisher
 from radixgrove.worker.messages import (
     CacheEvent,
@@ -20,6 +23,7 @@ from radixgrove.worker.messages import (
     Stats,
     Tier,
 )
+from tests.conftest import RedisServer
 
 HASHER = BlockHasher(b"secret", "model", 16)
 KEYS = ServiceKeys("radixgrove", "default")
@@ -52,6 +56,29 @@ def split(hashes: bytes) -> list[bytes]:
 def backwards(hashes: bytes) -> bytes:
     """Children first, as blocks leave."""
     return b"".join(reversed(split(hashes)))
+
+
+def register(server: RedisServer, service: str, lease_ms: int) -> tuple[ServiceKeys, Registration]:
+    """All that a replica, and a router that placed on it, leave in Redis."""
+    keys = ServiceKeys("radixgrove", service)
+    entry = registration(service=service, generation=os.urandom(8).hex())
+    identity = msgspec.json.encode(entry.identity())
+    arguments = ["r0", entry.generation, entry.encode(), identity, lease_ms]
+    with server.client.pipeline(transaction=False) as pipeline:
+        pipeline.eval(
+            index.script("register").text,
+            *(3, keys.identity, keys.replicas, keys.leases),
+            *(*arguments, LoadReport().pack(), 1),
+        )
+        pipeline.sadd(services_key("radixgrove"), service)
+        pipeline.sadd(keys.tree("gpu", entry.generation), *range(20))
+        pipeline.sadd(keys.tree("host", entry.generation), *range(20))
+        pipeline.hset(keys.sequences, entry.generation, "3")
+        pipeline.zadd(keys.routers, {"router": 1.0})
+        pipeline.hset(keys.load(entry.generation), "router", "1 20")
+        pipeline.hset(keys.reserved, "res", f"router 20 {entry.generation} 1 0")
+        pipeline.execute()
+    return keys, entry
 
 
 class Engine:

@@ -12,13 +12,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
-import msgspec
 import pytest
 
 from radixgrove.protocol import index
 from radixgrove.protocol.blocks import members
 from radixgrove.protocol.keys import ServiceKeys, router_key, services_key
-from radixgrove.protocol.registry import Lease, LoadReport, Registration
+from radixgrove.protocol.registry import Lease, Registration
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import fleet, janitor, metrics
 from radixgrove.router.exposition import metrics_text
@@ -32,7 +31,7 @@ from tests.conftest import RedisServer, find_free_port
 from tests.redis_faults import REFUSALS, route, well
 from tests.router.conftest import MakeReplica, MakeRouter
 from tests.router.harness import Router, eventually, prompt
-from tests.router.publishing import HASHER, chain, registration, running
+from tests.router.publishing import HASHER, chain, register, running
 
 PREFIX = "radixgrove"
 LONG_SERVICES = 10
@@ -277,29 +276,6 @@ async def _seen_again(router: Router, server: RedisServer) -> bool:
 # ---- every key has an end ----------------------------------------------------------------------
 
 
-def _register(server: RedisServer, service: str, lease_ms: int) -> tuple[ServiceKeys, Registration]:
-    """All that a replica, and a router that placed on it, leave in Redis."""
-    keys = ServiceKeys(PREFIX, service)
-    entry = registration(service=service, generation=os.urandom(8).hex())
-    identity = msgspec.json.encode(entry.identity())
-    arguments = ["r0", entry.generation, entry.encode(), identity, lease_ms]
-    with server.client.pipeline(transaction=False) as pipeline:
-        pipeline.eval(
-            index.script("register").text,
-            *(3, keys.identity, keys.replicas, keys.leases),
-            *(*arguments, LoadReport().pack(), 1),
-        )
-        pipeline.sadd(services_key(PREFIX), service)
-        pipeline.sadd(keys.tree("gpu", entry.generation), *range(20))
-        pipeline.sadd(keys.tree("host", entry.generation), *range(20))
-        pipeline.hset(keys.sequences, entry.generation, "3")
-        pipeline.zadd(keys.routers, {"router": 1.0})
-        pipeline.hset(keys.load(entry.generation), "router", "1 20")
-        pipeline.hset(keys.reserved, "res", f"router 20 {entry.generation} 1 0")
-        pipeline.execute()
-    return keys, entry
-
-
 async def test_a_thousand_services_that_came_and_went_leave_nothing(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,7 +289,7 @@ async def test_a_thousand_services_that_came_and_went_leave_nothing(
         before, memory = set(client.keys()), client.info("memory")["used_memory"]
         for number in range(1000):
             leaves = number % 2 == 0
-            keys, entry = _register(redis_server, f"s{number}", 60_000 if leaves else 1)
+            keys, entry = register(redis_server, f"s{number}", 60_000 if leaves else 1)
             if leaves:
                 client.eval(
                     index.script("unregister").text,
@@ -345,7 +321,7 @@ async def test_leases_that_ran_out_while_redis_was_away_cost_no_index(
     redis_server: RedisServer,
 ) -> None:
     """After an outage longer than the grace, a worker needs a moment to renew its lease."""
-    _register(redis_server, "s0", 1)
+    register(redis_server, "s0", 1)
     keys = ServiceKeys(PREFIX, "s0")
     async with linked(redis_server.url) as link:
         lease = redis_server.client.hgetall(keys.leases).popitem()
