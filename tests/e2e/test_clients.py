@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from tests.checkout import ROOT
 from tests.conftest import wait_until
 from tests.e2e.conftest import MODEL, UpProcess, chat_body, wait_idle
 
@@ -351,3 +353,65 @@ def test_the_terminal_tells_of_the_cluster_and_the_files_of_requests(cluster: Up
     for said in ("replica-1 is ready", "the router is ready", "start: loading"):
         assert said in shown
     assert len([line for line in shown.splitlines() if line.strip()]) < 80
+
+
+# ---- what README says to type --------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text()
+# Commands that take minutes, or a machine of their own, and the file that runs them.
+ELSEWHERE = {
+    "make run": ".ci/run",
+    "make test": ".ci/run",
+    "make lint": ".ci/run",
+    "make demo-cluster": "tests/cluster/test_demo.py",
+    "make bench": "tests/docs/test_commands.py",
+    "radixgrove up --model /path/to/a/hugging-face-directory": "tests/e2e/conftest.py",
+}
+# Lint, tests and drills over again: only that make knows what to run.
+TOO_LONG = ("make check", "make test-drills")
+
+
+def typed_in_readme() -> list[str]:
+    fences = re.DOTALL | re.MULTILINE
+    blocks = re.findall(r"^```\n(.*?)^```$", README, fences)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", README, flags=fences))
+    lines = "\n".join([*blocks, *spans]).splitlines()
+    commands = [line.partition(" # ")[0].replace(".venv/bin/", "").strip() for line in lines]
+    return [line for line in commands if re.match(r"(make|radixgrove) [a-z]|undrain$", line)]
+
+
+def test_every_command_of_the_readme_runs(cluster: UpProcess) -> None:
+    commands = typed_in_readme()
+    assert {*ELSEWHERE, *TOO_LONG, "undrain"} < {*commands}
+    addresses = {
+        "RADIXGROVE_URL": cluster.url,
+        "RADIXGROVE_MANAGEMENT_URL": f"http://127.0.0.1:{cluster.management_port}",
+    }
+    for command in commands:
+        if command in ELSEWHERE:
+            words = command.split()
+            assert words[1] in (ROOT / ELSEWHERE[command]).read_text(), command
+            continue
+        if command in TOO_LONG:
+            arguments = ["make", "--dry-run", "--directory", str(ROOT), command.split()[1]]
+        else:
+            line = "undrain replica-0" if command == "undrain" else command.partition(" ")[2]
+            arguments = [sys.executable, "-m", "radixgrove.cli", *line.split()]
+        ended = subprocess.run(
+            arguments, env={**os.environ, **addresses}, input="What is the capital of France?\n",
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
+        assert ended.stdout.strip(), command
+    wait_until(
+        lambda: all(entry["state"] == "ready" for entry in cluster.replicas().values()),
+        what="the replica that was taken out of service is back",
+    )
+
+
+def test_the_readmes_program_prints_the_answer(cluster: UpProcess) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    assert "http://127.0.0.1:8000/v1" in program
+    program = program.replace("http://127.0.0.1:8000", cluster.url)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "Paris" in ended.stdout, ended.stderr
