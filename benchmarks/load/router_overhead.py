@@ -1,4 +1,4 @@
-"""What a router adds: latency at 2 KB and 64 KB, requests a second at 32 connections.
+"""What a router adds: latency and CPU at 2 KB and 64 KB, requests a second at 32 connections.
 
 The prompt is a conversation known up to a new last turn of 256 characters, different in every
 request; tokenizing and hashing are included for routers that do them. Tokenizing and hashing alone
@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 from benchmarks import results
 from benchmarks.load.http_load import Connection, percentile
 from benchmarks.load.subjects import (
+    RunningRouter,
     available_peers,
     process,
     redis_server,
@@ -53,6 +54,7 @@ LAST_TURN = 256
 TURN = 1500  # characters of an earlier turn
 PATH = "/v1/chat/completions"
 CONNECTIONS = 32
+UNMEASURED = 20  # requests before those that are timed
 _TEXT = (
     "the of and a to in is that it was for on are as with his they at be this from have or by "
     "one had not but what all were when we there can an your which their said if do will each "
@@ -95,11 +97,11 @@ async def latency(port: int, conversation: Conversation, count: int) -> list[flo
     """Seconds of each request, one after the other, after a few unmeasured ones."""
     connection = Connection(port)
     times = []
-    for number in range(count + 20):
+    for number in range(count + UNMEASURED):
         reply = await connection.post(PATH, conversation.body())
         if reply.status != 200:
             raise SystemExit(f"status {reply.status}: {reply.body[:200]!r}")
-        if number >= 20:
+        if number >= UNMEASURED:
             times.append(reply.total)
     connection.close()
     return times
@@ -148,20 +150,42 @@ class Report:
         print(*self.rows[-1], flush=True)
 
 
-def measure(
-    report: Report, subject: str, port: int, direct: dict[str, float], options: argparse.Namespace
-) -> None:
-    """One subject before the echo workers; `direct` gets or gives the times without a router."""
+def measure_direct(report: Report, port: int, options: argparse.Namespace) -> dict[str, float]:
+    """One echo worker without a router; its median milliseconds by size."""
+    direct = {}
     for name, size in SIZES.items():
         times = uvloop.run(latency(port, Conversation(size, MODEL), options.requests))
+        direct[name] = 1000 * percentile(times, 0.5)
+        report.add("direct", name, "p50", direct[name], "ms")
+    rate = uvloop.run(throughput(port, Conversation(SIZES["2 KB"], MODEL), options.seconds))
+    report.add("direct", f"2 KB, {CONNECTIONS} connections", "throughput", rate, "requests/s")
+    return direct
+
+
+def measure(
+    report: Report,
+    subject: str,
+    running: RunningRouter,
+    direct: dict[str, float],
+    options: argparse.Namespace,
+) -> None:
+    """One router before the echo workers."""
+    port = running.port
+    for name, size in SIZES.items():
+        before = running.cpu_seconds()
+        times = uvloop.run(latency(port, Conversation(size, MODEL), options.requests))
+        used = running.cpu_seconds() - before
         p50 = 1000 * percentile(times, 0.5)
         report.add(subject, name, "p50", p50, "ms")
-        if subject == "direct":
-            direct[name] = p50
-        else:
-            report.add(subject, name, "added p50", p50 - direct[name], "ms")
+        report.add(subject, name, "added p50", p50 - direct[name], "ms")
+        report.add(
+            subject, name, "CPU", 1000 * used / (options.requests + UNMEASURED), "ms/request"
+        )
+    workload, before = f"2 KB, {CONNECTIONS} connections", running.cpu_seconds()
     rate = uvloop.run(throughput(port, Conversation(SIZES["2 KB"], MODEL), options.seconds))
-    report.add(subject, f"2 KB, {CONNECTIONS} connections", "throughput", rate, "requests/s")
+    used = running.cpu_seconds() - before
+    report.add(subject, workload, "throughput", rate, "requests/s")
+    report.add(subject, workload, "CPU", 1000 * used / (rate * options.seconds), "ms/request")
 
 
 def timed(work: Callable[[], object], repeat: int) -> float:
@@ -303,7 +327,7 @@ def main() -> None:
     parser.add_argument("--peers-venv", type=Path)
     parser.add_argument("--processes", default="1", help="of radixgrove's router, comma-separated")
     parser.add_argument("--subjects", default="", help="comma-separated; default: all there are")
-    parser.add_argument("--requests", type=int, default=300, help="per latency figure")
+    parser.add_argument("--requests", type=int, default=1000, help="per latency figure")
     parser.add_argument("--seconds", type=float, default=5.0, help="per throughput figure")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--whole-path", choices=["demo", "two-layers"])
@@ -327,7 +351,6 @@ def main() -> None:
     peers = available_peers(options.peers_venv)
     subjects = options.subjects.split(",") if options.subjects else ["radixgrove", *peers]
     encoding(report, files)
-    direct: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
         redis_url = stack.enter_context(redis_server())
         ports = [free_port() for _ in range(options.replicas)]
@@ -338,7 +361,7 @@ def main() -> None:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         for url in urls:
             wait_for_http(url + "/health")
-        measure(report, "direct", ports[0], direct, options)
+        direct = measure_direct(report, ports[0], options)
         for subject in subjects:
             counts = options.processes.split(",") if subject == "radixgrove" else ["1"]
             for count in counts:
@@ -350,8 +373,8 @@ def main() -> None:
                     venv=options.peers_venv,
                     processes=int(count),
                     log=options.log,
-                ) as port:
-                    measure(report, name, port, direct, options)
+                ) as running:
+                    measure(report, name, running, direct, options)
     print(table(report.rows, ["subject", "workload", "metric", "value", "unit"]))
 
 

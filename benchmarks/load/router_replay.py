@@ -1,11 +1,13 @@
 """Open-loop replay of a request trace through routers before simulated replicas.
 
-Each hash id of the trace is a text of 64 characters, exactly one block of 16 tokens; replicas cache
-blocks (LRU), prefill first in first out at a set cost a block, and count their own hits, alike for
-every router. Requests are sent at a fixed rate, whatever comes back.
+Each hash id of the trace is a text of one block, 64 characters or 16 tokens, or of as many as
+`--id-tokens` says: 512 make prompts as long as those that were traced. Replicas cache blocks (LRU),
+prefill first in first out at a set cost a block, and count their own hits, alike for every router.
+Requests are sent at a fixed rate, whatever comes back.
 
     python -m benchmarks.load.router_replay --trace TRACE.jsonl [--peers-venv VENV]
         [--subjects radixgrove,smg] [--requests 4000] [--rate 120] [--replicas 4]
+        [--id-tokens 512 --capacity 320000 --block-ms 0.25 --rate 15]
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from benchmarks.load.subjects import (
 from benchmarks.simulated import MODEL, block_text
 from radixgrove.cli.redis_server import free_port
 
+BLOCK_TOKENS = 16
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -43,12 +47,14 @@ class Outcome:
     ttft: list[float]
     failures: int
     imbalance: float  # most loaded replica's prefilled blocks over the mean
+    cpu: float  # seconds of the router
 
 
-def load_trace(path: Path, limit: int) -> list[list[int]]:
-    """Block ids of the first `limit` requests."""
+def load_trace(path: Path, limit: int, blocks: int = 1) -> list[list[int]]:
+    """Block ids of the first `limit` requests, so many `blocks` a hash id."""
     with path.open() as file:
-        return [json.loads(line)["hash_ids"] for line, _ in zip(file, range(limit), strict=False)]
+        lines = [json.loads(line)["hash_ids"] for line, _ in zip(file, range(limit), strict=False)]
+    return [[name * blocks + i for name in line for i in range(blocks)] for line in lines]
 
 
 def request_body(blocks: list[int]) -> bytes:
@@ -103,14 +109,17 @@ def measure(subject: str, trace: list[list[int]], options: argparse.Namespace) -
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         for url in urls:
             wait_for_http(url + "/readyz")
-        port = stack.enter_context(
+        running = stack.enter_context(
             router(subject, urls, redis_url=redis_url, venv=options.peers_venv, log=options.log)
         )
-        ttft, failures = uvloop.run(replay(port, trace, options.rate))
+        before = running.cpu_seconds()
+        ttft, failures = uvloop.run(replay(running.port, trace, options.rate))
+        cpu = running.cpu_seconds() - before
         stats = [json.load(urllib.request.urlopen(url + "/stats")) for url in urls]
     blocks, hits = sum(s["blocks"] for s in stats), sum(s["hits"] for s in stats)
     work = [s["blocks"] - s["hits"] for s in stats]
-    return Outcome(hits / max(1, blocks), ttft, failures, max(work) * len(work) / max(1, sum(work)))
+    imbalance = max(work) * len(work) / max(1, sum(work))
+    return Outcome(hits / max(1, blocks), ttft, failures, imbalance, cpu)
 
 
 def main() -> None:
@@ -121,16 +130,20 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--capacity", type=int, default=10_000, help="blocks of a replica's cache")
     parser.add_argument("--block-ms", type=float, default=1.0, help="prefill cost of a block")
+    parser.add_argument("--id-tokens", type=int, default=BLOCK_TOKENS, help="of each hash id")
     parser.add_argument("--subjects", default="", help="comma-separated; default: all there are")
     parser.add_argument("--peers-venv", type=Path)
     parser.add_argument("--log", type=Path, help="where the processes' output goes")
     options = parser.parse_args()
-    trace = load_trace(options.trace, options.requests)
+    if options.id_tokens < BLOCK_TOKENS or options.id_tokens % BLOCK_TOKENS:
+        parser.error(f"--id-tokens must be a multiple of {BLOCK_TOKENS}")
+    trace = load_trace(options.trace, options.requests, options.id_tokens // BLOCK_TOKENS)
     subjects = options.subjects.split(",") if options.subjects else ["radixgrove"]
     if not options.subjects:
         subjects += available_peers(options.peers_venv)
     workload = (
-        f"{options.trace.stem}, {len(trace)} requests at {options.rate:g}/s, "
+        f"{options.trace.stem}, {options.id_tokens} tokens an id, "
+        f"{len(trace)} requests at {options.rate:g}/s, "
         f"{options.replicas} replicas x {options.capacity} blocks, {options.block_ms:g} ms/block"
     )
     rows = []
@@ -144,6 +157,7 @@ def main() -> None:
             "ttft_p99": (percentile(milliseconds, 0.99), "ms"),
             "imbalance": (outcome.imbalance, "max/mean"),
             "failures": (outcome.failures, "requests"),
+            "cpu": (1000 * outcome.cpu / len(trace), "ms/request"),
         }
         for metric, (value, unit) in figures.items():
             results.record(
@@ -158,10 +172,20 @@ def main() -> None:
                     "device": "cpu",
                 }
             )
-        rows.append([subject, *(f"{value:.1f}" for value, _ in figures.values())])
+        rows.append([subject, *(f"{value:.2f}" for value, _ in figures.values())])
         print(rows[-1], flush=True)
     print(workload)
-    print(table(rows, ["router", "hit %", "p50 ms", "p90 ms", "p99 ms", "imbalance", "failed"]))
+    head = [
+        "router",
+        "hit %",
+        "p50 ms",
+        "p90 ms",
+        "p99 ms",
+        "imbalance",
+        "failed",
+        "CPU ms/request",
+    ]
+    print(table(rows, head))
 
 
 if __name__ == "__main__":

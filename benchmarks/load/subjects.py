@@ -17,7 +17,10 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from benchmarks.simulated import INTERNAL_KEY
 from radixgrove.cli.redis_server import find_binary, free_port
@@ -92,6 +95,18 @@ def redis_server() -> Iterator[str]:
             yield f"redis://127.0.0.1:{port}/0"
 
 
+@dataclass(frozen=True)
+class RunningRouter:
+    port: int
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """User and system time so far, its child processes' included."""
+        main = psutil.Process(self.pid)
+        times = [one.cpu_times() for one in (main, *main.children(recursive=True))]
+        return sum(time.user + time.system for time in times)
+
+
 @contextlib.contextmanager
 def router(
     subject: str,
@@ -101,8 +116,8 @@ def router(
     venv: Path | None = None,
     processes: int = 1,
     log: Path | None = None,
-) -> Iterator[int]:
-    """The named router before `replicas` (radixgrove finds them in Redis); yields its port."""
+) -> Iterator[RunningRouter]:
+    """The named router before `replicas` (radixgrove finds them in Redis)."""
     port = free_port()
     with tempfile.TemporaryDirectory() as directory:
         if subject.startswith("radixgrove"):
@@ -131,10 +146,10 @@ def router(
             if subject == "smg":
                 command.append("--disable-tokenizer-autoload")
             ready = f"http://127.0.0.1:{port}/health"
-        with process(command, log):
+        with process(command, log) as pid:
             wait_for_http(ready)
             time.sleep(1.5)  # all replicas, not only the first
-            yield port
+            yield RunningRouter(port, pid)
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
