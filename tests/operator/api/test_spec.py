@@ -117,6 +117,10 @@ def test_engine_settings_pass_the_workers_own_schema() -> None:
     assert settings.served_model_name == ["llama"]
 
 
+def test_kubectl_get_all_shows_services() -> None:
+    assert crd.custom_resource_definition()["spec"]["names"]["categories"] == ["all"]
+
+
 def everyday_fields() -> list[tuple[str, Any]]:
     """Fields of `engine` but for `settings`, and a value that the schema admits."""
     fields = SCHEMA["properties"]["spec"]["properties"]["engine"]["properties"]

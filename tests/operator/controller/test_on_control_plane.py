@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 from radixgrove.operator.api import names
 from radixgrove.protocol.keys import ServiceKeys
 from radixgrove.protocol.model_table import Demand
+from tests.checkout import ROOT
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.groups import lets_one_pod_go
 from tests.cluster.harness.kubectl import KubectlError, condition
@@ -406,3 +409,31 @@ def test_a_bad_update_keeps_the_old_groups_and_a_rollback_heals(
         that=lambda r: reason(r, "Progressing") == "Settled",
     )  # fmt: skip
     wait_until(lambda: sets(plane, namespace) == before, "old groups alone")
+
+
+def documented(command: str) -> str:
+    """The command of docs/operator.md that begins so."""
+    text = (ROOT / "docs" / "operator.md").read_text()
+    (found, *_) = re.findall(rf"`(kubectl {re.escape(command)}[^`]*)`", text)
+    return str(found)
+
+
+def test_what_stands_for_kubectl_rollout_does_what_the_page_says(
+    plane: ControlPlane, operator: OperatorProcess, namespace: str
+) -> None:
+    plane.kubectl.apply(service("llama", namespace, replicas=2))
+    wait_ready(plane, "llama", namespace)
+    before = sets(plane, namespace)
+
+    def typed(command: str) -> None:
+        line = command.replace("NAME", "llama").removeprefix("kubectl")
+        options = f"--kubeconfig={plane.kubectl.kubeconfig} -n {namespace}"
+        typed_line = f"{plane.kubectl.program} {options}{line}"
+        subprocess.run(["bash", "-c", typed_line], check=True, timeout=300)
+
+    typed(documented("annotate rgsvc NAME serving.radixgrove.io/restart"))
+    typed("kubectl wait rgsvc/NAME --for=condition=Progressing=true --timeout=60s")
+    typed(documented("wait rgsvc/NAME --for=condition=Progressing=false"))
+    typed(documented("wait rgsvc/NAME --for=condition=Degraded=false"))
+    assert set(sets(plane, namespace)).isdisjoint(before)
+    assert len(sets(plane, namespace)) == 2
