@@ -77,6 +77,9 @@ def test_the_readme_says_how_long_the_first_minutes_take() -> None:
         ("warm_start", "later such a start took {} s"),
     ):
         assert text.format(latest[metric]) in words
+    words = re.sub(r"\s+", " ", (ROOT / "docs" / "kubernetes.md").read_text())
+    wall, cpu = latest["demo_cluster_wall"], latest["demo_cluster_cpu"]
+    assert f"a clean clone answered after {wall:.0f} s, with {cpu:.0f} s of CPU" in words
 
 
 def test_a_figure_without_its_keys_is_not_recorded(
