@@ -12,7 +12,7 @@ from radixgrove.kernels import ops
 from radixgrove.kernels.linear import SkinnyConfig, SkinnyWorkspace
 from radixgrove.kernels.matmul import CUBLAS, Choice, multiply
 from radixgrove.kernels.weight import Weight
-from radixgrove.protocol.model.config import ModelConfig, RopeConfig
+from radixgrove.protocol.model.config import ModelConfig, QkNorm, RopeConfig
 from radixgrove.worker.attention.base import AttentionBatch
 from radixgrove.worker.attention.torch import TorchAttention
 from radixgrove.worker.models.decoder import Decoder
@@ -38,7 +38,8 @@ CONFIG = ModelConfig(
     qkv_bias=True,
     output_bias=False,
     mlp_bias=False,
-    qk_norm=True,
+    qk_norm=QkNorm.HEAD,
+    experts=None,
     dtype="float32",
 )
 TOKENS = 5

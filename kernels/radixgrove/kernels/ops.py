@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from radixgrove.kernels import activation, bitmask, gather, norm, pages, penalties, rope
+from radixgrove.kernels import activation, bitmask, gather, moe, norm, pages, penalties, rope
 from radixgrove.kernels import decode_inputs as _rows
 from radixgrove.kernels import linear as _linear
 from radixgrove.kernels.autotune import LinearTuner
@@ -32,6 +32,7 @@ __all__ = [
     "add_rms_norm",
     "defers_residual",
     "embed",
+    "experts",
     "gather_pages",
     "gather_rows",
     "kv_indices",
@@ -124,6 +125,14 @@ def linear(
         residual=residual,
         out=out,
     )
+
+
+def experts(
+    x: Tensor, logits: Tensor, weights: moe.ExpertWeights, residual: Tensor | None = None
+) -> Tensor:
+    """`residual +=` what each token's experts make of x; see `moe.experts`."""
+    function = moe.experts if x.is_cuda else moe.experts_reference
+    return function(x, logits, weights, residual)
 
 
 def defers_residual(tokens: int, weight: Weight) -> bool:

@@ -73,6 +73,34 @@ def test_what_cannot_run_is_refused_with_what_would(intended: Intended, named: s
         check_fit(EIGHT_BILLION, intended)
 
 
+MIXTURE = parse_config(
+    next(entry["config"] for entry in PUBLISHED if entry["model"] == "Qwen/Qwen3-30B-A3B")
+)
+
+
+@pytest.mark.parametrize(
+    ("intended", "named"),
+    [
+        (Intended(tp=3), "expert width 768; possible: 1, 2, 4$"),
+        (Intended(tp=8, ep=4), "expert width 768 over ep 4; possible: 4$"),
+        (Intended(tp=4, ep=3), "tp 4 and the model's 128 experts; possible: 1, 2, 4$"),
+        (Intended(memory=56 << 30), "56.9 GiB in bfloat16"),
+    ],
+    ids=str,
+)
+def test_experts_that_cannot_run_are_refused_with_what_would(
+    intended: Intended, named: str
+) -> None:
+    with pytest.raises(ModelError, match=named):
+        check_fit(MIXTURE, intended)
+
+
+def test_experts_of_which_there_are_none_are_not_spread() -> None:
+    with pytest.raises(ModelError, match="ep 2 is for models with experts"):
+        check_fit(EIGHT_BILLION, Intended(tp=2, ep=2))
+    check_fit(MIXTURE, Intended(tp=4, ep=4))
+
+
 def test_what_can_run_or_is_not_known_is_let_through() -> None:
     check_fit(EIGHT_BILLION, Intended(tp=8, max_model_len=8192, memory=16 << 30))
     check_fit(EIGHT_BILLION, Intended(dtype="float32"))

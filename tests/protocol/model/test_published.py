@@ -49,7 +49,7 @@ def reference_length(config: Any) -> int:
     if rope["rope_type"] == "yarn":
         length = int(rope["factor"] * rope["original_max_position_embeddings"])
     window = getattr(config, "sliding_window", None)
-    windowed = config.model_type == "mistral" or "sliding_attention" in (
+    windowed = config.model_type in ("mistral", "mixtral") or "sliding_attention" in (
         getattr(config, "layer_types", None) or ()
     )
     return min(length, window) if windowed and window else length
@@ -60,8 +60,12 @@ def test_there_are_enough_of_them() -> None:
     assert {entry["config"]["architectures"][0] for entry in SERVED} == {
         "LlamaForCausalLM",
         "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "OlmoeForCausalLM",
         "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
     }
 
 
@@ -79,12 +83,14 @@ def test_published_configuration(entry: dict[str, Any], tmp_path: Path) -> None:
         "layers": theirs.num_hidden_layers,
         "heads": theirs.num_attention_heads,
         "kv_heads": theirs.num_key_value_heads,
-        "head_dim": getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads),
+        "head_dim": getattr(theirs, "head_dim", None)
+        or theirs.hidden_size // theirs.num_attention_heads,
         "vocabulary": theirs.vocab_size,
         "eps": theirs.rms_norm_eps,
         "tied": theirs.tie_word_embeddings,
         "dtype": str(theirs.dtype).removeprefix("torch."),
     }
+    assert experts(ours) == reference_experts(theirs)
     assert ours.max_position_embeddings == reference_length(theirs)
     theirs.head_dim = ours.head_dim
     frequencies, magnitude = inverse_frequencies(ours.rope, ours.head_dim)
@@ -112,6 +118,84 @@ def sizes(config: ModelConfig) -> dict[str, Any]:
         "tied": config.tied_embeddings,
         "dtype": config.dtype,
     }
+
+
+def experts(config: ModelConfig) -> dict[str, Any] | None:
+    if config.experts is None:
+        return None
+    return {
+        "count": config.experts.count,
+        "per_token": config.experts.per_token,
+        "inner": config.experts.intermediate_size,
+        "renormalize": config.experts.renormalize,
+        "shared": config.experts.shared_size,
+        "layers": config.expert_layers,
+    }
+
+
+def reference_experts(config: Any) -> dict[str, Any] | None:
+    if not hasattr(config, "num_experts_per_tok"):
+        return None
+    return {
+        "count": config.num_experts,
+        "per_token": config.num_experts_per_tok,
+        "inner": getattr(config, "moe_intermediate_size", config.intermediate_size),
+        "renormalize": config.model_type == "mixtral" or config.norm_topk_prob,
+        "shared": getattr(config, "shared_expert_intermediate_size", 0),
+        "layers": config.num_hidden_layers,  # of published ones all
+    }
+
+
+MIXTURE = next(entry["config"] for entry in SERVED if "A3B" in entry["model"])
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"),
+    [
+        ({"decoder_sparse_step": 2}, [1, 3, 5]),
+        ({"mlp_only_layers": [0, 3]}, [1, 2, 4, 5]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [3, 5]),
+        ({"num_experts": 0}, []),
+    ],
+    ids=str,
+)
+def test_layers_with_experts(change: dict[str, Any], layers: list[int]) -> None:
+    config = parse_config(MIXTURE | {"num_hidden_layers": 6} | change)
+    assert [layer for layer in range(6) if config.experts_of(layer)] == layers
+
+
+def test_an_absent_key_of_experts_has_the_familys_default(tmp_path: Path) -> None:
+    for kind in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe"):
+        entry = next(entry for entry in SERVED if entry["config"]["model_type"] == kind)
+        keys = "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"
+        keys += "moe_intermediate_size", "shared_expert_intermediate_size", "rope_theta"
+        keys += "decoder_sparse_step", "mlp_only_layers", "rms_norm_eps"
+        bare = {key: value for key, value in entry["config"].items() if key not in keys}
+        write(tmp_path, {"config": bare})
+        theirs = AutoConfig.from_pretrained(tmp_path)
+        ours = parse_config(bare)
+        assert experts(ours) == reference_experts(theirs)
+        assert ours.norm_eps == theirs.rms_norm_eps
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"num_experts": 513}, "num_experts 513 is more than 512"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 of 128 experts"),
+        ({"num_local_experts": 64}, "num_experts and num_local_experts differ"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer"),
+        ({"mlp_only_layers": "first"}, "mlp_only_layers must be a list"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer"),
+        ({"num_expert_group": 4}, "num_expert_group 4 is not supported"),
+        ({"moe_router_scale": 2.5}, "moe_router_scale 2.5 is not supported"),
+    ],
+    ids=str,
+)
+def test_experts_that_are_refused(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        parse_config(MIXTURE | change)
 
 
 @pytest.mark.parametrize("entry", REFUSED, ids=names(REFUSED))
@@ -203,6 +287,26 @@ def test_null_is_absent() -> None:
             },
             1000,
         ),
+        (
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+                "max_window_layers": 32,
+            },
+            100,
+        ),
+        (
+            {
+                "architectures": ["Qwen2MoeForCausalLM"],
+                "sliding_window": 100,
+                "use_sliding_window": True,
+                "max_window_layers": 32,
+            },
+            100,
+        ),
+        ({"architectures": ["MixtralForCausalLM"]}, 1000),
+        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 100}, 100),
         (
             {
                 "architectures": ["Qwen3ForCausalLM"],

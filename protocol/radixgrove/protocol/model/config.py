@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
 from typing import Any
 
 from radixgrove.protocol.errors import InvalidInput
@@ -26,6 +27,39 @@ class RopeConfig:
     theta: float
     kind: str = "default"
     parameters: Mapping[str, Any]
+
+
+class QkNorm(StrEnum):
+    """What the RMSNorms of queries and keys, before they are rotated, are over."""
+
+    NONE = "none"
+    HEAD = "head"  # each head, all with one weight
+    WIDTH = "width"  # all heads of a token together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What a checkpoint calls a layer's experts."""
+
+    block: str = "mlp"  # below `model.layers.N`
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """Experts in place of a layer's MLP, of which every token has a few by the softmax of its
+    router logits, and how checkpoints name them."""
+
+    count: int
+    per_token: int
+    intermediate_size: int  # of one
+    renormalize: bool  # a token's weights, so that they sum to 1
+    shared_size: int  # intermediate size of what all tokens go through besides, gated; 0: nothing
+    step: int  # one layer in so many has experts, the first ones not
+    dense_layers: frozenset[int]  # that have none in any case
+    names: ExpertNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +81,44 @@ class ModelConfig:
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: QkNorm
+    experts: ExpertsConfig | None
     dtype: str  # the checkpoint's own, a name of `DTYPES`
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts of a layer; None: it has an MLP."""
+        experts = self.experts
+        if experts is None or layer in experts.dense_layers or (layer + 1) % experts.step:
+            return None
+        return experts
+
+    @property
+    def expert_layers(self) -> int:
+        return sum(self.experts_of(layer) is not None for layer in range(self.num_layers))
+
+
+class _Window(Enum):
+    """Which layers attend within `sliding_window`."""
+
+    NONE = auto()
+    ALL = auto()
+    ALL_IF_USED = auto()  # with `use_sliding_window`
+    LATER_IF_USED = auto()  # those from `max_window_layers` on
+    EARLIER_IF_USED = auto()  # every other one of those before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ExpertFamily:
+    """Keys of a family's experts, and what is true where they are absent."""
+
+    count: int
+    per_token: int
+    size_key: str = "intermediate_size"
+    size: int | None = None
+    renormalizes: bool | None = None  # None: `norm_topk_prob`
+    shared: int = 0  # 0: there is no shared expert, else `shared_expert_intermediate_size`
+    by_layer: bool = False  # `decoder_sparse_step` and `mlp_only_layers` count
+    names: ExpertNames = ExpertNames()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +130,66 @@ class _Family:
     kv_heads: int | None = None  # None: as many as query heads
     head_dim: int | None = None  # None: an equal part of the hidden size
     qkv_bias: bool | None = False  # None: the config's `attention_bias` decides, for all four
+    qkv_bias_key: bool = False  # whether `qkv_bias` counts
     mlp_bias: bool = False  # whether `mlp_bias` counts
-    qk_norm: bool = False
-    window: bool = False  # every layer's attention is within `sliding_window`
-    window_by_layer: bool = False  # layers' is, if `use_sliding_window`
+    qk_norm: QkNorm = QkNorm.NONE
+    window: _Window = _Window.NONE
+    default_window: int | None = 4096
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    experts: _ExpertFamily | None = None
 
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family(model_type="llama", longest=2048, qkv_bias=None, mlp_bias=True),
-    "MistralForCausalLM": _Family(model_type="mistral", longest=131072, kv_heads=8, window=True),
+    "MistralForCausalLM": _Family(
+        model_type="mistral", longest=131072, kv_heads=8, window=_Window.ALL
+    ),
+    "MixtralForCausalLM": _Family(
+        model_type="mixtral",
+        longest=131072,
+        kv_heads=8,
+        window=_Window.ALL,
+        default_window=None,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        experts=_ExpertFamily(
+            count=8,
+            per_token=2,
+            renormalizes=True,
+            names=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+        ),
+    ),
+    "OlmoeForCausalLM": _Family(
+        model_type="olmoe",
+        longest=4096,
+        qkv_bias=None,
+        qk_norm=QkNorm.WIDTH,
+        norm_eps=1e-5,
+        experts=_ExpertFamily(count=64, per_token=8),
+    ),
     "Qwen2ForCausalLM": _Family(
-        model_type="qwen2", longest=32768, kv_heads=32, qkv_bias=True, window_by_layer=True
+        model_type="qwen2",
+        longest=32768,
+        kv_heads=32,
+        qkv_bias=True,
+        window=_Window.LATER_IF_USED,
+    ),
+    "Qwen2MoeForCausalLM": _Family(
+        model_type="qwen2_moe",
+        longest=32768,
+        kv_heads=16,
+        qkv_bias=True,
+        qkv_bias_key=True,
+        window=_Window.EARLIER_IF_USED,
+        experts=_ExpertFamily(
+            count=60,
+            per_token=4,
+            size_key="moe_intermediate_size",
+            size=1408,
+            shared=5632,
+            by_layer=True,
+        ),
     ),
     "Qwen3ForCausalLM": _Family(
         model_type="qwen3",
@@ -78,11 +197,26 @@ _FAMILIES = {
         kv_heads=32,
         head_dim=128,
         qkv_bias=None,
-        qk_norm=True,
-        window_by_layer=True,
+        qk_norm=QkNorm.HEAD,
+        window=_Window.LATER_IF_USED,
+    ),
+    "Qwen3MoeForCausalLM": _Family(
+        model_type="qwen3_moe",
+        longest=32768,
+        kv_heads=4,
+        qkv_bias=None,
+        qk_norm=QkNorm.HEAD,
+        window=_Window.ALL_IF_USED,
+        experts=_ExpertFamily(
+            count=128,
+            per_token=8,
+            size_key="moe_intermediate_size",
+            size=768,
+            by_layer=True,
+        ),
     ),
 }
-_DEFAULT_WINDOW = 4096
+MAX_EXPERTS = 512
 _DEFAULT_FULL_LAYERS = 28  # `max_window_layers`
 DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
@@ -95,6 +229,10 @@ _CHANGES_ARITHMETIC = re.compile(
 )
 _READ_ROPE_KEYS = frozenset(
     {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+)
+_READ_EXPERT_KEYS = frozenset(
+    {"num_experts", "num_local_experts", "num_experts_per_tok"}
+    | {"moe_intermediate_size", "shared_expert_intermediate_size"}
 )
 _ROPE_PARAMETERS = frozenset(
     {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
@@ -129,7 +267,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise ModelError(f"activation {activation!r} is not supported, only silu")
     if any(key in given for key in _QUANTIZED):
         raise ModelError("quantized checkpoints are not supported; use the unquantized weights")
-    _refuse_unknown_arithmetic(given)
+    _refuse_unknown_arithmetic(given, family)
     attention_bias = bool(given.get("attention_bias", False))
     hidden_size = _size(given, "hidden_size")
     num_heads = _size(given, "num_attention_heads")
@@ -144,7 +282,10 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise ModelError(f"head_dim {head_dim} is odd: rotary embeddings need pairs")
     num_layers = _size(given, "num_hidden_layers")
     longest = _size(given, "max_position_embeddings", family.longest)
-    rope = _rope(given, longest)
+    rope = _rope(given, longest, family.rope_theta)
+    qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
+    if family.qkv_bias_key:
+        qkv_bias = bool(given.get("qkv_bias", qkv_bias))
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -154,16 +295,17 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=_size(given, "vocab_size"),
-        norm_eps=_number(given, "rms_norm_eps", 1e-6),
+        norm_eps=_number(given, "rms_norm_eps", family.norm_eps),
         max_position_embeddings=min(
             _scaled_length(rope, longest), _window(raw, family, num_layers) or 1 << 31
         ),
         rope=rope,
         tied_embeddings=bool(given.get("tie_word_embeddings", False)),
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        qkv_bias=qkv_bias,
         output_bias=attention_bias if family.qkv_bias is None else False,
         mlp_bias=family.mlp_bias and bool(given.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
+        experts=_experts(given, family.experts, num_layers),
         dtype=_dtype(given),
     )
 
@@ -182,9 +324,10 @@ def _family(raw: Mapping[str, Any]) -> tuple[str, _Family]:
     raise ModelError(f"architecture not supported: {found}; supported are {supported}")
 
 
-def _refuse_unknown_arithmetic(given: Mapping[str, Any]) -> None:
+def _refuse_unknown_arithmetic(given: Mapping[str, Any], family: _Family) -> None:
+    read = _READ_ROPE_KEYS | (_READ_EXPERT_KEYS if family.experts else frozenset())
     for key, value in given.items():
-        if key in _READ_ROPE_KEYS or not _CHANGES_ARITHMETIC.search(key):
+        if key in read or not _CHANGES_ARITHMETIC.search(key):
             continue
         if value and not (value == 1 and not isinstance(value, bool)):
             raise ModelError(f"config.json: {key} {value!r} is not supported")
@@ -206,21 +349,60 @@ def _number(given: Mapping[str, Any], key: str, default: float | None = None) ->
 
 def _window(raw: Mapping[str, Any], family: _Family, num_layers: int) -> int | None:
     """Attention here is over the whole context, so a sliding window bounds the length instead."""
-    if family.window_by_layer:
-        if not raw.get("use_sliding_window"):
-            return None
+    kind = family.window
+    if kind is _Window.NONE or (kind is not _Window.ALL and not raw.get("use_sliding_window")):
+        return None
+    if kind in (_Window.LATER_IF_USED, _Window.EARLIER_IF_USED):
         kinds = raw.get("layer_types")
-        if kinds is None:
-            full = raw.get("max_window_layers")
-            windowed = (_DEFAULT_FULL_LAYERS if full is None else full) < num_layers
-        else:
+        border = raw.get("max_window_layers")
+        border = _DEFAULT_FULL_LAYERS if border is None else border
+        if kinds is not None:
             windowed = any(kind != "full_attention" for kind in kinds)
+        else:
+            windowed = border < num_layers if kind is _Window.LATER_IF_USED else border > 0
         if not windowed:
             return None
-    elif not family.window:
-        return None
-    window = raw.get("sliding_window", _DEFAULT_WINDOW)  # null: there is none
+    window = raw.get("sliding_window", family.default_window)  # null: there is none
     return window if isinstance(window, int) and window > 0 else None
+
+
+def _experts(
+    given: Mapping[str, Any], family: _ExpertFamily | None, num_layers: int
+) -> ExpertsConfig | None:
+    if family is None:
+        return None
+    # transformers takes both names for the same.
+    counts = {key: given[key] for key in ("num_experts", "num_local_experts") if key in given}
+    if len(set(counts.values())) > 1:
+        raise ModelError(f"config.json: num_experts and num_local_experts differ: {counts}")
+    if family.by_layer and 0 in counts.values():
+        return None
+    key = next(iter(counts), "num_experts")
+    count = _size(given, key, family.count)
+    per_token = _size(given, "num_experts_per_tok", family.per_token)
+    if count > MAX_EXPERTS:
+        raise ModelError(f"config.json: {key} {count} is more than {MAX_EXPERTS}")
+    if per_token > count:
+        raise ModelError(f"config.json: num_experts_per_tok {per_token} of {count} experts")
+    shared = family.shared
+    if shared:
+        shared = _size(given, "shared_expert_intermediate_size", shared)
+    renormalize = family.renormalizes
+    if renormalize is None:
+        renormalize = bool(given.get("norm_topk_prob", False))
+    dense = given.get("mlp_only_layers", []) if family.by_layer else []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ModelError(f"config.json: mlp_only_layers must be a list of layers, got {dense!r}")
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        intermediate_size=_size(given, family.size_key, family.size),
+        renormalize=renormalize,
+        shared_size=shared,
+        step=_size(given, "decoder_sparse_step", 1) if family.by_layer else 1,
+        dense_layers=frozenset(dense),
+        names=family.names,
+    )
 
 
 def _dtype(given: Mapping[str, Any]) -> str:
@@ -232,12 +414,12 @@ def _dtype(given: Mapping[str, Any]) -> str:
     return name
 
 
-def _rope(given: Mapping[str, Any], longest: int) -> RopeConfig:
+def _rope(given: Mapping[str, Any], longest: int, default_theta: float) -> RopeConfig:
     found = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
         raise ModelError("config.json: rope_scaling is not an object")
     parameters = {key: value for key, value in found.items() if value is not None}
-    theta = _number({**given, **parameters}, "rope_theta", 10000.0)
+    theta = _number({**given, **parameters}, "rope_theta", default_theta)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     partial = parameters.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
@@ -275,16 +457,45 @@ def _scaled_length(rope: RopeConfig, longest: int) -> int:
     return int(_number(rope.parameters, "factor") * original)
 
 
-def check_divides(config: ModelConfig, tp: int) -> None:
-    """Refuse a `tp` that cannot split the model.
+def check_divides(config: ModelConfig, tp: int, ep: int = 1) -> None:
+    """Refuse a `tp` or `ep` that cannot split the model.
 
     Raises:
         ModelError: names the values that do.
     """
-    sizes = (config.num_heads, config.num_kv_heads, config.intermediate_size)
-    possible = [n for n in range(1, sizes[1] + 1) if all(size % n == 0 for size in sizes)]
+    _check_experts_divide(config, tp, ep)
+    sizes = [config.num_heads, config.num_kv_heads]
+    named = [f"{sizes[0]} query heads", f"{sizes[1]} KV heads"]
+    if config.expert_layers < config.num_layers:
+        sizes.append(config.intermediate_size)
+        named.append(f"MLP width {config.intermediate_size}")
+    inner = 0
+    if experts := config.experts:
+        inner = experts.intermediate_size
+        named.append(f"expert width {inner}" + (f" over ep {ep}" if ep > 1 else ""))
+        if experts.shared_size:
+            sizes.append(experts.shared_size)
+            named.append(f"shared expert's width {experts.shared_size}")
+
+    def divides(n: int) -> bool:
+        return n % ep == 0 and inner % (n // ep) == 0 and all(size % n == 0 for size in sizes)
+
+    possible = [n for n in range(1, config.num_kv_heads + 1) if divides(n)]
     if tp not in possible:
         raise ModelError(
-            f"tp {tp} does not divide the model's {sizes[0]} query heads, {sizes[1]} KV heads and "
-            f"MLP width {sizes[2]}; possible: {', '.join(map(str, possible))}"
+            f"tp {tp} does not divide the model's {', '.join(named[:-1])} and {named[-1]}; "
+            f"possible: {', '.join(map(str, possible)) or 'none'}"
         )
+
+
+def _check_experts_divide(config: ModelConfig, tp: int, ep: int) -> None:
+    count = config.experts.count if config.experts else 1
+    possible = [n for n in range(1, tp + 1) if tp % n == 0 and count % n == 0]
+    if ep in possible:
+        return
+    if config.experts is None:
+        raise ModelError(f"ep {ep} is for models with experts, and this one has none; possible: 1")
+    raise ModelError(
+        f"ep {ep} does not divide the group's tp {tp} and the model's {count} experts; possible: "
+        f"{', '.join(map(str, possible))}"
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixgrove.protocol.model.config import ModelConfig, ModelError, check_divides
+from radixgrove.protocol.model.config import ModelConfig, ModelError, QkNorm, check_divides
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -17,6 +17,7 @@ class Intended:
     """How a model is to run."""
 
     tp: int = 1
+    ep: int = 1
     dtype: str = ""  # of its weights, a name of `DTYPES`; "": the checkpoint's own
     max_model_len: int | None = None  # tokens; None: the model's
     memory: int = 0  # bytes that its ranks have together; 0: not known
@@ -28,7 +29,7 @@ def check_fit(config: ModelConfig, intended: Intended) -> None:
     Raises:
         ModelError: the message names what would do.
     """
-    check_divides(config, intended.tp)
+    check_divides(config, intended.tp, intended.ep)
     check_length(config, intended.max_model_len)
     _check_memory(config, intended)
 
@@ -56,11 +57,37 @@ def _check_memory(config: ModelConfig, intended: Intended) -> None:
 
 def count_parameters(config: ModelConfig) -> int:
     """Numbers in the weights; tied embeddings count once."""
-    hidden, mlp = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = hidden * (queries + 2 * keys) + queries * hidden
-    attention += config.qkv_bias * (queries + 2 * keys) + config.output_bias * hidden
-    attention += config.qk_norm * 2 * config.head_dim
-    dense = 3 * hidden * mlp + config.mlp_bias * (2 * mlp + hidden)
+    hidden, layers = config.hidden_size, config.num_layers
     tables = (1 if config.tied_embeddings else 2) * config.vocab_size * hidden
-    return tables + config.num_layers * (attention + dense + 2 * hidden) + hidden
+    attention = _attention_parameters(config) + 2 * hidden
+    return tables + layers * attention + count_mlp_parameters(config) + hidden
+
+
+def count_mlp_parameters(config: ModelConfig) -> int:
+    """Those of them in the MLPs and experts of all layers."""
+    mixtures = config.expert_layers
+    dense = (config.num_layers - mixtures) * _mlp_parameters(config)
+    return dense + mixtures * _mixture_parameters(config)
+
+
+def _attention_parameters(config: ModelConfig) -> int:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    numbers = hidden * (queries + 2 * keys) + queries * hidden
+    numbers += config.qkv_bias * (queries + 2 * keys) + config.output_bias * hidden
+    norms = {QkNorm.NONE: 0, QkNorm.HEAD: 2 * head_dim, QkNorm.WIDTH: queries + keys}
+    return numbers + norms[config.qk_norm]
+
+
+def _mlp_parameters(config: ModelConfig) -> int:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return 3 * hidden * inner + config.mlp_bias * (2 * inner + hidden)
+
+
+def _mixture_parameters(config: ModelConfig) -> int:
+    """Of a layer's experts, its router, and the shared expert with its gate."""
+    experts, hidden = config.experts, config.hidden_size
+    if experts is None:
+        return 0
+    numbers = experts.count * (3 * hidden * experts.intermediate_size + hidden)
+    return numbers + (3 * experts.shared_size + 1) * hidden * (experts.shared_size > 0)

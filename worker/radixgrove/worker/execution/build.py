@@ -145,7 +145,15 @@ def _start(loaded: LoadedModel) -> tuple[Runner, EngineInfo]:
     weights = model.weights_bytes
     loaded.say(
         EngineState.WARMING_UP,
-        describe(weights, loaded.shape, kv_tokens, longest, member.layout.size, loaded.host_pages),
+        describe(
+            weights,
+            loaded.shape,
+            kv_tokens,
+            longest,
+            member.layout.size,
+            loaded.host_pages,
+            model.expert_bytes,
+        ),
     )
     # On CUDA the trial has said already which attention backend it is.
     silent = device.type == "cuda"

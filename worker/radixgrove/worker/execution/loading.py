@@ -9,7 +9,7 @@ import torch
 
 from radixgrove.kernels import ops as kernels
 from radixgrove.kernels.float8 import FLOAT8
-from radixgrove.protocol.model.config import ModelConfig
+from radixgrove.protocol.model.config import ModelConfig, QkNorm
 from radixgrove.protocol.model.directory import known_tokens
 from radixgrove.protocol.settings import AttentionChoice, LoadFormat, WorkerSettings
 from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
@@ -44,7 +44,7 @@ def load_model(
     with kernels.tuner.compiling(model.projections(), *sizes, attention):
         if settings.load_format == LoadFormat.DUMMY:
             report(PhaseReport(EngineState.LOADING, "filling random weights"))
-            fill_random(model.parts(), seed=place.group.rank)
+            fill_random(model.parts())
         else:
             load_safetensors(
                 model.parts(),
@@ -71,7 +71,7 @@ def attention_shape(
         page_size=settings.page_size,
         max_rows=limits.max_running,
         max_pages=-(-longest // settings.page_size),
-        qk_norm=config.qk_norm,
+        qk_norm=config.qk_norm is QkNorm.HEAD,
         dtype=place.dtype,
         kv_dtype=kv_dtype,
         extends=settings.attention_backend == AttentionChoice.TRITON

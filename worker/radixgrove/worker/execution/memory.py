@@ -197,14 +197,20 @@ def describe(
     max_model_len: int,
     ranks: int,
     host_pages: int = 0,
+    experts: int = 0,
 ) -> str:
-    """The memory arithmetic that a worker prints at start, per rank."""
+    """The memory arithmetic that a worker prints at start, per rank.
+
+    Args:
+        weights: bytes, of which `experts` are experts' that tokens choose from.
+    """
     pool = kv_tokens * shape.bytes_per_token
     tier_tokens = host_pages * shape.page_size
     tier = f"; host tier {_gib(host_pages * shape.page_bytes)} = {tier_tokens:,} tokens"
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    chosen = f", experts {_gib(experts)} of that" if experts else ""
     return (
-        f"memory{each}: weights {_gib(weights)}; KV {_gib(pool)} = {kv_tokens:,} tokens of "
+        f"memory{each}: weights {_gib(weights)}{chosen}; KV {_gib(pool)} = {kv_tokens:,} tokens of "
         f"{shape.bytes_per_token / 1024:.1f} KiB in pages of {shape.page_size} "
         f"({shape.dtype_name}); "
         f"{kv_tokens / max_model_len:.1f} requests of {max_model_len:,} tokens at once"

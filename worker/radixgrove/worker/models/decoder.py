@@ -1,4 +1,5 @@
-"""The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3 differ only in their config."""
+"""The decoder of the Llama family, whose members differ only in their config: in norms of queries
+and keys, and in what follows attention."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from radixgrove.kernels.autotune import Projection
 from radixgrove.kernels.weight import Weight
-from radixgrove.protocol.model.config import ModelConfig
+from radixgrove.protocol.model.config import ModelConfig, QkNorm
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.models.hugepages import use_huge_pages
 from radixgrove.worker.models.layers import (
@@ -18,7 +19,9 @@ from radixgrove.worker.models.layers import (
     StepContext,
     TensorPlacement,
     VocabTable,
+    WidthNorms,
 )
+from radixgrove.worker.models.mlp import GatedMlp, Mixture
 from radixgrove.worker.models.ops import Ops
 from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
 from radixgrove.worker.models.rope import rotary_table
@@ -26,7 +29,7 @@ from radixgrove.worker.models.stages import Stage
 
 
 class DecoderLayer:
-    """Attention and gated MLP, each with its norm before and its residual after."""
+    """Attention, and an MLP or experts, each with its norm before and its residual after."""
 
     def __init__(
         self, config: ModelConfig, index: int, place: TensorPlacement, pool_index: int
@@ -37,8 +40,8 @@ class DecoderLayer:
             pool_index: of its pages in the pool, which holds the layers of this stage.
         """
         prefix = f"model.layers.{index}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+        attention = f"{prefix}.self_attn"
+        hidden, head_dim = config.hidden_size, config.head_dim
         self._index = pool_index
         self._qkv = Linear.column(
             place,
@@ -57,17 +60,20 @@ class DecoderLayer:
             hidden,
             bias=config.output_bias,
         )
-        self._gate_up = Linear.column(
-            place,
-            hidden,
-            {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner},
-            bias=config.mlp_bias,
-        )
-        self._down = Linear.row(place, f"{mlp}.down_proj", inner, hidden, bias=config.mlp_bias)
+        self.mlp: GatedMlp | Mixture
+        if experts := config.experts_of(index):
+            self.mlp = Mixture(config, experts, prefix, place)
+        else:
+            self.mlp = GatedMlp(config, f"{prefix}.mlp", place, config.intermediate_size)
         self._input_norm = place.empty(hidden)
         self._mlp_norm = place.empty(hidden)
-        self._q_norm = place.empty(head_dim) if config.qk_norm else None
-        self._k_norm = place.empty(head_dim) if config.qk_norm else None
+        per_head = config.qk_norm is QkNorm.HEAD
+        self._q_norm = place.empty(head_dim) if per_head else None
+        self._k_norm = place.empty(head_dim) if per_head else None
+        self._width_norms: WidthNorms | None = None
+        if config.qk_norm is QkNorm.WIDTH:
+            widths = config.num_heads * head_dim, config.num_kv_heads * head_dim
+            self._width_norms = WidthNorms(attention, place, *widths)
         self._vectors = {
             f"{prefix}.input_layernorm.weight": self._input_norm,
             f"{prefix}.post_attention_layernorm.weight": self._mlp_norm,
@@ -76,29 +82,29 @@ class DecoderLayer:
         }
 
     def parts(self) -> Iterator[WeightPart]:
-        for linear in (self._qkv, self._output, self._gate_up, self._down):
-            yield from linear.parts()
+        for part in (self._qkv, self._output, self.mlp, self._width_norms):
+            if part is not None:
+                yield from part.parts()
         for name, vector in self._vectors.items():
             if vector is not None:
                 yield WeightPart(name, vector, tuple(vector.shape), dummy=1.0)
 
     def matrices(self) -> list[Tensor]:
         """The weights of its products."""
-        return [x.weight.payload for x in (self._qkv, self._output, self._gate_up, self._down)]
+        return [self._qkv.weight.payload, self._output.weight.payload, *self.mlp.matrices()]
 
     def prepare(self, ops: Ops) -> int:
         """See `Decoder.prepare`; bytes of the parameters."""
-        linears = (self._qkv, self._output, self._gate_up, self._down)
-        vectors = (vector.nbytes for vector in self._vectors.values() if vector is not None)
-        return sum(linear.prepare(ops) for linear in linears) + sum(vectors)
+        vectors = sum(vector.nbytes for vector in self._vectors.values() if vector is not None)
+        if self._width_norms is not None:
+            vectors += self._width_norms.nbytes
+        return vectors + sum(x.prepare(ops) for x in (self._qkv, self._output, self.mlp))
 
     def projections(self, others: Sequence[DecoderLayer]) -> list[Projection]:
-        """For the tuner: this layer's products, with the weights of `others` too."""
+        """For the tuner: this layer's products of attention, with the weights of `others` too."""
         return [
             self._qkv.projection([other._qkv for other in others]),
             self._output.projection([other._output for other in others]),
-            self._gate_up.projection([other._gate_up for other in others], silu=True),
-            self._down.projection([other._down for other in others]),
         ]
 
     def __call__(
@@ -117,14 +123,15 @@ class DecoderLayer:
         if attended is None:
             return
         stream.add(self._output, attended, context)
-        gated = stream.into(self._gate_up, context, self._mlp_norm, silu=True)
-        stream.add(self._down, gated, context)
+        self.mlp(stream, context, self._mlp_norm)
 
     def _attend(self, qkv: Tensor, context: StepContext, wanted: Tensor | None) -> Tensor | None:
         """Store K and V and attend: [T, H * D], or [S, H * D] at the wanted positions if any."""
         attention = context.attention
         norms = self._q_norm, self._k_norm, context.eps
         nothing_wanted = wanted is not None and not wanted.shape[0]
+        if self._width_norms is not None:
+            self._width_norms(qkv, context)
         if context.await_layer is not None:
             context.await_layer(self._index)
         if attention.takes_qkv:
@@ -180,6 +187,8 @@ class Decoder:
         ]
         self._norm = place.empty(config.hidden_size) if stage.has_head else None
         self.weights_bytes = 0  # of this rank's parameters; known after `prepare`
+        mixtures = (layer.mlp for layer in self._layers if isinstance(layer.mlp, Mixture))
+        self.expert_bytes = sum(mixture.expert_bytes for mixture in mixtures)  # those of experts
         self._cos_sin = rotary_table(
             config.rope, config.head_dim, config.max_position_embeddings, place.device
         )
@@ -200,6 +209,9 @@ class Decoder:
         """What the tuner measures: each kind of product, over all layers, and the head."""
         first, *others = self._layers
         found = first.projections(others)
+        mlps = [layer.mlp for layer in self._layers]
+        found += GatedMlp.projections([mlp for mlp in mlps if isinstance(mlp, GatedMlp)])
+        found += Mixture.projections([mlp for mlp in mlps if isinstance(mlp, Mixture)])
         if self._head is not None:
             wide = self.logits_dtype != self.dtype
             head = Weight.plain(self._head.weight)

@@ -43,6 +43,7 @@ class TensorPlacement:
     dtype: torch.dtype
     device: torch.device
     formats: Formats = ALL_UNQUANTIZED  # of projections
+    ep: int = 1  # groups of the ranks, which hold different experts
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -126,19 +127,35 @@ class Linear:
             silu: multiply the second half of the product by the SiLU of the first.
             residual: [T, out], to which the product is added; its memory may be used for that.
         """
-        reduce = self._row_parallel and context.group.size > 1
-        # The sum over the ranks takes in bias and residual once, from rank 0.
-        whole = not reduce or context.group.rank == 0
-        y = context.ops.linear(
+        if not self._row_parallel or context.group.size == 1:
+            return self.partial(x, context, norm=norm, silu=silu, residual=residual)
+        # The sum over the ranks takes in the residual once, from rank 0.
+        own = residual if context.group.rank == 0 else None
+        return context.group.all_reduce(
+            self.partial(x, context, norm=norm, silu=silu, residual=own)
+        )
+
+    def partial(
+        self,
+        x: Tensor,
+        context: StepContext,
+        *,
+        norm: Tensor | None = None,
+        silu: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """This rank's part of a row-parallel layer, with `residual` added in any case; the sum over
+        the ranks is the caller's. A bias is in rank 0's part."""
+        whole = not self._row_parallel or context.group.rank == 0
+        return context.ops.linear(
             x,
             self.weight,
             self.bias if whole else None,
             norm=norm,
             eps=context.eps,
             silu=silu,
-            residual=residual if whole else None,
+            residual=residual,
         )
-        return context.group.all_reduce(y) if reduce else y
 
     def defers_residual(self, tokens: int, context: StepContext) -> bool:
         """Whether a product of `tokens` rows is better added to the residual by the next norm."""
@@ -159,6 +176,48 @@ class Linear:
         )
 
 
+class WidthNorms:
+    """RMSNorms of queries and keys over all heads of a token, those of other ranks too."""
+
+    def __init__(self, prefix: str, place: TensorPlacement, queries: int, keys: int) -> None:
+        """
+        Args:
+            queries, keys: values of all their heads.
+        """
+        self._widths = queries, keys
+        self._parts = []
+        self._weights = []
+        for name, width in zip(("q_norm", "k_norm"), self._widths, strict=True):
+            start, length = place.group.shard.split(width)
+            weight = place.empty(length)
+            self._weights.append(weight)
+            window = (slice(start, start + length),)
+            self._parts.append(
+                WeightPart(f"{prefix}.{name}.weight", weight, (width,), window, dummy=1.0)
+            )
+
+    def parts(self) -> Iterator[WeightPart]:
+        yield from self._parts
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self._weights)
+
+    def __call__(self, qkv: Tensor, context: StepContext) -> None:
+        """Norm the queries and keys of [T, queries + keys + values] of this rank, in place."""
+        first, second = (len(weight) for weight in self._weights)
+        halves = qkv[:, :first], qkv[:, first : first + second]
+        if context.group.size == 1:
+            for half, weight in zip(halves, self._weights, strict=True):
+                half.copy_(context.ops.rms_norm(half, weight, context.eps))
+            return
+        squares = [half.float().square().sum(-1, keepdim=True) for half in halves]
+        total = context.group.all_reduce(torch.cat(squares, -1))
+        scales = (total / total.new_tensor(self._widths) + context.eps).rsqrt_()
+        for index, (half, weight) in enumerate(zip(halves, self._weights, strict=True)):
+            half.copy_(half.float() * scales[:, index : index + 1] * weight.float())
+
+
 class ResidualStream:
     """[T, hidden]: norms of it go into a layer's products, and their results are added to it.
 
@@ -176,9 +235,21 @@ class ResidualStream:
         """`linear` of the stream's norm."""
         if self._pending is None:
             return linear(self._value, context, norm=norm, silu=silu)
+        return linear(self.normed(context, norm), context, silu=silu)
+
+    def normed(self, context: StepContext, norm: Tensor) -> Tensor:
+        """The stream's norm, for several products."""
+        if self._pending is None:
+            return context.ops.rms_norm(self._value, norm, context.eps)
         x = context.ops.add_rms_norm(self._pending, self._value, norm, context.eps)
         self._pending = None
-        return linear(x, context, silu=silu)
+        return x
+
+    def add_partial(self, add: Callable[[Tensor | None], Tensor], context: StepContext) -> None:
+        """Add what each rank has a part of: `add` takes the tensor to add its part to, which is
+        the stream on rank 0, and none elsewhere."""
+        value = self.value()
+        self._value = context.group.all_reduce(add(value if context.group.rank == 0 else None))
 
     def add(self, linear: Linear, x: Tensor, context: StepContext) -> None:
         """Add `linear(x)`."""

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from radixgrove.kernels import moe
 from radixgrove.kernels import ops as kernels
 from radixgrove.kernels.float8 import bits, to_page
+from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.weight import Weight
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,20 @@ class Ops(Protocol):
         Args:
             x: [T, K]. weight: [N, K] ([2 N, K], gate first, with `silu`). bias: [N].
             residual: [T, N]; its memory may be used for the result.
+        """
+        ...
+
+    def wide_linear(self, x: Tensor, weight: Weight) -> Tensor:
+        """`x @ weight.T` in float32, [T, N], of a weight in its plain form."""
+        ...
+
+    def experts(
+        self, x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None
+    ) -> Tensor:
+        """`residual +=` what the experts that `logits` choose make of x; see `moe.experts`.
+
+        Args:
+            x: [T, K]. logits: [T, experts] float32. residual: [T, K]; its memory may be used.
         """
         ...
 
@@ -147,6 +163,14 @@ class TorchOps:
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight.payload, bias)
+
+    def wide_linear(self, x: Tensor, weight: Weight) -> Tensor:
+        return F.linear(x.float(), weight.payload.float())
+
+    def experts(
+        self, x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None
+    ) -> Tensor:
+        return moe.experts_reference(x, logits, weights, residual)
 
     def defers_residual(self, tokens: int, weight: Weight) -> bool:
         return False
@@ -264,6 +288,15 @@ class KernelOps:
             y = kernels.silu_and_mul(y)
             return y if residual is None else residual.add_(y)
         return kernels.linear(x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual)
+
+    def wide_linear(self, x: Tensor, weight: Weight) -> Tensor:
+        out = x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+        return kernels.linear(x, weight, out=out)
+
+    def experts(
+        self, x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None
+    ) -> Tensor:
+        return kernels.experts(x, logits, weights, residual)
 
     def defers_residual(self, tokens: int, weight: Weight) -> bool:
         return kernels.defers_residual(tokens, weight)

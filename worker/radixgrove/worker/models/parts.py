@@ -25,6 +25,8 @@ class WeightPart:
         types: that the tensor may have, as safetensors names them.
         format: which expects the tensor, for a message; "": a decoder without quantization.
         aliases: other names that checkpoints have for it.
+        instead: where the same numbers are in checkpoints of another layout, as with one tensor for
+            all experts.
         loose: dimensions of size 1 count for nothing, as with scales.
         dummy: what random weights hold here; None: normal numbers.
         deviation: of those.
@@ -38,6 +40,7 @@ class WeightPart:
     types: tuple[str, ...] = FLOATS
     format: str = ""
     aliases: tuple[str, ...] = ()
+    instead: WeightPart | None = None
     loose: bool = False
     dummy: float | None = None
     deviation: float = 0.02  # the usual initialisation: activations stay in range at any depth

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,8 +48,11 @@ def load_safetensors(
                 progress(done / len(wanted))
 
 
-def fill_random(parts: Iterable[WeightPart], seed: int) -> None:
-    """Random matrices (normal, 0.02), unit norms, zero biases: the shape of a model at work."""
+def fill_random(parts: Iterable[WeightPart], seed: int = 0) -> None:
+    """Random matrices (normal, 0.02), unit norms, zero biases: the shape of a model at work.
+
+    Ranks that hold the same of a tensor, as of a router, fill it alike.
+    """
     generators: dict[torch.device, torch.Generator] = {}
     for part in parts:
         target = part.target
@@ -57,8 +61,9 @@ def fill_random(parts: Iterable[WeightPart], seed: int) -> None:
             continue
         generator = generators.get(target.device)
         if generator is None:
-            generator = torch.Generator(target.device).manual_seed(seed)
+            generator = torch.Generator(target.device)
             generators[target.device] = generator
+        generator.manual_seed(crc32(f"{seed}:{part.name}:{part.window}".encode()))
         target.normal_(0.0, part.deviation, generator=generator)
 
 
@@ -70,6 +75,8 @@ def _as_saved(part: WeightPart, checkpoint: _Checkpoint, *, tied: bool) -> Weigh
         _compare_tables(part, checkpoint)
     if part.name in checkpoint:
         return part
+    if part.instead is not None and part.instead.name in checkpoint:
+        return part.instead
     known = (alias for alias in part.aliases if alias in checkpoint)
     return replace(part, name=next(known, part.name))
 
@@ -95,6 +102,8 @@ def _refuse_missing(parts: Sequence[WeightPart]) -> None:
     kind, missing = next(iter(names.items()))
     more = f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else ""
     expected = f", which its format {kind} expects" if kind else ""
+    if instead := parts[0].instead:
+        expected += f"; it has no {instead.name} either, where others have the same"
     raise ModelError(f"checkpoint lacks {', '.join(missing[:_NAMED])}{more}{expected}")
 
 

@@ -1,0 +1,175 @@
+"""Mixtures of experts compute what transformers computes, whatever their checkpoint looks like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from radixgrove.protocol.model.config import ModelError
+from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
+from radixgrove.worker.execution.build import build_rank
+from radixgrove.worker.models.ops import CpuOps
+from tests.worker.execution import reference, tiny
+from tests.worker.execution.driver import Driver, cpu_runner, greedy
+
+WEIGHTS = "model.safetensors"
+
+
+def texts(directory: Path, prompts: list[list[int]], tokens: int = 12) -> list[list[int]]:
+    runner = cpu_runner(directory)
+    try:
+        results = Driver(runner).generate(prompts, greedy(tokens))
+    finally:
+        runner.close()
+    return [result.tokens for result in results]
+
+
+@pytest.mark.parametrize("kind", tiny.MIXTURES)
+def test_cached_prefixes_and_small_chunks_say_the_same(kind: str, tmp_path: Path) -> None:
+    model, prompts = tiny.save(kind, tmp_path), tiny.prompts()
+    expected = reference.greedy(model, prompts, 12)
+    runner = cpu_runner(tmp_path)
+    driver = Driver(runner)
+    driver.generate(prompts, greedy(1), reuse=True)
+    for chunk in (7, 1 << 30):
+        results = driver.generate(prompts, greedy(12), chunk=chunk, reuse=True)
+        assert [result.tokens for result in results] == expected
+        assert sum(result.cached for result in results) > 0
+    runner.close()
+
+
+@pytest.mark.parametrize("kind", tiny.MIXTURES)
+def test_logits_are_transformers(kind: str, tmp_path: Path) -> None:
+    model, prompt = tiny.save(kind, tmp_path), tiny.prompts()[-1]
+    runner = cpu_runner(tmp_path)
+    (result,) = Driver(runner).generate([prompt], greedy(1, prompt_logprobs=0))
+    runner.close()
+    targets = torch.tensor(prompt[1:])[:, None]
+    expected = reference.logprobs(model, prompt)[:-1].gather(1, targets).squeeze(1)
+    got = torch.tensor([entry.logprob for entry in result.prompt_logprobs])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", tiny.MIXTURES)
+def test_experts_stacked_in_one_tensor_a_layer(kind: str, tmp_path: Path) -> None:
+    model, prompts = tiny.save(kind, tmp_path), tiny.prompts()
+    expected = reference.greedy(model, prompts, 12)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / WEIGHTS))
+    assert texts(tmp_path, prompts) == expected
+
+
+def test_all_tokens_on_the_same_experts_and_none_on_the_others(tmp_path: Path) -> None:
+    """Every embedding is large where the router looks, so that all rank the experts alike."""
+    model = tiny.save("mixtral", tmp_path)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 30.0
+        for layer in model.model.layers:
+            layer.post_attention_layernorm.weight[0] = 1.0
+            layer.mlp.gate.weight.zero_()
+            layer.mlp.gate.weight[:, 0] = torch.tensor([1.0, -1.0, 1.5, -2.0])
+    model.save_pretrained(tmp_path)
+    prompts = tiny.prompts()
+    assert texts(tmp_path, prompts) == reference.greedy(model, prompts, 12)
+
+
+@pytest.mark.parametrize("path", ["the processor's", "plain"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2-moe"])
+def test_bfloat16_is_as_close_to_float32_as_transformers_own(
+    kind: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "plain":
+        monkeypatch.setattr(CpuOps, "supports", lambda dtype: False)
+    exact, prompt = tiny.save(kind, tmp_path), tiny.prompts()[-1]
+    runner = cpu_runner(tmp_path, dtype=DType.BFLOAT16)
+    (result,) = Driver(runner).generate([prompt], greedy(1, prompt_logprobs=0))
+    runner.close()
+    rough = reference.load(tmp_path, torch.bfloat16)
+    targets = torch.tensor(prompt[1:])[:, None]
+    wide, theirs = (
+        reference.logprobs(model, prompt)[:-1].gather(1, targets).squeeze(1)
+        for model in (exact, rough)
+    )
+    ours = torch.tensor([entry.logprob for entry in result.prompt_logprobs])
+    assert 0 < (ours - wide).abs().mean() < 2 * (theirs - wide).abs().mean()
+
+
+def test_the_start_says_how_much_of_the_weights_are_experts(tmp_path: Path) -> None:
+    tiny.save("qwen3-moe", tmp_path)
+    said: list[str] = []
+    settings = WorkerSettings(device=Device.CPU, max_running=2, kv_tokens=64)
+    runner, info = build_rank(settings, tmp_path, lambda phase: said.append(phase.message))
+    runner.close()
+    experts = 2 * 8 * 3 * 64 * 48 * 4  # of two layers, in float32
+    assert info.weights_bytes > experts
+    (line,) = (text for text in said if text.startswith("memory"))
+    assert f"GiB, experts {experts / (1 << 30):.2f} GiB of that; KV" in line
+
+
+def test_dummy_weights_fill_experts(tmp_path: Path) -> None:
+    tiny.save("qwen2-moe", tmp_path)
+    (tmp_path / WEIGHTS).unlink()
+    runners = [cpu_runner(tmp_path, load_format=LoadFormat.DUMMY) for _ in range(2)]
+    answers = [Driver(runner).generate([[5, 6, 7]], greedy(16))[0].tokens for runner in runners]
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) > 1
+
+
+def edit(directory: Path, **config: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def test_experts_that_one_layer_lacks_are_named_with_both_forms(tmp_path: Path) -> None:
+    tiny.save("qwen3-moe", tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    kept = {name: x for name, x in tensors.items() if "layers.2.mlp.experts" not in name}
+    save_file(kept, tmp_path / WEIGHTS)
+    with pytest.raises(
+        ModelError,
+        match=r"lacks model\.layers\.2\.mlp\.experts\.0\.gate_proj\.weight, .* and 21 more; it "
+        r"has no model\.layers\.2\.mlp\.experts\.gate_up_proj either",
+    ):
+        cpu_runner(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "shapes"),
+    [
+        ("gate_up_proj", slice(7), r"\(7, 96, 64\), the config asks for \(8, 96, 64\)"),
+        ("down_proj", slice(3), r"\(3, 64, 48\), the config asks for \(8, 64, 48\)"),
+    ],
+)
+def test_a_stack_that_is_cut_short_is_named(
+    name: str, cut: slice, shapes: str, tmp_path: Path
+) -> None:
+    tiny.save("qwen3-moe", tmp_path).save_pretrained(tmp_path, save_original_format=False)
+    tensors = load_file(tmp_path / WEIGHTS)
+    full = f"model.layers.2.mlp.experts.{name}"
+    tensors[full] = tensors[full][cut].contiguous()
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(ModelError, match=rf"{full} has shape {shapes}"):
+        cpu_runner(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_local_experts": 4}, r"mlp\.gate\.weight has shape \(8, 64\), the config asks for"),
+        ({"num_local_experts": 16}, r"experts\.8\.gate_proj\.weight"),
+        ({"moe_intermediate_size": 32}, r"gate_proj\.weight has shape \(48, 64\), the config asks"),
+    ],
+    ids=str,
+)
+def test_a_config_that_contradicts_the_tensors_is_refused(
+    change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    tiny.save("qwen3-moe", tmp_path)
+    edit(tmp_path, **change)
+    with pytest.raises(ModelError, match=named):
+        cpu_runner(tmp_path)

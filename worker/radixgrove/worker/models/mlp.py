@@ -1,0 +1,213 @@
+"""What follows attention in a layer: a gated MLP, or a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from radixgrove.kernels.autotune import Projection
+from radixgrove.kernels.moe import ExpertWeights, Router, Routing
+from radixgrove.kernels.weight import Weight
+from radixgrove.protocol.model.config import ExpertsConfig, ModelConfig, ModelError
+from radixgrove.worker.models.formats.base import UNQUANTIZED
+from radixgrove.worker.models.layers import Linear, ResidualStream, StepContext, TensorPlacement
+from radixgrove.worker.models.ops import Ops
+from radixgrove.worker.models.parts import Piece, WeightPart
+from radixgrove.worker.parallel.experts import ExpertPlacement
+
+
+class GatedMlp:
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(
+        self, config: ModelConfig, prefix: str, place: TensorPlacement, inner: int
+    ) -> None:
+        hidden, bias = config.hidden_size, config.mlp_bias
+        gate_up = {f"{prefix}.gate_proj": inner, f"{prefix}.up_proj": inner}
+        self.gate_up = Linear.column(place, hidden, gate_up, bias=bias)
+        self.down = Linear.row(place, f"{prefix}.down_proj", inner, hidden, bias=bias)
+
+    def parts(self) -> Iterator[WeightPart]:
+        yield from self.gate_up.parts()
+        yield from self.down.parts()
+
+    def matrices(self) -> list[Tensor]:
+        """The weights of its products."""
+        return [self.gate_up.weight.payload, self.down.weight.payload]
+
+    def prepare(self, ops: Ops) -> int:
+        """See `Decoder.prepare`; bytes of the parameters."""
+        return self.gate_up.prepare(ops) + self.down.prepare(ops)
+
+    @staticmethod
+    def projections(layers: Sequence[GatedMlp]) -> list[Projection]:
+        """For the tuner: what these have in common."""
+        if not layers:
+            return []
+        first, *others = layers
+        return [
+            first.gate_up.projection([other.gate_up for other in others], silu=True),
+            first.down.projection([other.down for other in others]),
+        ]
+
+    def __call__(self, stream: ResidualStream, context: StepContext, norm: Tensor) -> None:
+        """Add it, of the stream's norm, to the stream."""
+        stream.add(self.down, stream.into(self.gate_up, context, norm, silu=True), context)
+
+
+class Mixture:
+    """Experts, of which every token takes a few, and maybe one that all take.
+
+    The router sees all experts; this rank computes those that it holds.
+    """
+
+    def __init__(
+        self, config: ModelConfig, experts: ExpertsConfig, layer: str, place: TensorPlacement
+    ) -> None:
+        """
+        Args:
+            layer: prefix of the layer's names.
+        """
+        prefix, hidden = f"{layer}.{experts.names.block}", config.hidden_size
+        placement = ExpertPlacement.even(experts.count, place.ep)
+        group, shard = placement.group_of(place.group.shard)
+        held = placement.held(group)
+        pieces = _Pieces(experts, layer, hidden, shard.window(experts.intermediate_size))
+        layout = place.formats.of(pieces.prefixes(held))
+        if layout is not UNQUANTIZED:
+            raise ModelError(f"experts of {layer} in the format {layout.name} are not supported")
+        where = place.dtype, place.device, (len(held),)
+        gate_up = layout.allocate(pieces.gate_up(held[0]), *where)
+        down = layout.allocate(pieces.down(held[0]), *where)
+        self._gate = Weight.plain(place.empty(experts.count, hidden))
+        self._parts = [_router_part(self._gate.payload, prefix, layer)]
+        for index, expert in enumerate(held):
+            for weight, own in (gate_up, pieces.gate_up(expert)), (down, pieces.down(expert)):
+                parts = layout.parts(weight[index], own)
+                self._parts += pieces.or_stacked(parts, expert, own)
+        places = None
+        if placement.groups > 1:
+            places = torch.tensor(placement.places(group), dtype=torch.int32, device=place.device)
+        self._weights = ExpertWeights(
+            gate_up.payload,
+            down.payload,
+            Router(Routing(experts.per_token, renormalize=experts.renormalize), places=places),
+        )
+        self._shared: GatedMlp | None = None
+        if experts.shared_size:
+            shared = f"{prefix}.shared_expert"
+            self._shared = GatedMlp(config, shared, place, experts.shared_size)
+            self._shared_gate = Weight.plain(place.empty(1, hidden))
+            name, gate = f"{prefix}.shared_expert_gate.weight", self._shared_gate.payload
+            self._parts.append(WeightPart(name, gate, (1, hidden)))
+
+    def parts(self) -> Iterator[WeightPart]:
+        yield from self._parts
+        if self._shared is not None:
+            yield from self._shared.parts()
+
+    def matrices(self) -> list[Tensor]:
+        """The weights of its products."""
+        shared = self._shared.matrices() if self._shared else []
+        return [self._gate.payload, self._weights.gate_up, self._weights.down, *shared]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the experts that tokens choose, on this rank."""
+        return self._weights.gate_up.nbytes + self._weights.down.nbytes
+
+    def prepare(self, ops: Ops) -> int:
+        """See `Decoder.prepare`; bytes of the parameters."""
+        self._parts = []  # they hold views
+        size = self._gate.nbytes + self.expert_bytes
+        if self._shared is not None:
+            size += self._shared.prepare(ops) + self._shared_gate.nbytes
+        return size
+
+    @staticmethod
+    def projections(layers: Sequence[Mixture]) -> list[Projection]:
+        """For the tuner: the dense products that these have in common."""
+        if not layers:
+            return []
+        shared = [layer._shared for layer in layers if layer._shared is not None]
+        router = Projection([layer._gate for layer in layers], wide=True)
+        return [router, *GatedMlp.projections(shared)]
+
+    def __call__(self, stream: ResidualStream, context: StepContext, norm: Tensor) -> None:
+        """Add it, of the stream's norm, to the stream."""
+        x = stream.normed(context, norm)
+
+        def add(residual: Tensor | None) -> Tensor:
+            logits = context.ops.wide_linear(x, self._gate)
+            y = context.ops.experts(x, logits, self._weights, residual)
+            return y if self._shared is None else self._add_shared(self._shared, x, y, context)
+
+        stream.add_partial(add, context)
+
+    def _add_shared(self, shared: GatedMlp, x: Tensor, y: Tensor, context: StepContext) -> Tensor:
+        share = context.ops.wide_linear(x, self._shared_gate).sigmoid_()
+        h = shared.gate_up(x, context, silu=True)
+        # A factor on every input of a product is one on its output.
+        h = h.mul_(share.to(h.dtype))
+        return shared.down.partial(h, context, residual=y)
+
+
+def _router_part(gate: Tensor, prefix: str, layer: str) -> WeightPart:
+    name, shape = f"{layer}.mlp.gate.weight", tuple(gate.shape)
+    return WeightPart(f"{prefix}.gate.weight", gate, shape, aliases=(name,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """A layer's experts as projections of the checkpoint, of which a rank holds `window` of each
+    one's width."""
+
+    experts: ExpertsConfig
+    layer: str
+    hidden: int
+    window: slice
+
+    def _prefix(self, expert: int) -> str:
+        return f"{self.layer}.{self.experts.names.block}.experts.{expert}"
+
+    def gate_up(self, expert: int) -> list[Piece]:
+        names, width, columns = self.experts.names, self.experts.intermediate_size, self.hidden
+        return [
+            Piece(
+                f"{self._prefix(expert)}.{name}", (width, columns), self.window, slice(0, columns)
+            )
+            for name in (names.gate, names.up)
+        ]
+
+    def down(self, expert: int) -> list[Piece]:
+        rows, width = self.hidden, self.experts.intermediate_size
+        prefix = f"{self._prefix(expert)}.{self.experts.names.down}"
+        return [Piece(prefix, (rows, width), slice(0, rows), self.window)]
+
+    def prefixes(self, held: Sequence[int]) -> list[str]:
+        pieces = (piece for expert in held for piece in (*self.gate_up(expert), *self.down(expert)))
+        return [piece.prefix for piece in pieces]
+
+    def or_stacked(
+        self, parts: Iterable[WeightPart], expert: int, pieces: Sequence[Piece]
+    ) -> Iterator[WeightPart]:
+        """The parts of one expert, that may also be in a tensor of all experts.
+
+        transformers calls that `mlp.experts` whatever the block is called that has single ones.
+        """
+        name = f"{self.layer}.mlp.experts." + ("down_proj", "gate_up_proj")[len(pieces) == 2]
+        height = sum(piece.shape[0] for piece in pieces)
+        first = 0
+        for part, piece in zip(parts, pieces, strict=True):
+            rows, columns = part.window
+            window = (
+                slice(expert, expert + 1),
+                slice(first + rows.start, first + rows.stop),
+                columns,
+            )
+            shape = self.experts.count, height, piece.shape[1]
+            yield replace(part, instead=WeightPart(name, part.target[None], shape, window))
+            first += piece.shape[0]
