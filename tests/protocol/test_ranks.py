@@ -8,7 +8,7 @@ import pytest
 
 from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
 
-ONE = {"tp": 1, "pp": 1, "dp": 1, "ranks": 1, "nodes": 1, "may_be_cpu": True}
+ONE = {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "ranks": 1, "nodes": 1, "may_be_cpu": True}
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,7 @@ ONE = {"tp": 1, "pp": 1, "dp": 1, "ranks": 1, "nodes": 1, "may_be_cpu": True}
         {"pp": 3, "ranks": 3, "nodes": 3},
         {"tp": 3, "pp": 2, "ranks": 6, "nodes": 2},
         {"pp": 2, "ranks": 2},
+        {"tp": 4, "ep": 2, "ranks": 4},
     ],
 )
 def test_groups_that_this_version_runs(group: dict[str, Any]) -> None:
@@ -31,6 +32,10 @@ def test_groups_that_this_version_runs(group: dict[str, Any]) -> None:
         ({"ranks": 8}, r"8 ranks on 1 nodes, and tp 1 \* pp 1 \* dp 1 is 1"),
         ({"tp": 3, "pp": 4, "ranks": 12, "nodes": 3}, "tp must divide the ranks of a machine"),
         ({"pp": 3, "ranks": 3, "nodes": 2}, "nodes must divide"),
+        (
+            {"tp": 4, "ep": 3, "ranks": 4},
+            r"ep 3 does not divide tp \* dp, which is 4; possible: 1, 2, 4$",
+        ),
         ({"dp": 2, "ranks": 2}, "in dp 2 members, and this version runs one: use replicas"),
         ({"pp": 2, "ranks": 2, "may_be_cpu": False}, "runs stages on CPUs alone"),
     ],

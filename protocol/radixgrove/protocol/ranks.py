@@ -27,7 +27,9 @@ def check_places(*, tp: int, ranks: int, nodes: int) -> None:
         )
 
 
-def check_ranks(*, tp: int, pp: int, dp: int, ranks: int, nodes: int, may_be_cpu: bool) -> None:
+def check_ranks(
+    *, tp: int, pp: int, dp: int, ep: int, ranks: int, nodes: int, may_be_cpu: bool
+) -> None:
     """Refuse a group of `ranks` on `nodes` that a worker with these settings does not run.
 
     Raises:
@@ -37,6 +39,13 @@ def check_ranks(*, tp: int, pp: int, dp: int, ranks: int, nodes: int, may_be_cpu
     if ranks != tp * pp * dp:
         raise UnsupportedRanks(f"{group}, and tp {tp} * pp {pp} * dp {dp} is {tp * pp * dp}")
     check_places(tp=tp, ranks=ranks, nodes=nodes)
+    sharing = tp * dp  # ranks that have a stage's experts among them
+    if sharing % ep:
+        possible = ", ".join(str(n) for n in range(1, sharing + 1) if sharing % n == 0)
+        raise UnsupportedRanks(
+            f"{group}, and ep {ep} does not divide tp * dp, which is {sharing}; possible: "
+            f"{possible}"
+        )
     if dp > 1:
         raise UnsupportedRanks(
             f"{group} in dp {dp} members, and this version runs one: use replicas, each of which "

@@ -210,6 +210,13 @@ class WorkerSettings(Settings):
     tp: int = _field(1, "Tensor-parallel ranks, always of one machine.", ge=1, le=64, everyday=True)
     pp: int = _field(1, "Pipeline stages.", ge=1, le=64, everyday=True)
     dp: int = _field(1, "Data-parallel members of the group.", ge=1, le=64)
+    ep: int = _field(
+        1,
+        "Of a model with experts: groups of the `tp` ranks, each with experts of its own, whole.",
+        ge=1,
+        le=64,
+        everyday=True,
+    )
     pp_layers: list[Annotated[int, Field(ge=1, le=4096)]] = _field(
         [], "Layers of each stage; by default stages are level in parameters."
     )

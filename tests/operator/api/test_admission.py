@@ -41,8 +41,8 @@ def test_examples_are_admitted(plane: ControlPlane, namespace: str, path: Path) 
             "tp must divide gpusPerNode",
         ),
         (
-            {"hardware": {"gpusPerNode": 8}, "parallelism": {"tp": 8, "ep": 8}},
-            "ep above 1 is for models with experts",
+            {"hardware": {"gpusPerNode": 8}, "parallelism": {"tp": 8, "ep": 3}},
+            r"ep must divide tp \* dp",
         ),
         ({"autoscaling": {"min": 3, "max": 2}}, "min must not exceed max"),
         ({"rollout": {"maxUnavailable": 0}}, "cannot both be 0"),

@@ -142,6 +142,7 @@ def test_a_download_is_told_what_the_model_must_be_fit_for() -> None:
     operator = Operator(
         model={"source": "hf://org/model", "revision": "c" * 40},
         hardware={"gpusPerNode": 2, "gpuType": "H100"},
+        parallelism={"tp": 2, "ep": 2},
         engine={"contextLength": 4096, "memoryPercent": 50},
     )
     for name, product, size in (("g1", "H100", "81559"), ("g2", "H200", "143771")):
@@ -151,7 +152,7 @@ def test_a_download_is_told_what_the_model_must_be_fit_for() -> None:
     (job,) = operator.kube.of("Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     arguments = dict(zip(*[iter(container["args"][4:])] * 2, strict=True))
-    assert arguments["--tp"] == "2"
+    assert (arguments["--tp"], arguments["--ep"]) == ("2", "2")
     assert arguments["--max-model-len"] == "4096"
     assert arguments["--memory"] == str(81559 << 20), "half of two GPUs of that type"
 

@@ -458,6 +458,7 @@ def test_these_changes_restart_nothing(fields: dict[str, Any]) -> None:
         {"engine": {"hostCacheGib": 80}},
         {"engine": {"hostWritePolicy": "write-back"}},
         {"hardware": {"gpusPerNode": 2}},
+        {"hardware": {"gpusPerNode": 2}, "parallelism": {"tp": 2, "ep": 2}},
         {"image": "rg/worker:2"},
         {"startup": {"timeout": "1h"}},
         {"pods": {"workers": {"env": [{"name": "A", "value": "1"}]}}},

@@ -191,8 +191,8 @@ class Parallelism(SpecModel):
 
     rules = [
         Rule(
-            rule="self.ep == 1",
-            message="ep above 1 is for models with experts, which this version does not serve",
+            rule="(self.tp * self.dp) % self.ep == 0",
+            message="ep must divide tp * dp",
             field_path=".ep",
         ),
     ]
@@ -201,7 +201,13 @@ class Parallelism(SpecModel):
     )
     pp: int = Field(1, description="Pipeline stages.", ge=1, le=64)
     dp: int = Field(1, description="Data-parallel replicas inside the group.", ge=1, le=64)
-    ep: int = Field(1, description="Expert-parallel ranks.", ge=1, le=1024)
+    ep: int = Field(
+        1,
+        description="Of a model with experts: groups of a stage's ranks, each with experts of its "
+        "own, whole; divides tp * dp and the number of experts.",
+        ge=1,
+        le=1024,
+    )
 
 
 # Settings of the worker that are fields of `engine`, and the names of those that differ.

@@ -224,6 +224,7 @@ def _intended(given: argparse.Namespace) -> Intended | None:
         return None
     return Intended(
         tp=given.tp,
+        ep=given.ep,
         dtype=given.dtype,
         max_model_len=given.max_model_len,
         memory=given.memory,
@@ -240,6 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
         if name == "download":
             command.add_argument("--into", type=Path, required=True)
             command.add_argument("--tp", type=int)
+            command.add_argument("--ep", type=int, default=1)
             command.add_argument("--dtype", default="")
             command.add_argument("--max-model-len", type=int)
             command.add_argument("--memory", type=int, default=0)

@@ -127,6 +127,7 @@ def check(service: Service, revision: Revision, config: OperatorConfig) -> PodSp
             tp=revision.parallelism.tp,
             pp=revision.parallelism.pp,
             dp=revision.parallelism.dp,
+            ep=revision.parallelism.ep,
             ranks=ranks,
             nodes=hardware.nodes,
             may_be_cpu=hardware.device is DeviceKind.CPU,
@@ -157,14 +158,20 @@ def own_image(service: Service, revision: Revision, config: OperatorConfig) -> s
 
 def intended(revision: Revision, gpu_bytes: int) -> Intended:
     """What a model must be fit for. `gpu_bytes`: of the largest GPU it may get; 0: not known."""
-    hardware, tp = revision.hardware, revision.parallelism.tp
+    hardware, layout = revision.hardware, revision.parallelism
     asked = WorkerSettings.model_validate(revision.engine.worker_settings())
     dtype = "" if asked.dtype is DType.AUTO else asked.dtype.value
-    memory = int(tp * gpu_bytes * asked.memory_fraction)
+    memory = int(layout.tp * gpu_bytes * asked.memory_fraction)
     if hardware.device is DeviceKind.CPU:
         dtype = dtype or DType.FLOAT32.value
         memory = int(quantity(hardware.memory)) if hardware.memory else 0
-    return Intended(tp=tp, dtype=dtype, max_model_len=asked.max_model_len, memory=memory)
+    return Intended(
+        tp=layout.tp,
+        ep=layout.ep,
+        dtype=dtype,
+        max_model_len=asked.max_model_len,
+        memory=memory,
+    )
 
 
 def _overridden(template: Object, revision: Revision) -> Object:

@@ -158,7 +158,7 @@ def revision_of(
 _BY_OPERATOR = {
     "host", "port", "management_host", "management_port", "management_key", "internal_key",
     "cluster_secret", "redis_url", "redis_prefix", "model", "served_model_name", "service",
-    "replica_id", "advertise_url", "device", "tp", "pp", "dp", "nodes", "node_rank", "master",
+    "replica_id", "advertise_url", "device", "tp", "pp", "dp", "ep", "nodes", "node_rank", "master",
     "weight_version", "api_keys_file",
 }  # fmt: skip
 
@@ -187,7 +187,8 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
         "weight_version": names.digest([revision.model.source, revision.model.revision]),
     }
     # Said only where it is more than the default: images of the release before do not know them.
-    layout = {"pp": revision.parallelism.pp, "dp": revision.parallelism.dp}
+    parallelism = revision.parallelism
+    layout = {"pp": parallelism.pp, "dp": parallelism.dp, "ep": parallelism.ep}
     settings |= {name: ranks for name, ranks in layout.items() if ranks > 1}
     try:
         checked = WorkerSettings.model_validate(settings)

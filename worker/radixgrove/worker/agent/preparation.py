@@ -66,7 +66,15 @@ def check_group(settings: WorkerSettings, environ: Mapping[str, str]) -> None:
         ranks = int(said)
     may_be_cpu = settings.device is not Device.CUDA
     try:
-        check_ranks(tp=tp, pp=pp, dp=dp, ranks=ranks, nodes=settings.nodes, may_be_cpu=may_be_cpu)
+        check_ranks(
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            ep=settings.ep,
+            ranks=ranks,
+            nodes=settings.nodes,
+            may_be_cpu=may_be_cpu,
+        )
     except UnsupportedRanks as error:
         raise AgentError(str(error)) from error
     if settings.nodes > 1:

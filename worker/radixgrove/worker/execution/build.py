@@ -65,7 +65,7 @@ def build_rank(
         ModelError: the model, or the settings for it, cannot be served; the message says why.
     """
     config = load_config(model_dir)
-    check_divides(config, settings.tp)
+    check_divides(config, settings.tp, settings.ep)
     layout = Layout.of(settings)
     layers = split_layers(config, settings.pp, settings.pp_layers)
     place = layout.place(rank)
@@ -97,7 +97,7 @@ def _build(
 ) -> tuple[Runner, EngineInfo]:
     dtype = choose_dtype(settings.dtype, config, device)
     kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype, device)
-    place = TensorPlacement(member.tensor, dtype, device)
+    place = TensorPlacement(member.tensor, dtype, device, settings.ep)
     shard, page_size = member.tensor.shard, settings.page_size
     shape = KvShape.of(config, page_size, kv_dtype, shard, len(stage.layers))
     memory = _host_memory(settings, shape, member, device)
