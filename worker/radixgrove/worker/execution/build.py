@@ -97,7 +97,7 @@ def _build(
 ) -> tuple[Runner, EngineInfo]:
     dtype = choose_dtype(settings.dtype, config, device)
     kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype, device)
-    place = TensorPlacement(member.tensor, dtype, device, settings.ep)
+    place = TensorPlacement(member.tensor, dtype, device, ep=settings.ep)
     shard, page_size = member.tensor.shard, settings.page_size
     shape = KvShape.of(config, page_size, kv_dtype, shard, len(stage.layers))
     memory = _host_memory(settings, shape, member, device)
