@@ -215,10 +215,11 @@ async def test_services_are_looked_at_side_by_side(redis_server: RedisServer) ->
     assert redis_server.client.exists(*names) == LONG_SERVICES
 
 
-async def test_counts_of_replicas_that_are_gone_end(
+async def test_counts_of_replicas_and_models_that_are_gone_end(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "REPLICA_MEMORY_SECONDS", 0.0)
+    monkeypatch.setattr(fleet, "MEMORY_SECONDS", 0.0)
+    monkeypatch.setattr(fleet, "MODEL_MEMORY_SECONDS", 0.0)
     async with linked(redis_server.url) as link:
         settings = RouterSettings(redis_url=redis_server.url, cluster_secret="secret")
         followed = Fleet(settings, "router", link, aiohttp.ClientSession)
@@ -228,8 +229,12 @@ async def test_counts_of_replicas_that_are_gone_end(
                 await eventually(followed.ready)
                 metrics.PLACEMENTS.labels("r0", "redis").inc()
                 metrics.HELD.labels("m").inc()
+                metrics.REQUESTS.labels("m", 200).inc()
+                metrics.FIRST_BYTE_SECONDS.labels("m").observe(1.0)
                 assert b'replica="r0"' in metrics_text()
+                assert b'model="m"' in metrics_text()
             await eventually(lambda: b'replica="r0"' not in metrics_text(), what="the counts' end")
+            await eventually(lambda: b'model="m"' not in metrics_text(), what="the model's end")
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)

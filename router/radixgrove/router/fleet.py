@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 MODEL_MEMORY_SECONDS = 300.0  # a model without replicas is away for so long, then unknown
-REPLICA_MEMORY_SECONDS = 600.0  # counts of a replica that is gone have been scraped by then
+MEMORY_SECONDS = 600.0  # counts of a replica or model that is gone have been scraped by then
 TABLE_PATIENCE_SECONDS = 60.0  # of a new router, with an operator that does not write
 
 
@@ -60,7 +60,9 @@ class Fleet:
         self._complaints = Complaints(logger)
         self._changed = asyncio.Event()
         self._counted: set[str] = set()  # models of which the gauge has values
-        self._last_there: dict[str, float] = {}  # replica id → monotonic time
+        # Monotonic times, by replica id and by model.
+        self._last_there: dict[str, float] = {}
+        self._last_served: dict[str, float] = {}
         self._demand = DemandReport(settings.redis_prefix, router_id)
         self._prober = Prober(session, self._to_probe, self._noticed)
         self._departed: set[Replica] = set()  # with requests that are not over
@@ -335,13 +337,14 @@ class Fleet:
         counts = {service.model: [0] * len(metrics.STATES) for service in self._services.values()}
         now = time.monotonic()
         for service in self._services.values():
+            self._last_served[service.model] = now
             for replica in service.replicas.values():
                 counts[service.model][metrics.STATES.index(replica.state)] += 1
                 self._last_there[replica.id] = now
-        oldest = now - REPLICA_MEMORY_SECONDS
-        for name in [name for name, at in self._last_there.items() if at < oldest]:
-            del self._last_there[name]
+        for name in _gone(self._last_there, now):
             metrics.forget_replica(name)
+        for model in _gone(self._last_served, now):
+            metrics.forget_counts(model)
         for model in self._counted - counts.keys():
             metrics.forget_model(model)
         for model, values in counts.items():
@@ -357,3 +360,11 @@ def _replicas(services: Mapping[str, Service]) -> set[Replica]:
 def _models(replicas: Iterable[Replica]) -> list[str]:
     """All names under which registered replicas serve; the common id first."""
     return list(dict.fromkeys(name for replica in replicas for name in replica.models))
+
+
+def _gone(last: dict[str, float], now: float) -> list[str]:
+    """Takes out what has not been there for long."""
+    names = [name for name, at in last.items() if at < now - MEMORY_SECONDS]
+    for name in names:
+        del last[name]
+    return names

@@ -116,6 +116,14 @@ def forget_model(model: str) -> None:
             gauge.remove_by_labels({"model": model})
 
 
+def forget_counts(model: str) -> None:
+    """Series of a model that has not been served for long."""
+    if not _shared():
+        counters = (REQUESTS, FIRST_BYTE_SECONDS, PROMPT_TOKENS, PREDICTED_TOKENS, REPORTED_TOKENS)
+        for counter in counters:
+            counter.remove_by_labels({"model": model})
+
+
 def forget_replica(replica: str) -> None:
     """Series of a replica that has been gone for long."""
     if not _shared():
