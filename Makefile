@@ -11,9 +11,12 @@ unexport PYTHONDONTWRITEBYTECODE
 SPREAD ?= --numprocesses logical --maxprocesses 8 --dist worksteal
 SINCE ?= main
 SEED ?= 1
+# Of make test-drills: "drill and not slow" is what fits six minutes.
+DRILLS ?= drill
+MINUTES ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run smoke test test-drills check mutants lint format bench lock clean
+.PHONY: help setup setup-dev run smoke test test-drills soak check mutants lint format bench lock clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -34,7 +37,10 @@ test: setup-dev ## all tests that need neither a GPU nor Kubernetes
 	$(BIN)/python -m pytest $(SPREAD)
 
 test-drills: setup-dev ## each ordinary fault beside a load, RECORD= a directory for the figures
-	$(BIN)/python -m pytest -m drill tests/drills $(if $(RECORD),--record-drills $(RECORD))
+	$(BIN)/python -m pytest -m "$(DRILLS)" tests/drills $(if $(RECORD),--record-drills $(RECORD),$(SPREAD))
+
+soak: setup-dev ## an hour of faults at random times before real workers, MINUTES=, SEED=
+	$(BIN)/python -m tests.drills.soak --minutes $(MINUTES) --seed $(SEED)
 
 check: lint ## lint, and the tests that touch what differs from SINCE (main)
 	@tests=$$($(BIN)/python -m tools.touched --since $(SINCE)); \

@@ -125,21 +125,25 @@ async def test_an_engine_is_killed(stage: RealStage) -> None:
         await _ends(grove.workers[0], "engine", by=signal.SIGKILL)
 
 
+@pytest.mark.slow
 async def test_an_engine_stands_still(stage: RealStage) -> None:
     async with stage.drill("An engine stands still (SIGSTOP)", cuts=True) as grove:
         await _ends(grove.workers[1], "engine", by=signal.SIGSTOP)
 
 
+@pytest.mark.slow
 async def test_a_frontend_is_killed(stage: RealStage) -> None:
     async with stage.drill("A frontend is killed", cuts=True) as grove:
         await _ends(grove.workers[0], "frontend", by=signal.SIGKILL)
 
 
+@pytest.mark.slow
 async def test_a_frontend_stands_still(stage: RealStage) -> None:
     async with stage.drill("A frontend stands still (SIGSTOP)", cuts=True) as grove:
         await _ends(grove.workers[1], "frontend", by=signal.SIGSTOP)
 
 
+@pytest.mark.slow
 async def test_a_machine_is_suspended(stage: RealStage) -> None:
     async with stage.drill("A worker is suspended and goes on") as grove:
         part = grove.workers[2]
@@ -150,6 +154,7 @@ async def test_a_machine_is_suspended(stage: RealStage) -> None:
     assert part.memory().keys() == before, "the same processes serve on"
 
 
+@pytest.mark.slow
 async def test_a_worker_is_replaced(stage: RealStage) -> None:
     async with stage.drill("A worker is replaced (SIGTERM)") as grove:
         part = grove.workers[0]
@@ -157,6 +162,7 @@ async def test_a_worker_is_replaced(stage: RealStage) -> None:
         part.held = False
 
 
+@pytest.mark.slow
 async def test_redis_dies_and_comes_back_empty(stage: RealStage) -> None:
     async with stage.drill("Redis is killed and comes back empty") as grove:
         grove.redis.kill()
@@ -164,6 +170,7 @@ async def test_redis_dies_and_comes_back_empty(stage: RealStage) -> None:
         grove.redis.start()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusal", REFUSALS)
 async def test_redis_refuses_writes(stage: RealStage, refusal: str) -> None:
     async with stage.drill(f"Redis refuses writes ({refusal})") as grove:
@@ -172,6 +179,7 @@ async def test_redis_refuses_writes(stage: RealStage, refusal: str) -> None:
         well(grove.redis.client)
 
 
+@pytest.mark.slow
 async def test_the_wall_clock_is_set(stage: RealStage) -> None:
     async with stage.drill("The wall clock goes an hour forward, then back"):
         for seconds in (3600, -3600, 0):
@@ -179,6 +187,7 @@ async def test_the_wall_clock_is_set(stage: RealStage) -> None:
             await asyncio.sleep(FAULT)
 
 
+@pytest.mark.slow
 async def test_nothing_reads_standard_error(stage: RealStage) -> None:
     """Of a router and a worker that have filled the pipe."""
     async with stage.drill("Nothing reads what a router and a worker write") as grove:
@@ -197,6 +206,7 @@ async def test_nothing_reads_standard_error(stage: RealStage) -> None:
             part.held = False
 
 
+@pytest.mark.slow
 async def test_values_of_a_request_overflow(stage: RealStage) -> None:
     async with stage.drill("Some requests compute what is no number") as grove:
         for _ in range(8):
@@ -206,6 +216,7 @@ async def test_values_of_a_request_overflow(stage: RealStage) -> None:
             assert {answer.status for answer in await asyncio.gather(*asked)} == {500}
 
 
+@pytest.mark.slow
 async def test_clients_do_not_read(stage: RealStage) -> None:
     async with stage.drill("Clients do not read their streams") as grove:
         body = {

@@ -23,6 +23,7 @@ from tests.operator.operator_process import (
     NAMESPACE,
     OperatorProcess,
     install,
+    namespace_with_models,
 )
 from tests.operator.resources import (
     RGSVC,
@@ -455,6 +456,53 @@ def test_namespaced_mode_sees_only_its_namespace(
     assert _across_the_cluster(asked) == {"nodes"}
     assert {request.namespace for request in asked} == {"", namespace, home}
     assert [request for request in asked if request.code == 403] == []
+
+
+def test_a_name_that_a_team_gives_up_goes_to_no_namesake_before_its_time(
+    plane: ControlPlane, no_operator: None, redis_server: RedisServer, namespace: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Deleted and applied again, a service finds its name, and its clients' prompts, its own."""
+    home, rival = f"{namespace}-home", f"{namespace}-rival"
+    install(plane, [namespace, rival], home)
+    plane.kubectl.apply(*namespace_with_models(rival))
+    name = f"Llama-{namespace}"
+    wanted = {"model": {"source": "pvc://models/demo", "name": name}}
+    operator = OperatorProcess(
+        plane, tmp_path, redis_server.port, [namespace, rival], {"name_hold": 3600.0}, home
+    )
+
+    def names_of(team: str) -> list[str]:
+        entry = table(redis_server).get(f"{team}.llama")
+        return entry.names if entry else []
+
+    operator.start()
+    try:
+        plane.kubectl.apply(service("llama", namespace, **wanted))
+        wait_ready(plane, "llama", namespace)
+        plane.kubectl.apply(service("llama", rival, **wanted))
+        assert reason(wait_ready(plane, "llama", rival), "Degraded") == "ModelNameTaken"
+        plane.kubectl.delete(RGSVC, "llama", "-n", namespace)
+        wait_until(lambda: not names_of(namespace), "routers forget the service")
+        operator.stop()
+        operator.start()
+        plane.kubectl.patch(RGSVC, "llama", "-n", rival, body={"spec": {"replicas": 2}})
+        wait_ready(plane, "llama", rival)
+        assert names_of(rival) == [f"{rival}/llama"]
+        plane.kubectl.apply(service("llama", namespace, **wanted))
+        wait_ready(plane, "llama", namespace)
+        assert names_of(namespace) == [name]
+        # Where names are kept for no time, the rival has it as soon as it is given up.
+        operator.stop()
+        operator.settings["name_hold"] = 0.0
+        operator.start()
+        plane.kubectl.delete(RGSVC, "llama", "-n", namespace)
+        wait_until(lambda: names_of(rival) == [name], "the rival has the name")
+    finally:
+        operator.stop()
+        for made in (home, rival):
+            plane.kubectl.run("delete", "namespace", made, "--wait=false")
+        plane.kubectl.run("delete", "persistentvolume", rival, "--wait=false")
 
 
 def test_a_second_installation_leaves_alone_what_the_first_looks_after_and_says_so(
