@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import resource
 import signal
@@ -15,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixgrove.protocol.openai.errors import overloaded, timed_out
+from radixgrove.protocol.openai.errors import ApiError, overloaded, timed_out
 from radixgrove.protocol.settings import RouterSettings
+from radixgrove.router import upstream
 from radixgrove.router.__main__ import main as router_main
 from radixgrove.router.main import RouterStartError, check
 from radixgrove.router.recovery import (
@@ -27,12 +29,13 @@ from radixgrove.router.recovery import (
     AttemptFailed,
     Course,
     Failure,
+    ReplicaAnswer,
     refusal,
 )
 from radixgrove.router.replicas import MIN_OPEN_SECONDS, Breaker, Replica
 from tests.conftest import RedisServer, find_free_port
 from tests.router.conftest import MakeReplica, MakeRouter
-from tests.router.harness import MODEL, Answer, Router, eventually, prompt
+from tests.router.harness import MODEL, Answer, Router, completion, eventually, prompt
 from tests.router.test_failures import ReplicaProcess
 
 # ---- the rule --------------------------------------------------------------------------------
@@ -272,6 +275,42 @@ async def test_nothing_follows_an_end_however_it_is_spaced(
 
 @pytest.mark.parametrize("last_words", [b"", overloaded("The engine has stopped.").event()])
 @pytest.mark.parametrize("another", [True, False])
+async def test_answers_that_are_held_whole_are_bounded_together(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of no replica it is the fault, and small answers always pass."""
+    monkeypatch.setattr(upstream, "MAX_HELD_BYTES", 1 << 20)
+    simulated = await make_replica()
+    replica = Replica("r0", simulated.url, Breaker(5, 1.0))
+    sending = upstream.Upstream(RouterSettings())
+
+    async def attempt(tokens: int) -> upstream.Attempt:
+        simulated.behaviour.tokens = tokens  # of four characters
+        body = json.dumps(completion(prompt(1))).encode()
+        fields = [(b"content-length", b"%d" % len(body))]
+        return await sending.send(replica, "/v1/completions", fields, body, 10.0, no_comment)
+
+    async def no_comment(_: ReplicaAnswer) -> None:
+        raise AssertionError("no stream")
+
+    try:
+        for _ in range(3):  # what was given back counts no more
+            first = await attempt(200_000)
+            with pytest.raises(AttemptFailed) as failed:
+                await attempt(200_000)
+            assert isinstance(failed.value.answer, ApiError)
+            assert failed.value.answer.code == "answer_too_large"
+            assert not failed.value.failure.blame
+            assert not failed.value.failure.retry
+            (await attempt(2)).close()
+            first.close()
+        monkeypatch.setattr(upstream, "MAX_ANSWER_BYTES", 1 << 19)
+        with pytest.raises(AttemptFailed):
+            await attempt(200_000)
+    finally:
+        sending.close()
+
+
 async def test_comments_are_no_part_of_an_answer(
     another: bool, last_words: bytes, make_router: MakeRouter
 ) -> None:

@@ -44,6 +44,7 @@ DIED = Failure("died", unreachable=True)  # before the first byte
 LOST = Failure("lost", unreachable=True)  # it answers no probe either
 NO_ANSWER = Failure("no_answer")  # what it sent, and ended, is none
 LATE = Failure("first_byte_timeout", retry=False)  # sent again, the same job takes as long again
+TOO_LARGE = Failure("answer_too_large", blame=False, retry=False)
 UNAVAILABLE = Failure("status_503", blame=False)  # loading, draining, gone
 STREAM_BROKE = Failure("stream_broke", retry=False)  # the client has its beginning
 

@@ -29,6 +29,7 @@ from radixgrove.router.recovery import (
     LOST,
     NO_ANSWER,
     NO_RESOURCES,
+    TOO_LARGE,
     UNAVAILABLE,
     AttemptFailed,
     ReplicaAnswer,
@@ -37,6 +38,8 @@ from radixgrove.router.recovery import (
 from radixgrove.router.replicas import Replica
 
 MAX_ANSWER_BYTES = 256 << 20
+MAX_HELD_BYTES = 256 << 20  # of all answers that are held whole at once; then large ones end
+SMALL_ANSWER_BYTES = 64 << 10
 EVENT_STREAM = b"text/event-stream"
 JSON = (b"application/json", b"")
 END_SECONDS = 1.0  # for the end of a stream after its last event
@@ -71,6 +74,7 @@ class Upstream:
     def __init__(self, settings: RouterSettings) -> None:
         self._idle = settings.idle_timeout
         self._pool = Pool(settings.connect_timeout)
+        self._held = HeldAnswers()
 
     def close(self) -> None:
         self._pool.close()
@@ -111,6 +115,8 @@ class Upstream:
             raise AttemptFailed(failure, _bad_gateway()) from None
         except NoAnswer:
             raise AttemptFailed(NO_ANSWER, _bad_gateway()) from None
+        except AnswerTooLarge:
+            raise AttemptFailed(TOO_LARGE, errors.answer_too_large()) from None
         finally:
             replica.waiting.discard(connection)
         if refused := refusal(attempt.answer.status):
@@ -124,10 +130,14 @@ class Upstream:
     async def _begin(self, connection: Connection, deadline: float, comment: Comment) -> Attempt:
         try:
             await connection.headers_come(deadline)
-            attempt = Attempt(connection, self._idle)
-            await attempt.begin(deadline, comment)
         except BaseException:
             connection.finish()  # the client went away, perhaps: so does the request upstream
+            raise
+        attempt = Attempt(connection, self._idle, self._held)
+        try:
+            await attempt.begin(deadline, comment)
+        except BaseException:
+            attempt.close()
             raise
         return attempt
 
@@ -136,12 +146,35 @@ class NoAnswer(PeerError):
     """The replica ended an answer that is none."""
 
 
+class AnswerTooLarge(PeerError):
+    """It takes more memory than there is for answers that are held whole."""
+
+
+class HeldAnswers:
+    """Bytes of the answers that are held whole, until their clients have read them."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def take(self, size: int, of: int) -> None:
+        """So many more `of` an answer's bytes. Raises AnswerTooLarge."""
+        self._bytes += size
+        full = self._bytes > MAX_HELD_BYTES and of > SMALL_ANSWER_BYTES
+        if full or of > MAX_ANSWER_BYTES:
+            raise AnswerTooLarge
+
+    def give_back(self, size: int) -> None:
+        self._bytes -= size
+
+
 class Attempt:
     """An answer under way. Call `close` when done with it, however that came."""
 
-    def __init__(self, connection: Connection, idle: float) -> None:
+    def __init__(self, connection: Connection, idle: float, held: HeldAnswers) -> None:
         self._connection = connection
         self._idle = idle
+        self._held = held
+        self._size = 0  # of a whole answer, as far as it has come
         self._loop = asyncio.get_running_loop()
         self.streams = False  # more follows `answer.body`, through `next`
         headers = [field for field in connection.headers if field[0] not in _DROPPED]
@@ -154,6 +187,7 @@ class Attempt:
         Raises:
             AnswerBroke, TimeoutError: it did not come, or not by `deadline`.
             NoAnswer: there is none.
+            AnswerTooLarge: it would have to be held whole.
         """
         media_type = _media_type(self.answer.headers)
         if media_type == EVENT_STREAM:
@@ -183,12 +217,11 @@ class Attempt:
         raise NoAnswer
 
     async def _whole(self, deadline: float) -> bytes:
-        chunks, size = [], 0
+        chunks = []
         while chunk := await self._connection.read(deadline):
             chunks.append(chunk)
-            size += len(chunk)
-            if size > MAX_ANSWER_BYTES:
-                raise AnswerBroke
+            self._size += len(chunk)
+            self._held.take(len(chunk), self._size)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def next(self) -> bytes:
@@ -228,6 +261,8 @@ class Attempt:
 
     def close(self) -> None:
         """Gives the connection back, or cuts it when the answer is not complete."""
+        self._held.give_back(self._size)
+        self._size = 0
         self._connection.finish()
 
 

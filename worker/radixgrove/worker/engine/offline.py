@@ -87,7 +87,7 @@ class OfflineEngine:
         Raises:
             InvalidInput: a prompt is refused, as one that is longer than the context.
         """
-        now = time.time()
+        now = time.monotonic()
         for index, prompt in enumerate(prompts):
             self.scheduler.submit(
                 Submit(
@@ -122,7 +122,7 @@ class OfflineEngine:
         collected = False
         while self.scheduler.in_flight < self.executor.info.depth and not collected:
             self.scheduler.copies_ended(*self.executor.copies_ended())
-            plan = self.scheduler.schedule(time.time())
+            plan = self.scheduler.schedule(time.monotonic())
             if plan is None:
                 break
             if self.scheduler.masked:
