@@ -341,14 +341,14 @@ async def rest(grove: Grove) -> list[str]:
     for part in grove.workers:
         pages = await grove.pages(part)
         if pages.free + pages.cached != pages.total:
-            wrong.append(f"{part.name} has lost pages: {pages}")
+            wrong.append(f"pages of {part.name} are lost: {pages}")
         url = f"http://127.0.0.1:{part.management_port}/flush-cache"
         async with grove.session.post(url, json={}) as response:
             assert response.status == 202, response.status
         try:
             await eventually(lambda part=part: _empty(grove, part), deadline=20, what="emptiness")
         except AssertionError:
-            wrong.append(f"{part.name} is not empty: {await grove.pages(part)}")
+            wrong.append(f"pages of {part.name} stay: {await grove.pages(part)}")
     return wrong
 
 
@@ -469,9 +469,10 @@ def keep_figures(outcome: Outcome, minutes: float, seed: int) -> None:
             "workload": f"{minutes:.0f} minutes of faults, seed {seed}",
             "model": "random Llama of 3 layers",
             "subject": f"two routers, {WORKERS} workers",
-            "metric": "wrong",
+            "metric": "findings",
             "value": len(outcome.wrong),
             "unit": "findings",
+            "findings": [finding[:300] for finding in outcome.wrong],
             "requests": {end.value: outcome.count(end) for end in End},
             "faults": dict(sorted(kinds.items())),
             "healthy_after_s": {
