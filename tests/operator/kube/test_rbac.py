@@ -86,7 +86,8 @@ def provoke(plane: ControlPlane, namespace: str, needed: str) -> None:
 
 def change(plane: ControlPlane, namespace: str, needed: str) -> None:
     """What makes it delete: a router that is not wanted, an old revision, a failed Job, groups."""
-    body = {"spec": {"router": {"dedicated": False}, "engine": {"pageSize": 32}}}
+    shared = {"dedicated": False, "autoscaling": None}
+    body = {"spec": {"router": shared, "engine": {"pageSize": 32}}}
     plane.kubectl.patch(RGSVC, "served", "-n", namespace, body=body)
     if needed != "jobs":
         return
