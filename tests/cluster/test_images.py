@@ -8,7 +8,9 @@ import tarfile
 from dataclasses import replace
 from pathlib import Path
 
-from tests.cluster.harness import release
+import pytest
+
+from tests.cluster.harness import images, release
 from tests.cluster.harness.images import Recipe, scratch_image, write_together
 
 
@@ -17,10 +19,10 @@ def test_images_written_together_share_their_layers(tmp_path: Path) -> None:
     for name in ("one", "two"):
         programs[name] = tmp_path / name
         programs[name].write_text(f"program {name}")
-    images = {"first": "one", "second": "two", "third": "one"}
+    programs_of = {"first": "one", "second": "two", "third": "one"}
     archives = [
         scratch_image(tmp_path / f"{image}.tar", f"localhost/{image}:1", programs[program])
-        for image, program in images.items()
+        for image, program in programs_of.items()
     ]
     output = io.BytesIO()
     write_together(archives, output)
@@ -30,8 +32,10 @@ def test_images_written_together_share_their_layers(tmp_path: Path) -> None:
         names = together.getnames()
         assert len(names) == len(set(names))
         manifest = json.load(_content(together, "manifest.json"))
-        assert [image["RepoTags"] for image in manifest] == [[f"localhost/{i}:1"] for i in images]
-        for image, program in zip(manifest, images.values(), strict=True):
+        assert [image["RepoTags"] for image in manifest] == [
+            [f"localhost/{i}:1"] for i in programs_of
+        ]
+        for image, program in zip(manifest, programs_of.values(), strict=True):
             assert "rootfs" in json.load(_content(together, image["Config"]))
             (layer,) = image["Layers"]
             with tarfile.open(fileobj=_content(together, layer)) as files:
@@ -75,6 +79,23 @@ def test_the_release_is_made_of_the_checkouts_code() -> None:
         assert {"operator/radixgrove/operator/controller/main.py", "requirements/build.txt"} <= {
             path.relative_to(recipe.context).as_posix() for path in recipe.files()
         }
+
+
+@pytest.mark.cluster
+def test_what_an_interrupted_build_has_left_does_not_stop_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(images, "_KEPT_STAGES", 0)
+    (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
+    stage = images._buildah("build", "--quiet", str(tmp_path)).strip()
+    images._buildah("from", "--pull-never", stage)
+
+    with images._building():
+        images._prune()
+        assert images._buildah("images", "--quiet", "--all").strip(), "somebody is building"
+    images._prune()
+    assert not images._buildah("images", "--quiet", "--all").strip()
 
 
 def _content(tar: tarfile.TarFile, name: str) -> io.BytesIO:

@@ -99,6 +99,16 @@ WRONG: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         "EngineFailed",
         ["max_model_len 1000000 exceeds", "max_model_len is engine.contextLength of the service"],
     ),
+    "memory": (
+        {"hardware": {"device": "cpu", "cpu": "100m", "memory": "100Mi"}},
+        "OutOfMemory",
+        ["raise hardware.memory: 100Mi"],
+    ),
+    "router-keys": (
+        {"router": {"dedicated": True, "auth": {"keysSecret": "typo"}}},
+        "RouterNotReady",
+        ['secret "typo" not found'],
+    ),
     "secret": (
         {"model": {"source": "hf://org/model", "tokenSecret": "typo"}},
         "ContainerConfig",

@@ -129,7 +129,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _building() -> Iterator[None]:
-    """While no image has the layers of a build yet, they are not removed."""
+    """While no image has the layers of a build yet, or a container is in use, none is removed."""
     with (_store() / "building").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         yield
@@ -144,6 +144,7 @@ def _prune() -> None:
             return
         unnamed = _buildah("images", "--quiet", "--filter=dangling=true").split()
         if len(unnamed) > _KEPT_STAGES:
+            _buildah("rm", "--all")  # of builds that were interrupted: they hold their images
             _buildah("rmi", "--prune")
 
 
@@ -172,14 +173,14 @@ def container_of(
     large to keep. Raises `ImageError`."""
     with _building():
         _build(name, dockerfile, context, arguments, layers=False)
-    try:
-        container = Container(_buildah("from", "--pull-never", name).strip(), name)
         try:
-            yield container
+            container = Container(_buildah("from", "--pull-never", name).strip(), name)
+            try:
+                yield container
+            finally:
+                _buildah("rm", container.identity)
         finally:
-            _buildah("rm", container.identity)
-    finally:
-        _buildah("rmi", name)
+            _buildah("rmi", name)
 
 
 @dataclass(frozen=True)
