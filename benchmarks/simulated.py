@@ -26,7 +26,7 @@ from tokenizers.pre_tokenizers import Split
 
 from radixgrove.protocol.blocks import HASH_BYTES, BlockHasher
 from radixgrove.protocol.openai.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
-from radixgrove.protocol.registry import EngineInfo, Registration, root_fingerprint
+from radixgrove.protocol.registry import EngineInfo, Registration, member_id, root_fingerprint
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.service.listening import bound_socket
 from radixgrove.service.server import Server
@@ -146,6 +146,8 @@ class SimulatedReplica:
         redis_url: str | None = None,
         prefix: str = "radixgrove",
         replica_id: str | None = None,
+        dp: int = 1,
+        host: SimulatedReplica | None = None,
         service: str = "default",
         models: list[str] | None = None,
         secret: bytes = b"",
@@ -155,6 +157,11 @@ class SimulatedReplica:
         max_model_len: int = 1 << 20,
         keep_bodies: bool = False,
     ) -> None:
+        """
+        Args:
+            dp: members of its group, of which this one is the first. `replica_id` is the group's.
+            host: the first member of its group, at which requests for this one arrive too.
+        """
         self.behaviour = Behaviour()
         self.counters = Counters()
         self.cache = BlockCache(capacity)
@@ -167,6 +174,10 @@ class SimulatedReplica:
         self._keep_bodies = keep_bodies
         self._redis_url, self._prefix = redis_url, prefix
         self._replica_id, self._service = replica_id, service
+        self.members = [self] if host is None else host.members
+        self._dp, self._dp_rank = dp, len(self.members) if host is not None else 0
+        if host is not None:
+            self.members.append(self)
         self._hasher = BlockHasher(secret, NAMESPACE, BLOCK_TOKENS)
         self._turn = asyncio.Lock()
         self._busy_until = 0.0
@@ -194,10 +205,14 @@ class SimulatedReplica:
             self._tasks.append(asyncio.create_task(self._pulse()))
 
     def registration(self) -> Registration:
+        group = self._replica_id or f"127.0.0.1:{self.port}"
         return Registration(
-            replica_id=self._replica_id or f"127.0.0.1:{self.port}",
+            replica_id=member_id(group, self._dp_rank, self._dp),
+            group=group,
+            dp_rank=self._dp_rank,
+            dp=self._dp,
             service=self._service,
-            url=self.url,
+            url=self.members[0].url,
             models=self.models,
             namespace=NAMESPACE,
             root=root_fingerprint(self._hasher),
@@ -293,6 +308,17 @@ class SimulatedReplica:
             assert headers[INTERNAL_KEY_HEADER] == self._internal_key
             envelope = msgspec.msgpack.decode(raw, type=Envelope)
             raw = envelope.body
+        member = self.members[envelope.dp_rank or 0] if envelope is not None else self
+        await member._run(raw, headers, envelope, receive, send)
+
+    async def _run(
+        self,
+        raw: bytes,
+        headers: dict[str, str],
+        envelope: Envelope | None,
+        receive: Any,
+        send: Any,
+    ) -> None:
         if self._keep_bodies:
             self.counters.bodies.append(raw)
             self.counters.headers.append(headers)

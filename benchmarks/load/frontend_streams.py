@@ -58,7 +58,7 @@ class TokenSource:
     def __init__(self, runtime: Runtime, vocab_size: int) -> None:
         self._context = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
-        self._inbox.bind(runtime.engine_socket)
+        self._inbox.bind(runtime.engine_socket())
         self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.connect(runtime.frontend_socket(0))
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

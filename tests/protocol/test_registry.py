@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from radixgrove.protocol.registry import EngineInfo, Registration
+from radixgrove.protocol.registry import EngineInfo, Registration, member_id
 from tests.release_0_1 import definitions as old
 
 # As a worker of release 0.1 writes it.
@@ -99,3 +99,30 @@ def test_an_old_router_reads_what_it_used_to_read() -> None:
 def test_what_makes_no_sense_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         Registration.decode(data)
+
+
+def test_a_replica_of_release_0_1_is_a_group_of_its_own() -> None:
+    found = Registration.decode(msgspec.json.encode(OLD))
+    assert (found.group, found.dp_rank, found.dp) == ("r0", 0, 1)
+
+
+def test_members_of_a_group_have_ids_made_of_its_name() -> None:
+    member = registration(replica_id=member_id("g", 1, 2), group="g", dp_rank=1, dp=2)
+    found = Registration.decode(member.encode())
+    assert (found.replica_id, found.group, found.dp_rank) == ("g/1", "g", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"group": "listed"}, "'r0' is not member 0 of 'listed'"),
+        ({"replica_id": "g/1", "group": "g", "dp": 2}, "'g/1' is not member 0 of 'g'"),
+        ({"replica_id": "g/2", "group": "g", "dp": 2, "dp_rank": 2}, "none of 2 members"),
+        ({"replica_id": "g/-1", "group": "g", "dp": 2, "dp_rank": -1}, "none of 2 members"),
+    ],
+)
+def test_a_replica_under_the_name_of_another_group_is_refused(
+    changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        Registration.decode(registration(**changes).encode())

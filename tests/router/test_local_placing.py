@@ -7,10 +7,15 @@ import time
 import pytest
 
 from radixgrove.protocol.blocks import MEMBER_BYTES
+from radixgrove.protocol.placing import (
+    DECODE_TOKENS,
+    DEFAULT_TOKENS_PER_SECOND,
+    HIT_CREDIT,
+    MOST_CREDIT_MS,
+)
 from radixgrove.protocol.settings import RouterSettings
-from radixgrove.router.costs import DECODE_TOKENS, HIT_CREDIT, MOST_CREDIT_MS
 from radixgrove.router.placement import Placement, PlacementRequest, Placer
-from radixgrove.router.replicas import DEFAULT_TOKENS_PER_SECOND, Breaker, Replica, Service
+from radixgrove.router.replicas import Breaker, Replica, Service
 from tests.router.publishing import registration
 
 BLOCK = 16

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from radixgrove.protocol import index
 from radixgrove.protocol.keys import ServiceKeys
+from radixgrove.protocol.placing import DECODE_TOKENS, HIT_CREDIT, MOST_CREDIT_MS
 from radixgrove.protocol.registry import ROUTER_LEASE_SECONDS, LeaseState, LoadReport
-from radixgrove.router.costs import DECODE_TOKENS, HIT_CREDIT, MOST_CREDIT_MS, PlacementFacts
+from radixgrove.router.costs import PlacementFacts
 from tests.conftest import RedisServer, examples
 
 BLOCK = 16

@@ -17,6 +17,8 @@ from radixgrove.worker.messages import (
     EngineState,
     Finish,
     Outputs,
+    Peek,
+    Peeked,
     PhaseReport,
     Refused,
     Stats,
@@ -69,6 +71,8 @@ class FakeEngine:
     ends_by_grammar: bool = False  # an answer's end comes without a stop token
     submits: list[Submit] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    member: int = 0  # of its worker
+    matched_tokens: int | None = 0  # of any prompt, as it says when asked; None: it does not say
     infos: queue.SimpleQueue[PhaseReport | EngineInfo] = field(
         default_factory=queue.SimpleQueue
     )  # to be sent
@@ -95,6 +99,7 @@ class FakeEngine:
         self.cached_tokens = 0
         self.refuse = lambda _: None
         self.interrupt = lambda *_: None
+        self.matched_tokens = 0
         self.ends_by_grammar = False
         self.paused.clear()
         self.submits.clear()
@@ -110,7 +115,7 @@ class FakeEngine:
         """Until `stop`, in the thread of the caller."""
         context = zmq.Context()
         inbox = context.socket(zmq.PULL)
-        inbox.bind(self.runtime.engine_socket)
+        inbox.bind(self.runtime.engine_socket(self.member))
         outboxes = [context.socket(zmq.PUSH) for _ in self.peers]
         for outbox, address in zip(outboxes, self.peers, strict=True):
             outbox.connect(address)
@@ -127,7 +132,10 @@ class FakeEngine:
             busy = bool(self.running) and not self.paused.is_set()
             outputs: list[Tokens | Refused] = []
             if inbox.poll(0 if busy else 5):
-                outputs += self._take(decoder.decode(inbox.recv()))
+                message = decoder.decode(inbox.recv())
+                if isinstance(message, Peek) and self.matched_tokens is not None:
+                    tell(self._peeked(message, self.matched_tokens))
+                outputs += self._take(message)
             elif busy:
                 outputs += self._step()
             if outputs:
@@ -147,6 +155,14 @@ class FakeEngine:
         remaining = None if self._step_ends is None else max(0.0, self._step_ends - now)
         changes = {"ticks": ticks, "steps": ticks, "running": len(self.running)}
         return msgspec.structs.replace(self.pulse, step_remaining=remaining, **changes)
+
+    def _peeked(self, peek: Peek, matched: int) -> Peeked:
+        return Peeked(
+            peek_id=peek.peek_id,
+            matched_tokens=matched,
+            queued_tokens=0,
+            running=len(self.running),
+        )
 
     def _take(self, message: ToEngine) -> list[Tokens | Refused]:
         self.heard(message)

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -257,8 +258,8 @@ class Cluster:
             status = fetch(self.management_url, "GET", "/status", key=key)
         except ClickException:
             return False
-        ready = {entry["replica"] for entry in status["replicas"] if entry["state"] == "ready"}
-        return ready >= {settings.replica_id for settings in self.workers}
+        ready = Counter(e["group"] for e in status["replicas"] if e["state"] == "ready")
+        return all(ready[worker.replica_id] == worker.dp for worker in self.workers)
 
 
 def _secret(parts: UpParts, name: str) -> SecretStr:

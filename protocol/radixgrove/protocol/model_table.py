@@ -26,11 +26,11 @@ class ModelEntry(msgspec.Struct, kw_only=True, frozen=True):
     service: str  # its name in Redis, as in `registry.Registration.service`
     names: list[str]  # the id first, aliases after it
     scoped: list[str] = []  # `namespace/name`s that it answers to as well, and that are not listed
-    attempts: list[str]  # replica ids that may serve; in no order
+    attempts: list[str]  # `registry.Registration.group`s that may serve; in no order
     desired: int  # groups wanted; 0: asleep or suspended
     wakes: bool = False  # asleep, and a held request wakes it: hold instead of refusing
     namespace: str = ""  # whose keys its replicas have; "": the installation's
-    # Where a replica may register, by its id; one that is missing may not yet. None: anywhere.
+    # Where a group may register, by its id; one that is missing may not yet. None: anywhere.
     urls: dict[str, str] | None = None
 
 

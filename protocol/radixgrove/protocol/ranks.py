@@ -46,10 +46,14 @@ def check_ranks(
             f"{group}, and ep {ep} does not divide tp * dp, which is {sharing}; possible: "
             f"{possible}"
         )
-    if dp > 1:
+    if tp % ep:
         raise UnsupportedRanks(
-            f"{group} in dp {dp} members, and this version runs one: use replicas, each of which "
-            "is a fault domain of its own"
+            f"{group}, and ep {ep} does not divide tp {tp}: members share no experts"
+        )
+    if dp > 1 and nodes > 1:
+        raise UnsupportedRanks(
+            f"{group} in dp {dp} members, which this version runs on one machine: use replicas, "
+            "each of which is a fault domain of its own"
         )
     if pp > 1 and not may_be_cpu:
         raise UnsupportedRanks(

@@ -60,10 +60,18 @@ _FLAT = (
 )
 
 
+def member_id(group: str, dp_rank: int, dp: int) -> str:
+    """The replica id of a member of a group; a group of one member is its own."""
+    return group if dp == 1 else f"{group}/{dp_rank}"
+
+
 class Registration(msgspec.Struct, kw_only=True):
     """One replica of a service, one start of its engine."""
 
-    replica_id: str
+    replica_id: str  # `member_id` of the next three
+    group: str = ""  # members of one live and die together, at one URL; "": the replica alone
+    dp_rank: int = 0  # of the group's members, from 0
+    dp: int = 1  # how many they are
     service: str
     url: str
     models: list[str]  # served names, the id first, aliases after it
@@ -76,6 +84,9 @@ class Registration(msgspec.Struct, kw_only=True):
     protocol_version: int = PROTOCOL_VERSION
     hash_scheme: str = HASH_SCHEME
     generation: str = ""  # set by the publisher, unique per registration
+
+    def __post_init__(self) -> None:
+        self.group = self.group or self.replica_id
 
     def encode(self) -> bytes:
         """As JSON that this release and the one before read."""
@@ -130,6 +141,12 @@ class Registration(msgspec.Struct, kw_only=True):
 
     def check(self) -> None:
         """Raises ValueError naming the field that makes no sense."""
+        if not 0 <= self.dp_rank < self.dp:
+            raise ValueError(f"dp_rank: {self.dp_rank} is none of {self.dp} members, from 0")
+        if self.replica_id != member_id(self.group, self.dp_rank, self.dp):
+            raise ValueError(
+                f"replica_id: {self.replica_id!r} is not member {self.dp_rank} of {self.group!r}"
+            )
         if not self.models or not all(self.models):
             raise ValueError("models: at least one served name is needed")
         page, length = self.engine.page_size, self.engine.max_model_len

@@ -209,7 +209,9 @@ class WorkerSettings(Settings):
     weight_version: str = _field("0", "Names the weights in cache keys.", max_length=128)
     tp: int = _field(1, "Tensor-parallel ranks, always of one machine.", ge=1, le=64, everyday=True)
     pp: int = _field(1, "Pipeline stages.", ge=1, le=64, everyday=True)
-    dp: int = _field(1, "Data-parallel members of the group.", ge=1, le=64)
+    dp: int = _field(
+        1, "Data-parallel members of the group, each with a cache of its own.", ge=1, le=64
+    )
     ep: int = _field(
         1,
         "Of a model with experts: groups of the `tp` ranks, each with experts of its own, whole.",

@@ -134,14 +134,14 @@ def make_management_app(
 
     @api.act("/replicas/{replica_id:path}/drain", DrainedReplica)
     async def drain(replica_id: str) -> Response:
-        """No new requests for a replica, from any router."""
+        """No new requests for a replica, or for a group by its name, from any router."""
         await fleet.drain(replica_id)
         logger.info("draining replica %s on request", replica_id)
         return reply(DrainedReplica(replica_id))
 
     @api.act("/replicas/{replica_id:path}/undrain", DrainedReplica)
     async def undrain(replica_id: str) -> Response:
-        """A drained replica gets requests again, from every router."""
+        """A drained replica, or group, gets requests again, from every router."""
         await fleet.undrain(replica_id)
         logger.info("replica %s gets requests again, on request", replica_id)
         return reply(DrainedReplica(replica_id, "ready"))

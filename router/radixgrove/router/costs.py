@@ -1,4 +1,4 @@
-"""The cost of a placement: its constants, and what lua/place.lua, which explains it, is given."""
+"""What lua/place.lua is given to reckon the cost of a placement with."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from radixgrove.protocol.placing import DECODE_TOKENS, HIT_CREDIT, MOST_CREDIT_MS
 from radixgrove.protocol.registry import Registration
 from radixgrove.router.replicas import Replica
-
-DECODE_TOKENS = 16  # a running request delays a prefill about as much as these many tokens
-HIT_CREDIT = 9.0  # times the time that the cache saves
-MOST_CREDIT_MS = 250.0
 
 
 class PlacementFacts(msgspec.Struct, kw_only=True):

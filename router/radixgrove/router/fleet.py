@@ -106,11 +106,14 @@ class Fleet:
         """The service, when there is just one."""
         return next(iter(self._services.values())) if len(self._services) == 1 else None
 
-    def find(self, replica_id: str) -> tuple[Service, Replica] | None:
-        for service in self._services.values():
-            if replica_id in service.replicas:
-                return service, service.replicas[replica_id]
-        return None
+    def find(self, name: str) -> list[tuple[Service, Replica]]:
+        """A replica by its id, or all of a group."""
+        return [
+            (service, replica)
+            for service in self._services.values()
+            for replica in service.replicas.values()
+            if name in (replica.id, replica.group)
+        ]
 
     def ready(self) -> bool:
         return any(r.ready for s in self._services.values() for r in s.replicas.values())
@@ -288,23 +291,26 @@ class Fleet:
 
     # ---- management --------------------------------------------------------------------------
 
-    async def drain(self, replica_id: str) -> None:
-        """No new requests for a replica, from any router when it is registered.
+    async def drain(self, name: str) -> None:
+        """No new requests for a replica, or a group, from any router when it is registered.
 
         Raises:
             ApiError: 404, there is no such replica; 503, Redis takes no writes.
         """
-        await self._set_drained(replica_id, True)
+        await self._set_drained(name, True)
 
-    async def undrain(self, replica_id: str) -> None:
-        """A replica that was drained gets requests again. Raises ApiError as `drain`."""
-        await self._set_drained(replica_id, False)
+    async def undrain(self, name: str) -> None:
+        """What was drained gets requests again. Raises ApiError as `drain`."""
+        await self._set_drained(name, False)
 
-    async def _set_drained(self, replica_id: str, drained: bool) -> None:
-        found = self.find(replica_id)
-        if found is None:
-            raise ApiError(404, f"There is no replica '{replica_id[:128]}'.", code="not_found")
-        service, replica = found
+    async def _set_drained(self, name: str, drained: bool) -> None:
+        found = self.find(name)
+        if not found:
+            raise ApiError(404, f"There is no replica '{name[:128]}'.", code="not_found")
+        for service, replica in found:
+            await self._set_one_drained(service, replica, drained)
+
+    async def _set_one_drained(self, service: Service, replica: Replica, drained: bool) -> None:
         replica.drained = drained
         if replica.registration is not None and self._link is not None:
             keys = ServiceKeys(self._settings.redis_prefix, service.name)

@@ -24,10 +24,11 @@ import msgspec
 from radixgrove.protocol.blocks import MEMBER_BYTES
 from radixgrove.protocol.errors import PeerError
 from radixgrove.protocol.keys import ServiceKeys
+from radixgrove.protocol.placing import DECODE_TOKENS, cost
 from radixgrove.protocol.registry import ROUTER_LEASE_SECONDS
 from radixgrove.protocol.settings import RouterSettings, RoutingPolicy
 from radixgrove.router import metrics
-from radixgrove.router.costs import DECODE_TOKENS, HIT_CREDIT, MOST_CREDIT_MS, PlacementFacts
+from radixgrove.router.costs import PlacementFacts
 from radixgrove.router.deadlines import AnswerLate, Deadlines
 from radixgrove.router.replicas import Replica, Service
 from radixgrove.service.cluster_directory import side_by_side
@@ -458,9 +459,7 @@ def _cost(replica: Replica, ask: PlacementRequest, now: float) -> tuple[float, i
     token_ms = replica.token_ms
     matched = sum(max(0, replica.sent.match(path) - shared) for path, shared in ask.paths)
     load = max(0.0, replica.busy_until - now) * 1000 + replica.in_flight * DECODE_TOKENS * token_ms
-    saved = matched * ask.block_tokens * token_ms
-    credit = min(HIT_CREDIT * saved, MOST_CREDIT_MS)
-    return load + ask.prompt_tokens * token_ms - saved - credit, matched
+    return cost(load, ask.prompt_tokens, matched * ask.block_tokens, token_ms), matched
 
 
 def _affinity(key: bytes, replica_id: str) -> bytes:

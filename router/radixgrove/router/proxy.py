@@ -196,8 +196,10 @@ class Proxy:
             try:
                 return await self._attempt(exchange, decision)
             except AttemptFailed as error:
-                self._fleet.failed(decision.replica, error.failure)
-                if not course.failed(decision.replica, error, began, time.monotonic()):
+                replica, now = decision.replica, time.monotonic()
+                self._fleet.failed(replica, error.failure)
+                others = decision.service.others_of_group(replica)
+                if not course.failed(replica, error, began, now, others):
                     break
             finally:
                 self._placer.release(decision)
@@ -394,6 +396,7 @@ class Proxy:
             request_id=decision.reservation,
             tokenizer_digest=encoded.digest,
             matched_tokens=decision.matched_tokens,
+            dp_rank=registration.dp_rank,
         )
         return fields, msgspec.msgpack.encode(envelope)
 

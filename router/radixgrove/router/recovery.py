@@ -9,7 +9,7 @@ has said itself, to a probe sent after the failure, that it serves.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from radixgrove.protocol.errors import PeerError
@@ -97,8 +97,18 @@ class Course:
     def may_wait(self) -> bool:
         return self.failure is None or self.failure.hold
 
-    def failed(self, replica: Replica, error: AttemptFailed, began: float, now: float) -> bool:
-        """Notes an attempt that `began` at `replica`; returns whether the request goes on."""
+    def failed(
+        self,
+        replica: Replica,
+        error: AttemptFailed,
+        began: float,
+        now: float,
+        others: Iterable[Replica] = (),
+    ) -> bool:
+        """Notes an attempt that `began` at `replica`; returns whether the request goes on.
+
+        `others` of its group live and die with it, though one may have room when it has none.
+        """
         failure = self.failure = error.failure
         self.answer = error.answer
         if failure.delivered:
@@ -107,6 +117,8 @@ class Course:
         if not self.starved:
             # That it serves is no news of a full one: this request does not ask it again.
             self._failed[replica] = now if failure.hold else math.inf
+        if not self.starved and failure.hold:
+            self._failed |= dict.fromkeys(others, now)
         return failure.retry and self.retries >= 0 and now < self.answer_by
 
     def passed_by(self) -> Iterator[list[Replica]]:

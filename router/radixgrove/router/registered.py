@@ -154,7 +154,7 @@ class RegisteredReplicas:
         for replica_id, registration in listed.items():
             self._take(known, registration, keys[replica_id], record)
         for replica_id in known.keys() - listed.keys():
-            fenced = entry is not None and replica_id not in entry.attempts
+            fenced = entry is not None and known[replica_id].group not in entry.attempts
             if fenced or not self._remembering():
                 del known[replica_id]
             else:
@@ -244,10 +244,10 @@ def _is_listed(registration: Registration, entry: ModelEntry | None) -> bool:
     """Whether the operator lists the attempt, and knows its pod."""
     if entry is None:
         return True
-    known = entry.urls is None or registration.replica_id in entry.urls
-    return known and registration.replica_id in entry.attempts
+    known = entry.urls is None or registration.group in entry.urls
+    return known and registration.group in entry.attempts
 
 
 def _at_its_address(registration: Registration, entry: ModelEntry) -> bool:
     """A replica elsewhere would be sent keys and prompts."""
-    return entry.urls is None or entry.urls[registration.replica_id] == registration.url.rstrip("/")
+    return entry.urls is None or entry.urls[registration.group] == registration.url.rstrip("/")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from radixgrove.protocol.openai.requests import ModelLimits
+from radixgrove.protocol.placing import DEFAULT_TOKENS_PER_SECOND
 from radixgrove.protocol.registry import (
     Lease,
     LeaseState,
@@ -24,8 +25,6 @@ from radixgrove.service.liveness import Clock
 MIN_OPEN_SECONDS = 1.0
 # A replica that answers no probe for so long is lost, where its lease does not tell.
 SILENT_SECONDS = 10.0
-# For replicas that do not say how fast they are; only the proportions of costs matter.
-DEFAULT_TOKENS_PER_SECOND = 8000.0
 
 
 def static_address(text: str) -> tuple[str, str]:
@@ -136,6 +135,11 @@ class Replica:
     sent: SentIndex = field(default_factory=SentIndex)
 
     @property
+    def group(self) -> str:
+        """Replicas of one group live and die together, and are drained together."""
+        return self.registration.group if self.registration is not None else self.id
+
+    @property
     def generation(self) -> str:
         return self.registration.generation if self.registration is not None else ""
 
@@ -209,6 +213,11 @@ class Service:
 
     def answers_to(self, model: str) -> bool:
         return model in self.models or model in self.scoped
+
+    def others_of_group(self, replica: Replica) -> list[Replica]:
+        """The other members of a replica's group."""
+        group = [other for other in self.replicas.values() if other.group == replica.group]
+        return [other for other in group if other is not replica]
 
     def set_replicas(self, replicas: dict[str, Replica]) -> None:
         """Replaces the replicas and what follows from them.

@@ -15,6 +15,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     """One replica. Figures that only a registered replica reports are null for others."""
 
     replica: str
+    group: str  # replicas of one group live and die together
     service: str
     model: str
     url: str
@@ -65,6 +66,7 @@ def _replica(service: Service, replica: Replica) -> ReplicaStatus:
     registration = replica.registration
     status = ReplicaStatus(
         replica=replica.id,
+        group=replica.group,
         service=service.name,
         model=service.model,
         url=replica.url,

@@ -41,6 +41,10 @@ class ServiceRecord:
         lease = self.leases.get(registration.generation)
         return lease if lease is not None and lease.expires_ms > self.now_ms else None
 
+    def members(self, group: str) -> list[Registration]:
+        """The registered replicas of a group."""
+        return [entry for entry in self.registrations.values() if entry.group == group]
+
 
 def _record(
     registrations: Iterable[tuple[bytes, bytes]],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -130,12 +131,12 @@ def test_what_could_not_be_written_is_tried_again(server: RedisServer) -> None:
     assert table(server)[0].attempts == ["a-0", "a-1"]
 
 
-def register(server: RedisServer, replica: str, lease: Lease) -> None:
+def register(server: RedisServer, replica: str, lease: Lease, **member: Any) -> None:
     keys = ServiceKeys(PREFIX, "ns.a")
     registration = Registration(
         replica_id=replica, service="ns.a", url="http://10.0.0.1:8100", models=["m"], namespace="n",
         root="r", index_block=16, tokenizer_digest="t", generation=f"g-{replica}",
-        engine=EngineInfo(page_size=16, max_model_len=100, max_running=16),
+        engine=EngineInfo(page_size=16, max_model_len=100, max_running=16), **member,
     )  # fmt: skip
     head = Lease._HEAD.pack(lease.expires_ms, int(lease.state)) + lease.report.pack()
     server.client.hset(keys.replicas, replica, registration.encode())
@@ -157,6 +158,18 @@ def test_load_counts_living_replicas_that_the_table_lists(server: RedisServer) -
     assert (found.replicas, found.running, found.waiting, found.held) == (1, 3, 2, 5)
     assert found.kv_used == pytest.approx(0.75)
     assert found.slots == 16
+
+
+def test_members_of_a_group_are_one_replica_to_the_autoscaler(server: RedisServer) -> None:
+    future = time.time() * 1000 + 60_000
+    report = LoadReport(running=3, pages_total=100, pages_free=25)
+    for dp_rank in range(2):
+        lease = Lease(future, LeaseState.READY, report)
+        register(server, f"a-0/{dp_rank}", lease, group="a-0", dp_rank=dp_rank, dp=2)
+    found = side(server).load("ns.a", ["a-0"])
+    assert (found.replicas, found.running, found.slots) == (1, 6, 32)
+    assert side(server).holds_lease("ns.a", "a-0")
+    assert not side(server).holds_lease("ns.a", "a-0/1"), "a member is no group"
 
 
 def test_demands_of_routers_that_died_long_ago_are_swept(server: RedisServer) -> None:

@@ -114,8 +114,8 @@ TWO_NODES = {"hardware": {"nodes": 2, "gpusPerNode": 8}, "image": "example.com/o
     [
         ({"hardware": {"nodes": 2, "gpusPerNode": 8}}, "16 ranks on 2 nodes"),
         (
-            {"hardware": {"gpusPerNode": 8}, "parallelism": {"tp": 4, "dp": 2}},
-            "8 ranks on 1 nodes in dp 2 members",
+            {"hardware": {"nodes": 2, "gpusPerNode": 8}, "parallelism": {"tp": 8, "dp": 2}},
+            "16 ranks on 2 nodes in dp 2 members",
         ),
     ],
     ids=str,

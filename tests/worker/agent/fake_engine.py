@@ -21,6 +21,7 @@ from radixgrove.worker.messages import (
     Stats,
     ToEngine,
 )
+from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.runtime import Runtime
 from tests.worker.fake_engine import FakeEngine
 
@@ -63,10 +64,12 @@ def main() -> None:
     if (notes / "chatty").exists():
         for number in range(20_000):
             print(f"line {number}", "x" * 100, flush=True)
-    if rank > 0:
+    place = Layout.of(runtime.settings).place(rank)
+    if not place.leads:
         while True:
             time.sleep(1)
-    engine = FakeEngine(runtime, lambda _: [], [runtime.agent_socket], PULSE)
+    peers = [runtime.agent_socket(place.member)]
+    engine = FakeEngine(runtime, lambda _: [], peers, PULSE, member=place.member)
     engine.infos.put(PhaseReport(EngineState.LOADING, "reading weights", 0.5))
     engine.infos.put(INFO)
 

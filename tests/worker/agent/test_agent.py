@@ -19,7 +19,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from safetensors.torch import save_file
 
 from radixgrove.protocol.keys import ServiceKeys
-from radixgrove.protocol.registry import Registration
+from radixgrove.protocol.registry import Lease, LeaseState, Registration
 from radixgrove.service import exit_codes
 from radixgrove.service.directories import remove_abandoned
 from tests.conftest import RedisServer, find_free_port, wait_until
@@ -78,6 +78,46 @@ def test_dead_second_rank_is_named(start_agent: StartAgent) -> None:
     assert f"engine rank 1 (process {rank.pid}) was killed" in agent.output
 
 
+def test_members_are_one_group_that_shows_each_of_them(
+    start_agent: StartAgent, redis_server: RedisServer
+) -> None:
+    agent = start_agent(dp=2, redis_url=redis_server.url, replica_id="g")
+    agent.wait_ready()
+    status = agent.manage("GET", "/status")[1]
+    assert [m["replica_id"] for m in status["members"]] == ["g/0", "g/1"]
+    assert all(m["ready"] and m["publisher"]["registered"] for m in status["members"])
+    assert [m["stats"]["pages_total"] for m in status["members"]] == [64, 64]
+    assert status["stats"]["pages_total"] == 128
+    keys = ServiceKeys("radixgrove", "default")
+    found = redis_server.client.hgetall(keys.replicas)
+    members = [Registration.decode(data) for _, data in sorted(found.items())]
+    assert [(m.group, m.dp_rank, m.dp) for m in members] == [("g", 0, 2), ("g", 1, 2)]
+    assert len({m.url for m in members}) == 1
+    assert agent.manage("POST", "/flush-cache")[0] == 202
+    heard = agent.notes / "engine-heard"
+    wait_until(lambda: heard.read_text().count("FlushCache") == 2, what="both flushes")
+
+    assert agent.manage("POST", "/drain")[0] == 200
+    leases = [Lease.unpack(data) for data in redis_server.client.hvals(keys.leases)]
+    assert [lease.state for lease in leases] == [LeaseState.DRAINING] * 2
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.end() == 0
+    assert not redis_server.client.hgetall(keys.replicas), "both have left"
+
+
+def test_a_stopped_rank_of_the_second_member_ends_the_group_and_is_named(
+    start_agent: StartAgent,
+) -> None:
+    agent = start_agent(dp=2)
+    agent.wait_ready()
+    rank = next(
+        c for c in agent.children if "fake_engine" in c.cmdline() and c.cmdline()[-1] == "1"
+    )
+    rank.send_signal(signal.SIGSTOP)
+    assert agent.end() == 4
+    assert f"engine rank 1 (process {rank.pid}) is stuck" in agent.output
+
+
 def test_dead_frontend_takes_the_worker_down(start_agent: StartAgent) -> None:
     agent = start_agent(frontends=2)
     agent.wait_ready()
@@ -120,7 +160,7 @@ def test_step_past_its_deadline_is_a_stuck_engine(start_agent: StartAgent) -> No
     agent = start_agent()
     agent.wait_ready()
     runtime = next(agent.notes.glob("radixgrove-worker-*"))
-    send_to_engine(runtime / "engine.sock", "long-step")
+    send_to_engine(runtime / "engine-0.sock", "long-step")
     assert agent.end() == 4
     assert "past its deadline" in agent.output
 
@@ -138,7 +178,7 @@ def test_an_hour_forward_ends_no_step(start_agent: StartAgent) -> None:
     agent = start_agent()
     agent.wait_ready()
     runtime = next(agent.notes.glob("radixgrove-worker-*"))
-    send_to_engine(runtime / "engine.sock", "step-of-a-minute")
+    send_to_engine(runtime / "engine-0.sock", "step-of-a-minute")
 
     def uptime() -> float:
         seconds = agent.manage("GET", "/status")[1]["uptime_seconds"]

@@ -47,14 +47,14 @@ class EngineProcess:
         self.runtime.write()
         self.context = zmq.Context()
         # Frontend 0 and the agent take everything, what others do not read piles up at the engine.
-        self.agent = self._bind(self.runtime.agent_socket, queue=0)
+        self.agent = self._bind(self.runtime.agent_socket(), queue=0)
         self.frontends = [
             self._bind(self.runtime.frontend_socket(index), queue=min(4, index * 4))
             for index in range(self.runtime.settings.frontends)
         ]
         self.inbox = self.context.socket(zmq.PUSH)
         self.inbox.setsockopt(zmq.LINGER, 0)
-        self.inbox.connect(self.runtime.engine_socket)
+        self.inbox.connect(self.runtime.engine_socket())
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, Tokens | Refused] = {}
         self.stats: Stats | None = None

@@ -75,7 +75,7 @@ class EngineHere:
         self.executor = Recorded(executor)
         self.engine = Engine(settings, self._links, self.executor, info, tokenizer)
         self._inbox = self._context.socket(zmq.PUSH)
-        self._inbox.connect(self._runtime.engine_socket)
+        self._inbox.connect(self._runtime.engine_socket())
         self._decoder: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
         self.tokens: dict[str, list[int]] = {}
         self._running: set[str] = set()

@@ -30,18 +30,23 @@ INTERNAL_KEY = "internal-key-of-the-tests"
 
 @dataclass
 class Frontend:
-    """A frontend process and the engine before it."""
+    """A frontend process and the engines before it, one a member."""
 
-    engine: FakeEngine
+    engines: list[FakeEngine]
     process: subprocess.Popen[bytes]
     url: str
     tokenizer: Tokenizer
     log: Path
 
+    @property
+    def engine(self) -> FakeEngine:
+        return self.engines[0]
+
     def answer(self, text: str) -> None:
-        """Let the engine generate this text for every sequence."""
+        """Let the engines generate this text for every sequence."""
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        self.engine.script = lambda _: list(ids)
+        for engine in self.engines:
+            engine.script = lambda _: list(ids)
 
     def client(self, key: str = "none", **headers: str) -> httpx.Client:
         if key != "none":
@@ -92,8 +97,12 @@ def running_frontend(model_dir: Path, **settings: Any) -> Iterator[Frontend]:
         runtime = Runtime(directory, WorkerSettings.model_validate(options), model_dir)
         runtime.metrics_dir.mkdir()
         runtime.write()
-        engine = FakeEngine(runtime, lambda _: [], [runtime.frontend_socket(0)])
-        engine.start()
+        engines = [
+            FakeEngine(runtime, lambda _: [], [runtime.frontend_socket(0, member)], member=member)
+            for member in range(runtime.settings.dp)
+        ]
+        for engine in engines:
+            engine.start()
         log = directory / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -103,14 +112,15 @@ def running_frontend(model_dir: Path, **settings: Any) -> Iterator[Frontend]:
             )
         tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         url = f"http://127.0.0.1:{options['port']}"
-        frontend = Frontend(engine, process, url, tokenizer, log)
+        frontend = Frontend(engines, process, url, tokenizer, log)
         try:
             wait_until(lambda: is_ready(frontend), deadline=60, what="the frontend")
             yield frontend
         finally:
             process.kill()
             process.wait()
-            engine.stop()
+            for engine in engines:
+                engine.stop()
 
 
 def is_ready(frontend: Frontend) -> bool:

@@ -17,7 +17,7 @@ from radixgrove.service.asgi import ON_DISCONNECT, Message, Scope
 from radixgrove.service.auth import ApiKeys
 from radixgrove.worker.frontend import app as frontend_app
 from radixgrove.worker.frontend.app import Frontend
-from radixgrove.worker.frontend.engine_client import EngineClient
+from radixgrove.worker.frontend.members import Members
 from radixgrove.worker.frontend.model import ServedModel
 from radixgrove.worker.runtime import Runtime
 from tests.worker.fake_engine import FakeEngine
@@ -54,25 +54,25 @@ async def running(model_dir: Path) -> AsyncIterator[tuple[Frontend, FakeEngine]]
     with TemporaryDirectory(prefix="rg-") as name:
         settings = WorkerSettings(served_model_name=["m"], port=1)
         runtime = Runtime(Path(name), settings, model_dir)
-        client = EngineClient(runtime.engine_socket, runtime.frontend_socket(0), 0)
+        members = Members(runtime, 0)
         frontend = Frontend(
-            settings, ServedModel.load(model_dir, settings), client, ApiKeys.load(None)
+            settings, ServedModel.load(model_dir, settings), members, ApiKeys.load(None)
         )
         engine = FakeEngine(
             runtime,
             lambda _: [1000 + i for i in range(50)],
             [runtime.frontend_socket(0)],
         )
-        client.start()
+        members.start()
         engine.start()
         housekeeping = asyncio.create_task(frontend.housekeeping())
         try:
-            await until(lambda: client.liveness.stats is not None, "the engine's pulse")
+            await until(lambda: members.heard, "the engine's pulse")
             yield frontend, engine
         finally:
             housekeeping.cancel()
             engine.stop()
-            client.close()
+            members.close()
 
 
 async def request_then_silence(**fields: Any) -> Any:

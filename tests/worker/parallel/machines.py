@@ -18,9 +18,13 @@ from typing import Any
 
 import msgspec
 import psutil
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from tests.checkout import ROOT
 from tests.conftest import find_free_port
+from tests.worker.execution import tiny
 from tests.worker.spoken import Spoken
 
 _SETTINGS = {
@@ -128,9 +132,12 @@ class MachineProcess(Spoken):
     def get(self, path: str, port: int | None = None, key: str = "") -> tuple[int, bytes]:
         return self._open(urllib.request.Request(self._url(path, port), headers=_bearer(key)))
 
-    def post(self, path: str, body: Any) -> tuple[int, bytes]:
-        headers = {"Content-Type": "application/json"}
-        content = msgspec.json.encode(body)
+    def post(
+        self, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        """A body of bytes is sent as it is."""
+        content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        headers = headers or {"Content-Type": "application/json"}
         return self._open(urllib.request.Request(self._url(path), content, headers))
 
     def _url(self, path: str, port: int | None = None) -> str:
@@ -152,6 +159,15 @@ class MachineProcess(Spoken):
 
 def _bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def served_model(directory: Path) -> Path:
+    """A small model with words for tokens, `w0` and so on."""
+    tiny.save("llama3-rope", directory)
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, "w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
 
 
 @contextmanager

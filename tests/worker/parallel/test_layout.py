@@ -27,12 +27,17 @@ def test_every_rank_has_one_place_and_no_stage_leaves_its_machine(
     }
     for node in range(nodes):
         assert [p.rank for p in places if p.node == node] == list(layout.ranks_of(node))
-    for ranks in layout.shards():
-        stage = [places[rank] for rank in ranks]
-        assert [p.shard for p in stage] == list(range(tp))
-        assert len({(p.member, p.stage) for p in stage}) == 1
-        assert len({p.node for p in stage}) == 1
     for member in range(dp):
+        ranks = list(layout.ranks_of_member(member))
+        assert ranks == [p.rank for p in places if p.member == member]
+        assert [rank for shards in layout.shards(member) for rank in shards] == ranks
+        for shards in layout.shards(member):
+            stage = [places[rank] for rank in shards]
+            assert [p.shard for p in stage] == list(range(tp))
+            assert len({(p.member, p.stage) for p in stage}) == 1
+            assert len({p.node for p in stage}) == 1
+        assert [p.rank for p in places if p.member == member and p.leads] == [ranks[0]]
+        assert layout.leader(member) == ranks[0]
         last = places[layout.last_stage(member)]
         assert (last.member, last.stage, last.shard) == (member, pp - 1, 0)
 

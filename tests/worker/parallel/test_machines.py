@@ -9,26 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from tests.conftest import wait_until
 from tests.worker.execution import tiny
 from tests.worker.execution.driver import Driver, cpu_runner, greedy
-from tests.worker.parallel.machines import MachineProcess, Network, group, network
+from tests.worker.parallel.machines import MachineProcess, Network, group, network, served_model
 
 _ENDS_WITHIN = 10.0 + 3.0  # seconds: the promise, and what a busy machine of tests adds
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    tiny.save("llama3-rope", directory)
-    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, "w0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
+    return served_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@
 
 Times are durations, from the moment a message is read: no two processes share a clock.
 
-Sockets live in the worker's private runtime directory (mode 0700):
+Sockets live in the worker's private runtime directory (mode 0700), for each data-parallel member m:
 
-    engine.sock       bound by the engine (PULL): frontends and agent push `ToEngine`
-    frontend-<i>.sock bound by frontend i (PULL): the engine pushes `ToFrontend`
-    agent.sock        bound by the agent (PULL): the engine pushes `ToAgent`
+    engine-<m>.sock       bound by its engine (PULL): frontends and agent push `ToEngine`
+    frontend-<i>-<m>.sock bound by frontend i (PULL): the engine pushes `ToFrontend`
+    agent-<m>.sock        bound by the agent (PULL): the engine pushes `ToAgent`
 """
 
 from __future__ import annotations
@@ -89,7 +89,16 @@ class PublishSnapshot(msgspec.Struct, tag="snapshot"):
     """The agent lost events (gap, Redis came back empty): send the whole cached set again."""
 
 
-ToEngine = Submit | SubmitChoices | Abort | Read | FlushCache | PublishSnapshot
+class Peek(msgspec.Struct, tag="peek", kw_only=True):
+    """How much of a prompt the engine has cached, and how busy it is: answered with `Peeked`."""
+
+    peek_id: str
+    frontend: int
+    token_ids: bytes  # int32 little-endian, at least one token
+    domain: str  # as of `Submit`
+
+
+ToEngine = Submit | SubmitChoices | Abort | Read | FlushCache | PublishSnapshot | Peek
 
 # ---- to a frontend ---------------------------------------------------------------------------
 
@@ -133,6 +142,13 @@ class Outputs(msgspec.Struct, tag="outputs"):
     """Everything one step produced for one frontend, in one message."""
 
     items: list[Tokens | Refused]
+
+
+class Peeked(msgspec.Struct, tag="peeked", kw_only=True):
+    peek_id: str
+    matched_tokens: int  # cached, in either tier, or being computed for another request
+    queued_tokens: int  # prompt tokens that other requests have yet to prefill
+    running: int  # requests that hold a row
 
 
 class EngineState(StrEnum):
@@ -231,5 +247,5 @@ class Admitted(msgspec.Struct, tag="admitted"):
     request_ids: list[str]
 
 
-ToFrontend = Outputs | Stats | EngineInfo
+ToFrontend = Outputs | Stats | EngineInfo | Peeked
 ToAgent = CacheEvents | CacheSnapshot | EngineInfo | PhaseReport | Stats | Admitted

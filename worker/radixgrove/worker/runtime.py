@@ -30,16 +30,16 @@ class Runtime:
     settings: WorkerSettings
     model_dir: Path
 
-    @property
-    def engine_socket(self) -> str:
-        return f"ipc://{self.directory}/engine.sock"
+    # Each data-parallel member has an engine of its own, and sockets.
 
-    @property
-    def agent_socket(self) -> str:
-        return f"ipc://{self.directory}/agent.sock"
+    def engine_socket(self, member: int = 0) -> str:
+        return f"ipc://{self.directory}/engine-{member}.sock"
 
-    def frontend_socket(self, index: int) -> str:
-        return f"ipc://{self.directory}/frontend-{index}.sock"
+    def agent_socket(self, member: int = 0) -> str:
+        return f"ipc://{self.directory}/agent-{member}.sock"
+
+    def frontend_socket(self, index: int, member: int = 0) -> str:
+        return f"ipc://{self.directory}/frontend-{index}-{member}.sock"
 
     @property
     def metrics_dir(self) -> Path:

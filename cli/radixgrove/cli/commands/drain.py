@@ -13,7 +13,9 @@ from radixgrove.service import exit_codes
 _POLL_SECONDS = 0.5
 
 
-@click.command(help="Let a replica finish what it has and send it nothing new.")
+@click.command(
+    help="Let a replica, or all members of a group, finish what it has and send it nothing new."
+)
 @click.argument("replica")
 @click.option("--wait", is_flag=True, help="Return when it has nothing left to do.")
 @click.option(
@@ -51,9 +53,7 @@ def _tell(management_url: str, replica: str, what: str) -> None:
 
 
 def _left(status: dict[str, list[dict[str, object]]], replica: str) -> int:
-    """Requests that the replica still has; none when it is gone."""
-    for entry in status["replicas"]:
-        if entry["replica"] == replica:
-            counts = [entry[name] for name in ("running", "waiting", "in_flight")]
-            return sum(count for count in counts if isinstance(count, int))
-    return 0
+    """Requests that the replica, or group, still has; none when it is gone."""
+    entries = [e for e in status["replicas"] if replica in (e["replica"], e["group"])]
+    counts = [entry[name] for entry in entries for name in ("running", "waiting", "in_flight")]
+    return sum(count for count in counts if isinstance(count, int))

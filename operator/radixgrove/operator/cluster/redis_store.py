@@ -175,25 +175,27 @@ class RedisStore:
 
     # ---- leases and load -------------------------------------------------------------------------
 
-    def holds_lease(self, service: str, replica_id: str) -> bool:
-        """Whether that replica's worker still renews its lease. Raises RedisUnavailable."""
+    def holds_lease(self, service: str, group: str) -> bool:
+        """Whether that group's worker still renews a lease. Raises RedisUnavailable."""
         record = self._directory.service(service)
-        registration = record.registrations.get(replica_id)
-        return registration is not None and record.lease_of(registration) is not None
+        return any(record.lease_of(member) is not None for member in record.members(group))
 
     def load(self, service: str, serving: Collection[str]) -> Load:
-        """Load over the replicas in `serving` that hold leases. Raises RedisUnavailable."""
+        """Load over the groups in `serving` that hold leases. Raises RedisUnavailable."""
         record = self._directory.service(service)
         reports, slots = [], []
-        for replica_id in serving:
-            registration = record.registrations.get(replica_id)
-            lease = record.lease_of(registration) if registration is not None else None
-            if registration is not None and lease and lease.state is LeaseState.READY:
-                reports.append(lease.report)
-                slots.append(registration.engine.max_running)
+        for group in serving:
+            leases = [
+                (member, lease)
+                for member in record.members(group)
+                if (lease := record.lease_of(member)) and lease.state is LeaseState.READY
+            ]
+            reports += [lease.report for _, lease in leases]
+            if leases:
+                slots.append(sum(member.engine.max_running for member, _ in leases))
         used = [1 - r.pages_free / r.pages_total for r in reports if r.pages_total]
         return Load(
-            replicas=len(reports),
+            replicas=len(slots),
             running=sum(report.running for report in reports),
             waiting=sum(report.waiting for report in reports),
             held=self._held(service, record.now_ms),

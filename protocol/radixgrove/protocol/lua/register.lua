@@ -12,9 +12,12 @@ end
 
 local agreed = redis.call('GET', KEYS[1])
 if agreed and agreed ~= ARGV[4] then
+  -- The members of a group live and die together: what is left of its own last start is no other.
+  local group = cjson.decode(ARGV[3]).group or ARGV[1]
   local replicas = redis.call('HGETALL', KEYS[2])
   for i = 1, #replicas, 2 do
-    if replicas[i] ~= ARGV[1] and alive(cjson.decode(replicas[i + 1]).generation) then
+    local other = cjson.decode(replicas[i + 1])
+    if (other.group or replicas[i]) ~= group and alive(other.generation) then
       return {'MISMATCH', agreed}
     end
   end

@@ -63,6 +63,8 @@ class Envelope(msgspec.Struct, kw_only=True):
     tokenizer_digest: str
     # What the router expected to be cached, in tokens, for predicted-against-reported metrics.
     matched_tokens: int = 0
+    # Which member of the group the router chose; None: the worker chooses.
+    dp_rank: int | None = None
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,6 @@ names it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -20,8 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import msgspec
-import zmq
 import zmq.asyncio
 
 from radixgrove.protocol.model.config import ModelError
@@ -33,6 +30,7 @@ from radixgrove.service.liveness import tick
 from radixgrove.service.probing import is_ready
 from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import demo_model, management, model_files
+from radixgrove.worker.agent.engines import Engine, total
 from radixgrove.worker.agent.machine import Machine, wait_to_be_replaced
 from radixgrove.worker.agent.preparation import (
     AgentError,
@@ -44,23 +42,9 @@ from radixgrove.worker.agent.preparation import (
     worker_part,
 )
 from radixgrove.worker.agent.probes import Marker
-from radixgrove.worker.agent.progress import StartReport, memory_arithmetic
-from radixgrove.worker.agent.publisher import Publisher
-from radixgrove.worker.agent.registration import describe
-from radixgrove.worker.cache.identity import block_hasher, cache_namespace
-from radixgrove.worker.liveness import DEADLINE_GRACE, GROUP_GRACE, Liveness, is_stopped
-from radixgrove.worker.messages import (
-    Admitted,
-    CacheEvents,
-    CacheSnapshot,
-    EngineInfo,
-    FlushCache,
-    PhaseReport,
-    PublishSnapshot,
-    Stats,
-    ToAgent,
-    ToEngine,
-)
+from radixgrove.worker.agent.progress import ready_line
+from radixgrove.worker.liveness import is_stopped
+from radixgrove.worker.messages import FlushCache, Stats
 from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.runtime import Runtime
 
@@ -71,7 +55,6 @@ _FRONTEND_DEADLINE = 60.0  # from the engine's readiness to the frontends' first
 _FRONTEND_GRACE = 5.0  # beyond the drain timeout
 _ENGINE_PATIENCE = 5.0
 _FAILURE_PATIENCE = 3.0  # frontends end their clients' requests with an error
-_PUBLISHER_DEADLINE = 5.0
 
 
 class WorkerState(StrEnum):
@@ -146,49 +129,43 @@ class Agent:
         self.runtime = runtime
         self.settings = runtime.settings
         self.state = WorkerState.STARTING
-        self.info: EngineInfo | None = None
-        grace = GROUP_GRACE if Layout.of(self.settings).size > 1 else DEADLINE_GRACE
-        self.liveness = Liveness(grace=grace)
-        self.publisher: Publisher | None = None
         self.started = time.monotonic()  # seconds of this process's clock
-        self.phase: PhaseReport | None = None
         self._modules = modules
         self._marker = marker or Marker(self.settings)
-        self._engines: list[Supervised] = []
+        self._ranks: list[Supervised] = []
         self._frontends: list[Supervised] = []
         self._stuck: AgentError | None = None
-        self._report = StartReport(_log)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._engine_ready = asyncio.Event()
         self._context = zmq.asyncio.Context()
-        self._inbox: zmq.asyncio.Socket = self._context.socket(zmq.PULL)
-        self._to_engine: zmq.Socket[bytes] = zmq.Context(self._context).socket(zmq.PUSH)
-        self._encoder = msgspec.msgpack.Encoder()
+        self.engines = [
+            Engine(runtime, dp_rank, self._context) for dp_rank in range(self.settings.dp)
+        ]
 
     # ---- what the management port uses ---------------------------------------------------------
 
-    def send(self, message: ToEngine) -> bool:
-        """Hand a message to the engine; False when its queue is full or it is not there yet."""
-        try:
-            self._to_engine.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+    @property
+    def alive(self) -> bool:
+        """Whether the step counters of all engines move."""
+        return all(engine.liveness.ready() for engine in self.engines)
+
+    @property
+    def stats(self) -> Stats | None:
+        """The latest pulses of all engines, together."""
+        pulses = [engine.liveness.stats for engine in self.engines]
+        return total([stats for stats in pulses if stats is not None])
 
     def flush_cache(self) -> bool:
-        return self.send(FlushCache())
-
-    def _request_snapshot(self) -> None:
-        if not self.send(PublishSnapshot()):
-            _log.warning("the engine takes no messages: no snapshot of its cache")
+        """False when an engine takes no messages."""
+        taken = [engine.send(FlushCache()) for engine in self.engines]
+        return all(taken)
 
     async def drain(self) -> None:
         """Make routers pass this worker by; it ends what it has and stays up until SIGTERM."""
         if self.state is not WorkerState.DRAINING:
             _log.info("draining: routers send no new requests")
             self.state = WorkerState.DRAINING
-        if self.publisher is not None and not await self.publisher.drain():
+        if not all(await asyncio.gather(*(engine.drain() for engine in self.engines))):
             _log.warning("Redis has not confirmed the drain; routers learn it from the next lease")
 
     def set_log_level(self, level: LogLevel) -> None:
@@ -203,12 +180,10 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        self._inbox.bind(self.runtime.agent_socket)
-        self._to_engine.connect(self.runtime.engine_socket)
-        tasks = [
-            asyncio.create_task(self._receive(), name="inbox"),
-            asyncio.create_task(tick(), name="ticks"),
-        ]
+        tasks = [asyncio.create_task(tick(), name="ticks")]
+        for engine in self.engines:
+            engine.open()
+            tasks.append(asyncio.create_task(engine.receive(), name=f"inbox {engine.dp_rank}"))
         try:
             async with management.serving(self):
                 await self._start_children()
@@ -231,58 +206,29 @@ class Agent:
         self._stop.set()
 
     async def _start_children(self) -> None:
-        directory = self.runtime.directory
-        for rank in Layout.of(self.settings).ranks_of(self.settings.node_rank):
-            name = f"engine rank {rank}"
-            self._engines.append(worker_part(name, self._modules.engine, directory, rank))
+        directory, layout = self.runtime.directory, Layout.of(self.settings)
+        for rank in layout.ranks_of(self.settings.node_rank):
+            part = worker_part(f"engine rank {rank}", self._modules.engine, directory, rank)
+            self._ranks.append(part)
+            self.engines[layout.place(rank).member].ranks.append(part)
         for index in range(self.settings.frontends):
             name = f"frontend {index}"
             self._frontends.append(worker_part(name, self._modules.frontend, directory, index))
-        for service in (*self._engines, *self._frontends):
+        for service in (*self._ranks, *self._frontends):
             await service.start()
-
-    async def _receive(self) -> None:
-        decoder: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
-        while True:
-            message = decoder.decode(await self._inbox.recv())
-            self.liveness.hear()
-            match message:
-                case Stats():
-                    self.liveness.take(message)
-                    if self.liveness.ready() and self.info is not None:
-                        self._engine_ready.set()
-                case PhaseReport():
-                    self.phase = message
-                    self._report.phase(message)
-                case EngineInfo():
-                    self.info = message
-                    for line in memory_arithmetic(message):
-                        _log.info("%s", line)
-                case _:
-                    pass
-            if self.publisher is not None and isinstance(
-                message, CacheEvents | CacheSnapshot | Admitted | Stats
-            ):
-                self.publisher.apply(message)
 
     async def _watch(self) -> None:
         """Ends with an AgentError when a rank is stuck, after killing it."""
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            ranks = [service.child for service in self._engines]
-            held = [child for child in ranks if child.running and is_stopped(child.pid)]
-            problem = self.liveness.problem(stopped=bool(held))
-            if problem is not None:
-                culprit = held[0] if held else ranks[0]
-                # Kept first: the death that we cause must not pass for the reason.
-                self._stuck = AgentError(
-                    f"{culprit.name} (process {culprit.pid}) is stuck: {problem}; killed it",
-                    exit_codes.STUCK,
-                )
-                await asyncio.gather(*(child.kill() for child in ranks))
+            for engine in self.engines:
+                self._stuck = self._stuck or _verdict(engine)
+            if self._stuck is not None:
+                # It is kept: the deaths that we cause must not pass for the reason.
+                await asyncio.gather(*(part.child.kill() for part in self._ranks))
                 raise self._stuck
             if self.state in (WorkerState.READY, WorkerState.NOT_READY):
-                self._set_readiness(self.liveness.ready())
+                self._set_readiness(self.alive)
 
     def _set_readiness(self, ready: bool) -> None:
         state = WorkerState.READY if ready else WorkerState.NOT_READY
@@ -291,20 +237,23 @@ class Agent:
             self.state = state
 
     async def _become_ready(self) -> None:
-        """Announce the worker once the engine and every frontend answer."""
-        await self._engine_ready.wait()
-        assert self.info is not None
+        """Announce the worker once all engines and every frontend answer."""
+        await asyncio.gather(*(engine.ready.wait() for engine in self.engines))
         await self._await_frontends()
         if self.settings.redis_url is not None:
-            await self._publish(self.info)
+            await asyncio.gather(*(engine.publish() for engine in self.engines))
         self._marker.set()
         if self.state is WorkerState.STARTING:
             self.state = WorkerState.READY
-        self._report.ready(self.settings, time.monotonic() - self.started)
-        if self.publisher is None:
+        _log.info("%s", ready_line(self.settings, time.monotonic() - self.started))
+        publishers = [engine.publisher for engine in self.engines if engine.publisher is not None]
+        if not publishers:
             await asyncio.Event().wait()  # this task ends only with the agent
-        else:  # without it, no router would hear of this worker any more
-            await self.publisher.until_it_ends()
+        # Without its publisher, no router would hear of a member any more.
+        waiting = [asyncio.ensure_future(publisher.until_it_ends()) for publisher in publishers]
+        ended, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
 
     async def _await_frontends(self) -> None:
         deadline = time.monotonic() + _FRONTEND_DEADLINE
@@ -315,30 +264,11 @@ class Agent:
                 )
             await asyncio.sleep(0.1)
 
-    async def _publish(self, info: EngineInfo) -> None:
-        assert self.settings.redis_url is not None
-        try:
-            registration = describe(self.runtime, info)
-            publisher = Publisher(
-                self.settings.redis_url,
-                self.settings.redis_prefix,
-                registration,
-                block_hasher(
-                    self.settings, cache_namespace(self.settings, info.dtype, info.kv_dtype)
-                ),
-                self._request_snapshot,
-                self.liveness.ready,
-            )
-            await publisher.start()
-        except Exception as error:
-            raise AgentError(f"cannot register with the routers: {error}") from error
-        self.publisher = publisher
-
     async def _until_stop(self, tasks: list[asyncio.Task[None]]) -> None:
         """Return on a signal; raise when a child or one of our own tasks ended."""
         stop = asyncio.create_task(self._stop.wait(), name="stop")
-        # Engines first: a frontend that follows its engine into death is not the cause.
-        children = [*self._engines, *self._frontends]
+        # Ranks first: a frontend that follows its engine into death is not the cause.
+        children = [*self._ranks, *self._frontends]
         try:
             await asyncio.wait(
                 [stop, *tasks, *(child.failed for child in children)],
@@ -359,15 +289,15 @@ class Agent:
         """Lease, frontends, engine, in this order: routers stop sending before anything ends."""
         await self.drain()
         patience = self.settings.drain_timeout + _FRONTEND_GRACE
-        if self.info is None:  # still starting: there is nothing to finish
+        if any(engine.info is None for engine in self.engines):  # there is nothing to finish yet
             patience = _FAILURE_PATIENCE
         stopping = asyncio.gather(*(service.stop(patience) for service in self._frontends))
         hurry = asyncio.create_task(self._hurry.wait())
         ends: list[asyncio.Future[Any]] = [stopping, hurry]
-        ends += [service.child.exited for service in self._engines]
+        ends += [service.child.exited for service in self._ranks]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
-        dead = [service.child for service in self._engines if not service.child.running]
+        dead = [service.child for service in self._ranks if not service.child.running]
         if not stopping.done():
             patience = 0.0 if self._hurry.is_set() else _FAILURE_PATIENCE
             await asyncio.gather(*(service.stop(patience) for service in self._frontends))
@@ -378,15 +308,11 @@ class Agent:
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
         """The one way out: whatever still runs is ended, in any state."""
         await asyncio.gather(*(service.stop(_FAILURE_PATIENCE) for service in self._frontends))
-        await asyncio.gather(*(service.stop(_ENGINE_PATIENCE) for service in self._engines))
+        await asyncio.gather(*(service.stop(_ENGINE_PATIENCE) for service in self._ranks))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self.publisher is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.publisher.close(), _PUBLISHER_DEADLINE)
-        self._to_engine.close(linger=0)
-        self._inbox.close(linger=0)
+        await asyncio.gather(*(engine.close() for engine in self.engines))
         self._context.term()
         _log.info("worker ended")
 
@@ -399,6 +325,18 @@ def _end_of(task: asyncio.Task[None]) -> AgentError:
     if error is not None:
         _log.error("the worker's %s task failed", task.get_name(), exc_info=error)
     return AgentError(f"the worker ends because its {task.get_name()} task did")
+
+
+def _verdict(engine: Engine) -> AgentError | None:
+    """Which rank of a member is stuck, if one is."""
+    ranks = [part.child for part in engine.ranks]
+    held = [child for child in ranks if child.running and is_stopped(child.pid)]
+    problem = engine.liveness.problem(stopped=bool(held))
+    if problem is None:
+        return None
+    culprit = held[0] if held else ranks[0]
+    text = f"{culprit.name} (process {culprit.pid}) is stuck: {problem}; killed it"
+    return AgentError(text, exit_codes.STUCK)
 
 
 def _exit_code(error: AgentError | ChildFailed) -> int:

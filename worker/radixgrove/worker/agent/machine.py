@@ -83,7 +83,7 @@ class Machine:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        self._inbox.bind(self.runtime.agent_socket)
+        self._inbox.bind(self.runtime.agent_socket())
         tasks = [
             asyncio.create_task(self._receive(), name="inbox"),
             asyncio.create_task(tick(), name="ticks"),

@@ -22,6 +22,7 @@ from radixgrove.service.asgi import App
 from radixgrove.service.listening import listen_for_management
 from radixgrove.service.management import ManagementApi
 from radixgrove.service.server import Server
+from radixgrove.worker.agent.engines import Engine, least_advanced
 from radixgrove.worker.agent.publisher import PublisherStatus
 from radixgrove.worker.messages import EngineInfo, PhaseReport, Stats
 
@@ -31,18 +32,29 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+class MemberStatus(msgspec.Struct, kw_only=True):
+    """One data-parallel member; a group without has one."""
+
+    dp_rank: int
+    replica_id: str  # as routers know it
+    ready: bool
+    engine: EngineInfo | None
+    stats: Stats | None  # its last pulse
+    publisher: PublisherStatus | None
+
+
 class WorkerStatus(msgspec.Struct, kw_only=True):
     replica_id: str | None
     service: str
     models: list[str]
     url: str | None
     state: str
-    phase: PhaseReport | None  # of a long start
+    phase: PhaseReport | None  # of a long start: the least advanced member's
     pid: int
     uptime_seconds: float
-    engine: EngineInfo | None
-    stats: Stats | None  # the engine's last pulse
-    publisher: PublisherStatus | None
+    engine: EngineInfo | None  # the first member's
+    stats: Stats | None  # of the last pulses, the sum over all members
+    members: list[MemberStatus]
 
 
 class Draining(msgspec.Struct, kw_only=True):
@@ -75,8 +87,8 @@ def make_app(agent: Agent) -> App:
         agent.set_log_level(level)
 
     def trouble() -> str:
-        """Whether the engine's step counter moves and routers know this worker."""
-        ready = agent.state == "ready" and agent.liveness.ready()
+        """Whether the engines' step counters move and routers know this worker."""
+        ready = agent.state == "ready" and agent.alive
         return "" if ready else str(agent.state)
 
     api = ManagementApi(
@@ -92,7 +104,7 @@ def make_app(agent: Agent) -> App:
     async def drain() -> Response:
         """Routers pass the worker by; it ends what it has and stays up until SIGTERM."""
         await agent.drain()
-        stats = agent.liveness.stats
+        stats = agent.stats
         return reply(
             Draining(
                 state=agent.state,
@@ -119,10 +131,21 @@ def _status(agent: Agent) -> WorkerStatus:
         models=settings.served_model_name,
         url=settings.advertise_url,
         state=agent.state,
-        phase=agent.phase,
+        phase=least_advanced(agent.engines),
         pid=os.getpid(),
         uptime_seconds=round(time.monotonic() - agent.started, 1),
-        engine=agent.info,
-        stats=agent.liveness.stats,
-        publisher=agent.publisher.status() if agent.publisher is not None else None,
+        engine=agent.engines[0].info,
+        stats=agent.stats,
+        members=[_member(engine) for engine in agent.engines],
+    )
+
+
+def _member(engine: Engine) -> MemberStatus:
+    return MemberStatus(
+        dp_rank=engine.dp_rank,
+        replica_id=engine.replica_id,
+        ready=engine.liveness.ready(),
+        engine=engine.info,
+        stats=engine.liveness.stats,
+        publisher=engine.publisher.status() if engine.publisher is not None else None,
     )

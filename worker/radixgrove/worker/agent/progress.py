@@ -15,8 +15,13 @@ _REPORT_FRACTION = 0.1
 class StartReport:
     """Phases as plain lines: one when a phase begins, then every 10 % or 5 s."""
 
-    def __init__(self, log: logging.Logger) -> None:
+    def __init__(self, log: logging.Logger, name: str = "") -> None:
+        """
+        Args:
+            name: stands before each phase.
+        """
         self._log = log
+        self._name = name
         self._state: EngineState | None = None
         self._message = ""
         self._at = 0.0
@@ -31,18 +36,18 @@ class StartReport:
             if not due and fraction - self._fraction < _REPORT_FRACTION:
                 return
         share = "" if report.fraction is None else f" {report.fraction:.0%}"
-        self._log.info("start: %s%s: %s", report.state, share, report.message)
+        self._log.info("start: %s%s%s: %s", self._name, report.state, share, report.message)
         self._state, self._message = report.state, report.message
         self._at, self._fraction = now, fraction
 
-    def ready(self, settings: WorkerSettings, seconds: float) -> None:
-        self._log.info(
-            "ready after %.1f s: %s serves %s at %s",
-            seconds,
-            settings.replica_id,
-            ", ".join(settings.served_model_name),
-            settings.advertise_url,
-        )
+
+def ready_line(settings: WorkerSettings, seconds: float) -> str:
+    members = f" with {settings.dp} members" if settings.dp > 1 else ""
+    names = ", ".join(settings.served_model_name)
+    return (
+        f"ready after {seconds:.1f} s: {settings.replica_id} serves {names} at "
+        f"{settings.advertise_url}{members}"
+    )
 
 
 def memory_arithmetic(info: EngineInfo) -> list[str]:

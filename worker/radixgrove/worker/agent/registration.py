@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from radixgrove.protocol.registry import Registration, root_fingerprint
+from radixgrove.protocol.registry import Registration, member_id, root_fingerprint
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.worker.cache.identity import block_hasher, cache_namespace, index_block
 from radixgrove.worker.messages import EngineInfo
 from radixgrove.worker.runtime import Runtime
 
 
-def describe(runtime: Runtime, info: EngineInfo) -> Registration:
-    """What routers learn of this worker.
+def describe(runtime: Runtime, info: EngineInfo, dp_rank: int = 0) -> Registration:
+    """What routers learn of a member of this worker.
 
     Raises:
         TokenizerError: the model's tokenizer files are unusable.
@@ -20,7 +20,10 @@ def describe(runtime: Runtime, info: EngineInfo) -> Registration:
     assert settings.advertise_url is not None
     namespace = cache_namespace(settings, info.dtype, info.kv_dtype)
     return Registration(
-        replica_id=settings.replica_id,
+        replica_id=member_id(settings.replica_id, dp_rank, settings.dp),
+        group=settings.replica_id,
+        dp_rank=dp_rank,
+        dp=settings.dp,
         service=settings.service,
         url=settings.advertise_url,
         models=settings.served_model_name,

@@ -1,4 +1,4 @@
-"""The executor that a scheduler drives: one rank's runner, or a group's with rank 0 in front."""
+"""The executor that a scheduler drives: one rank's runner, or all ranks' of a member."""
 
 from __future__ import annotations
 
@@ -26,33 +26,38 @@ def build_executor(
     model_dir: Path,
     report: Report,
     runtime_dir: Path | None = None,
+    rank: int = 0,
 ) -> tuple[Executor, EngineInfo]:
-    """Rank 0's executor: load the model, size the pool, warm up, capture.
+    """A leader's executor: load the model, size the pool, warm up, capture.
 
     Args:
-        runtime_dir: where ranks meet; needed when there are several.
+        runtime_dir: where ranks meet; needed when the member has several.
+        rank: the leader's.
 
     Raises:
         ModelError: the model, or the settings for it, cannot be served; the message says why.
         RankMissing: another rank did not come, or is lost.
     """
-    if Layout.of(settings).size == 1:
-        return build_rank(settings, model_dir, report)
-    group = _Group(settings, model_dir, runtime_dir)
+    if Layout.of(settings).ranks_per_member == 1:
+        return build_rank(settings, model_dir, report, rank)
+    group = _Group(settings, model_dir, runtime_dir, rank)
     try:
-        runner, info = build_rank(settings, model_dir, report, 0, group.form)
+        runner, info = build_rank(settings, model_dir, report, rank, group.form)
     except RuntimeError as error:
         raise group.blame(error) from error
     return GroupExecutor(runner, group.links, step_allowance(settings, info)), info
 
 
 class _Group:
-    """Rank 0's side of a group's start."""
+    """The leader's side of a member's start."""
 
-    def __init__(self, settings: WorkerSettings, model_dir: Path, runtime_dir: Path | None) -> None:
+    def __init__(
+        self, settings: WorkerSettings, model_dir: Path, runtime_dir: Path | None, rank: int
+    ) -> None:
         self._settings = settings
         self._model_dir = model_dir
         self._directory = runtime_dir
+        self._rank = rank
         self._links: LeaderLinks | None = None
 
     @property
@@ -64,12 +69,12 @@ class _Group:
         """Meet the others, then let torch form its groups."""
         if self._directory is None:
             raise ValueError("several ranks need a runtime directory to meet in")
-        crew = meet(self._settings, self._model_dir, self._directory, rank=0)
-        self._links = LeaderLinks(crew, give_up(0))
+        crew = meet(self._settings, self._model_dir, self._directory, self._rank)
+        self._links = LeaderLinks(crew, give_up(self._rank))
         listener = _store_listener(crew)
         address = listener.getsockname()[:2] if listener is not None else ()
         self._links.send(StorePlace(*address))
-        store = open_store(crew.layout, self._directory, listener)
+        store = open_store(crew.layout, crew.place.member, self._directory, listener)
         member = form(crew.layout, crew.place, device, store)
         self._links.activity = member.activity
         return member
@@ -85,5 +90,5 @@ def _store_listener(crew: Crew) -> socket.socket | None:
     family = socket.AF_INET6 if ":" in crew.own_address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind((crew.own_address, 0))
-    listener.listen(crew.layout.size)
+    listener.listen(crew.layout.ranks_per_member)
     return listener

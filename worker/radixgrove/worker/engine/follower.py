@@ -1,4 +1,4 @@
-"""A rank other than 0: it runs the plans it is sent, in order, and decides nothing."""
+"""A rank that leads no member: it runs the plans it is sent, in order, and decides nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_follower(runtime_dir: Path, rank: int) -> int:
-    """Run rank `rank` of the worker in `runtime_dir` until rank 0 ends it; the exit status."""
+    """Run rank `rank` of the worker in `runtime_dir` until its leader ends it; the exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     runtime = Runtime.load(runtime_dir)
     settings = runtime.settings
@@ -55,7 +55,7 @@ def run_follower(runtime_dir: Path, rank: int) -> int:
 
 
 class _Group:
-    """This rank's side of a group's start, and its link to rank 0 afterwards."""
+    """This rank's side of a member's start, and its link to the leader afterwards."""
 
     def __init__(self, runtime: Runtime, rank: int) -> None:
         self._runtime = runtime
@@ -64,23 +64,24 @@ class _Group:
 
     @property
     def link(self) -> FollowerLink:
-        assert self._link is not None, "a rank other than 0 is one of several"
+        assert self._link is not None, "a rank that does not lead is one of several"
         return self._link
 
     def form(self, device: torch.device) -> Member:
-        """Join rank 0, then torch's groups, once it has opened the store for them."""
+        """Join the leader, then torch's groups, once it has opened the store for them."""
         runtime = self._runtime
         crew = meet(runtime.settings, runtime.model_dir, runtime.directory, self._rank)
         self._link = link = FollowerLink(crew, give_up(self._rank))
-        # From here on rank 0 says when it is over: it may still have requests to answer.
+        # From here on the leader says when it is over: it may still have requests to answer.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         place = link.next_order()
         if not isinstance(place, StorePlace):
-            raise RankMissing(f"{crew.name(0)} ended the group")
-        store = reach_store(crew.layout, runtime.directory, place, crew.own_address)
-        member = form(crew.layout, crew.place, device, store)
-        link.activity = member.activity
-        return member
+            raise RankMissing(f"{crew.name(crew.leader)} ended the group")
+        member = crew.place.member
+        store = reach_store(crew.layout, member, runtime.directory, place, crew.own_address)
+        joined = form(crew.layout, crew.place, device, store)
+        link.activity = joined.activity
+        return joined
 
     def fail(self, error: Exception) -> None:
         if self._link is not None:
@@ -100,7 +101,7 @@ def _tell_agent(runtime: Runtime) -> None:
     if runtime.settings.node_rank == 0:
         return
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    outlet = Outlet(context, runtime.agent_socket)
+    outlet = Outlet(context, runtime.agent_socket())
     outlet.send(PhaseReport(EngineState.READY, "joined"))
     outlet.close()
     context.term()

@@ -1,4 +1,4 @@
-"""Channels of a group at work: orders one way, reports the other, and heartbeats both ways.
+"""Channels of a member at work: orders one way, reports the other, and heartbeats both ways.
 
 Each end has a thread that reads and one that watches, so that neither a frozen rank nor a silent
 network leaves anybody in a collective for ever: who is lost is found within seconds, and a main
@@ -81,7 +81,7 @@ class _Flights:
 
 
 class LeaderLinks:
-    """Rank 0's end of all channels."""
+    """The leader's end of all channels; rank 0's, where the group has one member."""
 
     def __init__(self, crew: Crew, give_up: GiveUp) -> None:
         self.crew = crew
@@ -154,7 +154,9 @@ class LeaderLinks:
             # A rank that is cut off may be known by its silence alone.
             patience = SILENCE_SECONDS if self.activity.broke else 0.0
             self._changed.wait_for(lambda: self._verdict is not None, patience + _ANSWER_SECONDS)
-            return RankMissing(self._verdict or f"a step failed on rank 0: {error}")
+            return RankMissing(
+                self._verdict or f"a step failed on rank {self.crew.leader}: {error}"
+            )
 
     def close(self) -> None:
         """End the other ranks in order."""
@@ -249,11 +251,12 @@ class LeaderLinks:
             return None
         behind = [r for r, peer in self._peers.items() if peer.orders < self._sent]
         stuck = [rank for rank in behind if not self._peers[rank].waits]
+        own = self.crew.leader
         if self._own_orders < self._sent:
-            behind.insert(0, 0)
+            behind.insert(0, own)
             if not self.activity.waits:
-                stuck.insert(0, 0)
-        names = self._names(stuck or behind or [0])
+                stuck.insert(0, own)
+        names = self._names(stuck or behind or [own])
         return f"{names} did not end a step within {allowance:.0f} s"
 
     def _judge(self, lost: str) -> None:
@@ -271,12 +274,12 @@ class LeaderLinks:
 
 
 class FollowerLink:
-    """Another rank's end of its channel to rank 0."""
+    """Another rank's end of its channel to its leader."""
 
     def __init__(self, crew: Crew, give_up: GiveUp) -> None:
         self.crew = crew
         self.activity = Activity()  # of the main thread; replaced once it has groups
-        self._channel = crew.channels[0]
+        self._channel = crew.channels[crew.leader]
         self._give_up = give_up
         self._orders: SimpleQueue[Step | StorePlace | End | None] = SimpleQueue()
         self._encoder = msgspec.msgpack.Encoder()
@@ -329,7 +332,7 @@ class FollowerLink:
             try:
                 order = decoder.decode(self._channel.receive())
             except (ChannelError, msgspec.DecodeError) as error:
-                self._lose(f"{self.crew.name(0)} is gone: {error}")
+                self._lose(f"{self.crew.name(self.crew.leader)} is gone: {error}")
                 return
             self._signs += 1
             if isinstance(order, End):
@@ -346,7 +349,7 @@ class FollowerLink:
                 self._channel.send(self._encoder.encode(beat), BEAT_SECONDS)
             limit = SILENCE_SECONDS if self._started else START_SILENCE_SECONDS
             if signs.age(self._signs, clock.now()) > limit:
-                self._lose(f"{self.crew.name(0)} has said nothing for {limit:.0f} s")
+                self._lose(f"{self.crew.name(self.crew.leader)} has said nothing for {limit:.0f} s")
                 return
 
     def _lose(self, why: str) -> None:

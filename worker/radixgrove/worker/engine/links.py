@@ -103,16 +103,16 @@ def lost_output(request_id: str) -> Refused:
 
 
 class Links:
-    """The engine's sockets."""
+    """The sockets of a member's engine."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, member: int = 0) -> None:
         self._context = zmq.Context()
         self.inbox = self._context.socket(zmq.PULL)
         self.inbox.set_hwm(_RECEIVE_QUEUE)
-        self.inbox.bind(runtime.engine_socket)
-        self.agent = Outlet(self._context, runtime.agent_socket)
+        self.inbox.bind(runtime.engine_socket(member))
+        self.agent = Outlet(self._context, runtime.agent_socket(member))
         self.frontends = [
-            FrontendOutlet(Outlet(self._context, runtime.frontend_socket(index)))
+            FrontendOutlet(Outlet(self._context, runtime.frontend_socket(index, member)))
             for index in range(runtime.settings.frontends)
         ]
 

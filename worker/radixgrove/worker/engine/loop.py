@@ -41,6 +41,7 @@ from radixgrove.worker.messages import (
     EngineState,
     FlushCache,
     Outputs,
+    Peek,
     PhaseReport,
     PublishSnapshot,
     Read,
@@ -50,6 +51,7 @@ from radixgrove.worker.messages import (
     ToEngine,
     Tokens,
 )
+from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.plan import Executor, StepPlan
 from radixgrove.worker.runtime import Runtime
 from radixgrove.worker.scheduler.config import SchedulerConfig
@@ -78,7 +80,7 @@ class _Launched:
 
 
 class Engine:
-    """Rank 0's loop over an executor that is ready. `run` until `stop`."""
+    """The loop of a member's leader over an executor that is ready. `run` until `stop`."""
 
     def __init__(
         self,
@@ -212,6 +214,13 @@ class Engine:
                 self._scheduler.flush_cache()
             case PublishSnapshot():
                 self._publish_snapshot()
+            case Peek():
+                self._answer(message)
+
+    def _answer(self, peek: Peek) -> None:
+        """One that gets no answer in time is placed without."""
+        if 0 <= peek.frontend < len(self._frontends):
+            self._frontends[peek.frontend].send(self._scheduler.peek(peek))
 
     def _submit(self, submit: Submit, now: float) -> None:
         if not 0 <= submit.frontend < len(self._frontends):
@@ -351,8 +360,10 @@ class Engine:
             self._scheduler.check()
 
 
-def run(directory: Path, build: Build, refusals: tuple[type[Exception], ...] = ()) -> int:
-    """Run rank 0 of the worker in `directory` until SIGTERM; returns the exit status.
+def run(
+    directory: Path, build: Build, refusals: tuple[type[Exception], ...] = (), rank: int = 0
+) -> int:
+    """Run a leader of the worker in `directory` until SIGTERM; returns the exit status.
 
     `refusals` are errors of `build` with a text for users: they are logged without a traceback.
     """
@@ -362,7 +373,7 @@ def run(directory: Path, build: Build, refusals: tuple[type[Exception], ...] = (
     logs.count_drops()
     logs.LevelFile(directory).follow()
     signal.signal(signal.SIGTERM, _exit_at_once)
-    links = Links(runtime)
+    links = Links(runtime, Layout.of(settings).place(rank).member)
     executor: Executor | None = None
     doing = "start"
     # Beside the weights, which take longer: requests would wait for it.
@@ -379,7 +390,7 @@ def run(directory: Path, build: Build, refusals: tuple[type[Exception], ...] = (
     except Exception as error:
         if not isinstance(error, refusals):
             logger.exception("the engine failed")
-        logs.STDERR.write(logs.escape(f"error: engine rank 0 failed to {doing}: {error}"))
+        logs.STDERR.write(logs.escape(f"error: engine rank {rank} failed to {doing}: {error}"))
         return 1
     finally:
         if executor is not None:
@@ -399,14 +410,14 @@ def main(arguments: list[str]) -> int:
         return 2
     directory, rank = Path(arguments[0]), int(arguments[1])
     # Imported here: both bring torch, which the scheduler's side of this module does not need.
-    if rank > 0:
+    if not Layout.of(Runtime.load(directory).settings).place(rank).leads:
         from radixgrove.worker.engine.follower import run_follower
 
         return run_follower(directory, rank)
     from radixgrove.protocol.model.config import ModelError
     from radixgrove.worker.engine.executor import build_executor
 
-    return run(directory, build_executor, (ModelError,))
+    return run(directory, functools.partial(build_executor, rank=rank), (ModelError,), rank)
 
 
 if __name__ == "__main__":

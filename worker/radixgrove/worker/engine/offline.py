@@ -15,6 +15,7 @@ import numpy as np
 
 from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.openai.sampling import SamplingParams
+from radixgrove.protocol.ranks import UnsupportedRanks
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service.directories import private_directory
 from radixgrove.worker.engine.executor import build_executor
@@ -50,9 +51,12 @@ class OfflineEngine:
         """Load the model of a directory, and start the ranks of a group.
 
         Raises:
+            UnsupportedRanks: the settings ask for several members, of which this is one.
             ModelError: the model, or the settings for it, cannot be served; the message says why.
             RankMissing: another rank did not come.
         """
+        if settings.dp > 1:
+            raise UnsupportedRanks("an engine without HTTP is one member: leave dp at 1")
         self._cleanup = ExitStack()
         with ExitStack() as started:
             runtime_dir = None

@@ -44,22 +44,17 @@ from radixgrove.worker.parallel.member import Member, limit_collectives
 Form = Callable[[torch.device], Member]
 
 
-def alone(_device: torch.device) -> Member:
-    """The only rank of its group."""
-    return Member()
-
-
 def build_rank(
     settings: WorkerSettings,
     model_dir: Path,
     report: Report,
     rank: int = 0,
-    form: Form = alone,
+    form: Form | None = None,
 ) -> tuple[Runner, EngineInfo]:
     """One rank's runner; every rank runs this, since loading and warm-up hold collectives.
 
     Args:
-        form: joins torch's groups, when all ranks are there.
+        form: joins torch's groups, when all ranks are there; None: its member has no other rank.
 
     Raises:
         ModelError: the model, or the settings for it, cannot be served; the message says why.
@@ -78,7 +73,7 @@ def build_rank(
         # torch knows the processor's cores, not the quota of a container.
         shared = min(torch.get_num_threads(), machine.cores()) // layout.ranks_per_node
         torch.set_num_threads(settings.cpu_threads or max(1, shared))
-    member = form(device)
+    member = form(device) if form is not None else Member(layout, rank)
     stage = Stage.of(place.stage, layers)
     try:
         return _build(settings, config, model_dir, report, device, member, stage)

@@ -25,6 +25,7 @@ from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.openai.requests import (
     ENVELOPE_TYPE,
     Envelope,
+    Generation,
     ModelLimits,
     Request,
 )
@@ -38,8 +39,8 @@ from radixgrove.service.auth import ApiKeys, sharing_domain
 from radixgrove.service.guard import INTERNAL, PRINCIPAL, Guard
 from radixgrove.worker.frontend.answers import Answer, token_list
 from radixgrove.worker.frontend.constraints import Checked, ConstraintCheck
-from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.generation import RequestInFlight, Signal
+from radixgrove.worker.frontend.members import Chosen, Members
 from radixgrove.worker.frontend.metrics import CONTENT_TYPE, Exposition
 from radixgrove.worker.frontend.model import ServedModel
 from radixgrove.worker.frontend.sequence import Sequence
@@ -64,11 +65,11 @@ class Frontend:
     """One process's application. `app` is the ASGI callable; `housekeeping` must run beside it."""
 
     def __init__(
-        self, settings: WorkerSettings, model: ServedModel, engine: EngineClient, keys: ApiKeys
+        self, settings: WorkerSettings, model: ServedModel, members: Members, keys: ApiKeys
     ) -> None:
         self.settings = settings
         self.model = model
-        self.engine = engine
+        self.members = members
         self.draining = False
         self._keys = keys
         self._flights: set[RequestInFlight] = set()
@@ -77,7 +78,8 @@ class Frontend:
         self._metrics = self._exposition.metrics
         self._unread = Unread()
         self._constraints = ConstraintCheck(model, settings, self._metrics)
-        engine.on_gone = lambda: self.signal_all(Signal.ENGINE_GONE)
+        for engine in members.engines:  # with one of them all are lost
+            engine.on_gone = lambda: self.signal_all(Signal.ENGINE_GONE)
         guarded = Guard(
             self._api(),
             keys,
@@ -93,9 +95,8 @@ class Frontend:
 
     @property
     def _max_in_flight(self) -> int:
-        """What the engine can hold at all: more requests need not be read."""
-        info = self.engine.info
-        return self.settings.max_queued + (0 if info is None else info.max_running)
+        """What the engines can hold at all: more requests need not be read."""
+        return len(self.members) * self.settings.max_queued + self.members.max_running
 
     @property
     def in_flight(self) -> int:
@@ -110,7 +111,7 @@ class Frontend:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             now = time.monotonic()
-            self.engine.check_stuck()
+            self.members.check_stuck()
             for flight in list(self._flights):
                 if flight.sending_since is not None:
                     if now - flight.sending_since > STALL_SECONDS:
@@ -133,8 +134,8 @@ class Frontend:
 
         @api.read("/readyz", Health)
         async def readyz() -> Response:
-            """Whether requests are taken: follows the engine's step counter."""
-            self._check_ready()
+            """Whether requests are taken: follows the step counters of all engines."""
+            self._check_ready(len(self.members))
             return reply(Health("serving" if self.settings.nodes > 1 else "ok"))
 
         @api.read("/metrics", CONTENT_TYPE)
@@ -169,20 +170,27 @@ class Frontend:
 
     @property
     def _limits(self) -> ModelLimits:
-        """The model's, until the engine has said how long its KV pool lets a request be."""
-        limits, info = self.model.limits, self.engine.info
-        if info is None:
+        """The model's, until an engine has said how long its KV pool lets a request be."""
+        limits, longest = self.model.limits, self.members.max_model_len
+        if longest is None:
             return limits
-        return msgspec.structs.replace(limits, max_model_len=info.max_model_len)
+        return msgspec.structs.replace(limits, max_model_len=longest)
 
-    def _check_ready(self) -> None:
+    def _check_ready(self, least: int = 1) -> None:
+        """
+        Args:
+            least: members that must take requests.
+
+        Raises:
+            ApiError: 503.
+        """
         if self.draining:
             raise errors.overloaded("The server is shutting down.", retry_after=5)
-        if self.engine.gone:
+        if self.members.gone:
             raise errors.overloaded("The engine has stopped.", retry_after=5)
-        stats = self.engine.liveness.stats
-        if not self.engine.liveness.ready():
-            text = "The model is still loading." if stats is None else "The engine is not ready."
+        if len(self.members.ready) < least:
+            heard = self.members.heard
+            text = "The engine is not ready." if heard else "The model is still loading."
             raise errors.overloaded(text, retry_after=5)
 
     # ---- completions -------------------------------------------------------------------------
@@ -232,12 +240,14 @@ class Frontend:
         else:
             principal = self._principal(scope)
         request = self._parse(endpoint, body)
+        domain = sharing_domain(self.settings.sharing, principal, request.generation.cache_salt)
         with asgi.WhileConnected(scope):  # what has not begun for a client that left never does
             prompts = await self._encode(endpoint, request, envelope)
             checked = await self._constraints.check(request.generation)
+            chosen = await self._choose(request.generation, prompts, domain, envelope)
         identity = self._unique_id(envelope)
         await self._generate(
-            _Accepted(endpoint, request, prompts, checked, principal, arrived, identity),
+            _Accepted(endpoint, request, prompts, checked, domain, chosen, arrived, identity),
             scope,
             receive,
             send,
@@ -262,7 +272,7 @@ class Frontend:
         """Base of the engine's ids of a request; a router's own id if it is not in use."""
         if envelope is not None:
             given = envelope.request_id
-            if _ENGINE_ID.match(given) and not self.engine.knows(f"{given}:0"):
+            if _ENGINE_ID.match(given) and not self.members.knows(f"{given}:0"):
                 return given
         return uuid4().hex
 
@@ -284,6 +294,24 @@ class Frontend:
         ):
             return [EncodedPrompt(prompt, b"") for prompt in envelope.prompts]
         return await endpoint.encode(self.model.encoder, request, self._limits)
+
+    async def _choose(
+        self,
+        generation: Generation,
+        prompts: list[EncodedPrompt],
+        domain: str,
+        envelope: Envelope | None,
+    ) -> Chosen:
+        """The member that gets a request: the router's choice, where it has made one.
+
+        Raises:
+            ApiError: 400, there is no such member; 503, none takes requests.
+        """
+        if envelope is not None and envelope.dp_rank is not None:
+            return Chosen(self.members.member(envelope.dp_rank), envelope.matched_tokens)
+        longest = max((prompt.token_ids for prompt in prompts), key=len)
+        reads_cache = generation.prefix_cache and generation.sampling.prompt_logprobs is None
+        return await self.members.choose(longest, domain if reads_cache else "")
 
     def _valid_ids(self, token_ids: bytes) -> bool:
         if not token_ids or len(token_ids) % TOKEN_BYTES:
@@ -311,13 +339,14 @@ class Frontend:
             await _send_without_engine(answer, send)
             return
         flight = RequestInFlight(
-            self.engine,
+            accepted.chosen.engine,
             self._metrics,
             self._unread,
             generation,
             self._sequences(accepted, answer),
             accepted.prompts,
             accepted.arrived,
+            accepted.chosen.matched_tokens,
         )
         if self.settings.log_prompts:
             flight.texts = [[] for _ in flight.sequences]
@@ -326,9 +355,7 @@ class Frontend:
         try:
             with flight:
                 flight.submit(
-                    sharing_domain(
-                        self.settings.sharing, accepted.principal, generation.cache_salt
-                    ),
+                    accepted.domain,
                     max_tokens,
                     self.model.eos_ids,
                     self.settings.queue_timeout,
@@ -434,7 +461,8 @@ class _Accepted:
     request: Request
     prompts: list[EncodedPrompt]
     checked: Checked
-    principal: str
+    domain: str  # in which its KV may be shared
+    chosen: Chosen
     arrived: float  # time.monotonic()
     request_id: str  # base of the engine's ids
 

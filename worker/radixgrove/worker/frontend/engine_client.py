@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 import zmq
 import zmq.utils.monitor
 
+from radixgrove.protocol.blocks import TOKEN_BYTES
 from radixgrove.protocol.openai import errors
+from radixgrove.worker.cache.structure import common_pages
 from radixgrove.worker.liveness import Liveness
 from radixgrove.worker.messages import (
     Abort,
+    CacheMode,
     EngineInfo,
     Outputs,
+    Peek,
+    Peeked,
     Read,
     Refused,
     Stats,
@@ -38,38 +45,65 @@ SEND_QUEUE = 4096
 # Of prompts and grammars that the engine has not answered yet, in its socket or its queue.
 MAX_UNANSWERED_BYTES = 256 << 20
 _READ_BYTES = 1 << 20  # after so many the engine hears that they were read
+_COMPARED = 64  # unanswered prompts, the latest, that a new one may share its beginning with
 
 Deliver = Callable[[Tokens | Refused], None]
+
+
+def _common(one: bytes, two: bytes) -> int:
+    """How many token ids two prompts have in common, from the first."""
+    shorter = min(len(one), len(two)) // TOKEN_BYTES
+    return common_pages(one, 0, two, 0, shorter, TOKEN_BYTES)
 
 
 def _discard(_: Tokens | Refused) -> None:
     """Where outputs of an aborted request go until the engine has confirmed its end."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Unanswered:
+    """What was sent to the engine, until its first word."""
+
+    size: int  # bytes of prompt and grammar
+    prompt: bytes
+    domain: str
+
+
 class EngineClient:
-    """One per frontend process.
+    """One per frontend process and member.
 
     A request's entry is deleted only by the engine's final message (a finish or a refusal), aborted
     or not: until then its id is taken and its late outputs are expected.
     """
 
-    def __init__(self, engine_socket: str, frontend_socket: str, index: int) -> None:
-        """`index`: this frontend's, by which the engine addresses it."""
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        engine_socket: str,
+        frontend_socket: str,
+        index: int,
+    ) -> None:
+        """
+        Args:
+            index: this frontend's, by which the engine addresses it.
+        """
         self.index = index
         self.liveness = Liveness()
         self.info: EngineInfo | None = None  # once the engine is ready
         self.gone = False  # the engine's process closed its end after having been there
         self.on_gone: Callable[[], None] = lambda: None
         self._addresses = (engine_socket, frontend_socket)
+        self.sent_tokens = 0  # to compute, of all prompts so far
         self._deliver: dict[str, Deliver] = {}
-        self._unanswered: dict[str, int] = {}  # bytes of their prompts and grammars
+        self._unanswered: dict[str, _Unanswered] = {}
         self._unanswered_bytes = 0
+        self._peeks: dict[str, asyncio.Future[Peeked]] = {}
+        self._peek_ids = itertools.count()
         self._read = 0  # bytes that the engine has not heard of
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
-        self._context = zmq.Context()
-        self._inbox: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
-        self._outbox: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+        self._inbox: zmq.Socket[bytes] = context.socket(zmq.PULL)
+        self._outbox: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._monitor: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -98,7 +132,6 @@ class EngineClient:
             self._monitor.close(0)
         self._inbox.close(0)
         self._outbox.close()
-        self._context.term()
 
     @property
     def active(self) -> int:
@@ -108,8 +141,16 @@ class EngineClient:
     def knows(self, request_id: str) -> bool:
         return request_id in self._deliver
 
-    def submit(self, message: Submit | SubmitChoices, deliver: Mapping[str, Deliver]) -> None:
+    def submit(
+        self,
+        message: Submit | SubmitChoices,
+        deliver: Mapping[str, Deliver],
+        matched_tokens: int = 0,
+    ) -> None:
         """Send sequences to the engine; `deliver` gets the outputs of each, the last of them final.
+
+        Args:
+            matched_tokens: of the prompt, which the engine is expected not to compute.
 
         Raises:
             ApiError: 503, when the engine is gone or takes no messages; 429, when prompts of too
@@ -119,12 +160,44 @@ class EngineClient:
         size = len(first.token_ids)
         if first.rules is not None and first.rules.grammar is not None:
             size += len(first.rules.grammar)
-        if self._unanswered and self._unanswered_bytes + size > MAX_UNANSWERED_BYTES:
+        if not self._has_room(size):
             raise errors.rate_limited(1)
         self._send(message)
         self._deliver.update(deliver)
-        self._unanswered[first.request_id] = size
+        domain = first.domain if first.cache is CacheMode.USE else ""  # else it leaves nothing
+        self._expect(first.request_id, size, first.token_ids, domain)
+        self.sent_tokens += max(0, len(first.token_ids) // TOKEN_BYTES - matched_tokens)
+
+    def _has_room(self, size: int) -> bool:
+        """A prompt larger than the bound goes alone."""
+        return not self._unanswered or self._unanswered_bytes + size <= MAX_UNANSWERED_BYTES
+
+    def _expect(self, request_id: str, size: int, prompt: bytes = b"", domain: str = "") -> None:
+        self._unanswered[request_id] = _Unanswered(size, prompt, domain)
         self._unanswered_bytes += size
+
+    def _answered(self, request_id: str) -> None:
+        known = self._unanswered.pop(request_id, None)
+        self._unanswered_bytes -= known.size if known is not None else 0
+
+    def peek(self, prompt: bytes, domain: str) -> asyncio.Future[Peeked] | None:
+        """Ask what the engine has of a prompt; None: it takes no messages now."""
+        if not self._has_room(len(prompt)):
+            return None
+        peek_id = f"peek-{next(self._peek_ids)}"
+        try:
+            self._send(Peek(peek_id=peek_id, frontend=self.index, token_ids=prompt, domain=domain))
+        except errors.ApiError:
+            return None
+        self._expect(peek_id, len(prompt))
+        future = self._peeks[peek_id] = asyncio.get_running_loop().create_future()
+        return future
+
+    def awaited_tokens(self, prompt: bytes, domain: str) -> int:
+        """How much of a prompt is on its way to the engine, or computed there, for another one."""
+        latest = itertools.islice(reversed(self._unanswered.values()), _COMPARED)
+        shared = [_common(prompt, other.prompt) for other in latest if other.domain == domain]
+        return max(shared, default=0)
 
     def abort(self, request_id: str) -> None:
         """End a sequence early. Nothing of it is delivered any more; unknown ids are ignored."""
@@ -165,6 +238,9 @@ class EngineClient:
             self.liveness.take(message)
         elif isinstance(message, EngineInfo):
             self.info = message
+        elif isinstance(message, Peeked):
+            self._answered(message.peek_id)
+            self._peeks.pop(message.peek_id).set_result(message)
         else:
             self._take_outputs(message)
 
@@ -175,7 +251,7 @@ class EngineClient:
             if deliver is None:
                 _log.warning("output of an unknown request")
                 continue
-            self._unanswered_bytes -= self._unanswered.pop(item.request_id, 0)
+            self._answered(item.request_id)
             if isinstance(item, Refused) or item.finish is not None:
                 del table[item.request_id]
             deliver(item)

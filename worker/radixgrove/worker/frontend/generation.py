@@ -66,9 +66,14 @@ class RequestInFlight:
         sequences: list[Sequence],
         prompts: list[EncodedPrompt],
         arrived: float,
+        matched_tokens: int = 0,
     ) -> None:
-        """`sequences[i]` belongs to prompt `i // generation.n`; `arrived`: `time.monotonic()`."""
+        """`sequences[i]` belongs to prompt `i // generation.n`; `arrived`: `time.monotonic()`.
+
+        `matched_tokens` of the longest prompt are expected to be cached.
+        """
         self.engine = engine
+        self._matched_tokens = matched_tokens
         self.metrics = metrics
         self.generation = generation
         self.sequences = sequences
@@ -150,6 +155,7 @@ class RequestInFlight:
             self.engine.submit(
                 SubmitChoices(first=first, others=others) if others else first,
                 {sequence.request_id: partial(self._deliver, sequence) for sequence in choices},
+                self._matched_tokens,
             )
 
     def signal(self, signal: Signal) -> None:

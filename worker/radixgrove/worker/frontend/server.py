@@ -17,8 +17,8 @@ from radixgrove.service.listening import listen
 from radixgrove.service.liveness import tick
 from radixgrove.service.server import Server
 from radixgrove.worker.frontend.app import Frontend
-from radixgrove.worker.frontend.engine_client import EngineClient
 from radixgrove.worker.frontend.generation import Signal
+from radixgrove.worker.frontend.members import Members
 from radixgrove.worker.frontend.model import ServedModel
 from radixgrove.worker.runtime import Runtime
 
@@ -39,7 +39,7 @@ def run(directory: Path, index: int) -> None:
     frontend = Frontend(
         settings,
         ServedModel.load(runtime.model_dir, settings),
-        EngineClient(runtime.engine_socket, runtime.frontend_socket(index), index),
+        Members(runtime, index),
         ApiKeys.load(settings.api_keys_file),
     )
     # What exists now lives as long as the process: the collector need not walk it again.
@@ -65,7 +65,7 @@ async def _serve(frontend: Frontend, server: Server) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    frontend.engine.start()
+    frontend.members.start()
     housekeeping = asyncio.create_task(frontend.housekeeping(), name="housekeeping")
     ticking = asyncio.create_task(tick(), name="ticks")
     serving = asyncio.create_task(server.run(), name="server")
@@ -81,8 +81,8 @@ async def _serve(frontend: Frontend, server: Server) -> None:
     finally:
         for task in (housekeeping, stopping, ticking):
             task.cancel()
-        await _until(lambda: frontend.engine.active == 0, _ENGINE_WORDS_SECONDS)
-        frontend.engine.close()
+        await _until(lambda: frontend.members.active == 0, _ENGINE_WORDS_SECONDS)
+        frontend.members.close()
 
 
 async def _drain(frontend: Frontend, hurry: asyncio.Event) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a group after their rendezvous, with a proven channel to each."""
+"""The ranks of a member after their rendezvous, with a proven channel to each."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from radixgrove.worker.parallel.rendezvous import (
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """A rank, and its channels: rank 0's to each of the others, theirs to rank 0."""
+    """A rank, and its channels: the leader's to each of the others, theirs to the leader."""
 
     layout: Layout
     place: Place
     channels: dict[int, Channel]
+
+    @property
+    def leader(self) -> int:
+        return self.layout.leader(self.place.member)
 
     def name(self, rank: int) -> str:
         """For people; with its machine, where there are several."""
@@ -48,7 +52,7 @@ def meet(
     rank: int,
     arrival: float | None = None,
 ) -> Crew:
-    """Let all ranks prove themselves to rank 0, and it to them.
+    """Let all ranks of a member prove themselves to its leader, and it to them.
 
     Args:
         directory: the runtime directory, where ranks of one machine meet.
@@ -61,13 +65,14 @@ def meet(
     """
     layout = Layout.of(settings)
     place = layout.place(rank)
-    point = MeetingPoint.of(directory, layout, settings.master)
+    point = MeetingPoint.of(directory, layout, settings.master, place.member)
     identity = Identity.of(settings, model_dir)
     seconds = point.arrival if arrival is None else arrival
-    if rank > 0:
-        return Crew(layout, place, {0: join(point, identity, rank, seconds)})
+    if not place.leads:
+        leader = layout.leader(place.member)
+        return Crew(layout, place, {leader: join(point, identity, rank, seconds, leader)})
     try:
-        channels = Gathering(point, identity, layout).wait(seconds)
+        channels = Gathering(point, identity, layout, place.member).wait(seconds)
     except OSError as error:
-        raise RankMissing(f"rank 0 cannot listen at {point}: {error.strerror}") from error
+        raise RankMissing(f"rank {rank} cannot listen at {point}: {error.strerror}") from error
     return Crew(layout, place, channels)

@@ -23,6 +23,11 @@ class Place:
     stage: int  # of `pp`
     shard: int  # of `tp`
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank has its member's scheduler, and sends orders to its other ranks."""
+        return self.stage == 0 and self.shard == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -50,6 +55,10 @@ class Layout:
     def ranks_per_node(self) -> int:
         return self.size // self.nodes
 
+    @property
+    def ranks_per_member(self) -> int:
+        return self.tp * self.pp
+
     def place(self, rank: int) -> Place:
         if not 0 <= rank < self.size:
             raise UnsupportedRanks(f"rank {rank} is not one of {self.size}")
@@ -65,9 +74,17 @@ class Layout:
         """The ranks of a machine."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
-    def shards(self) -> list[list[int]]:
-        """The ranks of each stage of each member: they hold its shards, and sum over them."""
-        return [list(range(first, first + self.tp)) for first in range(0, self.size, self.tp)]
+    def ranks_of_member(self, member: int) -> range:
+        """The ranks of a member, its leader first."""
+        return range(member * self.ranks_per_member, (member + 1) * self.ranks_per_member)
+
+    def leader(self, member: int) -> int:
+        return self.rank(member, 0, 0)
+
+    def shards(self, member: int) -> list[list[int]]:
+        """The ranks of each stage of a member: they hold its shards, and sum over them."""
+        ranks = self.ranks_of_member(member)
+        return [list(ranks[first : first + self.tp]) for first in range(0, len(ranks), self.tp)]
 
     def last_stage(self, member: int) -> int:
         """The rank that gives the results of a member: the first shard of its last stage."""

@@ -27,7 +27,7 @@ _SENDS = 2  # of activations under way: the next step computes while the last on
 
 
 class StorePlace(msgspec.Struct, array_like=True, tag=True):
-    """Where rank 0 has torch's store; no address: in the worker's directory."""
+    """Where the leader has torch's store; no address: in the worker's directory."""
 
     address: str = ""
     port: int = 0
@@ -101,34 +101,38 @@ class Member:
                 self._leaving.popleft()[0].wait()
 
     def _neighbour(self, distance: int) -> int:
+        """Of the stage so far away, as torch counts ranks: over this member."""
         place = self.place
-        return self.layout.rank(place.member, place.stage + distance, place.shard)
+        return self.layout.rank(0, place.stage + distance, place.shard)
 
 
 def form(layout: Layout, place: Place, device: torch.device, store: Store) -> Member:
     """The torch groups of a rank that has joined: NCCL on CUDA, Gloo on a CPU.
 
-    Every rank of the group calls it: each subgroup is made by all, its members or not.
+    torch's world is the member: members have no collective in common, so that none waits for
+    another. Every rank of it calls this: each subgroup is made by all, its ranks or not.
     """
     on_cuda = device.type == "cuda"
+    leader = layout.leader(place.member)
     distributed.init_process_group(
         "nccl" if on_cuda else "gloo",
         store=PrefixStore("collectives", store),
-        rank=place.rank,
-        world_size=layout.size,
+        rank=place.rank - leader,
+        world_size=layout.ranks_per_member,
         timeout=timedelta(seconds=START_SECONDS),
         device_id=device if on_cuda else None,
     )
     activity = Activity()
     tensor = TensorParallel(Shard())
-    for ranks in layout.shards():
-        group = distributed.new_group(ranks) if layout.tp > 1 else None
+    for ranks in layout.shards(place.member):
+        inside = [rank - leader for rank in ranks]
+        group = distributed.new_group(inside) if layout.tp > 1 else None
         if place.rank in ranks:
             shard = Shard(place.shard, layout.tp)
             first = place.local_rank - place.shard
             devices = range(first, first + layout.tp)
             tensor = TensorParallel(shard, group, device, devices, activity)
-    everyone = distributed.new_group(list(range(layout.size)))
+    everyone = distributed.new_group(list(range(layout.ranks_per_member)))
     return Member(layout, place.rank, tensor, everyone, device, activity)
 
 
@@ -144,39 +148,44 @@ def leave() -> None:
         distributed.destroy_process_group()
 
 
-def open_store(layout: Layout, directory: Path, listener: socket.socket | None = None) -> Store:
-    """Rank 0's, through which torch's groups find their connections.
+def open_store(
+    layout: Layout, member: int, directory: Path, listener: socket.socket | None = None
+) -> Store:
+    """The leader's, through which torch's groups find their connections.
 
     Args:
         directory: of the worker, where ranks of one machine share a file.
         listener: on the network of the group; None on one machine.
     """
     if listener is None:
-        return _file_store(layout, directory)
+        return _file_store(layout, member, directory)
     address, port = listener.getsockname()[:2]
     _use_interface_of(address)
     return TCPStore(
         address,
         port,
-        layout.size,
+        layout.ranks_per_member,
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
 
 
-def reach_store(layout: Layout, directory: Path, place: StorePlace, own_address: str) -> Store:
+def reach_store(
+    layout: Layout, member: int, directory: Path, place: StorePlace, own_address: str
+) -> Store:
     """The other ranks' way to it; `own_address` is on the network of the group."""
     if not place.address:
-        return _file_store(layout, directory)
+        return _file_store(layout, member, directory)
     _use_interface_of(own_address)
-    return TCPStore(place.address, place.port, layout.size, is_master=False, wait_for_workers=False)
+    ranks = layout.ranks_per_member
+    return TCPStore(place.address, place.port, ranks, is_master=False, wait_for_workers=False)
 
 
-def _file_store(layout: Layout, directory: Path) -> Store:
+def _file_store(layout: Layout, member: int, directory: Path) -> Store:
     # Ranks of a machine talk over the loopback interface: no address of the host is involved.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return FileStore(str(directory / "ranks"), layout.size)
+    return FileStore(str(directory / f"ranks-{member}"), layout.ranks_per_member)
 
 
 def _use_interface_of(address: str) -> None:

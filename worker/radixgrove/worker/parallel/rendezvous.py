@@ -1,10 +1,11 @@
-"""How the ranks of a group find and prove each other, before torch hears of any of them.
+"""How the ranks of a member find and prove each other, before torch hears of any of them.
 
-Rank 0 listens: on a socket in the worker's private directory when the group is on one machine, else
-at `master` over TCP. It sends a nonce; a rank answers with who it is, in a frame that is keyed by
-that nonce and the group's token; and it is answered in the same way. So each side proves that it
-has the token, and what was recorded elsewhere proves nothing. Strangers, ranks of another version
-or another model, and second ranks of a number are refused, and the group goes on waiting.
+The member's leader, rank 0 of a group that has no other, listens: on a socket in the worker's
+private directory when the group is on one machine, else at `master` over TCP. It sends a nonce; a
+rank answers with who it is, in a frame that is keyed by that nonce and the group's token; and it is
+answered in the same way. So each side proves that it has the token, and what was recorded elsewhere
+proves nothing. Strangers, ranks of another version or another model, and second ranks of a number
+are refused, and the group goes on waiting.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _AT_ONCE = 64  # handshakes; a rank that finds no room tries again
 _RETRY_SECONDS = 0.1
 _NONCE_BYTES = 32
 _MOST_BYTES = 4096  # of a handshake's frame
-_SOCKET = "group.sock"
+_SOCKET = "member-{}.sock"
 
 
 class RankMissing(PeerError, RuntimeError):
@@ -71,20 +72,22 @@ class _Welcome(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class MeetingPoint:
-    """Where rank 0 is met: a socket's path, or host and port."""
+    """Where a member's leader is met: a socket's path, or host and port."""
 
     path: Path | None = None
     host: str = ""
     port: int = 0
 
     @classmethod
-    def of(cls, directory: Path, layout: Layout, master: str | None) -> MeetingPoint:
+    def of(
+        cls, directory: Path, layout: Layout, master: str | None, member: int = 0
+    ) -> MeetingPoint:
         """
         Raises:
             ValueError: the group is on several machines, and `master` is not host:port.
         """
         if layout.nodes == 1:
-            return cls(path=directory / _SOCKET)
+            return cls(path=directory / _SOCKET.format(member))
         host, colon, port = (master or "").rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(f"master {master!r} is not host:port")
@@ -139,7 +142,7 @@ class _Keys:
     """Made of the token and both sides' nonces: of the frames of one connection."""
 
     token: bytes
-    nonce: bytes  # rank 0's
+    nonce: bytes  # the leader's
 
     @property
     def hello(self) -> bytes:
@@ -150,12 +153,15 @@ class _Keys:
 
 
 class Gathering:
-    """Rank 0's side of the meeting: it lets the other ranks in, each once."""
+    """The leader's side of the meeting: it lets its member's other ranks in, each once."""
 
-    def __init__(self, point: MeetingPoint, identity: Identity, layout: Layout) -> None:
+    def __init__(
+        self, point: MeetingPoint, identity: Identity, layout: Layout, member: int = 0
+    ) -> None:
         self._point = point
         self._identity = identity
         self._layout = layout
+        self._expected = layout.ranks_of_member(member)[1:]
         self._channels: dict[int, Channel] = {}
         self._changed = threading.Condition()
         self._room = threading.Semaphore(_AT_ONCE)
@@ -181,7 +187,7 @@ class Gathering:
             listener.close()
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(1, self._layout.size) if rank not in self._channels]
+        return [rank for rank in self._expected if rank not in self._channels]
 
     def _complaint(self, seconds: float) -> str:
         names = ", ".join(describe(rank, self._layout) for rank in self._missing())
@@ -230,37 +236,40 @@ class Gathering:
             self._changed.notify()
 
     def _refusal(self, hello: _Hello) -> str | None:
-        if not 0 < hello.rank < self._layout.size:
-            return f"the group has ranks 0 to {self._layout.size - 1}"
+        if hello.rank not in self._expected:
+            return f"the group has ranks {self._expected.start - 1} to {self._expected.stop - 1}"
         present = self._channels.get(hello.rank)
         if present is not None and not present.is_closed:
             return "the group has this rank already"
         return self._identity.difference((hello.version, hello.settings, hello.model))
 
 
-def join(point: MeetingPoint, identity: Identity, rank: int, seconds: float) -> Channel:
-    """Another rank's side: a channel to rank 0, once it has let this rank in.
+def join(
+    point: MeetingPoint, identity: Identity, rank: int, seconds: float, leader: int = 0
+) -> Channel:
+    """Another rank's side: a channel to its leader, once that has let this rank in.
 
     Raises:
-        RankMissing: rank 0 was not there in time.
+        RankMissing: the leader was not there in time.
         JoinRefused: it is not this group's, or does not take this rank.
     """
-    sock, nonce = _reach(point, time.monotonic() + seconds, seconds)
+    sock, nonce = _reach(point, seconds, leader)
     try:
         return _introduce(sock, nonce, identity, rank)
     except (OSError, ChannelError, msgspec.DecodeError) as error:
         sock.close()
         raise JoinRefused(
-            f"rank {rank} was not let in at {point}, where another group may be, or rank 0 has "
-            f"another key: {error}"
+            f"rank {rank} was not let in at {point}, where another group may be, or rank {leader} "
+            f"has another key: {error}"
         ) from error
     except JoinRefused:
         sock.close()
         raise
 
 
-def _reach(point: MeetingPoint, deadline: float, seconds: float) -> tuple[socket.socket, bytes]:
-    """A connection to rank 0, and its nonce."""
+def _reach(point: MeetingPoint, seconds: float, leader: int) -> tuple[socket.socket, bytes]:
+    """A connection to the leader, and its nonce."""
+    deadline = time.monotonic() + seconds
     while True:
         with contextlib.ExitStack() as on_failure:
             try:
@@ -271,7 +280,7 @@ def _reach(point: MeetingPoint, deadline: float, seconds: float) -> tuple[socket
                 return sock, nonce
             except (OSError, ChannelError) as error:
                 if time.monotonic() > deadline:
-                    missing = f"rank 0 was not at {point} within {seconds:.0f} s: {error}"
+                    missing = f"rank {leader} was not at {point} within {seconds:.0f} s: {error}"
                     raise RankMissing(missing) from error
         time.sleep(_RETRY_SECONDS)
 

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from radixgrove.protocol.settings import SchedulePolicy
-from radixgrove.worker.cache.node import TreeNode
+from radixgrove.worker.cache.node import CacheScope, TreeNode
 from radixgrove.worker.plan import NewRow
 from radixgrove.worker.scheduler.batch import Batch, StepDraft
 from radixgrove.worker.scheduler.config import SchedulerConfig
@@ -61,6 +61,16 @@ class Admission:
         """Requests that began their prefill since the last call."""
         admitted, self._first_time = self._first_time, []
         return admitted
+
+    def cached_tokens(self, scope: CacheScope, tokens: bytes) -> int:
+        """How much of a prompt is cached, in either tier, or on its way; changes nothing."""
+        tree, limit = self._memory.tree, self._limit(tokens)
+        node, depth = tree.peek(scope, tokens, limit)
+        if node is None:
+            return 0
+        computing = self.in_flight_prefixes.shared_pages(node, depth, tokens, limit)
+        pages = max(tree.peek_below(node, depth, tokens, limit), depth + computing)
+        return pages * self._config.page_size
 
     # ---- in --------------------------------------------------------------------------------------
 

@@ -50,12 +50,16 @@ class InFlightPrefixes:
             node, depth: the deepest node that `tokens` reach and the pages matched, as `peek` says.
             waiting: it was worth it before. Then it is until the last shared page is there.
         """
+        shared = self.shared_pages(node, depth, tokens, limit)
+        return shared * self._page_size >= (1 if waiting else _WORTH_WAITING)
+
+    def shared_pages(self, node: TreeNode, depth: int, tokens: bytes, limit: int) -> int:
+        """How many of `tokens`' pages [depth, limit) a row in prefill computes."""
         if depth != node.end or depth >= limit:
-            return False
+            return 0
         page = tokens[depth * self._page_bytes : (depth + 1) * self._page_bytes]
         leader = self._leaders.get((node, page))
         if leader is None:
-            return False
+            return 0
         most = min(limit, leader.length // self._page_size) - depth
-        shared = common_pages(tokens, depth, leader.tokens, depth, most, self._page_bytes)
-        return shared * self._page_size >= (1 if waiting else _WORTH_WAITING)
+        return common_pages(tokens, depth, leader.tokens, depth, most, self._page_bytes)

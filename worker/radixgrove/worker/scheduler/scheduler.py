@@ -15,7 +15,16 @@ from llguidance import LLTokenizer
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.constraints.constraint import ConstraintError
 from radixgrove.worker.cache.events import in_chunks
-from radixgrove.worker.messages import CacheEvent, EngineState, RefusalReason, Stats, Submit
+from radixgrove.worker.cache.node import CacheScope
+from radixgrove.worker.messages import (
+    CacheEvent,
+    EngineState,
+    Peek,
+    Peeked,
+    RefusalReason,
+    Stats,
+    Submit,
+)
 from radixgrove.worker.plan import PageCopies, StepPlan, StepResult
 from radixgrove.worker.scheduler.admission import Admission
 from radixgrove.worker.scheduler.batch import Batch, StepDraft
@@ -145,6 +154,16 @@ class Scheduler:
             host_cached_tokens=counters.host_cached_tokens,
             saved_pages=0 if host is None else host.saved,
             loaded_pages=0 if host is None else host.loaded,
+        )
+
+    def peek(self, peek: Peek) -> Peeked:
+        """How much of a prompt is there, and how busy this engine is; changes nothing."""
+        scope = CacheScope(self.config.namespace, peek.domain)
+        return Peeked(
+            peek_id=peek.peek_id,
+            matched_tokens=self._admission.cached_tokens(scope, peek.token_ids),
+            queued_tokens=self._queue.own_tokens + self._batch.prefill_backlog,
+            running=len(self._batch.active),
         )
 
     def check(self) -> None:
