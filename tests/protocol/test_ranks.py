@@ -21,6 +21,7 @@ ONE = {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "ranks": 1, "nodes": 1, "may_be_cpu":
         {"pp": 2, "ranks": 2},
         {"tp": 4, "ep": 2, "ranks": 4},
         {"dp": 2, "tp": 4, "ranks": 8, "may_be_cpu": False},
+        {"dp": 2, "pp": 2, "ranks": 4, "nodes": 2},
     ],
 )
 def test_groups_that_this_version_runs(group: dict[str, Any]) -> None:
@@ -38,7 +39,10 @@ def test_groups_that_this_version_runs(group: dict[str, Any]) -> None:
             r"ep 3 does not divide tp \* dp, which is 4; possible: 1, 2, 4$",
         ),
         ({"tp": 2, "dp": 2, "ep": 4, "ranks": 4}, "members share no experts"),
-        ({"dp": 2, "ranks": 2, "nodes": 2}, "which this version runs on one machine"),
+        (
+            {"dp": 2, "pp": 2, "ranks": 4, "nodes": 4},
+            "a member beside others is on one machine",
+        ),
         ({"pp": 2, "ranks": 2, "may_be_cpu": False}, "runs stages on CPUs alone"),
     ],
 )

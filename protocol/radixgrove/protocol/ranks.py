@@ -50,10 +50,10 @@ def check_ranks(
         raise UnsupportedRanks(
             f"{group}, and ep {ep} does not divide tp {tp}: members share no experts"
         )
-    if dp > 1 and nodes > 1:
+    if dp > 1 and (ranks // nodes) % (tp * pp):
         raise UnsupportedRanks(
-            f"{group} in dp {dp} members, which this version runs on one machine: use replicas, "
-            "each of which is a fault domain of its own"
+            f"{group} in dp {dp} members, and {ranks // nodes} ranks of a machine are not whole "
+            f"members of tp {tp} * pp {pp}: a member beside others is on one machine, so far"
         )
     if pp > 1 and not may_be_cpu:
         raise UnsupportedRanks(

@@ -114,8 +114,11 @@ TWO_NODES = {"hardware": {"nodes": 2, "gpusPerNode": 8}, "image": "example.com/o
     [
         ({"hardware": {"nodes": 2, "gpusPerNode": 8}}, "16 ranks on 2 nodes"),
         (
-            {"hardware": {"nodes": 2, "gpusPerNode": 8}, "parallelism": {"tp": 8, "dp": 2}},
-            "16 ranks on 2 nodes in dp 2 members",
+            {
+                "hardware": {"nodes": 4, "gpusPerNode": 8},
+                "parallelism": {"tp": 8, "pp": 2, "dp": 2},
+            },
+            "32 ranks on 4 nodes in dp 2 members",
         ),
     ],
     ids=str,

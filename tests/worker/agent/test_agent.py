@@ -67,6 +67,21 @@ def test_dead_engine_takes_the_worker_down_and_is_named(start_agent: StartAgent)
     assert f"engine rank 0 (process {engine.pid}) was killed by SIGKILL" in agent.output
 
 
+def test_status_names_the_lost_rank_while_the_worker_ends(start_agent: StartAgent) -> None:
+    agent = start_agent(tp=2)
+    agent.wait_ready()
+    (agent.notes / "busy").touch()  # the frontend still has requests, which are to hear of it
+    rank = next(
+        c for c in agent.children if "fake_engine" in c.cmdline() and c.cmdline()[-1] == "1"
+    )
+    rank.kill()
+    wait_until((agent.notes / "draining").exists, what="the frontend's end")
+    status = agent.manage("GET", "/status")[1]
+    assert status["state"] == "failed"
+    assert f"engine rank 1 (process {rank.pid}) was killed" in status["failure"]
+    assert agent.end() == 1
+
+
 def test_dead_second_rank_is_named(start_agent: StartAgent) -> None:
     agent = start_agent(tp=2)
     agent.wait_ready()

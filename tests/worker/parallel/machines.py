@@ -42,6 +42,8 @@ _SETTINGS = {
 }
 
 
+ENDS_WITHIN = 10.0 + 3.0  # seconds: the promise, and what a busy machine of tests adds
+
 _numbers = count()
 
 

@@ -13,9 +13,14 @@ import pytest
 from tests.conftest import wait_until
 from tests.worker.execution import tiny
 from tests.worker.execution.driver import Driver, cpu_runner, greedy
-from tests.worker.parallel.machines import MachineProcess, Network, group, network, served_model
-
-_ENDS_WITHIN = 10.0 + 3.0  # seconds: the promise, and what a busy machine of tests adds
+from tests.worker.parallel.machines import (
+    ENDS_WITHIN,
+    MachineProcess,
+    Network,
+    group,
+    network,
+    served_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +95,7 @@ def test_a_rank_that_is_lost_ends_the_group_and_is_named(
             began = time.monotonic()
             wait_until(
                 lambda: all(machine.process.poll() is not None for machine in machines),
-                deadline=_ENDS_WITHIN,
+                deadline=ENDS_WITHIN,
                 what=f"the group's end, {time.monotonic() - began:.0f} s",
             )
             assert all(machine.end() != 0 for machine in machines)

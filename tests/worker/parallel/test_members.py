@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +18,14 @@ from radixgrove.protocol.openai.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEAD
 from radixgrove.worker.engine.executor import build_executor
 from tests.conftest import wait_until
 from tests.worker.execution import tiny
-from tests.worker.parallel.machines import MachineProcess, Network, group, served_model
+from tests.worker.parallel.machines import (
+    ENDS_WITHIN,
+    MachineProcess,
+    Network,
+    group,
+    network,
+    served_model,
+)
 from tests.worker.parallel.serve import serve, submit
 from tests.worker.parallel.test_parallel import settings
 
@@ -107,6 +114,78 @@ def test_each_member_says_what_one_process_says(model_dir: Path) -> None:
         machine.rank(3).kill()
         assert machine.end() != 0
     assert re.search(r"rank 3\b", "".join(machine.lines[-6:])), "the group ends, and names it"
+
+
+# ---- on two machines -----------------------------------------------------------------------------
+
+APART = {"served_model_name": ["m"], "dp": 2, "pp": 2, "nodes": 2}
+
+
+def wait_ready(machines: list[MachineProcess]) -> None:
+    machines[0].wait_for("ready after")
+    machines[1].wait_for("all ranks of machine 1 have joined")
+
+
+def test_members_on_two_machines_serve_at_one_port_and_end_together(model_dir: Path) -> None:
+    expected = alone(model_dir)
+    with network(2) as net, group(net, model_dir, **APART) as machines:
+        first, second = machines
+        wait_ready(machines)
+        assert (first.readiness(), second.readiness()) == ((200, "serving"), (200, "joined"))
+        assert second.management()["ranks"] == [2, 3]
+        for member in (1, 0):
+            for prompt, (tokens, logprobs) in zip(PROMPTS, expected, strict=False):
+                (choice,) = ask(first, body(prompt, logprobs=1), member)["choices"]
+                assert choice["text"].split() == [f"w{token}" for token in tokens]
+                assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-4)
+        own = TOKENS * len(PROMPTS)
+        wait_until(lambda: counted(first, "generated_tokens") == [own, own], what="its own of each")
+        # Both pods of a group get SIGTERM; it is machine 0 that says when all is answered.
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(ask, first, body([1, 2, 3], max_tokens=240), 1)
+            wait_until(lambda: counted(first, "running")[1] > 0, what="the second member at work")
+            for machine in (second, first):
+                machine.process.send_signal(signal.SIGTERM)
+            assert len(answer.result()["choices"][0]["text"].split()) == 240
+        assert [machine.end() for machine in machines] == [0, 0]
+
+
+def kill(machines: list[MachineProcess], net: Network) -> None:
+    machines[1].rank(3).kill()
+
+
+def cut(machines: list[MachineProcess], net: Network) -> None:
+    net.cut(1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (kill, r"machine 1 \({address}; ranks 2, 3\): engine rank 3 \(process \d+\) was killed"),
+        (cut, r"machine 1 \({address}; ranks 2, 3\): it has said nothing for 5 s"),
+    ],
+)
+def test_a_machine_that_loses_a_member_ends_the_group_and_is_named(
+    fault: Callable[[list[MachineProcess], Network], None], named: str, model_dir: Path
+) -> None:
+    with network(2) as net:
+        if fault is cut and not net.links:
+            pytest.skip("needs root, for network namespaces")
+        with group(net, model_dir, **APART) as machines:
+            wait_ready(machines)
+            ask(machines[0], body([1, 2, 3]), 1)
+            fault(machines, net)
+            wait_until(
+                lambda: all(machine.process.poll() is not None for machine in machines),
+                deadline=ENDS_WITHIN,
+                what="the group's end",
+            )
+            assert all(machine.end() != 0 for machine in machines)
+            last = "".join(machines[0].lines[-6:])
+            assert re.search(named.format(address=net.addresses[1]), last), last
+
+
+# ---- on one machine ------------------------------------------------------------------------------
 
 
 def test_a_drain_loses_no_request(model_dir: Path) -> None:

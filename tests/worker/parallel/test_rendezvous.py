@@ -23,6 +23,7 @@ from radixgrove.worker.parallel.rendezvous import (
     Gathering,
     JoinRefused,
     MeetingPoint,
+    Party,
     RankMissing,
     join,
 )
@@ -30,6 +31,7 @@ from tests.conftest import find_free_port, wait_until
 
 IDENTITY = Identity(token=b"a token", version="1", settings="5e771265", model="30de1")
 LAYOUT = Layout(pp=3, nodes=3)
+PARTY = Party.of_member(LAYOUT)
 
 
 class Meeting:
@@ -38,11 +40,11 @@ class Meeting:
     def __init__(self) -> None:
         self.point = MeetingPoint(host="127.0.0.1", port=find_free_port())
         self._pool = ThreadPoolExecutor()
-        gathering = Gathering(self.point, IDENTITY, LAYOUT)
+        gathering = Gathering(self.point, IDENTITY, PARTY)
         self.gathered: Future[dict[int, Channel]] = self._pool.submit(gathering.wait, 30.0)
 
     def join(self, rank: int, identity: Identity = IDENTITY) -> Channel:
-        return join(self.point, identity, rank, seconds=10.0)
+        return join(self.point, identity, rank, 10.0, PARTY)
 
     def complete(self, *ranks: int) -> dict[int, Channel]:
         """The right ones still join; rank 0's channels."""
@@ -159,7 +161,7 @@ def test_a_recorded_proof_proves_nothing(
     meeting: Meeting, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = _Recorder(meeting.point)
-    through = join(recorder.point, IDENTITY, 1, seconds=10.0)
+    through = join(recorder.point, IDENTITY, 1, 10.0, PARTY)
     through.close()
     recorder.close()
 
@@ -184,7 +186,9 @@ def test_noise_and_silence_keep_nobody_out(
 
 def test_missing_ranks_are_named_with_their_machines() -> None:
     gathering = Gathering(
-        MeetingPoint(host="127.0.0.1", port=find_free_port()), IDENTITY, Layout(2, 2, 1, 2)
+        MeetingPoint(host="127.0.0.1", port=find_free_port()),
+        IDENTITY,
+        Party.of_member(Layout(2, 2, 1, 2)),
     )
     with pytest.raises(RankMissing) as error:
         gathering.wait(0.2)
@@ -194,7 +198,7 @@ def test_missing_ranks_are_named_with_their_machines() -> None:
 def test_a_rank_without_a_group_says_where_it_looked() -> None:
     point = MeetingPoint(host="127.0.0.1", port=find_free_port())
     with pytest.raises(RankMissing, match=rf"rank 0 was not at 127\.0\.0\.1:{point.port} within"):
-        join(point, IDENTITY, 1, seconds=0.2)
+        join(point, IDENTITY, 1, 0.2, PARTY)
 
 
 # ---- what the group goes by ----------------------------------------------------------------------

@@ -9,12 +9,25 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from radixgrove.protocol.settings import WorkerSettings
 
 _FILE = "worker.json"
+
+
+def _engine(member: int) -> str:
+    return f"engine-{member}"
+
+
+def _agent(member: int) -> str:
+    return f"agent-{member}"
+
+
+def _frontend(index: int, member: int) -> str:
+    return f"frontend-{index}-{member}"
 
 
 @dataclass(frozen=True)
@@ -30,16 +43,37 @@ class Runtime:
     settings: WorkerSettings
     model_dir: Path
 
+    def address(self, socket: str) -> str:
+        return f"ipc://{self.directory}/{socket}.sock"
+
     # Each data-parallel member has an engine of its own, and sockets.
 
     def engine_socket(self, member: int = 0) -> str:
-        return f"ipc://{self.directory}/engine-{member}.sock"
+        return self.address(_engine(member))
 
     def agent_socket(self, member: int = 0) -> str:
-        return f"ipc://{self.directory}/agent-{member}.sock"
+        return self.address(_agent(member))
 
     def frontend_socket(self, index: int, member: int = 0) -> str:
-        return f"ipc://{self.directory}/frontend-{index}-{member}.sock"
+        return self.address(_frontend(index, member))
+
+    @property
+    def machine_socket(self) -> str:
+        """Of the agent of a machine other than the first, which its ranks tell that they joined."""
+        return self.address("machine")
+
+    def engine_sockets(self, members: Iterable[int]) -> list[str]:
+        """Names of those that members' engines read."""
+        return [_engine(member) for member in members]
+
+    def peer_sockets(self, members: Iterable[int]) -> list[str]:
+        """Names of those through which members' engines are heard."""
+        frontends = range(self.settings.frontends)
+        return [
+            name
+            for member in members
+            for name in (_agent(member), *(_frontend(index, member) for index in frontends))
+        ]
 
     @property
     def metrics_dir(self) -> Path:

@@ -32,6 +32,7 @@ from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import demo_model, management, model_files
 from radixgrove.worker.agent.engines import Engine, total
 from radixgrove.worker.agent.machine import Machine, wait_to_be_replaced
+from radixgrove.worker.agent.machines import Machines
 from radixgrove.worker.agent.preparation import (
     AgentError,
     check_group,
@@ -89,6 +90,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
         model_files.check(model_dir, weights=settings.load_format is LoadFormat.SAFETENSORS)
         with private_directory("radixgrove-worker-") as directory:
             if settings.node_rank > 0:
+                settings = resolve_settings(settings, model_dir, settings.port)
                 runtime = _runtime(directory, settings, model_dir)
                 return asyncio.run(Machine(runtime, marker, modules.engine).run())
             with reserved_port(settings) as port:
@@ -135,6 +137,8 @@ class Agent:
         self._ranks: list[Supervised] = []
         self._frontends: list[Supervised] = []
         self._stuck: AgentError | None = None
+        self.failure = ""  # why the worker ends, if not in order
+        self._machines: Machines | None = None  # the others of a group of several members
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._context = zmq.asyncio.Context()
@@ -184,20 +188,32 @@ class Agent:
         for engine in self.engines:
             engine.open()
             tasks.append(asyncio.create_task(engine.receive(), name=f"inbox {engine.dp_rank}"))
+        if self.settings.dp > 1 and self.settings.nodes > 1:
+            self._machines = Machines(self.runtime)
+            tasks.append(asyncio.create_task(self._machines.run(), name="machines"))
         try:
-            async with management.serving(self):
-                await self._start_children()
-                tasks.append(asyncio.create_task(self._watch(), name="watch"))
-                tasks.append(asyncio.create_task(self._become_ready(), name="readiness"))
-                await self._until_stop(tasks)
-                await self._drain_and_stop()
+            async with management.serving(self):  # which says to the end why it ends
+                return await self._serve(tasks)
+        finally:
+            await self._close(tasks)
+            _log.info("worker ended")
+
+    async def _serve(self, tasks: list[asyncio.Task[None]]) -> int:
+        """Until a signal, or a failure; the exit code. No child is left behind."""
+        try:
+            await self._start_children()
+            tasks.append(asyncio.create_task(self._watch(), name="watch"))
+            tasks.append(asyncio.create_task(self._become_ready(), name="readiness"))
+            await self._until_stop(tasks)
+            await self._drain_and_stop(tasks)
             return 0
         except (AgentError, ChildFailed) as error:
             self.state = WorkerState.FAILED
+            self.failure = str(error)
             _log.error("%s", error)
             return _exit_code(error)
         finally:
-            await self._end(tasks)
+            await self._end_children()
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
@@ -285,7 +301,7 @@ class Agent:
             if child.failed.done() and not self._stop.is_set():
                 child.failed.result()
 
-    async def _drain_and_stop(self) -> None:
+    async def _drain_and_stop(self, tasks: list[asyncio.Task[None]]) -> None:
         """Lease, frontends, engine, in this order: routers stop sending before anything ends."""
         await self.drain()
         patience = self.settings.drain_timeout + _FRONTEND_GRACE
@@ -293,7 +309,7 @@ class Agent:
             patience = _FAILURE_PATIENCE
         stopping = asyncio.gather(*(service.stop(patience) for service in self._frontends))
         hurry = asyncio.create_task(self._hurry.wait())
-        ends: list[asyncio.Future[Any]] = [stopping, hurry]
+        ends: list[asyncio.Future[Any]] = [stopping, hurry, *tasks]
         ends += [service.child.exited for service in self._ranks]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
@@ -304,17 +320,24 @@ class Agent:
             await stopping
         if dead:
             raise self._stuck or AgentError(f"{dead[0].obituary()}, while draining")
+        for task in tasks:
+            if task.done():
+                raise _end_of(task)
 
-    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
+    async def _end_children(self) -> None:
         """The one way out: whatever still runs is ended, in any state."""
         await asyncio.gather(*(service.stop(_FAILURE_PATIENCE) for service in self._frontends))
-        await asyncio.gather(*(service.stop(_ENGINE_PATIENCE) for service in self._ranks))
+        ending = [service.stop(_ENGINE_PATIENCE) for service in self._ranks]
+        if self._machines is not None:
+            ending.append(self._machines.close(self.failure))
+        await asyncio.gather(*ending)
+
+    async def _close(self, tasks: list[asyncio.Task[None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(engine.close() for engine in self.engines))
         self._context.term()
-        _log.info("worker ended")
 
 
 def _end_of(task: asyncio.Task[None]) -> AgentError:
@@ -334,6 +357,10 @@ def _verdict(engine: Engine) -> AgentError | None:
     problem = engine.liveness.problem(stopped=bool(held))
     if problem is None:
         return None
+    if not ranks:
+        place = engine.leader
+        text = f"engine rank {place.rank} (machine {place.node}) is stuck: {problem}"
+        return AgentError(text, exit_codes.STUCK)
     culprit = held[0] if held else ranks[0]
     text = f"{culprit.name} (process {culprit.pid}) is stuck: {problem}; killed it"
     return AgentError(text, exit_codes.STUCK)

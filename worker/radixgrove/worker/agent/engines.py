@@ -45,9 +45,11 @@ class Engine:
     def __init__(self, runtime: Runtime, dp_rank: int, context: zmq.asyncio.Context) -> None:
         settings, layout = runtime.settings, Layout.of(runtime.settings)
         self.dp_rank = dp_rank
+        self.leader = layout.place(layout.leader(dp_rank))
         self.info: EngineInfo | None = None
         self.phase: PhaseReport | None = None
-        grace = GROUP_GRACE if layout.ranks_per_member > 1 else DEADLINE_GRACE
+        alone = layout.ranks_per_member == 1 and self.leader.node == settings.node_rank
+        grace = DEADLINE_GRACE if alone else GROUP_GRACE
         self.liveness = Liveness(grace=grace)
         self.publisher: Publisher | None = None
         self.ranks: list[Supervised] = []  # on this machine

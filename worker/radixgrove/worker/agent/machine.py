@@ -1,7 +1,8 @@
 """The agent of a machine of a group other than the first: it runs ranks, and ends with them.
 
-Frontends and publisher are machine 0's. This machine's ranks hear from rank 0 when the group ends,
-and end by themselves when they lose it.
+Frontends and publishers are machine 0's. The ranks of a pipeline hear from rank 0 when the group
+ends, and end by themselves when they lose it. Members of their own are tied to machine 0 by the two
+agents (`machines`), which also say when the group ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from radixgrove.service.management import ManagementApi
 from radixgrove.service.server import Server
 from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import probes
+from radixgrove.worker.agent.machines import join_machine_0
 from radixgrove.worker.agent.preparation import AgentError, worker_part
+from radixgrove.worker.agent.relay import Relay
 from radixgrove.worker.liveness import SILENCE, is_stopped
 from radixgrove.worker.messages import EngineState, PhaseReport, ToAgent
 from radixgrove.worker.parallel.layout import Layout
@@ -70,6 +73,8 @@ class Machine:
         self._joined = 0
         self._stuck: AgentError | None = None
         self._stop = asyncio.Event()
+        self._relay: Relay | None = None  # to machine 0, in a group of several members
+        self._over: asyncio.Future[str]  # why it said that the group is over
         self._context = zmq.asyncio.Context()
         self._inbox: zmq.asyncio.Socket = self._context.socket(zmq.PULL)
 
@@ -83,13 +88,17 @@ class Machine:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        self._inbox.bind(self.runtime.agent_socket())
+        self._inbox.bind(self.runtime.machine_socket)
+        self._over = loop.create_future()
+        why = ""
         tasks = [
             asyncio.create_task(self._receive(), name="inbox"),
             asyncio.create_task(tick(), name="ticks"),
         ]
         try:
             async with self._management(), probes.serving(self.settings, lambda: self.role):
+                if self.settings.dp > 1:
+                    await self._join(tasks)
                 for rank in self._ranks:
                     name = f"engine rank {rank}"
                     self._children.append(
@@ -100,9 +109,12 @@ class Machine:
                 await self._until_end(tasks)
             return 0
         except (AgentError, ChildFailed) as error:
+            why = str(error)
             _log.error("%s", error)
             return getattr(error, "code", exit_codes.FAILED)
         finally:
+            if self._relay is not None:
+                await asyncio.to_thread(self._relay.close, why)
             await asyncio.gather(*(child.stop(_RANK_PATIENCE) for child in self._children))
             for task in tasks:
                 task.cancel()
@@ -110,6 +122,21 @@ class Machine:
             self._inbox.close(linger=0)
             self._context.term()
             _log.info("machine %d of the group ended", self.settings.node_rank)
+
+    async def _join(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Raises AgentError: machine 0 does not take this one, or a signal came first."""
+        joining = asyncio.create_task(join_machine_0(self.runtime, self._over))
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            ends: list[asyncio.Future[Any]] = [joining, stop, *tasks]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not joining.done():
+                self._raise_failure(tasks)
+                raise AgentError("ended before machine 0 was met")
+            self._relay = joining.result()
+        finally:
+            stop.cancel()
+            joining.cancel()
 
     async def _receive(self) -> None:
         decoder: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
@@ -145,7 +172,7 @@ class Machine:
         exits = [supervised.child.exited for supervised in self._children]
         try:
             while not all(end.done() for end in exits):
-                waiting: list[asyncio.Future[Any]] = [*tasks]
+                waiting: list[asyncio.Future[Any]] = [*tasks, self._over]
                 waiting += [end for end in exits if not end.done()]
                 if deadline is None:
                     waiting.append(stop)
@@ -158,6 +185,10 @@ class Machine:
                 if stop in done:  # machine 0 says when all is answered
                     deadline = time.monotonic() + self.settings.drain_timeout + _END_GRACE
                 self._raise_failure(tasks)
+                if self._over.done():
+                    if why := self._over.result():
+                        raise AgentError(f"machine 0 ended the group: {why}")
+                    break
         finally:
             stop.cancel()
         self._raise_failure(tasks)

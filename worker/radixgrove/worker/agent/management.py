@@ -49,6 +49,7 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     models: list[str]
     url: str | None
     state: str
+    failure: str  # why a failed worker ends: which rank is lost, and on which machine
     phase: PhaseReport | None  # of a long start: the least advanced member's
     pid: int
     uptime_seconds: float
@@ -131,6 +132,7 @@ def _status(agent: Agent) -> WorkerStatus:
         models=settings.served_model_name,
         url=settings.advertise_url,
         state=agent.state,
+        failure=agent.failure,
         phase=least_advanced(agent.engines),
         pid=os.getpid(),
         uptime_seconds=round(time.monotonic() - agent.started, 1),

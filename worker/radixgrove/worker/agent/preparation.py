@@ -16,6 +16,7 @@ from radixgrove.service import exit_codes, logs
 from radixgrove.service.listening import bound_socket
 from radixgrove.service.supervisor import Supervised
 from radixgrove.worker.agent import demo_model
+from radixgrove.worker.parallel.rendezvous import MeetingPoint
 
 # What says how GNU's OpenMP waits, and for how many turns of a loop it spins here.
 _OPENMP_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
@@ -90,6 +91,10 @@ def _check_machines(settings: WorkerSettings) -> None:
         raise AgentError(
             f"a group of {settings.nodes} machines needs --master HOST:PORT, where machine 0 is met"
         )
+    try:
+        MeetingPoint.at(settings.master)
+    except ValueError as error:
+        raise AgentError(str(error)) from error
     if settings.internal_key is None and settings.cluster_secret is None:
         raise AgentError(
             "a group of several machines needs internal_key (RADIXGROVE_INTERNAL_KEY): its ranks "

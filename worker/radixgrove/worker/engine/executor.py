@@ -84,8 +84,8 @@ class _Group:
 
 
 def _store_listener(crew: Crew) -> socket.socket | None:
-    """On the network of the group; None on one machine."""
-    if crew.layout.nodes == 1:
+    """On the network of the group; None for a member on one machine."""
+    if not crew.layout.members_straddle:
         return None
     family = socket.AF_INET6 if ":" in crew.own_address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -9,17 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import zmq
 
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.service import logs
 from radixgrove.worker.engine.ending import give_up
 from radixgrove.worker.engine.group_links import FollowerLink
-from radixgrove.worker.engine.links import Outlet
+from radixgrove.worker.engine.links import tell_joined
 from radixgrove.worker.engine.orders import Forward, Launch, Returned, Sample
 from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.execution.runner import Runner
-from radixgrove.worker.messages import EngineState, PhaseReport
+from radixgrove.worker.messages import PhaseReport
 from radixgrove.worker.parallel.crew import meet
 from radixgrove.worker.parallel.member import Member, StorePlace, form, leave, reach_store
 from radixgrove.worker.parallel.rendezvous import JoinRefused, RankMissing
@@ -38,7 +37,7 @@ def run_follower(runtime_dir: Path, rank: int) -> int:
     group = _Group(runtime, rank)
     try:
         runner, _ = build_rank(settings, runtime.model_dir, _log, rank, group.form)
-        _tell_agent(runtime)
+        tell_joined(runtime)
         _follow(runner, group.link)
         group.close()
         runner.close()
@@ -94,17 +93,6 @@ class _Group:
 
 def _log(phase: PhaseReport) -> None:
     logger.debug("%s", phase.message)
-
-
-def _tell_agent(runtime: Runtime) -> None:
-    """The start is over. On a machine without rank 0 the agent hears of it from its ranks alone."""
-    if runtime.settings.node_rank == 0:
-        return
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    outlet = Outlet(context, runtime.agent_socket())
-    outlet.send(PhaseReport(EngineState.READY, "joined"))
-    outlet.close()
-    context.term()
 
 
 def _follow(runner: Runner, link: FollowerLink) -> None:

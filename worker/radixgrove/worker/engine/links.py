@@ -6,6 +6,7 @@ import msgspec
 import zmq
 
 from radixgrove.worker.messages import (
+    EngineState,
     Outputs,
     PhaseReport,
     RefusalReason,
@@ -100,6 +101,17 @@ def lost_output(request_id: str) -> Refused:
         reason=RefusalReason.INTERNAL,
         detail="The output could not be delivered in time.",
     )
+
+
+def tell_joined(runtime: Runtime) -> None:
+    """A rank's start is over, which the agents of machines other than the first are told."""
+    if runtime.settings.node_rank == 0:
+        return
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    outlet = Outlet(context, runtime.machine_socket)
+    outlet.send(PhaseReport(EngineState.READY, "joined"))
+    outlet.close()
+    context.term()
 
 
 class Links:

@@ -26,7 +26,7 @@ import zmq
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service import logs
 from radixgrove.worker.cache.identity import block_hasher, cache_namespace
-from radixgrove.worker.engine.links import Links
+from radixgrove.worker.engine.links import Links, tell_joined
 from radixgrove.worker.engine.metrics import EngineMetrics, PhaseClock
 from radixgrove.worker.engine.prefill_rate import PrefillRate
 from radixgrove.worker.engine.step_time import StepTimeFit
@@ -384,6 +384,7 @@ def run(
         gc.collect()
         gc.freeze()
         engine = Engine(settings, links, executor, info, tokenizer.result)
+        tell_joined(runtime)
         signal.signal(signal.SIGTERM, lambda *_: engine.stop())
         doing = "run"
         engine.run()

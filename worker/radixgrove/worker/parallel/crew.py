@@ -12,6 +12,7 @@ from radixgrove.worker.parallel.layout import Layout, Place
 from radixgrove.worker.parallel.rendezvous import (
     Gathering,
     MeetingPoint,
+    Party,
     RankMissing,
     describe,
     join,
@@ -68,11 +69,12 @@ def meet(
     point = MeetingPoint.of(directory, layout, settings.master, place.member)
     identity = Identity.of(settings, model_dir)
     seconds = point.arrival if arrival is None else arrival
+    party = Party.of_member(layout, place.member)
     if not place.leads:
         leader = layout.leader(place.member)
-        return Crew(layout, place, {leader: join(point, identity, rank, seconds, leader)})
+        return Crew(layout, place, {leader: join(point, identity, rank, seconds, party)})
     try:
-        channels = Gathering(point, identity, layout, place.member).wait(seconds)
+        channels = Gathering(point, identity, party).wait(seconds)
     except OSError as error:
         raise RankMissing(f"rank {rank} cannot listen at {point}: {error.strerror}") from error
     return Crew(layout, place, channels)

@@ -70,6 +70,17 @@ class Layout:
     def rank(self, member: int, stage: int, shard: int) -> int:
         return (member * self.pp + stage) * self.tp + shard
 
+    @property
+    def members_straddle(self) -> bool:
+        """Whether members have ranks on several machines."""
+        return self.ranks_per_member > self.ranks_per_node
+
+    def members_of(self, node: int) -> range:
+        """The members that a machine leads."""
+        first, end = node * self.ranks_per_node, (node + 1) * self.ranks_per_node
+        size = self.ranks_per_member
+        return range(-(-first // size), -(-end // size))
+
     def ranks_of(self, node: int) -> range:
         """The ranks of a machine."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)

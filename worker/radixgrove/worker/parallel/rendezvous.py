@@ -16,6 +16,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,10 +85,15 @@ class MeetingPoint:
     ) -> MeetingPoint:
         """
         Raises:
-            ValueError: the group is on several machines, and `master` is not host:port.
+            ValueError: members are on several machines, and `master` is not host:port.
         """
-        if layout.nodes == 1:
+        if not layout.members_straddle:
             return cls(path=directory / _SOCKET.format(member))
+        return cls.at(master)
+
+    @classmethod
+    def at(cls, master: str | None) -> MeetingPoint:
+        """Where machine 0 is met. Raises ValueError: `master` is not host:port."""
         host, colon, port = (master or "").rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(f"master {master!r} is not host:port")
@@ -152,16 +158,37 @@ class _Keys:
         return digest(self.token, direction, self.nonce, theirs, str(rank).encode())
 
 
-class Gathering:
-    """The leader's side of the meeting: it lets its member's other ranks in, each once."""
+@dataclass(frozen=True, slots=True)
+class Party:
+    """Who meets: the first of `numbers` is met by the others."""
 
-    def __init__(
-        self, point: MeetingPoint, identity: Identity, layout: Layout, member: int = 0
-    ) -> None:
+    numbers: range
+    describe: Callable[[int], str]  # for people
+    noun: str = "rank"
+
+    @classmethod
+    def of_member(cls, layout: Layout, member: int = 0) -> Party:
+        """The ranks of a member, at its leader."""
+        return cls(layout.ranks_of_member(member), lambda rank: describe(rank, layout))
+
+    @classmethod
+    def of_machines(cls, layout: Layout) -> Party:
+        """The machines of a group, by their agents, at machine 0."""
+        return cls(range(layout.nodes), lambda node: f"machine {node}", "machine")
+
+    @property
+    def host(self) -> str:
+        return f"{self.noun} {self.numbers[0]}"
+
+
+class Gathering:
+    """The host's side of the meeting: it lets the others of its party in, each once."""
+
+    def __init__(self, point: MeetingPoint, identity: Identity, party: Party) -> None:
         self._point = point
         self._identity = identity
-        self._layout = layout
-        self._expected = layout.ranks_of_member(member)[1:]
+        self._party = party
+        self._expected = party.numbers[1:]
         self._channels: dict[int, Channel] = {}
         self._changed = threading.Condition()
         self._room = threading.Semaphore(_AT_ONCE)
@@ -190,7 +217,7 @@ class Gathering:
         return [rank for rank in self._expected if rank not in self._channels]
 
     def _complaint(self, seconds: float) -> str:
-        names = ", ".join(describe(rank, self._layout) for rank in self._missing())
+        names = ", ".join(map(self._party.describe, self._missing()))
         return f"{names} did not join within {seconds:.0f} s"
 
     def _accept(self, listener: socket.socket) -> None:
@@ -227,7 +254,7 @@ class Gathering:
             answer = msgspec.msgpack.encode(_Welcome(refusal))
             sock.sendall(sealed(keys.of(b"welcome", hello.rank, hello.nonce), 0, answer))
             if refusal is not None:
-                raise JoinRefused(f"rank {hello.rank}: {refusal}")
+                raise JoinRefused(f"{self._party.noun} {hello.rank}: {refusal}")
             self._channels[hello.rank] = Channel(
                 sock,
                 keys.of(b"to rank", hello.rank, hello.nonce),
@@ -237,38 +264,40 @@ class Gathering:
 
     def _refusal(self, hello: _Hello) -> str | None:
         if hello.rank not in self._expected:
-            return f"the group has ranks {self._expected.start - 1} to {self._expected.stop - 1}"
+            first, last = self._party.numbers[0], self._party.numbers[-1]
+            return f"the group has {self._party.noun}s {first} to {last}"
         present = self._channels.get(hello.rank)
         if present is not None and not present.is_closed:
-            return "the group has this rank already"
+            return f"the group has this {self._party.noun} already"
         return self._identity.difference((hello.version, hello.settings, hello.model))
 
 
 def join(
-    point: MeetingPoint, identity: Identity, rank: int, seconds: float, leader: int = 0
+    point: MeetingPoint, identity: Identity, number: int, seconds: float, party: Party
 ) -> Channel:
-    """Another rank's side: a channel to its leader, once that has let this rank in.
+    """Another one's side: a channel to the host of the party, once that has let this one in.
 
     Raises:
-        RankMissing: the leader was not there in time.
-        JoinRefused: it is not this group's, or does not take this rank.
+        RankMissing: the host was not there in time.
+        JoinRefused: it is not this group's, or does not take this one.
     """
-    sock, nonce = _reach(point, seconds, leader)
+    sock, nonce = _reach(point, seconds, party)
+    name = f"{party.noun} {number}"
     try:
-        return _introduce(sock, nonce, identity, rank)
+        return _introduce(sock, nonce, identity, number, name)
     except (OSError, ChannelError, msgspec.DecodeError) as error:
         sock.close()
         raise JoinRefused(
-            f"rank {rank} was not let in at {point}, where another group may be, or rank {leader} "
-            f"has another key: {error}"
+            f"{name} was not let in at {point}, where another group may be, or {party.host} has "
+            f"another key: {error}"
         ) from error
     except JoinRefused:
         sock.close()
         raise
 
 
-def _reach(point: MeetingPoint, seconds: float, leader: int) -> tuple[socket.socket, bytes]:
-    """A connection to the leader, and its nonce."""
+def _reach(point: MeetingPoint, seconds: float, party: Party) -> tuple[socket.socket, bytes]:
+    """A connection to the host, and its nonce."""
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.ExitStack() as on_failure:
@@ -280,12 +309,14 @@ def _reach(point: MeetingPoint, seconds: float, leader: int) -> tuple[socket.soc
                 return sock, nonce
             except (OSError, ChannelError) as error:
                 if time.monotonic() > deadline:
-                    missing = f"rank {leader} was not at {point} within {seconds:.0f} s: {error}"
+                    missing = f"{party.host} was not at {point} within {seconds:.0f} s: {error}"
                     raise RankMissing(missing) from error
         time.sleep(_RETRY_SECONDS)
 
 
-def _introduce(sock: socket.socket, theirs: bytes, identity: Identity, rank: int) -> Channel:
+def _introduce(
+    sock: socket.socket, theirs: bytes, identity: Identity, rank: int, name: str
+) -> Channel:
     keys = _Keys(identity.token, theirs)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     deadline = time.monotonic() + _HANDSHAKE_SECONDS
@@ -294,7 +325,7 @@ def _introduce(sock: socket.socket, theirs: bytes, identity: Identity, rank: int
     frame = open_frame(sock, keys.of(b"welcome", rank, nonce), 0, _MOST_BYTES, deadline)
     welcome = msgspec.msgpack.decode(frame, type=_Welcome)
     if welcome.refusal is not None:
-        raise JoinRefused(f"rank {rank} may not join: {welcome.refusal}")
+        raise JoinRefused(f"{name} may not join: {welcome.refusal}")
     return Channel(sock, keys.of(b"from rank", rank, nonce), keys.of(b"to rank", rank, nonce))
 
 
