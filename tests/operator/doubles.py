@@ -7,6 +7,7 @@ from typing import Any
 
 from radixgrove.operator.planning.observed import Pod
 from radixgrove.protocol.model_table import ModelEntry
+from radixgrove.protocol.registry import LeaseState
 
 
 class Table:
@@ -24,6 +25,10 @@ class Table:
 
     def holds_lease(self, service: str, replica_id: str) -> bool:
         return (service, replica_id) in self.leases
+
+    def members(self, service: str, group: str) -> dict[str, LeaseState]:
+        replicas = sorted(replica for name, replica in self.leases if name == service)
+        return {name: LeaseState.READY for name in replicas if name.rpartition("/")[0] == group}
 
 
 class Probe:

@@ -425,6 +425,22 @@ def test_children_of_a_deleted_namesake_are_waited_out() -> None:
     assert operator.condition() == "True/Serving"
 
 
+def test_status_shows_the_members_of_a_group_once_routers_know_them() -> None:
+    hardware = {"device": "cpu", "gpusPerNode": 2}
+    operator = Operator(hardware=hardware, parallelism={"tp": 1, "dp": 2})
+    operator.settle("n0")
+    (group,) = operator.resource["status"]["groups"]
+    assert group.get("members", []) == []
+    (name,) = operator.sets()
+    for dp_rank in range(2):
+        operator.table.leases.add((names.service_key(*KEY), f"{name}-0/{dp_rank}"))
+    operator.context()
+    (group,) = operator.resource["status"]["groups"]
+    assert group["members"] == [
+        {"name": f"{name}-0/{dp_rank}", "state": "Ready"} for dp_rank in range(2)
+    ]
+
+
 def test_a_service_is_ready_once_routers_know_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = Operator()
 

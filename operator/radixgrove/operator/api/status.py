@@ -39,6 +39,13 @@ class PodRecord(StatusModel):
     restarts: int = Field(0, description="Restarts of its worker that are accounted for.")
 
 
+class MemberStatus(StatusModel):
+    """One data-parallel member of a group."""
+
+    name: str = Field(description="Its name as a replica of routers.", max_length=253)
+    state: str = Field(description="Ready, NotReady or Draining, by its lease.", max_length=16)
+
+
 class GroupStatus(StatusModel):
     """One worker group; the record survives its attempts."""
 
@@ -61,6 +68,9 @@ class GroupStatus(StatusModel):
     was_ready: bool = Field(False, description="This attempt has been ready once.")
     pods: list[PodRecord] = Field(
         [], description="Its pods, as they were last seen.", max_length=MAX_NODES
+    )
+    members: list[MemberStatus] = Field(
+        [], description="Those of several (dp) that hold leases.", max_length=64
     )
     avoid: list[Annotated[str, StringConstraints(max_length=253)]] = Field(
         [],

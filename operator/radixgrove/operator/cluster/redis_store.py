@@ -180,6 +180,15 @@ class RedisStore:
         record = self._directory.service(service)
         return any(record.lease_of(member) is not None for member in record.members(group))
 
+    def members(self, service: str, group: str) -> dict[str, LeaseState]:
+        """The replicas of a group that hold leases, and what those say. Raises RedisUnavailable."""
+        record = self._directory.service(service)
+        leases = {
+            member.replica_id: record.lease_of(member)
+            for member in sorted(record.members(group), key=lambda member: member.dp_rank)
+        }
+        return {name: lease.state for name, lease in leases.items() if lease is not None}
+
     def load(self, service: str, serving: Collection[str]) -> Load:
         """Load over the groups in `serving` that hold leases. Raises RedisUnavailable."""
         record = self._directory.service(service)

@@ -8,6 +8,7 @@ from typing import cast
 from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import StatefulSetObject
+from radixgrove.operator.api.status import MemberStatus
 from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.status_writer import StatusWriter, as_json
@@ -19,7 +20,14 @@ from radixgrove.operator.render import group as render_group
 from radixgrove.operator.render import policies
 from radixgrove.operator.render.common import Service
 from radixgrove.protocol.model_table import SHARED, ModelEntry
+from radixgrove.protocol.registry import LeaseState
 from radixgrove.service.redis_rules import RedisUnavailable
+
+_STATES = {
+    LeaseState.NOT_READY: "NotReady",
+    LeaseState.READY: "Ready",
+    LeaseState.DRAINING: "Draining",
+}
 
 
 class Actor:
@@ -54,6 +62,14 @@ class Actor:
             return self._redis.holds_lease(context.service.key, names.replica_id(group.name))
         except RedisUnavailable:
             return False
+
+    def members(self, context: ReconcileContext, group: Group) -> list[MemberStatus]:
+        """A group's members by their leases; none when Redis does not answer."""
+        try:
+            found = self._redis.members(context.service.key, names.replica_id(group.name))
+        except RedisUnavailable:
+            return []
+        return [MemberStatus(name=name, state=_STATES[state]) for name, state in found.items()]
 
     def forget(self, key: Key) -> None:
         """Takes a service from the routers. Raises RedisUnavailable."""

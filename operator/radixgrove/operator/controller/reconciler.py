@@ -76,7 +76,16 @@ class Reconciler:
         self._access = access
         self._preparer = Preparer(kube, store, access, ledger, config)
         self._actor = Actor(kube, redis_side, self._status, config)
-        self._reporter = Reporter(store, probe, access, self._status, config, autoscaling, enqueue)
+        self._reporter = Reporter(
+            store,
+            probe,
+            access,
+            self._status,
+            config,
+            autoscaling,
+            enqueue,
+            self._actor.members,
+        )
         self._elsewhere: dict[Key, str] = {}  # the installation that looks after it
 
     def serving(self, key: Key) -> Sequence[str]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from radixgrove.operator.api import metrics
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.api.status import AutoscalingStatus, InferenceServiceStatus
+from radixgrove.operator.api.status import AutoscalingStatus, InferenceServiceStatus, MemberStatus
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.status_writer import StatusWriter, as_json
 from radixgrove.operator.controller.store import Key, Store
 from radixgrove.operator.planning import conditions
+from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.planning.plan import Plan, as_placements
 from radixgrove.operator.render import router as render_router
+
+_MEMBERS_SECONDS = 2.0  # until members without leases are looked at again
 
 
 class Reporter:
@@ -29,6 +32,7 @@ class Reporter:
         config: OperatorConfig,
         autoscaling: Callable[[Key], AutoscalingStatus | None],
         enqueue: Callable[[Key], None],
+        members: Callable[[ReconcileContext, Group], list[MemberStatus]],
     ) -> None:
         self._store = store
         self._probe = probe
@@ -37,6 +41,7 @@ class Reporter:
         self._config = config
         self._autoscaling = autoscaling
         self._enqueue = enqueue
+        self._members = members
 
     def report(self, context: ReconcileContext, plan: Plan) -> None:
         """Raises KubeError when the status cannot be written."""
@@ -56,6 +61,7 @@ class Reporter:
             outdated=self._status.outdated(context.key),
             phases=self._probe.phases(groups, self._access.management_keys(context.key[0])),
             shared=_shared(context.key[0], self._config),
+            members=self._members_of(context, plan, groups),
         )
         after = conditions.compute(facts)
         live = context.body.get("status") or {}
@@ -66,6 +72,22 @@ class Reporter:
             with context.trying():
                 self._status.event(context.body, kind, reason, message)
         _measure(context.key, plan, after, conditions.starting(facts))
+
+    def _members_of(
+        self, context: ReconcileContext, plan: Plan, groups: Sequence[Group]
+    ) -> dict[int, list[MemberStatus]]:
+        """Data-parallel members by the group's index, where groups have several."""
+        several = context.spec.layout.dp
+        if several == 1:
+            return {}
+        found = {
+            group.index: self._members(context, group)
+            for group in groups
+            if group.ready and not group.draining
+        }
+        if any(len(members) < several for members in found.values()):
+            plan.requeue_by(context.now + _MEMBERS_SECONDS)  # no event says that they have come
+        return found
 
 
 def _shared(namespace: str, config: OperatorConfig) -> str:

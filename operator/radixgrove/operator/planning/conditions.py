@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from radixgrove.operator.api import names, times
@@ -14,6 +14,7 @@ from radixgrove.operator.api.status import (
     GroupPhase,
     GroupStatus,
     InferenceServiceStatus,
+    MemberStatus,
     ModelStatus,
 )
 from radixgrove.operator.planning.demand import DEFAULT_SCHEDULER
@@ -57,6 +58,7 @@ class StatusInput:
     operator: str  # the installation that looks after the service
     url: str
     autoscaling: AutoscalingStatus | None
+    members: Mapping[int, list[MemberStatus]] = field(default_factory=dict)  # by group
     outdated: str = ""  # what an older CRD drops of this status
     phases: Sequence[str] = ()  # what starting workers report
     shared: str = ""  # what the namespace has in common with others
@@ -98,13 +100,17 @@ def compute(facts: StatusInput) -> InferenceServiceStatus:
         rolled_back_because=given_up.because if given_up else "",
         parallelism=facts.view.spec.layout,
         model=_model(facts),
-        groups=records,
+        groups=[_with_members(record, facts) for record in records],
         last_attempt=facts.plan.last_attempt,
         autoscaling=facts.autoscaling,
         conditions=[
             _condition(verdict, facts.view.generation, before, now) for verdict in verdicts
         ],
     )
+
+
+def _with_members(record: GroupStatus, facts: StatusInput) -> GroupStatus:
+    return record.model_copy(update={"members": facts.members.get(record.index, [])})
 
 
 def _model(facts: StatusInput) -> ModelStatus:
