@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.cli.test_command import radixgrove
 from tests.conftest import RedisServer
+from tests.protocol.text.tokenizers_of_tests import llama_like
 
 
 def findings(*arguments: str, **environ: str) -> tuple[int, list[dict[str, Any]]]:
@@ -81,6 +82,21 @@ def test_a_directory_without_a_model_fails(tmp_path: Path) -> None:
     code, found = findings(RADIXGROVE_MODEL=str(tmp_path))
     assert code == 1
     assert "lacks config.json, tokenizer.json" in about("model", found)[0]["text"]
+
+
+def test_how_the_output_is_read_is_named(tmp_path: Path) -> None:
+    for name, content in llama_like("{{ tools }}<tool_call></think>").contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text("{}")
+    for wanted, text in (
+        ("auto", "hermes (reasoning in <think>)"),
+        ("glm", "glm (reasoning in <think>)"),
+        ("none", "none (no reasoning): requests with tools are refused"),
+    ):
+        environ = {"RADIXGROVE_MODEL": str(tmp_path), "RADIXGROVE_OUTPUT_FORMAT": wanted}
+        assert about("output", findings(**environ)[1])[0]["text"] == text
+    _, found = findings(RADIXGROVE_MODEL=str(tmp_path), RADIXGROVE_OUTPUT_FORMAT="homer")
+    assert about("output", found)[0]["verdict"] == "FAIL"
 
 
 def test_cuda_on_a_machine_without_one_fails() -> None:

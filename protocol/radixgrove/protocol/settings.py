@@ -326,6 +326,18 @@ class WorkerSettings(Settings):
         ge=1,
         le=256,
     )
+    chat_template: str | None = _field(
+        None, "A file with a chat template in place of the model's.", max_length=4096
+    )
+    tools_strict: bool = _field(
+        True, "Hold arguments of calls to their schemas also where a tool is not `strict`."
+    )
+    output_format: str = _field(
+        "auto",
+        "How the model writes reasoning and calls of tools; auto: as its chat template says; none: "
+        "calls are not understood.",
+        max_length=64,
+    )
     log_prompts: bool = _field(False, "Log prompts and answers. Off: they never reach a log.")
 
     @field_validator("host_cache_gib")

@@ -110,7 +110,7 @@ CHAT_CASES: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"priority": 10**9}, "priority"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),

@@ -40,10 +40,26 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 # ---- to the engine ---------------------------------------------------------------------------
 
 
+class ReasoningRule(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A block of reasoning, in which no grammar holds: it begins behind it."""
+
+    end: int  # the token that ends it
+    open: bool = False  # the prompt ends within it
+    begin: int | None = None  # the token with which the output may begin it
+    budget: int | None = None  # tokens in it, after which it is ended
+    calls: bool = False  # a trigger in it ends it
+    # Tokens that must not come in it: they would end an answer that a grammar still owes.
+    banned: tuple[int, ...] = ()
+
+
 class TokenRules(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Which tokens a sequence may have."""
 
     grammar: str | None = None  # as llguidance takes it; checked by the frontend
+    reasoning: ReasoningRule | None = None
+    # With them any text comes before the grammar, which is of what follows one of these tokens.
+    triggers: tuple[int, ...] = ()
+    again: bool = False  # behind the grammar's end text is free again, up to the next trigger
     allowed: tuple[int, ...] | None = None  # no others
     banned: tuple[tuple[int, ...], ...] = ()  # sequences that must not come, each not empty
 

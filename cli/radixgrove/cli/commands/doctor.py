@@ -70,7 +70,7 @@ def doctor(path: str | None, as_json: bool) -> int:
         lambda: _redis(worker.redis_url or router.redis_url),
         lambda: _ports("router", router),
         lambda: _ports("worker", worker),
-        lambda: _model(worker.model),
+        lambda: _model(worker),
         lambda: _settings(
             [("router", parts.router.sources, router), ("worker", parts.worker.sources, worker)]
         ),
@@ -228,7 +228,8 @@ def _ports(part: str, settings: RouterSettings | WorkerSettings) -> Iterable[Fin
             yield Finding(Verdict.OK, "port", f"{part} {host}:{port} is free")
 
 
-def _model(model: str) -> Iterable[Finding]:
+def _model(worker: WorkerSettings) -> Iterable[Finding]:
+    model = worker.model
     if model == "demo":
         from radixgrove.worker.agent.demo_model import NAME, default_cache_dir, is_ready
 
@@ -245,6 +246,21 @@ def _model(model: str) -> Iterable[Finding]:
     verdict = Verdict.OK if weights else Verdict.FAIL
     kind = json.loads((path / "config.json").read_bytes()).get("architectures")
     yield Finding(verdict, "model", f"{path}: {kind}, {weights / 1e9:.2f} GB of safetensors")
+    yield _format(path, worker)
+
+
+def _format(path: Path, worker: WorkerSettings) -> Finding:
+    """How the model is taken to write reasoning and calls of tools."""
+    from radixgrove.protocol.formats.table import UnknownFormatError
+    from radixgrove.protocol.text.tokenizer import TokenizerError, TokenizerFiles
+
+    try:
+        form = TokenizerFiles.load(path, worker).format
+    except (TokenizerError, UnknownFormatError) as error:
+        return Finding(Verdict.FAIL, "output", str(error))
+    verdict = Verdict.OK if form.calls is not None else Verdict.WARN
+    text = str(form) if form.calls is not None else f"{form}: requests with tools are refused"
+    return Finding(verdict, "output", text)
 
 
 def _settings(parts: Iterable[tuple[str, dict[str, str], object]]) -> Iterable[Finding]:

@@ -115,10 +115,11 @@ def compile_constraint(constraint: Constraint, tokenizer: LLTokenizer, whitespac
     """
     if constraint.form is Form.JSON_SCHEMA:
         return _compile_schema(constraint, tokenizer, whitespace)
-    return _compile(_grammar(constraint, tokenizer, whitespace), tokenizer)
+    return compile_grammar(_grammar(constraint, tokenizer, whitespace), tokenizer)
 
 
-def _compile(grammar: str, tokenizer: LLTokenizer) -> Compiled:
+def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> Compiled:
+    """As `compile_constraint`, of a grammar that llguidance takes."""
     matcher = build_matcher(grammar, tokenizer)
     matcher.compute_bitmask()
     if matcher.is_error():
@@ -133,7 +134,9 @@ def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: 
 
     def compiled(schema: dict[str, Any], *, strict: bool) -> Compiled:
         options = _options(whitespace, strict=strict)
-        return _compile(LLMatcher.grammar_from_json_schema(schema, overrides=options), tokenizer)
+        return compile_grammar(
+            LLMatcher.grammar_from_json_schema(schema, overrides=options), tokenizer
+        )
 
     try:
         return compiled(schema, strict=True)
@@ -262,20 +265,19 @@ def _tagged(tags: Tags, tokenizer: LLTokenizer) -> str:
             body = f"{json.dumps(begin)} {body}"
         if tag.end:
             body = f"{body} {json.dumps(tag.end)}"
-        if _is_token(trigger, tokenizer):
-            lines.append(f"{name}: TEXT {trigger} {body}")
+        token = token_of(trigger, tokenizer)
+        if token is not None:
+            lines.append(f"{name}: TEXT <[{token}]> {body}")
         else:
             lines.append(f"{name}_trigger[lazy]: TEXT {json.dumps(trigger)}")
             lines.append(f"{name}: {name}_trigger {body}")
     return "\n".join(lines)
 
 
-def _is_token(text: str, tokenizer: LLTokenizer) -> bool:
-    """Whether a text like `<tool_call>` is a token that no other text makes."""
-    if not (text.startswith("<") and text.endswith(">")):
-        return False
+def token_of(text: str, tokenizer: LLTokenizer) -> int | None:
+    """The token of a text like `<tool_call>`, if it is one that no other text makes."""
     ids = tokenizer.tokenize_str(text, parse_special=True)
-    return len(ids) == 1 and tokenizer.is_special_token(ids[0])
+    return ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
 
 
 def _lark(text: str, whitespace: int) -> str:

@@ -13,7 +13,12 @@ from typing import Any
 import msgspec
 
 from radixgrove.protocol.model.config import ModelConfig, ModelError, parse_config
-from radixgrove.protocol.text.tokenizer import TOKENIZER_JSON, TokenizerError, TokenizerFiles
+from radixgrove.protocol.text.tokenizer import (
+    TOKENIZER_JSON,
+    Prompting,
+    TokenizerError,
+    TokenizerFiles,
+)
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -36,7 +41,7 @@ class ModelDirectory:
     eos_ids: tuple[int, ...]  # any of these ends an answer
 
     @classmethod
-    def load(cls, path: Path) -> ModelDirectory:
+    def load(cls, path: Path, prompting: Prompting | None = None) -> ModelDirectory:
         """
         Raises:
             ModelError: the model cannot be served; a `DamagedFileError` where a file is at fault.
@@ -47,7 +52,7 @@ class ModelDirectory:
         if (path / GENERATION_CONFIG).exists():
             generation = read_json(path / GENERATION_CONFIG, MAX_CONFIG_BYTES)
         try:
-            files = TokenizerFiles.load(path)
+            files = TokenizerFiles.load(path, prompting)
             eos_ids = _eos_ids(generation, raw, config.vocab_size)
             if not eos_ids:
                 eos_ids = _valid_ids(files.eos_id, config.vocab_size)

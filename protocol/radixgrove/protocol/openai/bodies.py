@@ -4,7 +4,7 @@ Types and simple bounds are declared here and checked while decoding; unknown fi
 OpenAI's own clients need. What a field means, and checks across fields, is in `requests`.
 
 Fields typed `Any` ask for something this server does not do. Each may have a value that asks for
-nothing (`tool_choice: "none"`): see the tables at the end.
+nothing (`function_call: "none"`): see the tables at the end.
 """
 
 from __future__ import annotations
@@ -177,6 +177,12 @@ class ChatBody(GenerationBody, kw_only=True):
         None
     )
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    max_reasoning_tokens: Count | None = None
+    # In `tools` definitions stay as they came: chat templates show them.
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -188,8 +194,6 @@ class ChatBody(GenerationBody, kw_only=True):
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     web_search_options: Any = None
 
 
@@ -224,8 +228,6 @@ CHAT_NEUTRAL: Neutral = NEUTRAL | {
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "web_search_options": (),
 }
 COMPLETION_NEUTRAL: Neutral = NEUTRAL | {"prompt_embeds": (), "suffix": ("",)}
@@ -236,10 +238,8 @@ PART_TYPES = ("text", "refusal")  # of a message's content
 # Known fields, of OpenAI's own and of other servers, that change no answer here. Like every field
 # that is unknown they are not read; documents name them.
 IGNORED = (
-    "include_reasoning",
     "kv_transfer_params",
     "metadata",
-    "parallel_tool_calls",
     "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",

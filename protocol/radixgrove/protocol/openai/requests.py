@@ -33,6 +33,7 @@ from radixgrove.protocol.openai.bodies import (
 )
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.openai.structured import parse_constraint
+from radixgrove.protocol.openai.tools import Tools, parse_tools
 
 ENVELOPE_TYPE = "application/vnd.radixgrove+msgpack"
 INTERNAL_KEY_HEADER = "x-radixgrove-key"
@@ -141,6 +142,9 @@ class ChatRequest(Request, frozen=True, kw_only=True):
     template_kwargs: dict[str, Any]
     add_generation_prompt: bool
     continue_final_message: bool
+    tools: Tools | None
+    include_reasoning: bool  # false: it is generated, but not shown
+    max_reasoning_tokens: int | None  # after which a block of reasoning is ended
 
 
 class CompletionRequest(Request, frozen=True, kw_only=True):
@@ -228,6 +232,9 @@ def parse_chat(body: bytes, limits: ModelLimits) -> ChatRequest:
         template_kwargs=kwargs,
         add_generation_prompt=not continues and wire.add_generation_prompt is not False,
         continue_final_message=continues,
+        tools=parse_tools(wire),
+        include_reasoning=wire.include_reasoning is not False,
+        max_reasoning_tokens=wire.max_reasoning_tokens,
     )
 
 

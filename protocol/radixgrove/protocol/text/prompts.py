@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -170,18 +170,30 @@ class PromptEncoder:
         Raises:
             TokenizerError: the files do not make a tokenizer.
             ValueError: the chat template is not valid Jinja.
+            UnknownFormatError: as `TokenizerFiles.format`.
         """
         self.digest = files.digest
         self.tokenizer = files.tokenizer()
-        self.special = SpecialTokens.of(self.tokenizer)
+        source, tool_source = files.chat_template(), files.tool_template()
+        self.format = files.format
+        markers = self.format.all_markers
+        self.special = SpecialTokens.of(self.tokenizer, markers)
         self._literal = files.tokenizer()  # reads special tokens as plain text
         self._literal.encode_special_tokens = True
         self._special_ids = frozenset(self.special.ids.values())
         texts = files.special_texts()
-        source = files.chat_template()
         self._template = ChatTemplate(source, texts) if source is not None else None
+        self._tool_template = (
+            ChatTemplate(tool_source, texts) if tool_source is not None else self._template
+        )
         self._template_lock = threading.Lock()
-        self._guard = _SpecialTextGuard(self.special)
+        self._guard = _SpecialTextGuard(self.special.ids)
+        # An assistant's own text, where clients send reasoning back as part of it: templates look
+        # for its markers there.
+        thoughts = () if self.format.reasoning is None else self.format.reasoning.markers
+        self._assistant_guard = _SpecialTextGuard(
+            [text for text in self.special.ids if text not in thoughts]
+        )
         self._hasher = hasher
         self.cache = cache if cache is not None else PrefixCache()
         self._root = self.cache.new_root()
@@ -306,9 +318,10 @@ class PromptEncoder:
         Raises:
             ApiError: 400.
         """
-        template = self._template
+        template = self._template if request.tools is None else self._tool_template
         if template is None:
             raise errors.invalid("This model has no chat template.", "messages")
+        tools = self._tools(template, request)
         kwargs = template.check_kwargs(request.template_kwargs)
         messages = [
             self._template_message(template, index, message)
@@ -318,7 +331,7 @@ class PromptEncoder:
             _mark_end(messages[-1])
         try:
             with self._template_lock:
-                text = template.render(messages, request.add_generation_prompt, kwargs)
+                text = template.render(messages, tools, request.add_generation_prompt, kwargs)
         except TemplateRefusal as refusal:
             raise errors.invalid(
                 f"This model's chat template refuses these messages: {refusal}", "messages"
@@ -338,12 +351,21 @@ class PromptEncoder:
                 )
         return text
 
+    def _tools(self, template: ChatTemplate, request: ChatRequest) -> list[Any] | None:
+        """Definitions of tools as they came, their texts guarded."""
+        if request.tools is None:
+            return None
+        if not template.knows_tools:
+            raise errors.unsupported("tools", "This model's chat template has no tools.")
+        guarded: list[Any] = _guard_values(request.tools.definitions, self._guard)
+        return guarded
+
     def _template_message(
         self, template: ChatTemplate, index: int, message: ChatMessage
     ) -> dict[str, Any]:
         """A message as templates expect it, its texts guarded."""
-        guard = self._guard
         role = message.role
+        guard = self._assistant_guard if role == "assistant" else self._guard
         if role == "developer" and not template.knows_developer:
             role = "system"
         result: dict[str, Any] = {
@@ -355,7 +377,7 @@ class PromptEncoder:
         reasoning = message.reasoning_content or message.reasoning
         if reasoning is not None:
             for name in ("reasoning_content", "reasoning", "thinking"):
-                result[name] = guard(reasoning)
+                result[name] = self._guard(reasoning)
         if message.role == "tool" or message.tool_calls:
             if not template.knows_tool_calls:
                 field = "tool_calls" if message.tool_calls else "role"
@@ -500,8 +522,8 @@ class _SpecialTextGuard:
     beginning: two texts that a template joins could complete one.
     """
 
-    def __init__(self, special: SpecialTokens) -> None:
-        texts = sorted((text for text in special.ids if len(text) > 1), key=len, reverse=True)
+    def __init__(self, special: Iterable[str]) -> None:
+        texts = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
         self._finder = TokenFinder(texts)
         self._heads = frozenset(text[:size] for text in texts for size in range(1, len(text)))
         self._tails = frozenset(text[size:] for text in texts for size in range(1, len(text)))
@@ -538,12 +560,19 @@ class _SpecialTextGuard:
 
 
 def _chat_length(request: ChatRequest) -> int:
-    """Characters of a conversation's texts."""
-    return sum([len(message.content or "") for message in request.messages]) + sum(
-        len(part.text or "")
-        for message in request.messages
-        if isinstance(message.content, list)
-        for part in message.content
+    """Characters of a conversation's texts, those of its tools among them."""
+    tools = 0
+    if request.tools is not None:
+        tools = sum(len(tool.parameters or "") for tool in request.tools.offered)
+    return (
+        tools
+        + sum([len(message.content or "") for message in request.messages])
+        + sum(
+            len(part.text or "")
+            for message in request.messages
+            if isinstance(message.content, list)
+            for part in message.content
+        )
     )
 
 

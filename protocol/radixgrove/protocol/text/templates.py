@@ -106,6 +106,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError("the chat template is not valid Jinja") from error
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        self.knows_tools = "tools" in self.variables
         self.knows_tool_calls = "tool_calls" in source
         self.knows_developer = "developer" in source
         self.takes_parts = self._takes_parts()
@@ -114,7 +115,7 @@ class ChatTemplate:
         """Whether it renders a content given as a list of parts, rather than print the list."""
         parts = [{"type": "text", "text": _PROBE}]
         try:
-            text = self.render([{"role": "user", "content": parts}], True, {})
+            text = self.render([{"role": "user", "content": parts}], None, True, {})
         except (TemplateRefusal, TemplateFailure):
             return False
         return _PROBE in text and not any(printed in text for printed in _PRINTED_PARTS)
@@ -144,7 +145,11 @@ class ChatTemplate:
         return kept
 
     def render(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        add_generation_prompt: bool,
+        kwargs: dict[str, Any],
     ) -> str:
         """The conversation as one text.
 
@@ -159,7 +164,7 @@ class ChatTemplate:
         try:
             for piece in self._template.generate(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **kwargs,

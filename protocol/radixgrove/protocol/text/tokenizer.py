@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from radixgrove.protocol.errors import InvalidInput
+from radixgrove.protocol.formats.shapes import Format
+from radixgrove.protocol.formats.table import AUTO, choose_format
 from radixgrove.protocol.text.token_finder import TokenFinder
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -19,18 +22,31 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"  # of old directories: text → id
+# No file of the model: what a worker's setting says of how it writes, where it says anything.
+OUTPUT_FORMAT = "radixgrove_output_format"
 TOKENIZER_FILES = (
     TOKENIZER_JSON,
     TOKENIZER_CONFIG,
     CHAT_TEMPLATE,
     SPECIAL_TOKENS_MAP,
     ADDED_TOKENS,
+    OUTPUT_FORMAT,
 )
 MAX_FILE_BYTES = 64 << 20
 
 
 class TokenizerError(InvalidInput, ValueError):
     """The files do not make a usable tokenizer."""
+
+
+class Prompting(Protocol):
+    """Settings that stand in for what a model's directory says."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    @property
+    def output_format(self) -> str: ...
 
 
 class TokenizerFiles:
@@ -51,10 +67,23 @@ class TokenizerFiles:
         self.contents = contents
 
     @classmethod
-    def load(cls, model_dir: Path) -> TokenizerFiles:
-        """Read them from a Hugging Face directory."""
+    def load(cls, model_dir: Path, prompting: Prompting | None = None) -> TokenizerFiles:
+        """Read them from a Hugging Face directory.
+
+        Raises:
+            TokenizerError: one that is needed is missing, or `prompting` names a file that is.
+        """
         paths = [model_dir / name for name in TOKENIZER_FILES]
-        return cls({path.name: path.read_bytes() for path in paths if path.is_file()})
+        contents = {path.name: path.read_bytes() for path in paths if path.is_file()}
+        contents.pop(OUTPUT_FORMAT, None)
+        if prompting is not None and prompting.output_format != AUTO:
+            contents[OUTPUT_FORMAT] = prompting.output_format.encode()
+        if prompting is not None and prompting.chat_template is not None:
+            try:
+                contents[CHAT_TEMPLATE] = Path(prompting.chat_template).read_bytes()
+            except OSError as error:
+                raise TokenizerError(f"chat_template: {error.strerror}") from error
+        return cls(contents)
 
     @cached_property
     def digest(self) -> str:
@@ -164,14 +193,33 @@ class TokenizerFiles:
 
     def chat_template(self) -> str | None:
         """Source of the model's (default) chat template."""
+        return self._templates().get("default")
+
+    def tool_template(self) -> str | None:
+        """Source of the template of requests with tools, where the model has one of its own."""
+        return self._templates().get("tool_use")
+
+    @cached_property
+    def format(self) -> Format:
+        """How the model writes reasoning and calls of tools.
+
+        Raises:
+            UnknownFormatError: the setting names none.
+        """
+        wanted = self.contents.get(OUTPUT_FORMAT, AUTO.encode()).decode("utf-8", "replace")
+        return choose_format(self.tool_template() or self.chat_template(), wanted)
+
+    def _templates(self) -> dict[str, str]:
+        """By name; most models have a default one alone."""
         source = self.contents.get(CHAT_TEMPLATE)
         if source is not None:
-            return source.decode("utf-8", "replace")
+            return {"default": source.decode("utf-8", "replace")}
         configured = self.json(TOKENIZER_CONFIG).get("chat_template")
         if isinstance(configured, list):  # older files: [{"name": …, "template": …}, …]
             named = {item.get("name"): item.get("template") for item in configured}
-            configured = named.get("default")
-        return configured if isinstance(configured, str) else None
+        else:
+            named = {"default": configured}
+        return {name: text for name, text in named.items() if isinstance(text, str)}
 
 
 def _text_of(token: Any) -> str | None:
@@ -211,13 +259,18 @@ class SpecialTokens:
     normalized: bool  # some are looked for in normalized text, where we cannot see them
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> SpecialTokens:
+    def of(cls, tokenizer: Tokenizer, markers: Collection[str] = ()) -> SpecialTokens:
+        """`markers`: added tokens that are none of the special ones, but control the model too."""
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         tokens = {
             token.content: (number, token) for number, token in added.items() if token.content
         }
         return cls(
-            ids={text: number for text, (number, token) in tokens.items() if token.special},
+            ids={
+                text: number
+                for text, (number, token) in tokens.items()
+                if token.special or text in markers
+            },
             cuts=frozenset(text for text, (_, token) in tokens.items() if _is_cut(token)),
             finder=TokenFinder(tokens),
             normalized=any(token.special and token.normalized for _, token in tokens.values()),

@@ -87,7 +87,8 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
         if marker.is_set:
             return asyncio.run(wait_to_be_replaced(settings))
         model_dir = resolve_model(settings.model)
-        model_files.check(model_dir, weights=settings.load_format is LoadFormat.SAFETENSORS)
+        weights = settings.load_format is LoadFormat.SAFETENSORS
+        model_files.check(model_dir, settings, weights=weights)
         with private_directory("radixgrove-worker-") as directory:
             if settings.node_rank > 0:
                 settings = resolve_settings(settings, model_dir, settings.port)

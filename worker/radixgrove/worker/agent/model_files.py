@@ -11,33 +11,40 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from radixgrove.protocol.formats.table import UnknownFormatError
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.directory import DamagedFileError, ModelDirectory, weight_files
 from radixgrove.protocol.text.templates import ChatTemplate
+from radixgrove.protocol.text.tokenizer import Prompting
 
 _log = logging.getLogger(__name__)
 
 
-def check(model_dir: Path, *, weights: bool) -> None:
+def check(model_dir: Path, prompting: Prompting | None = None, *, weights: bool) -> None:
     """Looks at configuration, tokenizer and, with `weights`, at the weights' headers.
 
-    Warns of a tokenizer that knows more tokens than the model.
+    Says how the output is read, and warns of a tokenizer that knows more tokens than the model.
 
     Raises:
         ModelError: the first file that is damaged, or why the model cannot be served.
     """
     try:
-        model = ModelDirectory.load(model_dir)
+        model = ModelDirectory.load(model_dir, prompting)
         tokens = model.tokenizer.size
         template = model.tokenizer.chat_template()
         if template is not None:
             ChatTemplate(template, model.tokenizer.special_texts())
+        form = model.tokenizer.format
         if weights:
             _check_weights(model_dir)
+    except UnknownFormatError as error:
+        raise ModelError(str(error)) from error
     except ValueError as error:
         if isinstance(error, ModelError) and not isinstance(error, DamagedFileError):
             raise ModelError(f"model directory '{model_dir}': {error}") from error
         raise _damaged(model_dir, str(error)) from error
+    unread = ": requests with tools are refused" if form.calls is None else ""
+    _log.info("output format: %s%s", form, unread)
     if tokens > model.config.vocab_size:
         _log.warning(
             "the tokenizer has %d token ids and the model rows for %d: prompts with one of the "

@@ -30,7 +30,7 @@ def describe(runtime: Runtime, info: EngineInfo, dp_rank: int = 0) -> Registrati
         namespace=namespace,
         root=root_fingerprint(block_hasher(settings, namespace)),
         index_block=index_block(settings),
-        tokenizer_digest=TokenizerFiles.load(runtime.model_dir).digest,
+        tokenizer_digest=TokenizerFiles.load(runtime.model_dir, settings).digest,
         engine=info,
         sharing=settings.sharing,
     )

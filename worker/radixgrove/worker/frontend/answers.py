@@ -244,7 +244,12 @@ def render(
 
 
 def _with_completion(usage: Usage, tokens: int) -> Usage:
-    return Usage.of(usage.prompt_tokens, tokens, usage.prompt_tokens_details.cached_tokens)
+    return Usage.of(
+        usage.prompt_tokens,
+        tokens,
+        usage.prompt_tokens_details.cached_tokens,
+        usage.completion_tokens_details.reasoning_tokens,
+    )
 
 
 def token_list(token_ids: bytes) -> list[int]:

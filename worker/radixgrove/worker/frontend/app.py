@@ -243,7 +243,7 @@ class Frontend:
         domain = sharing_domain(self.settings.sharing, principal, request.generation.cache_salt)
         with asgi.WhileConnected(scope):  # what has not begun for a client that left never does
             prompts = await self._encode(endpoint, request, envelope)
-            checked = await self._constraints.check(request.generation)
+            checked = await self._constraints.check(request, prompts)
             chosen = await self._choose(request.generation, prompts, domain, envelope)
         identity = self._unique_id(envelope)
         await self._generate(
@@ -397,6 +397,7 @@ class Frontend:
                     self.model.vocabulary,
                     token_list(prompt.token_ids[-8 * TOKEN_BYTES :]),
                     offset=len(answer.echoed(index)),
+                    output=self.model.output(accepted.request, prompt),
                 )
             )
         return sequences

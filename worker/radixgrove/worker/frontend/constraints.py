@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 
 from llguidance import LLTokenizer
@@ -22,12 +24,18 @@ from radixgrove.protocol.constraints.grammar import (
     compiler_threads,
     load_tokenizer,
 )
-from radixgrove.protocol.openai.requests import Generation
+from radixgrove.protocol.formats.grammar import CallGrammar, ToolError, compile_calls
+from radixgrove.protocol.openai.requests import ChatRequest, Request
 from radixgrove.protocol.openai.structured import refused
+from radixgrove.protocol.openai.tools import INVALID_PARAMETERS
 from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.text.prompts import EncodedPrompt
+from radixgrove.worker.frontend.call_rules import RulePlan, plan_rules
 from radixgrove.worker.frontend.metrics import FrontendMetrics
 from radixgrove.worker.frontend.model import ServedModel
 from radixgrove.worker.messages import TokenRules
+
+Compiling = Callable[[LLTokenizer, int], Compiled]  # given the most white space in JSON
 
 _THREADS = 2
 _MOST_KEPT = 128  # compiled constraints, each as large as its schema
@@ -74,33 +82,67 @@ class ConstraintCheck:
         self._tokenizer = _load_tokenizer(model)
         self._checks: OrderedDict[bytes, _Check] = OrderedDict()
 
-    async def check(self, generation: Generation) -> Checked:
+    async def check(self, request: Request, prompts: Sequence[EncodedPrompt]) -> Checked:
         """
         Raises:
             ApiError: 400, naming the parameter.
         """
-        constraint = generation.constraint
+        generation = request.generation
+        plan = self._plan(request, prompts)
         compiled = None
-        if constraint is not None:
-            compiled = await self._compiled(constraint)
-        banned: tuple[tuple[int, ...], ...] = ()
+        if plan.calls is not None:
+            compiled = await self._calls(plan.calls, generation.constraint)
+        elif generation.constraint is not None:
+            compiled = await self._compiled(generation.constraint)
+        banned = plan.banned
         if generation.bad_words:
-            banned = await asyncio.to_thread(self._ids, generation.bad_words)
-        if compiled is None and generation.allowed_token_ids is None and not banned:
-            return Checked()
+            banned += await asyncio.to_thread(self._ids, generation.bad_words)
         rules = TokenRules(
             grammar=None if compiled is None else compiled.grammar,
+            reasoning=plan.reasoning,
+            triggers=plan.triggers,
+            again=plan.again,
             allowed=generation.allowed_token_ids,
             banned=banned,
         )
+        if rules == TokenRules():
+            return Checked()
         return Checked(rules, () if compiled is None else compiled.ignored)
+
+    def _plan(self, request: Request, prompts: Sequence[EncodedPrompt]) -> RulePlan:
+        if not isinstance(request, ChatRequest):
+            return RulePlan()
+        return plan_rules(
+            request,
+            self._model.encoder.format,
+            self._model.markers,
+            self._model.thoughts_of(request, prompts[0]),
+            self._model.eos_ids,
+            schemas=self._settings.tools_strict,
+        )
 
     async def _compiled(self, constraint: Constraint) -> Compiled:
         identity = f"{constraint.form}\0{constraint.strict}\0{constraint.text}"
+        try:
+            return await self._result(identity, partial(compile_constraint, constraint))
+        except ConstraintError as error:
+            raise refused(error, constraint.param) from None
+
+    async def _calls(self, calls: CallGrammar, text: Constraint | None) -> Compiled:
+        try:
+            return await self._result(calls.identity, partial(compile_calls, calls))
+        except ToolError as error:
+            failure = ConstraintError(error.reason, error.code or INVALID_PARAMETERS)
+            raise refused(failure, error.param) from None
+        except ConstraintError as error:
+            raise refused(error, "tools" if text is None else text.param) from None
+
+    async def _result(self, identity: str, compiling: Compiling) -> Compiled:
+        """Compiled in a thread, once for equal ones."""
         key = sha256(identity.encode()).digest()
         check = self._checks.get(key)
         if check is None:
-            check = self._checks[key] = self._begin(constraint)
+            check = self._checks[key] = self._begin(compiling)
             if len(self._checks) > _MOST_KEPT:
                 self._checks.popitem(last=False)
         self._checks.move_to_end(key)
@@ -108,9 +150,9 @@ class ConstraintCheck:
             return await check.result(self._settings.grammar_timeout)
         except ConstraintError as error:
             self._metrics.grammar_failures.labels(error.code or "invalid").inc()
-            raise refused(error, constraint.param) from None
+            raise
 
-    def _begin(self, constraint: Constraint) -> _Check:
+    def _begin(self, compiling: Compiling) -> _Check:
         loop = asyncio.get_running_loop()
         begun = asyncio.Event()
         tokenizer, whitespace = self._tokenizer, self._settings.json_whitespace
@@ -120,7 +162,7 @@ class ConstraintCheck:
             if isinstance(tokenizer, ConstraintError):
                 raise tokenizer
             started = time.monotonic()
-            compiled = compile_constraint(constraint, tokenizer, whitespace)
+            compiled = compiling(tokenizer, whitespace)
             self._metrics.grammar_compile.observe(time.monotonic() - started)
             return compiled
 

@@ -220,7 +220,9 @@ class RequestInFlight:
                     self.texts[sequence.index].append(shown(delta.events))
                 if delta.abort:
                     self.engine.abort(sequence.request_id)
-                remaining -= sequence.finished
+                if sequence.finished:
+                    remaining -= 1
+                    self._count(sequence)
                 batch.append((sequence, message, delta))
             self.last_event = time.monotonic()
             yield batch
@@ -236,6 +238,12 @@ class RequestInFlight:
             self.metrics.time_to_first_token.observe(now - self.arrived)
         self._last_token[sequence.request_id] = now
 
+    def _count(self, sequence: Sequence) -> None:
+        for outcome in sequence.outcomes:
+            self.metrics.tool_calls.labels(outcome.value).inc()
+        if sequence.reasoning_tokens:
+            self.metrics.reasoning_tokens.inc(sequence.reasoning_tokens)
+
     def usage(self) -> Usage:
         """Prompt and cached tokens of each prompt once, completion tokens of all choices."""
         n = self.generation.n
@@ -243,6 +251,7 @@ class RequestInFlight:
             prompt=sum(len(prompt) for prompt in self.prompts),
             completion=sum(sequence.completion_tokens for sequence in self.sequences),
             cached=sum(sequence.cached_tokens for sequence in self.sequences[::n]),
+            reasoning=sum(sequence.reasoning_tokens for sequence in self.sequences),
         )
 
 

@@ -113,6 +113,15 @@ class FrontendMetrics:
             ["reason"],
             registry=registry,
         )
+        self.tool_calls = Counter(
+            "radixgrove_tool_calls",
+            "Calls of tools in answers, by what came of them.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.reasoning_tokens = Counter(
+            "radixgrove_reasoning_tokens", "Tokens of reasoning.", registry=registry
+        )
         self._itl_counts = [0] * self.inter_token_latency.bucket_count
         self._itl_sum = 0.0
 

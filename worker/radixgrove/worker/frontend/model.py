@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from radixgrove.protocol.blocks import TOKEN_BYTES
+from radixgrove.protocol.formats.shapes import Channels
 from radixgrove.protocol.model.directory import ModelDirectory
-from radixgrove.protocol.openai.requests import ModelLimits
+from radixgrove.protocol.openai.requests import ChatRequest, ModelLimits, Request
 from radixgrove.protocol.openai.responses import ModelObject
+from radixgrove.protocol.openai.tools import ToolMode
 from radixgrove.protocol.settings import WorkerSettings
-from radixgrove.protocol.text.prompts import PromptEncoder
+from radixgrove.protocol.text.prompts import EncodedPrompt, PromptEncoder
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
+from radixgrove.worker.frontend.call_ids import NewIds
+from radixgrove.worker.frontend.call_rules import Thoughts
 from radixgrove.worker.frontend.detokenize import Vocabulary
+from radixgrove.worker.frontend.markers import Markers
+from radixgrove.worker.frontend.output import OutputParser
+from radixgrove.worker.frontend.structure import Output
+
+_TAIL = 16  # tokens of a prompt in which a block of reasoning may begin
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,7 @@ class ServedModel:
     files: TokenizerFiles
     encoder: PromptEncoder
     vocabulary: Vocabulary
+    markers: Markers
 
     @classmethod
     def load(cls, model_dir: Path, settings: WorkerSettings) -> ServedModel:
@@ -36,9 +48,10 @@ class ServedModel:
         Raises:
             ValueError: a file is missing or malformed, or the model cannot be served.
         """
-        directory = ModelDirectory.load(model_dir)
+        directory = ModelDirectory.load(model_dir, settings)
         config, files = directory.config, directory.tokenizer
         encoder = PromptEncoder(files)
+        vocabulary = Vocabulary(encoder.tokenizer, config.vocab_size)
         longest = config.max_position_embeddings
         names = tuple(settings.served_model_name) or (model_dir.name,)
         types = f"{settings.dtype}\0{settings.kv_dtype}"
@@ -54,8 +67,59 @@ class ServedModel:
             created=int(time.time()),
             files=files,
             encoder=encoder,
-            vocabulary=Vocabulary(encoder.tokenizer, config.vocab_size),
+            vocabulary=vocabulary,
+            markers=Markers(encoder.format, encoder.tokenizer, vocabulary.special_ids),
         )
+
+    def output(self, request: Request, prompt: EncodedPrompt) -> Output | None:
+        """What takes a new choice's output apart; None: all of it is content."""
+        form = self.encoder.format
+        if not isinstance(request, ChatRequest):
+            return None
+        tools = request.tools
+        calls = tools is not None and tools.mode is not ToolMode.NONE and form.calls is not None
+        if form.reasoning is None and not calls and not isinstance(form.calls, Channels):
+            return None
+        parser = OutputParser(
+            form,
+            self.markers,
+            offered={tool.name: tool.properties for tool in tools.offered}
+            if tools is not None and calls
+            else None,
+            new_id=NewIds(form, request.messages),
+            in_reasoning=self.thoughts_of(request, prompt) is Thoughts.OPEN,
+            skip_special_tokens=request.generation.skip_special_tokens,
+        )
+        # OpenAI's own oddity: a call that was asked for by name ends an answer like a text.
+        named = tools is not None and tools.mode is ToolMode.NAMED
+        return Output(
+            parser,
+            self.markers,
+            called_reason="stop" if named else "tool_calls",
+            show_reasoning=request.include_reasoning,
+        )
+
+    def thoughts_of(self, request: ChatRequest, prompt: EncodedPrompt) -> Thoughts:
+        """Whether the prompt ends right behind what begins a block of reasoning, or ends one; if it
+        ends in what a client wants continued, whether one is open there."""
+        reasoning = self.encoder.format.reasoning
+        if reasoning is None:
+            return Thoughts.NONE
+        begin, end = reasoning.markers
+        known = self.markers.ids
+        count = len(prompt) if request.continue_final_message else _TAIL
+        ids = array("i", prompt.token_ids[-count * TOKEN_BYTES :])
+        if request.continue_final_message and begin in known and end in known:
+            both = (known[begin], known[end])
+            last = next((token for token in reversed(ids) if token in both), None)
+            states = {known[begin]: Thoughts.OPEN, known[end]: Thoughts.CLOSED}
+            return Thoughts.NONE if last is None else states[last]
+        text: str = self.encoder.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        for marker, state in ((begin, Thoughts.OPEN), (end, Thoughts.CLOSED)):
+            # Where a marker is a token, a text that reads the same is none.
+            if text.rstrip().endswith(marker) and known.get(marker, ids[-1]) in ids:
+                return state
+        return Thoughts.NONE
 
     def objects(self, limits: ModelLimits) -> list[ModelObject]:
         """As `/v1/models` lists them, aliases after the id."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from radixgrove.protocol.openai.requests import Generation
 from radixgrove.worker.frontend.detokenize import StopMatcher, Vocabulary
 from radixgrove.worker.frontend.events import Event, Finished, ScoredToken, Text
+from radixgrove.worker.frontend.output import Content, Outcome, Part
+from radixgrove.worker.frontend.structure import Output
 from radixgrove.worker.messages import Finish, TokenLogprobs, Tokens
 
 
@@ -35,8 +37,13 @@ class Sequence:
         vocabulary: Vocabulary,
         prompt_ids: SequenceOf[int],
         offset: int = 0,
+        output: Output | None = None,
     ) -> None:
-        """`offset`: characters before the first one generated (an echoed prompt)."""
+        """
+        Args:
+            offset: characters before the first one generated (an echoed prompt).
+            output: takes what the model writes apart; None: all of it is content.
+        """
         self.index = index
         self.request_id = request_id
         self.completion_tokens = 0
@@ -46,11 +53,21 @@ class Sequence:
         self._include_stop = generation.include_stop
         self._scores = generation.sampling.logprobs is not None
         self._returns_ids = generation.return_token_ids
+        self._output = output
         self._detokenizer = vocabulary.detokenizer(generation.skip_special_tokens, prompt_ids)
         self._matcher = StopMatcher(generation.stop, generation.include_stop)
         self._decoded = offset  # characters that the detokenizer has made
         self._shown = offset  # characters that have left
         self._waiting: list[tuple[int, ScoredToken]] = []  # (end of its text, token)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._output is None else self._output.reasoning_tokens
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """What came of the calls that have ended, or have been given up."""
+        return [] if self._output is None else self._output.parser.outcomes
 
     def take(self, message: Tokens) -> Delta:
         if message.cached_tokens is not None:
@@ -60,27 +77,89 @@ class Sequence:
         shown = ids
         if message.stop_token is not None and not self._include_stop:
             shown = ids[:-1]  # the stop token itself is not text
-        text = self._decode(shown, message.logprobs)
+        output = self._output
+        if output is None:
+            events: list[Event] = [Text(self._decode(shown, message.logprobs))]
+        else:
+            events = self._parse(output, shown, message.logprobs)
         finish, abort = None, False
         if self._matcher.matched is not None:
             finish, abort = "stop", message.finish is None
         elif message.finish is not None:
-            rest = self._push(self._detokenizer.finish())
+            rest = self._detokenizer.finish()
+            if output is None:
+                events.append(Text(self._push(rest)))
+            else:
+                events += self._content(output.feed(rest) + output.finish())
             if self._matcher.matched is None:
-                rest += self._matcher.finish()
-            text += rest
+                events.append(Text(self._matcher.finish()))
             stopped = message.finish is Finish.STOP or self._matcher.matched is not None
             finish = "stop" if stopped else "length"
-        self._shown += len(text)
         self.finished = finish is not None
-        scored = self._release(ended=self.finished) if self._scores else []
-        shown_ids = ids if self._returns_ids else []
-        events: list[Event] = []
-        if text or scored or shown_ids:
-            events.append(Text(text, shown_ids, scored))
+        events = self._arranged(events, ids)
         if finish is not None:
+            if finish == "stop" and output is not None:
+                finish = output.finish_reason
             events.append(Finished(finish))
         return Delta(events, abort)
+
+    def _arranged(self, events: list[Event], ids: list[int]) -> list[Event]:
+        """Events with something in them, the message's tokens at the first text."""
+        texts = [event for event in events if isinstance(event, Text) and event.text]
+        self._shown += sum(len(event.text) for event in texts)
+        scored = self._release(ended=self.finished) if self._scores else []
+        shown_ids = ids if self._returns_ids else []
+        if not texts and (scored or shown_ids):
+            texts.append(Text(""))
+            events.append(texts[0])
+        if texts:
+            texts[0].token_ids, texts[0].scored = shown_ids, scored
+        kept: list[Event] = []
+        for event in events:
+            if not isinstance(event, Text):
+                kept.append(event)
+            elif kept and isinstance(last := kept[-1], Text):
+                last.text += event.text
+            elif event.text or event.scored or event.token_ids:
+                kept.append(event)
+        return kept
+
+    def _parse(
+        self, output: Output, ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> list[Event]:
+        """Events of new tokens. Stop strings count in content alone."""
+        events: list[Event] = []
+        first = self.completion_tokens - len(ids)
+        together = logprobs is None and first >= self._min_tokens
+        for start, run in output.runs(ids, together=together):
+            text = output.text(run, self._detokenizer)
+            if logprobs is not None:
+                output.score(ScoredToken(run[0], logprobs[start], 0), len(text))
+            counts = first + start >= self._min_tokens
+            events += self._content(output.feed(text, len(run)), stops=counts)
+            if self._matcher.matched is not None:
+                break
+        return events
+
+    def _content(self, parts: list[Part], *, stops: bool = True) -> list[Event]:
+        """Parts of the output as events, up to a stop string in the content."""
+        events: list[Event] = []
+        for part in parts:
+            if not isinstance(part, Content):
+                events.append(part)
+                continue
+            assert self._output is not None
+            for end, scored in self._output.scored(part):
+                scored.offset = self._decoded + max(0, scored.offset)
+                self._waiting.append((self._decoded + end, scored))
+            if stops:
+                events.append(Text(self._push(part.text)))
+            else:
+                self._decoded += len(part.text)
+                events.append(Text(part.text))
+            if self._matcher.matched is not None:
+                break
+        return events
 
     def _decode(self, ids: list[int], logprobs: list[TokenLogprobs] | None) -> str:
         if logprobs is None and self.completion_tokens - len(ids) >= self._min_tokens:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -24,6 +25,15 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+class Phase(Enum):
+    """What holds at a sequence's next position."""
+
+    BEGIN = "begin"  # the output may begin with a block of reasoning
+    REASONING = "reasoning"  # any token but those that would end the answer too early
+    FREE = "free"  # any token, up to a trigger
+    BOUND = "bound"  # what the grammar allows
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SequenceRules:
     """The rules of one sequence; `matcher` is its own, where it has a grammar."""
@@ -33,16 +43,72 @@ class SequenceRules:
     base: Masks | None = None  # [words]: what may come whatever came before, but for the grammar
     # Banned sequences of several tokens, by their last but one.
     longer: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    phase: Phase = field(init=False)
+    thought: int = 0  # tokens within the block of reasoning
+
+    def __post_init__(self) -> None:
+        reasoning = self.rules.reasoning
+        self.phase = self._answering
+        if reasoning is not None and (reasoning.open or reasoning.begin is not None):
+            self.phase = Phase.REASONING if reasoning.open else Phase.BEGIN
+
+    @property
+    def _answering(self) -> Phase:
+        """Where the answer itself begins."""
+        return Phase.FREE if self.rules.triggers or self.matcher is None else Phase.BOUND
+
+    @property
+    def binds(self) -> bool:
+        """Whether the grammar has a say in the next token."""
+        first = self._answering if self.phase is Phase.BEGIN else self.phase
+        return first is Phase.BOUND
 
     def consume(self, tokens: Sequence[int]) -> None:
         """The sequence got these tokens."""
-        if self.matcher is not None:
-            self.matcher.consume_tokens(list(tokens))
+        if self.phase is Phase.BOUND and not self.rules.again:
+            self._match(tokens)
+            return
+        for token in tokens:
+            self._follow(token)
+
+    def _follow(self, token: int) -> None:
+        reasoning, triggers = self.rules.reasoning, self.rules.triggers
+        if self.phase is Phase.BEGIN:
+            assert reasoning is not None
+            if token == reasoning.begin:
+                self.phase = Phase.REASONING
+                return
+            self.phase = self._answering
+        if self.phase is Phase.REASONING:
+            assert reasoning is not None
+            self.thought += 1
+            if token == reasoning.end:
+                self.phase = self._answering
+            elif reasoning.calls and token in triggers:
+                self.phase = Phase.BOUND
+        elif self.phase is Phase.FREE:
+            if token in triggers:
+                self.phase = Phase.BOUND
+        else:
+            self._match((token,))
+
+    def _match(self, tokens: Sequence[int]) -> None:
+        if self.matcher is None:
+            return
+        self.matcher.consume_tokens(list(tokens))
+        if self.rules.again and self.matcher.is_stopped() and self.error is None:
+            self.matcher.reset()
+            self.phase = Phase.FREE
 
     @property
     def ended(self) -> bool:
         """Whether its grammar is at its end: nothing may follow."""
-        return self.matcher is not None and self.matcher.is_stopped() and self.error is None
+        return (
+            self.phase is Phase.BOUND
+            and self.matcher is not None
+            and self.matcher.is_stopped()
+            and self.error is None
+        )
 
     @property
     def error(self) -> str | None:
@@ -57,6 +123,16 @@ class SequenceRules:
         Returns:
             Whether any token is left.
         """
+        reasoning = self.rules.reasoning
+        if self.phase is Phase.BEGIN and reasoning is not None and reasoning.begin is not None:
+            _allow(mask, reasoning.begin)
+        if self.phase is Phase.REASONING and reasoning is not None:
+            if reasoning.budget is not None and self.thought >= reasoning.budget:
+                mask[:] = 0
+                _allow(mask, reasoning.end)
+                return True
+            for token in reasoning.banned:
+                _forbid(mask, token)
         if self.rules.allowed is None and not self.rules.banned:
             return True
         if self.base is None or len(self.base) != len(mask):
@@ -87,7 +163,8 @@ def fill_masks(
 
     Args:
         entries: each with the tokens that are proposed to follow the sequence, and one row of
-            `masks` more than those, in order. Behind a proposal that cannot come, rows are full.
+            `masks` more than those, in order. Rows are full behind a proposal that cannot come, and
+            where the grammar does not hold yet: propose nothing there that could begin it.
         masks: all of its rows are written.
     """
     first = 0
@@ -95,7 +172,7 @@ def fill_masks(
     ahead: list[tuple[LLMatcher, int, list[int]]] = []
     for rules, proposed in entries:
         rows = 1 + len(proposed)
-        if rules.matcher is None or rules.ended or rules.error is not None:
+        if not rules.binds or rules.matcher is None or rules.ended or rules.error is not None:
             masks[first : first + rows] = -1
         elif proposed:
             masks[first : first + rows] = -1
@@ -121,8 +198,18 @@ def _bits(tokens: Sequence[int], words: int) -> Masks:
 def _forbid(mask: Masks, token: int) -> None:
     """Take a token out of a mask [words]."""
     if token < 32 * len(mask):
-        bit = 1 << (token % 32)
-        mask[token // 32] &= np.int32(~(bit - (1 << 32) if bit >> 31 else bit))
+        mask[token // 32] &= ~_bit(token)
+
+
+def _allow(mask: Masks, token: int) -> None:
+    """Put a token into a mask [words]."""
+    if token < 32 * len(mask):
+        mask[token // 32] |= _bit(token)
+
+
+def _bit(token: int) -> np.int32:
+    bit = 1 << (token % 32)
+    return np.int32(bit - (1 << 32) if bit >> 31 else bit)
 
 
 def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:

@@ -1,0 +1,460 @@
+"""Grammars of calls, in the format of a model: only workers import this.
+
+A call of such a grammar names one of the tools and has arguments of its schema. In formats without
+JSON, arguments are held to their names and to the types that the schema gives them; in those with
+tags, values that are no texts to their schemas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from llguidance import LLTokenizer
+
+from radixgrove.protocol.constraints.constraint import Constraint, ConstraintError, Form
+from radixgrove.protocol.constraints.grammar import (
+    Compiled,
+    compile_constraint,
+    compile_grammar,
+    token_of,
+)
+from radixgrove.protocol.formats.shapes import (
+    Calls,
+    Channels,
+    JsonBody,
+    LooseBody,
+    NamedBody,
+    PythonBody,
+    TaggedBody,
+)
+from radixgrove.protocol.openai.tools import Tool
+
+_PLACES = re.compile(r"\{(name|id|number|key|string)\}")
+_OF_ROOTS = ("$defs", "definitions", "x-guidance")  # of a schema, to which its parts refer
+_OF_TEXTS = frozenset({"minLength", "maxLength", "pattern", "format"})
+_ANY_OBJECT = '{"type":"object"}'
+_MARKUP = """
+BLANKS: /[ \\t\\n]{1,8}/
+DIGITS: /[0-9]{1,4}/
+TEXT: /(.|\\n)+/
+"""
+_LITERALS = r"""
+NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
+INTEGER: /-?(0|[1-9][0-9]*)/
+"""
+_PYTHON = (
+    _LITERALS
+    + r"""
+STRING: /"([^"\\\n]|\\.)*"|'([^'\\\n]|\\.)*'/
+boolean: "True" | "False"
+null: "None"
+list: "[" (value (", " value)*)? "]"
+dict: "{" (STRING ": " value (", " STRING ": " value)*)? "}"
+string: STRING
+value: string | NUMBER | boolean | null | list | dict
+"""
+)
+_LOOSE = (
+    _LITERALS
+    + r"""
+KEY: /[A-Za-z_][A-Za-z0-9_]{0,63}/
+boolean: "true" | "false"
+null: "null"
+list: "[" (value ("," value)*)? "]"
+dict: "{" (KEY ":" value ("," KEY ":" value)*)? "}"
+string: QUOTE TEXT? QUOTE
+value: string | NUMBER | boolean | null | list | dict
+"""
+)
+_RULES = {
+    "string": "string",
+    "integer": "INTEGER",
+    "number": "NUMBER",
+    "boolean": "boolean",
+    "null": "null",
+    "array": "list",
+    "object": "dict",
+}
+
+
+class ToolError(ConstraintError):
+    """A tool's arguments cannot be held to their schema."""
+
+    def __init__(self, error: ConstraintError, param: str) -> None:
+        super().__init__(error.reason, error.code)
+        self.param = param
+
+
+class Extent(StrEnum):
+    """What a grammar of calls is of."""
+
+    CALLS = "calls"  # an answer that is calls
+    REST = "rest"  # what follows the format's trigger
+    ANSWER = "answer"  # an answer with calls, or without
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """What is to be compiled: calls of these tools, each held to its schema if `schemas`.
+
+    `text`: what an `ANSWER` without calls must be; None: any text.
+    """
+
+    calls: Calls | Channels
+    tools: Sequence[Tool]
+    parallel: bool
+    schemas: bool
+    extent: Extent
+    text: Constraint | None = None
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal grammars."""
+        text = None if self.text is None else (self.text.form, self.text.strict, self.text.text)
+        return repr((self.calls, self.tools, self.parallel, self.schemas, self.extent, text))
+
+
+@dataclass(slots=True)
+class _Lark:
+    """A grammar as it grows."""
+
+    tokenizer: LLTokenizer
+    whitespace: int  # most characters of it between two tokens of JSON
+    rules: list[str] = field(default_factory=list)
+    grammars: list[dict[str, Any]] = field(default_factory=list)
+    ignored: dict[str, None] = field(default_factory=dict)
+
+    def literal(self, text: str) -> str:
+        """A text of the format: its markers as tokens, the rest as it stands."""
+        return " ".join(self._literals(text))
+
+    def _literals(self, text: str) -> Iterable[str]:
+        for piece in _marked(text, self.tokenizer):
+            yield f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece)
+
+    def until(self, rule: str, end: str) -> str:
+        """A rule of any text, and the `end` that follows it."""
+        pieces = list(_marked(end, self.tokenizer))
+        first = pieces[0] if pieces else ""
+        if isinstance(first, int):  # a token, which no text has
+            return f"TEXT? {self.literal(end)}"
+        if len(pieces) == 1:
+            self.rules.append(f"{rule}[lazy]: /(.|\\n)*/ {json.dumps(end)}")
+            return rule
+        self.rules.append(f"{rule.upper()}: /(.|\\n)*{_regex(first)}/")
+        return f"{rule.upper()} {self.literal(end[len(first) :])}"
+
+    def schema(self, name: str, schema: dict[str, Any]) -> str:
+        self.grammars.append({"name": name, "json_schema": schema})
+        return f"@{name}"
+
+    def constraint(self, name: str, constraint: Constraint) -> str:
+        self.grammars.append(self.compiled(name, constraint))
+        return f"@{name}"
+
+    def compiled(self, name: str, constraint: Constraint) -> dict[str, Any]:
+        """A constraint as a part of the whole."""
+        compiled = compile_constraint(constraint, self.tokenizer, self.whitespace)
+        self.ignored.update(dict.fromkeys(compiled.ignored))
+        if not compiled.grammar.startswith('{"grammars"'):
+            return {"name": name, "lark_grammar": compiled.grammar}
+        (part,) = json.loads(compiled.grammar)["grammars"]
+        return {key: value for key, value in part.items() if value is not None} | {"name": name}
+
+
+def compile_calls(wanted: CallGrammar, tokenizer: LLTokenizer, whitespace: int) -> Compiled:
+    """In one of `compiler_threads`, its first mask included.
+
+    Raises:
+        ToolError: a tool's schema is malformed, or cannot be enforced and must be.
+        ConstraintError: the whole is too complex, or what an answer may be instead is at fault.
+    """
+    lark = _Lark(tokenizer, whitespace)
+    calls = wanted.calls
+    names = []
+    if isinstance(calls, Channels):
+        start = _messages(lark, calls, wanted)
+        return _finished(lark, [f"start: {start}", _MARKUP])
+    for number, tool in enumerate(wanted.tools):
+        schema = _schema_of(lark, tool, schemas=wanted.schemas)
+        names.append(f"call_{number}")
+        if calls.bare and wanted.text is not None and isinstance(calls.body, JsonBody):
+            call = lark.schema(f"tool_{number}", _call_schema(calls.body, tool, schema))
+        else:
+            call = _call(lark, calls.body, tool, schema, number)
+        lark.rules.append(f"call_{number}: {call}")
+    lark.rules.append(f"one: {' | '.join(names)}")
+    start = _whole(lark, calls, wanted)
+    if wanted.extent is Extent.ANSWER and wanted.text is not None:
+        start = f"({start}) | {lark.constraint('text', wanted.text)}"
+    elif wanted.extent is Extent.ANSWER:
+        start = _or_any_text(lark, calls, wanted, start)
+    head = [f"start: {start}", _MARKUP]
+    if isinstance(calls.body, PythonBody):
+        head.append(_PYTHON)
+    if isinstance(calls.body, LooseBody):
+        head += [_LOOSE.replace("QUOTE", lark.literal(calls.body.quote))]
+    return _finished(lark, head)
+
+
+def _finished(lark: _Lark, head: list[str]) -> Compiled:
+    source = "\n".join(["%llguidance {}", *head, *lark.rules])
+    parts = [{"name": "calls", "lark_grammar": source}, *lark.grammars]
+    grammar = json.dumps({"grammars": parts})
+    compile_grammar(grammar, lark.tokenizer)
+    return Compiled(grammar, tuple(lark.ignored))
+
+
+def _messages(lark: _Lark, channels: Channels, wanted: CallGrammar) -> str:
+    """Thoughts, then one call, or an answer behind what else there is to say."""
+
+    def header(channel: str, recipient: str = "", form: str = "") -> str:
+        return lark.literal(channels.channel + channel + recipient + form + channels.message)
+
+    following = lark.literal(channels.end + channels.start + channels.role)
+    lark.rules.append(f"thoughts: {header(channels.thoughts)} TEXT? {following}")
+    lark.rules.append(f"aside: {header(channels.calls)} TEXT? {following}")
+    names = []
+    for number, tool in enumerate(wanted.tools):
+        schema = _schema_of(lark, tool, schemas=wanted.schemas)
+        recipient = channels.recipient.replace("{name}", tool.name)
+        arguments = lark.schema(f"tool_{number}", schema)
+        begin = header(channels.calls, recipient, channels.form)
+        lark.rules.append(f"call_{number}: {begin} {arguments}")
+        names.append(f"call_{number}")
+    if wanted.extent is Extent.ANSWER:
+        answer = "TEXT?" if wanted.text is None else lark.constraint("text", wanted.text)
+        names.append(f"({header(channels.answer)} {answer})")
+    return f"(thoughts | aside)* ({' | '.join(names)})"
+
+
+def _whole(lark: _Lark, calls: Calls, wanted: CallGrammar) -> str:
+    """All calls of an answer, or what follows their trigger."""
+    begin, end = (lark.literal(text) for text in calls.call)
+    many = wanted.parallel
+    one = f"BLANKS? one {'BLANKS?' if end else ''} {end}"
+    if isinstance(calls.body, PythonBody) or (
+        isinstance(calls.body, JsonBody) and calls.body.listed
+    ):
+        more = '(BLANKS? "," BLANKS? one)*' if many else ""
+        one = f'BLANKS? "[" one {more} "]" {end}'
+        many = False
+    elif isinstance(calls.body, JsonBody) and calls.body.separator:
+        more = f"({json.dumps(calls.body.separator)} one)*" if many else ""
+        one = f"one {more}"
+        many = False
+    if not calls.section[0]:
+        if wanted.extent is Extent.REST:
+            return one  # behind it text is free again, up to the next trigger
+        again = f"(BLANKS? {begin} {one})*" if many else ""
+        return f"{begin if not calls.bare else ''} {one} {again}"
+    section, section_end = (lark.literal(text.strip()) for text in calls.section)
+    if calls.bare:
+        section = section_end = ""
+    again = f"(BLANKS? {begin} {one})*" if many else ""
+    opening = "" if wanted.extent is Extent.REST else section
+    closing = f"BLANKS? {section_end}" if section_end else ""
+    return f"{opening} BLANKS? {begin} {one} {again} {closing}"
+
+
+def _or_any_text(lark: _Lark, calls: Calls, wanted: CallGrammar, whole: str) -> str:
+    """Calls, or a text that does not begin like them; without a bare form, calls behind a text."""
+    bare = calls.bare
+    if bare:
+        lark.rules.append(rf"OTHER: /[^\{bare}](.|\n)*/")
+        return f"({whole}) | OTHER"
+    trigger = calls.trigger.strip()
+    lark.rules.append(rf"before[lazy]: /(.|\n)*/ {json.dumps(trigger)}")
+    rest = _whole(lark, calls, dataclasses.replace(wanted, extent=Extent.REST))
+    many = "*" if wanted.parallel and not calls.section[0] else "?"
+    return f"(before {rest}){many} TEXT?"
+
+
+def _schema_of(lark: _Lark, tool: Tool, *, schemas: bool) -> dict[str, Any]:
+    """The schema of a tool's arguments, as it is enforced."""
+    text = _ANY_OBJECT
+    if tool.parameters is not None and (schemas or tool.strict):
+        text = _object_schema(tool)
+    constraint = Constraint(form=Form.JSON_SCHEMA, text=text, param=tool.param, strict=tool.strict)
+    try:
+        schema: dict[str, Any] = lark.compiled("", constraint)["json_schema"]
+    except ConstraintError as error:
+        raise ToolError(error, tool.param) from None
+    return schema
+
+
+def _object_schema(tool: Tool) -> str:
+    """Arguments are an object, whether the schema says so or not."""
+    assert tool.parameters is not None
+    schema = msgspec.json.decode(tool.parameters)
+    if not isinstance(schema, dict):
+        return _ANY_OBJECT
+    if schema.setdefault("type", "object") != "object":
+        error = ConstraintError("the arguments of a function are an object")
+        raise ToolError(error, tool.param)
+    return json.dumps(schema)
+
+
+def _call_schema(body: JsonBody, tool: Tool, schema: dict[str, Any]) -> dict[str, Any]:
+    """A call as a JSON value: beside another one, whose tokens are those of JSON."""
+    whole = {key: schema[key] for key in _OF_ROOTS if key in schema}
+    arguments = {key: value for key, value in schema.items() if key not in whole}
+    return whole | {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, body.arguments: arguments},
+        "required": ["name", body.arguments],
+        "additionalProperties": False,
+    }
+
+
+def _call(lark: _Lark, body: object, tool: Tool, schema: dict[str, Any], number: int) -> str:
+    """One call, without what is around each."""
+    name = tool.name
+    match body:
+        case JsonBody():
+            head = f'{{"name": {json.dumps(name)}, "{body.arguments}": '
+            return f"{json.dumps(head)} {lark.schema(f'tool_{number}', schema)} {json.dumps('}')}"
+        case NamedBody():
+            head = _filled(lark, body.headers[0], name=name)
+            return f"{head} {lark.schema(f'tool_{number}', schema)} {lark.literal(body.footer)}"
+        case TaggedBody():
+            return _tagged(lark, body, tool, schema, number)
+        case PythonBody() | LooseBody() if tool.strict:
+            reason = "it is strict, and this model's way to write calls has no JSON to hold to it"
+            raise ToolError(ConstraintError(reason), tool.param)
+        case PythonBody():
+            arguments = _literal_arguments(lark, schema, number, body)
+            return f'{json.dumps(name + "(")} {arguments} ")"'
+        case LooseBody():
+            head = json.dumps(body.header.format(name=name) + "{")
+            return f'{head} {_literal_arguments(lark, schema, number, body)} "}}"'
+    raise TypeError(body)
+
+
+def _tagged(lark: _Lark, body: TaggedBody, tool: Tool, schema: dict[str, Any], number: int) -> str:
+    parts = [_filled(lark, body.header.strip("\n"), name=tool.name), "BLANKS?"]
+    context: dict[str, Any] = {key: schema[key] for key in _OF_ROOTS if key in schema}
+    required = schema.get("required", [])
+    properties = schema.get("properties") or {}
+    for place, (key, given) in enumerate(properties.items()):
+        rule = f"value_{number}_{place}"
+        own = given if isinstance(given, dict) else {}
+        texts = own.get("enum", [own["const"]] if "const" in own else [])
+        if texts and all(isinstance(text, str) for text in texts):
+            string, value = "true", f"({' | '.join(map(json.dumps, texts))})"
+            value += " " + lark.literal(body.after)
+        elif own.get("type") == "string":
+            _check_text(lark, own, tool)
+            string, value = "true", lark.until(rule, body.after)
+        else:
+            string = "false"
+            value = f"{lark.schema(rule, context | own)} {lark.literal(body.after)}"
+        tag = f"{_filled(lark, body.before, key=key, string=string)} {value} BLANKS?"
+        parts.append(tag if key in required else f"({tag})?")
+    if not properties and schema.get("additionalProperties") is not False:
+        anything = lark.until(f"any_{number}", body.after)
+        lark.rules.append(f"KEY_{number}: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/")
+        before = _PLACES.split(body.before)
+        head = lark.literal(before[0]) + f" KEY_{number} "
+        rest = body.before.split("{key}", 1)[1].replace("{string}", "true")
+        parts.append(f"({head} {lark.literal(rest)} {anything} BLANKS?)*")
+    parts.append(lark.literal(body.footer.strip("\n")))
+    return " ".join(part for part in parts if part)
+
+
+def _check_text(lark: _Lark, schema: dict[str, Any], tool: Tool) -> None:
+    """A plain text between tags may be any."""
+    for keyword in sorted(_OF_TEXTS.intersection(schema)):
+        if tool.strict:
+            reason = f"it is strict, but '{keyword}' cannot be enforced as this model writes texts"
+            raise ToolError(ConstraintError(reason), tool.param)
+        lark.ignored[keyword] = None
+
+
+def _filled(lark: _Lark, text: str, **values: str) -> str:
+    """A header with what stands in its places; a number may be any."""
+    text = _PLACES.sub(lambda place: values.get(place[1], place[0]), text)
+    before, found, after = text.partition("{number}")
+    if not found:
+        return lark.literal(text)
+    return f"{lark.literal(before)} DIGITS {lark.literal(after)}"
+
+
+def _literal_arguments(
+    lark: _Lark, schema: dict[str, Any], number: int, body: PythonBody | LooseBody
+) -> str:
+    """Named values in the schema's order; those that are not required may be left out."""
+    properties = schema.get("properties") or {}
+    if not properties:
+        return ""
+    required = schema.get("required", [])
+    equals, comma = ("=", '", "') if isinstance(body, PythonBody) else (":", '","')
+    rest = f"rest_{number}_{len(properties)}"
+    lark.rules.append(f'{rest}: ""')
+    firsts = []
+    optional_so_far = True
+    for place, (key, given) in reversed(list(enumerate(properties.items()))):
+        entry = f"{json.dumps(key + equals)} {_literal_rule(lark, given, body)}"
+        lark.rules.append(f"entry_{number}_{place}: {entry}")
+        after, rest = rest, f"rest_{number}_{place}"
+        with_it = f"{comma} entry_{number}_{place} {after}"
+        skipped = "" if key in required else f" | {after}"
+        lark.rules.append(f"{rest}: {with_it}{skipped}")
+    for place, key in enumerate(properties):
+        firsts.append(f"entry_{number}_{place} rest_{number}_{place + 1}")
+        if key in required:
+            optional_so_far = False
+            break
+    return f"({' | '.join(firsts)}){'?' if optional_so_far else ''}"
+
+
+def _literal_rule(lark: _Lark, given: Any, body: PythonBody | LooseBody) -> str:
+    if isinstance(given, dict) and ("enum" in given or "const" in given):
+        values = given["enum"] if "enum" in given else [given["const"]]
+        return f"({' | '.join(_literal(lark, value, body) for value in values)})"
+    declared = given.get("type") if isinstance(given, dict) else None
+    types = [declared] if isinstance(declared, str) else declared or []
+    rules = [_RULES[name] for name in types if name in _RULES]
+    return f"({' | '.join(rules)})" if rules else "value"
+
+
+def _literal(lark: _Lark, value: Any, body: PythonBody | LooseBody) -> str:
+    """A value as these formats write it."""
+    if isinstance(value, str) and isinstance(body, LooseBody):
+        return f"({lark.literal(body.quote)} {json.dumps(value)} {lark.literal(body.quote)})"
+    text = json.dumps(value, ensure_ascii=False)
+    if isinstance(body, PythonBody):
+        text = {"true": "True", "false": "False", "null": "None"}.get(text, text)
+    return json.dumps(text)
+
+
+def _marked(text: str, tokenizer: LLTokenizer) -> Iterable[str | int]:
+    """A text of a format in pieces: ids of its markers that are tokens, and what is between."""
+    start = 0
+    for found in re.finditer(r"<[^<>\n]+>|\[/?[A-Z_]+\]|｜DSML｜", text):
+        token = token_of(found[0], tokenizer)
+        if token is None and "｜DSML｜" in found[0]:
+            at = found[0].index("｜DSML｜")
+            token = token_of("｜DSML｜", tokenizer)
+            begin, end = found.start() + at, found.start() + at + len("｜DSML｜")
+        else:
+            begin, end = found.span()
+        if token is None:
+            continue
+        if begin > start:
+            yield text[start:begin]
+        yield token
+        start = end
+    if start < len(text):
+        yield text[start:]
+
+
+def _regex(text: str) -> str:
+    return re.escape(text).replace("/", "\\/").replace("\n", "\\n")

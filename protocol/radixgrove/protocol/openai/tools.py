@@ -1,0 +1,201 @@
+"""Tools that a request offers, and what it says of calling them."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from radixgrove.protocol.constraints import constraint as constraints
+from radixgrove.protocol.constraints.constraint import ConstraintError
+from radixgrove.protocol.openai import errors
+from radixgrove.protocol.openai.bodies import ChatBody
+
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 512 << 10  # of all definitions together, as JSON
+_NAME = re.compile(r"^[A-Za-z0-9_.-]{1,128}$")
+INVALID_PARAMETERS = "invalid_function_parameters"
+
+
+class ToolMode(StrEnum):
+    """Whether the answer is calls."""
+
+    AUTO = "auto"  # calls, a text, or both
+    NONE = "none"  # a text
+    REQUIRED = "required"  # one call or more
+    NAMED = "named"  # one call of the one tool that is offered
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that may be called."""
+
+    name: str
+    parameters: str | None  # JSON schema of its arguments; None: any object
+    strict: bool
+    param: str  # the schema's field of the request
+
+    @property
+    def properties(self) -> dict[str, Any]:
+        """Schemas of its arguments by their names, as far as the schema lists them."""
+        schema = msgspec.json.decode(self.parameters) if self.parameters is not None else {}
+        found = schema.get("properties") if isinstance(schema, dict) else None
+        return found if isinstance(found, dict) else {}
+
+
+class Tools(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request says of tools."""
+
+    definitions: list[dict[str, Any]]  # all, as they came: the template shows these
+    offered: tuple[Tool, ...]  # those that may be called
+    mode: ToolMode
+    parallel: bool  # an answer may have several calls
+
+
+class _Function(msgspec.Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    strict: bool | None = None
+
+
+class _Named(msgspec.Struct, kw_only=True):
+    name: str
+
+
+class _Reference(msgspec.Struct, kw_only=True):
+    """A tool of a choice, under `function` as chat has it or beside `type`."""
+
+    type: str = "function"
+    function: _Named | None = None
+    name: str | None = None
+
+    @property
+    def called(self) -> str | None:
+        return self.function.name if self.function is not None else self.name
+
+
+class _Allowed(msgspec.Struct, kw_only=True):
+    mode: str = "auto"
+    tools: list[_Reference] = []
+
+
+class _Choice(_Reference, kw_only=True):
+    allowed_tools: _Allowed | None = None
+    mode: str = "auto"
+    tools: list[_Reference] | None = None
+
+
+def parse_tools(wire: ChatBody) -> Tools | None:
+    """The tools of a request; None: it has none.
+
+    Raises:
+        ApiError: 400, naming the parameter.
+    """
+    choice = wire.tool_choice
+    if not wire.tools:
+        if choice not in (None, "none", "auto"):
+            raise errors.invalid("'tool_choice' needs 'tools'.", "tool_choice")
+        return None
+    tools = _definitions(wire.tools)
+    mode, names = _chosen(choice, {tool.name for tool in tools})
+    return Tools(
+        definitions=wire.tools,
+        offered=tuple(tool for tool in tools if names is None or tool.name in names),
+        mode=mode,
+        parallel=wire.parallel_tool_calls is not False and mode is not ToolMode.NAMED,
+    )
+
+
+def _definitions(given: list[dict[str, Any]]) -> list[Tool]:
+    if len(given) > MAX_TOOLS:
+        raise errors.invalid(f"'tools' has more than {MAX_TOOLS} entries.", "tools")
+    if len(msgspec.json.encode(given)) > MAX_TOOLS_BYTES:
+        raise errors.invalid(
+            f"'tools' has more than {MAX_TOOLS_BYTES} bytes.", "tools", constraints.TOO_LARGE
+        )
+    tools = [_definition(item, f"tools[{index}]") for index, item in enumerate(given)]
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        if tool.name in seen:
+            raise errors.invalid(
+                f"Two tools have the name '{tool.name}'.", f"tools[{index}].function.name"
+            )
+        seen.add(tool.name)
+    return tools
+
+
+def _definition(item: dict[str, Any], where: str) -> Tool:
+    kind = item.get("type", "function")
+    if kind != "function":
+        raise errors.unsupported(where, f"'{where}' is no function; other tools are not supported.")
+    if "function" not in item:
+        raise errors.invalid(f"Missing required parameter: '{where}.function'.", where)
+    try:
+        function = msgspec.json.decode(msgspec.json.encode(item["function"]), type=_Function)
+    except msgspec.ValidationError as error:
+        raise errors.invalid(f"Invalid value for '{where}.function': {error}.", where) from None
+    if not _NAME.match(function.name):
+        raise errors.invalid(
+            f"Invalid value for '{where}.function.name': it must have 1 to 128 letters, digits, "
+            "'_', '.' or '-'.",
+            f"{where}.function.name",
+        )
+    return Tool(
+        name=function.name,
+        parameters=_parameters(bytes(function.parameters), f"{where}.function.parameters"),
+        strict=bool(function.strict),
+        param=f"{where}.function.parameters",
+    )
+
+
+def _parameters(schema: bytes, param: str) -> str | None:
+    if schema in (b"", b"null"):
+        return None
+    try:
+        return constraints.json_schema(schema, param).text
+    except ConstraintError as error:
+        raise errors.invalid(
+            f"Invalid value for '{param}': {error.reason}.",
+            param,
+            error.code or INVALID_PARAMETERS,
+        ) from None
+
+
+def _chosen(choice: Any, known: set[str]) -> tuple[ToolMode, set[str] | None]:
+    """The mode, and the names of the tools that may be called (None: of all)."""
+    if choice is None:
+        return ToolMode.AUTO, None
+    if isinstance(choice, str):
+        return _mode(choice), None
+    try:
+        given = msgspec.convert(choice, _Choice)
+    except msgspec.ValidationError as error:
+        raise errors.invalid(f"Invalid value for 'tool_choice': {error}.", "tool_choice") from None
+    if given.type == "allowed_tools":
+        allowed = given.allowed_tools or _Allowed(mode=given.mode, tools=given.tools or [])
+        names = {each.called for each in allowed.tools}
+        mode = _mode(allowed.mode)
+    else:
+        names, mode = {given.called}, ToolMode.NAMED
+    if not names:
+        raise errors.invalid("'tool_choice' allows no tool.", "tool_choice")
+    for name in names:
+        if name not in known:
+            raise errors.invalid(
+                "'tool_choice' names no tool of 'tools'"
+                + (f": '{errors.shorten(name, 64)}'." if name else "."),
+                "tool_choice",
+            )
+    return mode, {name for name in names if name is not None}
+
+
+def _mode(text: str) -> ToolMode:
+    if text not in ("auto", "none", "required"):
+        raise errors.invalid(
+            "Invalid value for 'tool_choice': must be one of none, auto, required, or an object "
+            "that names tools.",
+            "tool_choice",
+        )
+    return ToolMode(text)

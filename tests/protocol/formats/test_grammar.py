@@ -1,0 +1,243 @@
+"""Grammars of calls: what they let through reads as calls of the tools, and obeys their schemas."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from functools import cache
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from radixgrove.protocol.constraints import constraint
+from radixgrove.protocol.constraints.constraint import ConstraintError
+from radixgrove.protocol.constraints.grammar import build_matcher, load_tokenizer, token_of
+from radixgrove.protocol.formats.grammar import CallGrammar, Extent, ToolError, compile_calls
+from radixgrove.protocol.formats.shapes import LooseBody, PythonBody
+from radixgrove.protocol.formats.table import FORMATS
+from radixgrove.protocol.openai.tools import Tool
+from radixgrove.worker.frontend.detokenize import _byte_of_character
+from radixgrove.worker.frontend.markers import Markers
+from tests.worker.frontend.samples import PROPERTIES, SAMPLES, Turn, read
+
+EOS = 256
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Zürich", "a\nb"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "exact": {"type": "boolean"},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def tool(name: str, parameters: Any = None, *, strict: bool = False) -> Tool:
+    text = None if parameters is None else json.dumps(parameters)
+    return Tool(name=name, parameters=text, strict=strict, param="tools[0].function.parameters")
+
+
+TOOLS = (tool("weather", SCHEMA), tool("now", {"type": "object", "additionalProperties": False}))
+
+
+@cache
+def vocabulary(name: str) -> tuple[Tokenizer, LLTokenizer, Markers]:
+    """A token a byte, and the markers of a format."""
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_of_character(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<eos>", normalized=False)])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in FORMATS[name].all_markers])
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    return (
+        tokenizer,
+        load_tokenizer(tokenizer.to_str(), size, [EOS]),
+        Markers(FORMATS[name], tokenizer, ()),
+    )
+
+
+def matcher_of(name: str, extent: Extent = Extent.CALLS, **fields: Any) -> LLMatcher:
+    calls = FORMATS[name].calls
+    assert calls is not None
+    wanted = {"tools": TOOLS, "parallel": True, "schemas": True, "text": None} | fields
+    _, tokenizer, _ = vocabulary(name)
+    compiled = compile_calls(CallGrammar(calls=calls, extent=extent, **wanted), tokenizer, 2)
+    return build_matcher(compiled.grammar, tokenizer)
+
+
+def ids_of(name: str, text: str) -> list[int]:
+    """Tokens of an output; the marker within an argument was written letter by letter."""
+    secret = "not </tool_call>"
+    found: list[int] = []
+    for place, part in enumerate(text.split(secret)):
+        found += list(secret.encode()) if place else []
+        found += vocabulary(name)[0].encode(part, add_special_tokens=False).ids
+    return found
+
+
+def takes(matcher: LLMatcher, ids: list[int]) -> bool:
+    return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+
+def walk(matcher: LLMatcher, tokenizer: LLTokenizer, seed: int) -> list[int]:
+    """An answer drawn from the masks; it prefers to end."""
+    draw = random.Random(seed)
+    tokens: list[int] = []
+    while not matcher.is_stopped() and len(tokens) < 2000:
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[: tokenizer.vocab_size])
+        assert len(allowed)
+        token = EOS if EOS in allowed and draw.random() < 0.3 else int(draw.choice(allowed))
+        matcher.consume_token(token)
+        tokens.append(token)
+    return [token for token in tokens if token != EOS]
+
+
+def turn_of(name: str, ids: list[int]) -> Turn:
+    tokenizer, _, markers = vocabulary(name)
+    runs = itertools.groupby(ids, lambda token: markers.chars.get(token))
+    pieces = [char * len([*run]) if char else tokenizer.decode([*run]) for char, run in runs]
+    return read(FORMATS[name], markers, pieces)[0]
+
+
+def sample_tools() -> tuple[Tool, ...]:
+    return tuple(
+        tool(name, {"type": "object", "properties": PROPERTIES[name]}) for name in PROPERTIES
+    )
+
+
+NAMES = list(SAMPLES)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_grammars_and_readers_know_the_same_tokens(name: str) -> None:
+    _, tokenizer, markers = vocabulary(name)
+    for text in FORMATS[name].all_markers:
+        assert markers.ids.get(text) == token_of(text, tokenizer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_model_is_taught_to_write_passes(name: str) -> None:
+    assert takes(matcher_of(name, tools=sample_tools()), ids_of(name, SAMPLES[name]))
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_passes_is_calls_that_obey(name: str, parallel: bool) -> None:
+    tokenizer = vocabulary(name)[1]
+    counts = set()
+    for seed in range(12):
+        ids = walk(matcher_of(name, parallel=parallel), tokenizer, seed)
+        turn = turn_of(name, ids)
+        assert turn.text.strip() == ""
+        assert turn.read
+        assert len(turn.ended) == len(turn.calls)
+        counts.add(len(turn.calls))
+        for called, arguments in turn.read:
+            wanted = {each.name: each for each in TOOLS}[called]
+            if called == "weather" and not isinstance(
+                FORMATS[name].calls.body,  # type: ignore[union-attr]
+                PythonBody | LooseBody,
+            ):
+                jsonschema.validate(arguments, SCHEMA)
+            assert set(arguments) <= set(wanted.properties)
+    assert counts == {1} or (parallel and max(counts) > 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_names_do_not_pass(name: str) -> None:
+    ids = ids_of(name, SAMPLES[name].replace("now", "how"))
+    assert not takes(matcher_of(name, tools=sample_tools()), ids)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"llama3", "llama4"}))
+def test_behind_the_trigger_the_same_holds(name: str) -> None:
+    calls = FORMATS[name].calls
+    assert calls is not None
+    first = ids_of(name, SAMPLES[name])
+    matcher = matcher_of(name, Extent.REST, tools=sample_tools())
+    taken = matcher.try_consume_tokens(first[1:])
+    if calls.section[0] or getattr(calls.body, "listed", False):
+        assert taken == len(first) - 1
+    assert matcher.is_stopped()
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+def test_an_answer_is_calls_or_what_else_was_asked_for(name: str) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    text = constraint.json_schema(json.dumps(schema).encode(), "response_format")
+    sample = ids_of(name, SAMPLES[name])
+    for ids, passes in (
+        (sample, True),
+        (list(b'{"x": 1}'), True),
+        (list(b'{"y": "1"}'), False),
+        (list(b"Hello"), False),
+    ):
+        matcher = matcher_of(name, Extent.ANSWER, tools=sample_tools(), text=text)
+        assert takes(matcher, ids) == passes
+    matcher = matcher_of("llama3", Extent.ANSWER, tools=sample_tools())
+    assert takes(matcher, list(b"Hello, {world}"))
+
+
+def test_schemas_bind_strict_tools_always_and_others_by_setting() -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    ids = ids_of("hermes", call)
+    strict = (tool("weather", SCHEMA, strict=True),)
+    assert takes(matcher_of("hermes", schemas=False), ids)
+    assert not takes(matcher_of("hermes", schemas=True), ids)
+    assert not takes(matcher_of("hermes", schemas=False, tools=strict), ids)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "strict", "says"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "strin"}}}, False, "strin"),
+        ({"type": "object", "properties": {"a": {"pattern": "("}}}, False, "expression"),
+        ({"$ref": "https://example.org/schema"}, False, None),
+        ({"type": "array"}, False, "object"),
+        ({"type": "object", "minProperties": 3, "maxProperties": 1}, False, None),
+        ({"type": "object", "propertyNames": {"pattern": "a"}}, True, "propertyNames"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_names_its_tool(
+    parameters: Any, strict: bool, says: str | None
+) -> None:
+    with pytest.raises(ToolError, match=says) as refused:
+        matcher_of("hermes", tools=(TOOLS[1], tool("f", parameters, strict=strict)))
+    assert refused.value.param == "tools[0].function.parameters"
+    assert isinstance(refused.value, ConstraintError)
+
+
+def test_messages_are_thoughts_and_then_one_call_or_an_answer() -> None:
+    thoughts = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    final = "<|channel|>final<|message|>Yes."
+    for text, extents in (
+        (thoughts + call, {Extent.CALLS, Extent.ANSWER}),
+        (call, {Extent.CALLS, Extent.ANSWER}),
+        (thoughts + final, {Extent.ANSWER}),
+        (call.replace("now", "how"), set()),
+        ("Yes.", set()),
+    ):
+        for extent in (Extent.CALLS, Extent.ANSWER):
+            assert takes(matcher_of("gpt-oss", extent), ids_of("gpt-oss", text)) == (
+                extent in extents
+            )
+
+
+def test_what_a_format_cannot_hold_to_is_refused_or_named() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}
+    calls = FORMATS["qwen3-coder"].calls
+    assert calls is not None
+    _, tokenizer, _ = vocabulary("qwen3-coder")
+    wanted = CallGrammar(calls, (tool("f", schema),), True, True, Extent.CALLS)
+    assert compile_calls(wanted, tokenizer, 2).ignored == ("maxLength",)
+    for name, says in (("qwen3-coder", "maxLength"), ("llama4", "no JSON")):
+        with pytest.raises(ToolError, match=says):
+            matcher_of(name, tools=(tool("f", schema, strict=True),))
