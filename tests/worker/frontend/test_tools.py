@@ -293,6 +293,7 @@ def tool(name: str, **function: Any) -> dict[str, Any]:
         ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters"),
         ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools"),
         ({"tools": [tool("f", description="x" * (1 << 19))]}, "tools"),
+        ({"tools": [tool("f", own=json.loads("[" * 900 + "]" * 900))]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": tool("f")}, "tool_choice"),
         ({"tools": [tool("f")], "tool_choice": tool("g")}, "tool_choice"),

@@ -82,10 +82,10 @@ def json_schema(schema: bytes, param: str, *, strict: bool = False) -> Constrain
         raise ConstraintError(
             f"the schema has {len(schema)} bytes, more than {MAX_SCHEMA_BYTES}", TOO_LARGE
         )
-    levels = _levels(schema)
-    if levels > MAX_SCHEMA_LEVELS:
+    found = levels(schema)
+    if found > MAX_SCHEMA_LEVELS:
         raise ConstraintError(
-            f"the schema has {levels} levels, more than {MAX_SCHEMA_LEVELS}", TOO_LARGE
+            f"the schema has {found} levels, more than {MAX_SCHEMA_LEVELS}", TOO_LARGE
         )
     return Constraint(form=Form.JSON_SCHEMA, text=schema.decode(), param=param, strict=strict)
 
@@ -137,7 +137,7 @@ def tags(given: Tags, param: str) -> Constraint:
     return Constraint(form=Form.TAGS, text=text.decode(), param=param)
 
 
-def _levels(text: bytes) -> int:
+def levels(text: bytes) -> int:
     """How deep objects and arrays of well-formed JSON are nested."""
     brackets = _STRING.sub(b"", text).translate(None, _OTHERS)
     return max(accumulate(_STEPS[bracket] for bracket in brackets), default=0)

@@ -15,6 +15,7 @@ from radixgrove.protocol.openai.bodies import ChatBody
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 << 10  # of all definitions together, as JSON
+MAX_LEVELS = constraints.MAX_SCHEMA_LEVELS + 8
 _NAME = re.compile(r"^[A-Za-z0-9_.-]{1,128}$")
 INVALID_PARAMETERS = "invalid_function_parameters"
 
@@ -111,9 +112,14 @@ def parse_tools(wire: ChatBody) -> Tools | None:
 def _definitions(given: list[dict[str, Any]]) -> list[Tool]:
     if len(given) > MAX_TOOLS:
         raise errors.invalid(f"'tools' has more than {MAX_TOOLS} entries.", "tools")
-    if len(msgspec.json.encode(given)) > MAX_TOOLS_BYTES:
+    text = msgspec.json.encode(given)
+    if len(text) > MAX_TOOLS_BYTES:
         raise errors.invalid(
             f"'tools' has more than {MAX_TOOLS_BYTES} bytes.", "tools", constraints.TOO_LARGE
+        )
+    if constraints.levels(text) > MAX_LEVELS:
+        raise errors.invalid(
+            f"'tools' has more than {MAX_LEVELS} levels.", "tools", constraints.TOO_LARGE
         )
     tools = [_definition(item, f"tools[{index}]") for index, item in enumerate(given)]
     seen: set[str] = set()
