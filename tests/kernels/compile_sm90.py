@@ -3,10 +3,11 @@
 A process of its own: Triton must not be in interpreter mode here. Prints one line a kernel:
 name, registers a thread, bytes of stack (spills), bytes of shared memory.
 
-    python compile_sm90.py [products | decode]
+    python compile_sm90.py [products | decode | experts]
 
 With `products`: instead, the products that the tuner asks about for the models of the benchmarks;
-with `decode`: decode attention from their projections, for few, many and very many rows.
+with `decode`: decode attention from their projections, for few, many and very many rows; with
+`experts`: what the tuner asks about for a layer of Qwen3-30B-A3B and of Mixtral-8x7B.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from radixgrove.kernels import (
     gather,
     linear,
     moe,
+    moe_tuning,
     norm,
     pages,
     penalties,
@@ -269,6 +271,25 @@ def launch_experts(dtype: torch.dtype) -> None:
     moe.combine(x, positions, torch.zeros(8192, 8), x, x)
 
 
+def launch_expert_candidates(experts: int, top_k: int, hidden: int, inner: int) -> None:
+    """All that is timed, and routing and sorting; of each shape's memory only the addresses count,
+    so that one expert's is enough."""
+
+    def shaped(*shape: int) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.bfloat16).expand(shape)
+
+    weights = moe.ExpertWeights(
+        shaped(experts, 2 * inner, hidden),
+        shaped(experts, hidden, inner),
+        moe.Router(moe.Routing(top_k, renormalize=True)),
+    )
+    for tokens in (1, 16, 64, 256, 1024, 8192):
+        x, logits = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(tokens, experts)
+        for choice in moe_tuning.candidates(tokens, weights):
+            if choice != moe.GROUPED:
+                moe.experts(x, logits, weights, x, choice=choice)
+
+
 def launch_products(hidden: int, inner: int, qkv: int, attended: int, vocab: int) -> None:
     """Our kernels for a decoder layer and the head, at the token counts that have some."""
 
@@ -370,6 +391,9 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["decode"]:
         launch_decode(16, 8, 128, norm=True)  # Qwen3-0.6B
         launch_decode(32, 8, 128, norm=False)  # Llama-3.1-8B
+    elif sys.argv[1:] == ["experts"]:
+        launch_expert_candidates(128, 8, 2048, 768)  # Qwen3-30B-A3B
+        launch_expert_candidates(8, 2, 4096, 14336)  # Mixtral-8x7B
     elif sys.argv[1:] == ["products"]:
         launch_products(1024, 3072, 4096, 2048, 151936)  # Qwen3-0.6B
         launch_products(4096, 14336, 6144, 4096, 128256)  # Llama-3.1-8B

@@ -85,6 +85,19 @@ def test_products_for_hopper_keep_their_sums_in_registers(cache: Path) -> None:
 
 
 @pytest.mark.slow
+def test_experts_for_hopper_keep_their_sums_in_registers(cache: Path) -> None:
+    """At the shapes of Qwen3-30B-A3B and Mixtral-8x7B, in every form that the tuner asks about."""
+    kernels = compiled(cache, "experts")
+    products = {
+        f"{half}_{way}_kernel" for half in ("gate_up", "down") for way in ("pairs", "tiles")
+    }
+    assert {name for name, *_ in kernels} == products | {"route_kernel", "sort_kernel"}
+    for name, registers, stack, shared in kernels:
+        assert stack == 0, f"{name} spills {stack} bytes at {registers} registers"
+        assert shared <= SHARED_MEMORY_BYTES, f"{name} needs {shared} bytes of shared memory"
+
+
+@pytest.mark.slow
 def test_decode_from_a_projection_keeps_to_its_registers(cache: Path) -> None:
     """At the shapes of Qwen3-0.6B and Llama-3.1-8B: as many blocks fit as without RoPE and norm."""
     kernels = compiled(cache, "decode")

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,8 @@ _COLD_BYTES = 256 << 20  # of weights in a row, so that the L2 cache does not ho
 _FORMAT = 7  # of the file
 _Key = tuple[str, int, int, int, bool]  # the weight's format, token bucket, N, K, silu
 _Shape = tuple[torch.dtype, _Key]
+C = TypeVar("C")
+Timeable = TypeVar("Timeable", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,52 +350,75 @@ class _Trial:
                 rms_norm(residual, of_outputs, 1e-6)
 
 
+class Trial(Protocol[Timeable]):
+    """What is timed: the same work in the way of a choice."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def run(self, choice: Timeable) -> None:
+        """On cold weights, several times over."""
+
+    def run_once(self, choice: Timeable) -> None:
+        """Enough to compile and to load."""
+
+
 @dataclass(slots=True)
-class _Timed:
-    choice: Choice
+class _Timed(Generic[C]):
+    choice: C
     graph: torch.cuda.CUDAGraph
     milliseconds: float
 
 
 def _fastest(bucket: int, projection: Projection, scratch: Scratch) -> Choice:
     trial = _Trial(projection, bucket, scratch)
-    pool = torch.cuda.graph_pool_handle()
-    timed = _time(_candidates(bucket, projection, scratch), trial, pool)
-    cublas = timed[0]
+    return fastest(_candidates(bucket, projection, scratch), trial, str(projection.key(bucket)))
+
+
+def fastest(choices: Sequence[C], trial: Trial[C], what: str) -> C:
+    """The one that takes the least time, or the first, if none is clearly better.
+
+    Args:
+        choices: of which the first must work; another that fails is left out.
+        what: is chosen for, for the log.
+    """
+    timed = _time(choices, trial, torch.cuda.graph_pool_handle())
+    first = timed[0]
     limit = _HOPELESS * min(one.milliseconds for one in timed)
-    timed = [one for one in timed if one.milliseconds <= limit or one is cublas]
+    timed = [one for one in timed if one.milliseconds <= limit or one is first]
     _repeat(timed, trial.device)
     best = min(timed, key=lambda one: one.milliseconds)
-    if best.milliseconds >= MARGIN * cublas.milliseconds:
-        best = cublas
+    if best.milliseconds >= MARGIN * first.milliseconds:
+        best = first
     log.debug(
-        "%s: %.4f ms by %s, %.4f by cuBLAS",
-        projection.key(bucket),
+        "%s: %.4f ms by %s, %.4f by %s",
+        what,
         best.milliseconds,
         best.choice,
-        cublas.milliseconds,
+        first.milliseconds,
+        first.choice,
     )
     return best.choice
 
 
-def _time(choices: Sequence[Choice], trial: _Trial, pool: _POOL_HANDLE) -> list[_Timed]:
+def _time(choices: Sequence[C], trial: Trial[C], pool: _POOL_HANDLE) -> list[_Timed[C]]:
     """Each once; one that this device or Triton cannot build is just not chosen."""
-    timed = []
+    timed: list[_Timed[C]] = []
     for choice in choices:
         try:
             steps = partial(trial.run_once, choice), partial(trial.run, choice)
             graph = _record(*steps, trial.device, pool)
         except Exception:
-            if choice == CUBLAS:
+            if not timed:
                 raise
-            log.debug("linear candidate %s failed", choice, exc_info=True)
+            log.debug("candidate %s failed", choice, exc_info=True)
             continue
         graph.replay()
         timed.append(_Timed(choice, graph, _replay(graph)))
     return timed
 
 
-def _repeat(timed: Sequence[_Timed], device: torch.device) -> None:
+def _repeat(timed: Sequence[_Timed[C]], device: torch.device) -> None:
     """Time all in turn, so that they see the same clocks, and without a gap in between."""
     events = []
     for one in (*timed,) * _REPEATS:
@@ -461,20 +486,18 @@ def _timing_event() -> torch.cuda.Event:
 
 
 def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
+    # Algorithms are one version's of cuBLASLt.
+    what = (_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES)
+    return tuned_path("linear", device, str(cublaslt.version()), str(dtype), repr(what))
+
+
+def tuned_path(kind: str, device: torch.device, *identity: str) -> Path:
+    """Where choices are kept that were measured on such a device, with these versions."""
     import triton
 
-    identity = "|".join(
-        (
-            torch.cuda.get_device_name(device),
-            torch.__version__,
-            triton.__version__,
-            str(cublaslt.version()),  # algorithms are one version's
-            str(dtype),
-            repr((_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES)),
-        )
-    )
-    name = blake2b(identity.encode(), digest_size=8).hexdigest()
-    return cache_directory() / f"linear-{name}.json"
+    parts = torch.cuda.get_device_name(device), torch.__version__, triton.__version__, *identity
+    name = blake2b("|".join(parts).encode(), digest_size=8).hexdigest()
+    return cache_directory() / f"{kind}-{name}.json"
 
 
 def _read(path: Path) -> dict[_Key, Choice]:
@@ -509,6 +532,11 @@ def _write(path: Path, known: dict[_Key, Choice]) -> None:
         }
         for (kind, tokens, n, k, silu), choice in sorted(known.items())
     ]
+    keep(path, entries)
+
+
+def keep(path: Path, entries: Sequence[dict[str, Any]]) -> None:
+    """Write the file of `tuned_path`, whole or not at all; a failure is logged."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
@@ -517,4 +545,4 @@ def _write(path: Path, known: dict[_Key, Choice]) -> None:
             json.dump(entries, file, indent=1)
         os.replace(file.name, path)
     except OSError as error:
-        log.warning("cannot keep the tuning of linear layers: %s", error.strerror)
+        log.warning("cannot keep what was tuned: %s", error.strerror)

@@ -36,8 +36,8 @@ MAX_GROUPS = 16
 # Pairs of a program of `sort_kernel`, and scores of one of `route_kernel`.
 _CHUNK_PAIRS = 256
 _CHUNK_SCORES = 16384
-# Up to here parts are left in float32; past it they would be more to write and read than weights.
-_WIDE_PARTS = 256
+# Up to so many tokens parts are float32; past it they would be more to write than the weights.
+WIDE_PARTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,7 +473,7 @@ def _by_tiles(
         **_tile_options(first),
         **pdl(x),
     )
-    kind = torch.float32 if tokens <= _WIDE_PARTS else x.dtype
+    kind = torch.float32 if tokens <= WIDE_PARTS else x.dtype
     down_tiles_kernel[(made.most_blocks * down_tiles,)](
         h,
         weights.down,

@@ -24,6 +24,7 @@ from radixgrove.kernels import decode_inputs as _rows
 from radixgrove.kernels import linear as _linear
 from radixgrove.kernels.autotune import LinearTuner
 from radixgrove.kernels.matmul import multiply
+from radixgrove.kernels.moe_tuning import ExpertTuner
 from radixgrove.kernels.penalties import PROMPT_BIT
 from radixgrove.kernels.weight import Weight
 
@@ -32,6 +33,7 @@ __all__ = [
     "add_rms_norm",
     "defers_residual",
     "embed",
+    "expert_tuner",
     "experts",
     "gather_pages",
     "gather_rows",
@@ -48,6 +50,7 @@ __all__ = [
 
 # Filled by `tuner.tune(...)` while an engine warms up; untuned shapes take the defaults.
 tuner = LinearTuner()
+expert_tuner = ExpertTuner()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -131,8 +134,10 @@ def experts(
     x: Tensor, logits: Tensor, weights: moe.ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
     """`residual +=` what each token's experts make of x; see `moe.experts`."""
-    function = moe.experts if x.is_cuda else moe.experts_reference
-    return function(x, logits, weights, residual)
+    if not x.is_cuda:
+        return moe.experts_reference(x, logits, weights, residual)
+    choice = expert_tuner.choose(x.shape[0], logits.shape[1], weights)
+    return moe.experts(x, logits, weights, residual, choice=choice)
 
 
 def defers_residual(tokens: int, weight: Weight) -> bool:

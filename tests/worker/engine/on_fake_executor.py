@@ -62,6 +62,9 @@ class UnreliableExecutor(FakeExecutor):
         self._never.wait(self._options["step_seconds"] + tokens)
         return result
 
+    def expert_tokens(self) -> None:
+        """It has no experts."""
+
     def copies_ended(self) -> tuple[int, int]:
         """Each look finds one more of each kind ended."""
         self.end_save()

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixgrove.protocol.model.config import ModelError
+from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
 from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.models.ops import CpuOps
@@ -173,3 +174,31 @@ def test_a_config_that_contradicts_the_tensors_is_refused(
     edit(tmp_path, **change)
     with pytest.raises(ModelError, match=named):
         cpu_runner(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
+def test_the_tokens_of_each_expert_are_counted_from_the_start_on(kind: str, tmp_path: Path) -> None:
+    tiny.save(kind, tmp_path)
+    config = load_config(tmp_path)
+    assert config.experts is not None
+    runner = cpu_runner(tmp_path)
+    loads = runner.expert_tokens()
+    assert loads is not None
+    assert loads.shape == (config.expert_layers, config.experts.count)
+    assert not loads.any(), "what the start computes does not count"
+    prompts = tiny.prompts()
+    Driver(runner).generate(prompts, greedy(4))
+    loads = runner.expert_tokens()
+    runner.close()
+    assert loads is not None
+    tokens = sum(map(len, prompts)) + 3 * len(prompts)
+    # The last layer computes those positions alone that a token is sampled from.
+    assert loads[0].sum() == config.experts.per_token * tokens
+    assert loads[-1].sum() == config.experts.per_token * 4 * len(prompts)
+
+
+def test_a_model_without_experts_counts_none(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    runner = cpu_runner(tmp_path)
+    assert runner.expert_tokens() is None
+    runner.close()

@@ -224,6 +224,9 @@ class FakeExecutor:
 
     # ---- copies ----------------------------------------------------------------------------------
 
+    def expert_tokens(self) -> None:
+        """It has no experts."""
+
     def copies_ended(self) -> tuple[int, int]:
         return self._ended[0], self._ended[1]
 

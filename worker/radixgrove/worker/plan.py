@@ -210,4 +210,11 @@ class Executor(Protocol):
         """
         ...
 
+    def expert_tokens(self) -> NDArray[np.int64] | None:
+        """Tokens that each expert was given since the start, [layers, experts], as far as known.
+
+        None without experts. Never waits.
+        """
+        ...
+
     def close(self) -> None: ...

@@ -94,6 +94,9 @@ class GroupExecutor:
     def copies_ended(self) -> tuple[int, int]:
         return self._runner.copies_ended()
 
+    def expert_tokens(self) -> NDArray[np.int64] | None:
+        return self._runner.expert_tokens()
+
     @contextmanager
     def _blaming(self) -> Iterator[None]:
         try:

@@ -356,6 +356,7 @@ class Engine:
             frontend.send(stats)
             frontend.flush_finals()
         self._metrics.follow(stats, self._clock)
+        self._metrics.follow_experts(self._executor.expert_tokens())
         if logger.isEnabledFor(logging.DEBUG):
             self._scheduler.check()
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from radixgrove.worker.messages import Stats
@@ -104,12 +106,39 @@ class EngineMetrics:
             buckets=_TOKEN_BUCKETS,
         )
 
+        self._expert_tokens = Counter(
+            "radixgrove_engine_expert_tokens",
+            "Tokens that each expert was given, over all layers.",
+            ["expert"],
+            registry=registry,
+        )
+        self._experts_counted: NDArray[np.int64] | None = None
+        self._expert_imbalance = Gauge(
+            "radixgrove_engine_expert_imbalance",
+            "Tokens of the busiest expert over the mean, averaged over layers, since the start.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+
     def observe_step(self, seconds: float, tokens: int) -> None:
         self._step_seconds.observe(seconds)
         self._step_tokens.observe(tokens)
 
     def observe_masks(self, seconds: float) -> None:
         self._mask_seconds.observe(seconds)
+
+    def follow_experts(self, tokens: NDArray[np.int64] | None) -> None:
+        """Take over [layers, experts] tokens since the start; None: the model has no experts."""
+        if tokens is None or not tokens.any():
+            return
+        total = tokens.sum(axis=0)
+        before = self._experts_counted
+        for expert, count in enumerate((total if before is None else total - before).tolist()):
+            if count or before is None:
+                self._expert_tokens.labels(str(expert)).inc(count)
+        self._experts_counted = total
+        busiest = tokens.max(axis=1) / np.maximum(tokens.mean(axis=1), 1e-9)
+        self._expert_imbalance.set(float(busiest.mean()))
 
     def follow(self, stats: Stats, clock: PhaseClock) -> None:
         for name, gauge in self._gauges.items():

@@ -173,6 +173,8 @@ def _start(loaded: LoadedModel) -> tuple[Runner, EngineInfo]:
     speed = measure_prefill(runner, loaded.limits.max_step_tokens, device)
     speed = float(member.minimum(int(speed))) if member.stages > 1 else speed
     host_speed = runner.measure_host()
+    if runner.expert_load is not None:
+        runner.expert_load.clear()
     limit_collectives(loaded.limits.step_timeout)
     return runner, EngineInfo(
         num_pages=runner.info.num_pages,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,11 +38,12 @@ def load_model(
     ops = choose_ops(place.device, place.dtype)
     model = Decoder(config, place, ops, known_tokens(model_dir), stage)
     sizes = limits.max_running, limits.max_step_tokens
-    attention = []
+    others: list[Callable[[], object]] = []
     if place.device.type == "cuda":
         shape = attention_shape(settings, config, limits, place, kv_dtype)
-        attention = compile_jobs(shape, place.device)
-    with kernels.tuner.compiling(model.projections(), *sizes, attention):
+        others += compile_jobs(shape, place.device)
+        others += kernels.expert_tuner.jobs(*model.experts(), limits.max_step_tokens)
+    with kernels.tuner.compiling(model.projections(), *sizes, others):
         if settings.load_format == LoadFormat.DUMMY:
             report(PhaseReport(EngineState.LOADING, "filling random weights"))
             fill_random(model.parts())

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixgrove.worker.attention.base import AttentionBackend
+from radixgrove.worker.execution.expert_load import ExpertLoad
 from radixgrove.worker.execution.graphs import DecodeGraphs, Recorder
 from radixgrove.worker.execution.inputs import StepInputs, step_inputs
 from radixgrove.worker.execution.memory import cuda_shortage
@@ -146,6 +147,9 @@ class Runner:
         self._mixed: MixedGraphs | None = None
         self._forwarded: _Forwarded | None = None
         self._in_flight: deque[_InFlight] = deque()
+        self.expert_load: ExpertLoad | None = None
+        if model.expert_load is not None:
+            self.expert_load = ExpertLoad(model.expert_load)
         self._results = _ResultCopies(model.device) if model.device.type == "cuda" else None
 
     def capture(self, sizes: list[int], report: Callable[[str, float], None]) -> DecodeGraphs:
@@ -412,6 +416,10 @@ class Runner:
     def copies_ended(self) -> tuple[int, int]:
         """See `Executor.copies_ended`."""
         return (0, 0) if self._host is None else self._host.ended()
+
+    def expert_tokens(self) -> NDArray[np.int64] | None:
+        """See `Executor.expert_tokens`."""
+        return None if self.expert_load is None else self.expert_load.read()
 
     def close(self) -> None:
         """Give up what is in flight, and the graphs. Nothing may be launched after it."""

@@ -29,6 +29,11 @@ def measure_cuda(loaded: LoadedModel, longest: int) -> CudaUse:
         limits.max_step_tokens,
         lambda text, done: loaded.say(EngineState.WARMING_UP, text, done),
     )
+    kernels.expert_tuner.tune(
+        *loaded.model.experts(),
+        limits.max_step_tokens,
+        lambda text, done: loaded.say(EngineState.WARMING_UP, text, done),
+    )
     weights = torch.cuda.memory_allocated(device)
     pages = trial_pages(limits.max_step_tokens, limits.max_running, loaded.settings.page_size)
     runner, backend = loaded.assemble(pages, longest, loaded.report, memory=None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels.autotune import Projection
+from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import ModelConfig, QkNorm
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
@@ -187,8 +188,9 @@ class Decoder:
         ]
         self._norm = place.empty(config.hidden_size) if stage.has_head else None
         self.weights_bytes = 0  # of this rank's parameters; known after `prepare`
-        mixtures = (layer.mlp for layer in self._layers if isinstance(layer.mlp, Mixture))
-        self.expert_bytes = sum(mixture.expert_bytes for mixture in mixtures)  # those of experts
+        self._mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, Mixture)]
+        self.expert_bytes = sum(mixture.expert_bytes for mixture in self._mixtures)
+        self.expert_load = self._count_experts()
         self._cos_sin = rotary_table(
             config.rope, config.head_dim, config.max_position_embeddings, place.device
         )
@@ -211,12 +213,30 @@ class Decoder:
         found = first.projections(others)
         mlps = [layer.mlp for layer in self._layers]
         found += GatedMlp.projections([mlp for mlp in mlps if isinstance(mlp, GatedMlp)])
-        found += Mixture.projections([mlp for mlp in mlps if isinstance(mlp, Mixture)])
+        found += Mixture.projections(self._mixtures)
         if self._head is not None:
             wide = self.logits_dtype != self.dtype
             head = Weight.plain(self._head.weight)
             found.append(Projection([head], every_token=False, wide=wide))
         return found
+
+    def experts(self) -> tuple[list[ExpertWeights], int]:
+        """For the tuner: this rank's experts of each layer with some, and how many there are."""
+        count = self.config.experts.count if self.config.experts else 0
+        return [mixture.weights for mixture in self._mixtures], count
+
+    def _count_experts(self) -> Tensor | None:
+        """[layers, experts] int64 to which steps add each expert's tokens; every rank routes all
+        tokens, so that one of them counts."""
+        experts = self.config.experts
+        if experts is None or not self._mixtures or self.group.rank:
+            return None
+        load = torch.zeros(
+            (len(self._mixtures), experts.count), dtype=torch.int64, device=self.device
+        )
+        for mixture, row in zip(self._mixtures, load.unbind(), strict=True):
+            mixture.count_in(row)
+        return load
 
     def prepare(self) -> None:
         """After loading: bring every weight into the form that the arithmetic wants."""

@@ -114,6 +114,16 @@ class Mixture:
         shared = self._shared.matrices() if self._shared else []
         return [self._gate.payload, self._weights.gate_up, self._weights.down, *shared]
 
+    def count_in(self, load: Tensor) -> None:
+        """Add the tokens that each expert is given to `load`, [experts] int64, from now on."""
+        router = replace(self._weights.router, load=load)
+        self._weights = replace(self._weights, router=router)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """This rank's experts, for the tuner."""
+        return self._weights
+
     @property
     def expert_bytes(self) -> int:
         """Of the experts that tokens choose, on this rank."""

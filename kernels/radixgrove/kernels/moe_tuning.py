@@ -1,0 +1,274 @@
+"""How experts are computed, by number of tokens: measured on the device, and kept on disk.
+
+Beside each other stand pairs, tiles of several heights, and torch's `grouped_mm`. The times of the
+two products add up, so that the tile of each is chosen with the other's left alone.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from radixgrove.kernels import moe
+from radixgrove.kernels.autotune import fastest, keep, tuned_path
+from radixgrove.kernels.moe import (
+    GROUPED,
+    ExpertChoice,
+    ExpertPairs,
+    ExpertTiles,
+    ExpertWeights,
+    PairsConfig,
+    TileConfig,
+)
+
+# Token counts that are measured; others take the next larger one's choice.
+EXPERT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+PAIRS_CANDIDATES = tuple(
+    PairsConfig(rows=rows, block_k=block_k, warps=4)
+    for rows, block_k in ((4, 512), (8, 256), (8, 512), (4, 1024))
+)
+# Few pairs: the weights' tile counts, and how much of them is on its way. Many: tensor cores do.
+_LOW = (
+    TileConfig(block_n=64, block_k=128, stages=4),
+    TileConfig(block_n=128, block_k=64, stages=4),
+    TileConfig(block_n=32, block_k=128, stages=4),
+)
+_HIGH = (
+    TileConfig(block_n=64, block_k=64, group=4, stages=4),
+    TileConfig(block_n=128, block_k=64, group=4, stages=4, warps=8),
+    TileConfig(block_n=128, block_k=64, group=8, stages=3, warps=8),
+)
+TILE_CANDIDATES = {16: _LOW, 32: _LOW, 64: _HIGH, 128: _HIGH}
+# Past it hardly a pair has an expert of its own, and each would read all of that.
+_MAX_PAIR_TOKENS = 16
+# Of a block of compute capability 9.0, less some for what the compiler needs beside tiles.
+_SHARED_MEMORY_BYTES = 225 << 10
+_COLD_LAYERS = 4  # of weights in turn, so that the L2 cache does not hold them
+_FORMAT = 1  # of the file
+
+Pick = Callable[[Sequence[ExpertChoice]], ExpertChoice]
+_Key = tuple[int, ...]  # token bucket, experts here and in all, widths, experts of a token
+
+
+class ExpertTuner:
+    """Chooses a way by token count and the shape of a layer's experts.
+
+    Untuned shapes, and float32, take `moe.default_choice`.
+    """
+
+    def __init__(self) -> None:
+        self._choices: dict[tuple[torch.dtype, _Key], ExpertChoice] = {}
+
+    def choose(self, tokens: int, experts: int, weights: ExpertWeights) -> ExpertChoice:
+        """For `tokens` rows; `experts`: that tokens choose from, on all ranks."""
+        key = weights.gate_up.dtype, _key(bucket_of(tokens), experts, weights)
+        return self._choices.get(key) or moe.default_choice(tokens, weights)
+
+    def jobs(
+        self, layers: Sequence[ExpertWeights], experts: int, max_tokens: int
+    ) -> list[Callable[[], object]]:
+        """Launches of all that `tune` has to measure, which compile it; empty off CUDA.
+
+        Weights may be loading: they are read, and what comes out is dropped.
+        """
+        if not layers or not _is_tunable(layers[0]):
+            return []
+        known = _read(_path(layers[0]))
+        jobs: dict[object, Callable[[], object]] = {}
+        for bucket in _buckets(max_tokens):
+            if _key(bucket, experts, layers[0]) in known:
+                continue
+            trial = _Trial(layers, experts, bucket)
+            for choice in candidates(bucket, layers[0]):
+                # Parts are float32 up to some count: another kernel.
+                kind = choice, bucket <= moe.WIDE_PARTS
+                jobs.setdefault(kind, partial(trial.run_once, choice))
+        return list(jobs.values())
+
+    def tune(
+        self,
+        layers: Sequence[ExpertWeights],
+        experts: int,
+        max_tokens: int,
+        report: Callable[[str, float], None] = lambda message, fraction: None,
+    ) -> None:
+        """Measure on the model's own weights, with random routing, or read what was measured.
+
+        Nothing off CUDA or in float32.
+
+        Args:
+            experts: that tokens choose from, on all ranks.
+            max_tokens: the most tokens of a step.
+            report: called with a message and the fraction done.
+        """
+        if not layers or not _is_tunable(layers[0]):
+            return
+        path = _path(layers[0])
+        known = _read(path)
+        before = len(known)
+        buckets = _buckets(max_tokens)
+        for done, bucket in enumerate(buckets):
+            key = _key(bucket, experts, layers[0])
+            if key not in known:
+                report(f"tuning {experts} experts for {bucket} tokens", done / len(buckets))
+                trial = _Trial(layers, experts, bucket)
+                known[key] = search(
+                    bucket, layers[0], partial(fastest, trial=trial, what=str(trial))
+                )
+            self._choices[layers[0].gate_up.dtype, key] = known[key]
+        if len(known) > before:
+            keep(path, [{"key": list(key), **asdict(choice)} for key, choice in known.items()])
+
+
+def bucket_of(tokens: int) -> int:
+    """The measured token count from which `tokens` take their choice."""
+    return EXPERT_BUCKETS[min(bisect_left(EXPERT_BUCKETS, tokens), len(EXPERT_BUCKETS) - 1)]
+
+
+def search(tokens: int, weights: ExpertWeights, pick: Pick) -> ExpertChoice:
+    """The fastest way for so many tokens.
+
+    Args:
+        pick: the fastest of some, of which the first is known to work.
+    """
+    found = [moe.default_choice(tokens, weights)]
+    if tokens <= _MAX_PAIR_TOKENS:
+        pairs = ExpertPairs()
+        for product in ("gate_up", "down"):
+            tried = [_with_pairs(pairs, product, config) for config in PAIRS_CANDIDATES]
+            pairs = pick(tried).pairs or pairs
+        found.append(ExpertChoice(pairs=pairs))
+    for block_m in _heights(tokens, weights):
+        tiles = ExpertTiles(block_m, _fitting(block_m, 2)[0], _fitting(block_m, 1)[0])
+        for product, halves in (("gate_up", 2), ("down", 1)):
+            configs = _fitting(block_m, halves)
+            tiles = pick([_with_tiles(tiles, product, config) for config in configs]).tiles or tiles
+        found.append(ExpertChoice(tiles=tiles))
+    return pick([*found, GROUPED])
+
+
+def candidates(tokens: int, weights: ExpertWeights) -> Iterator[ExpertChoice]:
+    """Every kernel that `search` may time, in few choices."""
+    yield moe.default_choice(tokens, weights)
+    if tokens <= _MAX_PAIR_TOKENS:
+        for config in PAIRS_CANDIDATES:
+            yield ExpertChoice(pairs=ExpertPairs(config, config))
+    for block_m in _heights(tokens, weights):
+        ups, downs = _fitting(block_m, 2), _fitting(block_m, 1)
+        for index in range(max(len(ups), len(downs))):
+            pair = ups[index % len(ups)], downs[index % len(downs)]
+            yield ExpertChoice(tiles=ExpertTiles(block_m, *pair))
+    yield GROUPED
+
+
+def _with_pairs(pairs: ExpertPairs, product: str, config: PairsConfig) -> ExpertChoice:
+    return ExpertChoice(pairs=replace(pairs, **{product: config}))
+
+
+def _with_tiles(tiles: ExpertTiles, product: str, config: TileConfig) -> ExpertChoice:
+    if product == "gate_up":
+        return ExpertChoice(tiles=replace(tiles, gate_up=config))
+    return ExpertChoice(tiles=replace(tiles, down=config))
+
+
+def _heights(tokens: int, weights: ExpertWeights) -> list[int]:
+    """Pairs of a block that are worth timing: about what an expert gets."""
+    each = tokens * weights.router.routing.top_k / weights.count
+    if each <= 8:
+        return [16]
+    if each <= 32:
+        return [16, 32, 64]
+    return [64, 128] if each > 48 else [32, 64]
+
+
+def _fitting(block_m: int, halves: int) -> list[TileConfig]:
+    """Tiles that a block's shared memory holds with `halves` of a fused weight."""
+
+    def fits(config: TileConfig) -> bool:
+        rows = block_m + halves * config.block_n
+        return config.stages * rows * config.block_k * 2 <= _SHARED_MEMORY_BYTES
+
+    return list(filter(fits, TILE_CANDIDATES[block_m]))
+
+
+def _buckets(max_tokens: int) -> list[int]:
+    last = bucket_of(max_tokens)
+    return [bucket for bucket in EXPERT_BUCKETS if bucket <= last]
+
+
+def _is_tunable(weights: ExpertWeights) -> bool:
+    return weights.gate_up.is_cuda and weights.gate_up.dtype != torch.float32
+
+
+def _key(bucket: int, experts: int, weights: ExpertWeights) -> _Key:
+    here, hidden, inner = weights.down.shape
+    return bucket, experts, here, hidden, inner, weights.router.routing.top_k
+
+
+def _path(weights: ExpertWeights) -> Path:
+    what = (_FORMAT, EXPERT_BUCKETS, PAIRS_CANDIDATES, TILE_CANDIDATES)
+    dtype = str(weights.gate_up.dtype)
+    return tuned_path("experts", weights.gate_up.device, dtype, repr(what))
+
+
+def _read(path: Path) -> dict[_Key, ExpertChoice]:
+    """Nothing of a file that is not as `tune` leaves it."""
+    try:
+        entries: list[dict[str, Any]] = json.loads(path.read_text())
+        return {tuple(map(int, entry.pop("key"))): _choice(**entry) for entry in entries}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _choice(pairs: dict[str, Any] | None, tiles: dict[str, Any] | None) -> ExpertChoice:
+    if pairs is not None:
+        return ExpertChoice(
+            pairs=ExpertPairs(PairsConfig(**pairs["gate_up"]), PairsConfig(**pairs["down"]))
+        )
+    if tiles is None:
+        return GROUPED
+    return ExpertChoice(
+        tiles=ExpertTiles(
+            int(tiles["block_m"]), TileConfig(**tiles["gate_up"]), TileConfig(**tiles["down"])
+        )
+    )
+
+
+class _Trial:
+    """Experts of a few layers for so many tokens, routed at random as new models do: evenly."""
+
+    def __init__(self, layers: Sequence[ExpertWeights], experts: int, tokens: int) -> None:
+        self.device = layers[0].gate_up.device
+        self._tokens, self._experts = tokens, experts
+        self._layers = [
+            replace(layer, router=replace(layer.router, load=None))
+            for layer in layers[:_COLD_LAYERS]
+        ]
+        self._operands: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+
+    def __str__(self) -> str:
+        return f"{self._experts} experts for {self._tokens} tokens"
+
+    def _make_operands(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        weight = self._layers[0].gate_up
+        x = torch.randn(self._tokens, weight.shape[2], device=self.device).to(weight.dtype)
+        shape = self._tokens, self._experts
+        return x, [torch.randn(*shape, device=self.device) for _ in self._layers]
+
+    def run(self, choice: ExpertChoice) -> None:
+        self._operands = self._operands or self._make_operands()
+        x, logits = self._operands
+        for layer, own in zip(self._layers, logits, strict=True):
+            moe.experts(x, own, layer, choice=choice)
+
+    def run_once(self, choice: ExpertChoice) -> None:
+        self._operands = self._operands or self._make_operands()
+        x, logits = self._operands
+        moe.experts(x, logits[0], self._layers[0], choice=choice)

@@ -1,0 +1,130 @@
+"""Which way of computing experts is measured, taken and kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+import torch
+
+from radixgrove.kernels import autotune, moe, moe_tuning
+from radixgrove.kernels.moe import (
+    GROUPED,
+    ExpertChoice,
+    ExpertPairs,
+    ExpertTiles,
+    ExpertWeights,
+    Router,
+    Routing,
+    TileConfig,
+)
+from radixgrove.kernels.moe_tuning import (
+    EXPERT_BUCKETS,
+    PAIRS_CANDIDATES,
+    ExpertTuner,
+    candidates,
+    search,
+)
+
+Cost = Callable[[ExpertChoice], float]
+
+
+def weights(experts: int = 8, top_k: int = 2) -> ExpertWeights:
+    return ExpertWeights(
+        torch.zeros(experts, 8, 16, dtype=torch.bfloat16),
+        torch.zeros(experts, 16, 4, dtype=torch.bfloat16),
+        Router(Routing(top_k)),
+    )
+
+
+def cost_of(choice: ExpertChoice) -> float:
+    """Arbitrary, but that the two products' times add up, beside what is fixed."""
+    way = choice.pairs or choice.tiles
+    if way is None:
+        return 1e9
+    fixed = crc32(repr(choice.tiles and choice.tiles.block_m).encode())
+    return fixed + crc32(repr(way.gate_up).encode()) + crc32(repr(way.down).encode())
+
+
+def picking(cost: Cost, seen: list[ExpertChoice] | None = None) -> moe_tuning.Pick:
+    def pick(choices: Sequence[ExpertChoice]) -> ExpertChoice:
+        if seen is not None:
+            seen.extend(choices)
+        return min(choices, key=cost)
+
+    return pick
+
+
+@pytest.mark.parametrize("tokens", EXPERT_BUCKETS)
+def test_finds_the_fastest_of_all_combinations(tokens: int) -> None:
+    own = weights()
+    ways = [moe.default_choice(tokens, own)]
+    if tokens <= 16:
+        ways += [ExpertChoice(pairs=ExpertPairs(*x)) for x in product(PAIRS_CANDIDATES, repeat=2)]
+    for block_m in moe_tuning._heights(tokens, own):
+        tiles = moe_tuning._fitting(block_m, 2), moe_tuning._fitting(block_m, 1)
+        ways += [ExpertChoice(tiles=ExpertTiles(block_m, *x)) for x in product(*tiles)]
+    assert search(tokens, own, picking(cost_of)) == min(ways, key=cost_of)
+
+
+@pytest.mark.parametrize("tokens", EXPERT_BUCKETS)
+def test_takes_torchs_product_where_that_is_faster(tokens: int) -> None:
+    choice = search(tokens, weights(), picking(lambda choice: choice != GROUPED))
+    assert choice == GROUPED
+
+
+@pytest.mark.parametrize("tokens", EXPERT_BUCKETS)
+def test_every_kernel_that_is_timed_can_be_compiled_before(tokens: int) -> None:
+    def kernels(choice: ExpertChoice) -> set[tuple[object, ...]]:
+        way = choice.pairs or choice.tiles
+        if way is None:
+            return {("grouped",)}
+        height = choice.tiles.block_m if choice.tiles else 0
+        return {(height, "gate_up", way.gate_up), (height, "down", way.down)}
+
+    timed: list[ExpertChoice] = []
+    search(tokens, weights(), picking(cost_of, timed))
+    compiled = set().union(*map(kernels, candidates(tokens, weights())))
+    assert set().union(*map(kernels, timed)) <= compiled
+
+
+def test_takes_the_next_larger_bucket_of_the_same_shape() -> None:
+    tuner, own = ExpertTuner(), weights()
+    key = moe_tuning._key(64, 8, own)
+    tuner._choices[torch.bfloat16, key] = GROUPED
+    assert tuner.choose(33, 8, own) == tuner.choose(64, 8, own) == GROUPED
+    assert tuner.choose(65, 8, own) != GROUPED
+    assert tuner.choose(33, 16, own) != GROUPED, "experts of other ranks make fewer pairs here"
+    assert tuner.choose(33, 8, weights(top_k=3)) != GROUPED
+
+
+def test_nothing_is_tuned_off_cuda() -> None:
+    tuner = ExpertTuner()
+    tuner.tune([weights()], 8, 64)
+    assert tuner.jobs([weights()], 8, 64) == []
+    assert tuner.jobs([], 0, 64) == []
+    assert tuner.choose(1, 8, weights()).pairs is not None
+
+
+def test_reads_what_it_keeps(tmp_path: Path) -> None:
+    choices = [
+        GROUPED,
+        ExpertChoice(pairs=ExpertPairs(down=PAIRS_CANDIDATES[3])),
+        ExpertChoice(tiles=ExpertTiles(64, TileConfig(group=8), TileConfig(stages=2))),
+    ]
+    known = {(tokens, 8, 8, 16, 4, 2): choice for tokens, choice in enumerate(choices)}
+    path = tmp_path / "experts.json"
+    entries = [{"key": list(key), **asdict(choice)} for key, choice in known.items()]
+    autotune.keep(path, entries)
+    assert moe_tuning._read(path) == known
+    entries[2]["tiles"] = {"block_m": 3}
+    path.write_text(json.dumps(entries))
+    assert moe_tuning._read(path) == {}
+    for text in ("", "null", "[3]", '[{"key": 1}]'):
+        path.write_text(text)
+        assert moe_tuning._read(path) == {}
