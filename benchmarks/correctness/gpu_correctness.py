@@ -50,6 +50,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-8-2": {"kind": "LlamaConfig", "num_attention_heads": 8, "num_key_value_heads": 2},
     "qwen2-7-1": {"kind": "Qwen2Config", "num_attention_heads": 7, "num_key_value_heads": 1},
     "qwen3-8-2": {"kind": "Qwen3Config", "num_attention_heads": 8, "num_key_value_heads": 2},
+    "qwen3-moe-8-2": {
+        "kind": "Qwen3MoeConfig",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    "mixtral-8-2": {"kind": "MixtralConfig", "num_attention_heads": 8, "num_key_value_heads": 2},
 }
 DEFAULT = ["llama-9-3", "qwen2-7-1", "qwen3-8-2"]  # the first not beside a model that is given
 SPLIT = ["llama-8-2", "qwen3-8-2"]  # by 2 ranks

@@ -20,7 +20,17 @@ import torch
 from torch import Tensor
 
 from benchmarks import results
-from radixgrove.kernels import activation, attention, decode, norm, rope, sample, top_k_top_p
+from radixgrove.kernels import (
+    activation,
+    attention,
+    decode,
+    moe,
+    moe_tuning,
+    norm,
+    rope,
+    sample,
+    top_k_top_p,
+)
 from radixgrove.kernels.autotune import GEMV_CANDIDATES, SKINNY_CANDIDATES
 from radixgrove.kernels.float8 import FLOAT8, to_page
 from radixgrove.kernels.linear import MAX_SKINNY_TOKENS
@@ -309,6 +319,41 @@ def bench_extend(shape: Shape, kv_dtype: torch.dtype = DTYPE) -> None:
     show(name, f"{shape.name} T={tokens}", us, 0.0, flops)
 
 
+EXPERTS = {  # experts, of a token, hidden and inner size
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "mixtral-8x7b": (8, 2, 4096, 14336),
+}
+
+
+def bench_experts() -> None:
+    """A layer's experts by the tuner's choice and by `grouped_mm`; the bytes are those of the
+    experts that random logits choose."""
+    for name, (experts, top_k, hidden, inner) in EXPERTS.items():
+        router = moe.Router(moe.Routing(top_k, renormalize=True))
+        layers = [
+            moe.ExpertWeights(
+                random(experts, 2 * inner, hidden), random(experts, hidden, inner), router
+            )
+            for _ in range(2)
+        ]
+        for tokens in (1, 4, 16, 64, 256, 1024, 8192):
+            x, logits = random(tokens, hidden), torch.randn(tokens, experts, device="cuda")
+            used = len(moe.route_reference(logits, router).ids.unique())
+            moved, flops = used * 3 * hidden * inner * 2, 6.0 * tokens * top_k * hidden * inner
+            time = partial(time_experts, x, logits, layers)
+            chosen = moe_tuning.search(tokens, layers[0], partial(min, key=time))
+            for kernel, choice in ("experts", chosen), ("grouped_mm", moe.GROUPED):
+                show(kernel, f"{name} T={tokens}, {used} experts", time(choice), moved, flops)
+            print(f"    {chosen}", flush=True)
+
+
+def time_experts(
+    x: Tensor, logits: Tensor, layers: list[moe.ExpertWeights], choice: moe.ExpertChoice
+) -> float:
+    """Routing and sorting included."""
+    return microseconds([partial(moe.experts, x, logits, y, choice=choice) for y in layers] * 2)
+
+
 def bench_sampling() -> None:
     for shape in SHAPES:
         for batch in (1, 64, 256):
@@ -338,6 +383,7 @@ BENCHES = {
     "attention": bench_attention,
     "float8": bench_float8,
     "rope_decode": bench_rope_decode,
+    "experts": bench_experts,
     "sampling": bench_sampling,
 }
 

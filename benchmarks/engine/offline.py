@@ -138,8 +138,18 @@ def model_shape(config: ModelConfig, info: EngineInfo) -> ModelShape:
     hidden, dim = config.hidden_size, config.head_dim
     attention = hidden * (config.num_heads + 2 * config.num_kv_heads) * dim
     attention += config.num_heads * dim * hidden
+    matrices = config.num_layers * attention
+    matrices += 3 * hidden * config.intermediate_size * (config.num_layers - config.expert_layers)
+    mixture = {}
+    if experts := config.experts:
+        matrices += config.expert_layers * hidden * (experts.count + 3 * experts.shared_size)
+        mixture = {
+            "expert_parameters": config.expert_layers * 3 * hidden * experts.intermediate_size,
+            "experts": experts.count,
+            "experts_per_token": experts.per_token,
+        }
     return ModelShape(
-        matrix_parameters=config.num_layers * (attention + 3 * hidden * config.intermediate_size),
+        matrix_parameters=matrices,
         head_parameters=config.vocab_size * hidden,
         layers=config.num_layers,
         heads=config.num_heads,
@@ -147,6 +157,7 @@ def model_shape(config: ModelConfig, info: EngineInfo) -> ModelShape:
         head_dim=dim,
         item_bytes=item_bytes,
         kv_item_bytes=1 if info.kv_dtype == KVDType.FP8_E4M3 else item_bytes,
+        **mixture,
     )
 
 

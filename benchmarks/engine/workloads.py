@@ -180,9 +180,13 @@ def find_device(card: str) -> Device | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a forward pass reads and multiplies."""
+    """What a forward pass reads and multiplies.
 
-    matrix_parameters: int  # all linear layers, without embedding and head
+    `expert_parameters` are those of one expert of each layer that has some; of `experts` a token
+    takes `experts_per_token`.
+    """
+
+    matrix_parameters: int  # all linear layers, without embedding, head and experts
     head_parameters: int
     layers: int
     heads: int
@@ -190,6 +194,22 @@ class ModelShape:
     head_dim: int
     item_bytes: int = 2
     kv_item_bytes: int = 2
+    expert_parameters: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def multiplied_parameters(self) -> int:
+        """By a token, without the head."""
+        return self.matrix_parameters + self.experts_per_token * self.expert_parameters
+
+    def read_parameters(self, rows: int) -> float:
+        """By a step of so many rows, which choose evenly: the experts that one of them takes."""
+        read = float(self.matrix_parameters + self.head_parameters)
+        if self.experts:
+            missed = (1 - self.experts_per_token / self.experts) ** rows
+            read += self.experts * (1 - missed) * self.expert_parameters
+        return read
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -205,20 +225,20 @@ def least_seconds(workload: Workload, shape: ModelShape, device: Device) -> floa
     """Least time of prefill's FLOPs, then of decoding, one after the other.
 
     Decoding takes as many steps as the longest output, all requests together. The products of a
-    step take the longer of reading the weights once and multiplying its rows by them; attention
-    the longer of reading each request's whole context and multiplying it. Shared prefixes are
-    computed once, and read once a step and group.
+    step take the longer of reading once the weights that they need and multiplying its rows by
+    them; attention the longer of reading each request's whole context and multiplying it. Shared
+    prefixes are computed once, and read once a step and group.
 
     Raises:
         ValueError: weights have one byte a value, and the device's rate of FP8 is not known.
     """
     product_rate = device.product_rate(shape.item_bytes)
-    parameters = shape.matrix_parameters + shape.head_parameters
-    reading = parameters * shape.item_bytes / device.bytes_per_second
+    parameters = shape.multiplied_parameters + shape.head_parameters
     decoded = sorted(item.max_tokens - 1 for item in workload.items)
     products = 0.0
     for step in range(decoded[-1]):
         rows = len(decoded) - bisect_right(decoded, step)
+        reading = shape.read_parameters(rows) * shape.item_bytes / device.bytes_per_second
         products += max(reading, 2 * rows * parameters / product_rate)
     read = attended = 0  # tokens of KV, summed over steps
     computed, pairs = 0, 0.0  # tokens of prefill, and what each sees
@@ -236,7 +256,9 @@ def least_seconds(workload: Workload, shape: ModelShape, device: Device) -> floa
         pairs += workload.groups * _visible_pairs(prefix, 0)
     reading_kv = read * shape.kv_bytes_per_token / device.bytes_per_second
     attending = attended * shape.attention_flops_per_pair / device.flops_per_second
-    multiplied = computed * shape.matrix_parameters + len(workload.items) * shape.head_parameters
+    multiplied = (
+        computed * shape.multiplied_parameters + len(workload.items) * shape.head_parameters
+    )
     prefill = 2 * multiplied / product_rate
     prefill += pairs * shape.attention_flops_per_pair / device.flops_per_second
     return prefill + products + max(reading_kv, attending)

@@ -107,6 +107,28 @@ def test_limits_of_an_8b_model(llama_8b: Any, card: str, name: str, limit: int) 
     assert workload.counted_tokens / seconds == pytest.approx(limit, rel=0.01)
 
 
+def test_a_step_reads_the_experts_that_its_rows_choose() -> None:
+    """Qwen3-30B-A3B: 8 of 128 experts for a row, 125.9 for 64, all for many."""
+    shape = workloads.ModelShape(
+        matrix_parameters=0,
+        head_parameters=0,
+        layers=0,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        expert_parameters=48 * 3 * 2048 * 768,
+        experts=128,
+        experts_per_token=8,
+    )
+    chosen = [shape.read_parameters(rows) / shape.expert_parameters for rows in (1, 64, 4096)]
+    assert chosen == pytest.approx([8, 125.9, 128], abs=0.1)
+    one = workloads.Workload("w", [workloads.Item([0], 2)])
+    first = workloads.Workload("w", [workloads.Item([0], 1)])
+    step = workloads.least_seconds(one, shape, workloads.H200)
+    step -= workloads.least_seconds(first, shape, workloads.H200)
+    assert step == pytest.approx(8 * shape.expert_parameters * 2 / 4.3e12)
+
+
 def test_half_the_bytes_of_kv_save_their_reading(llama_8b: Any) -> None:
     workload = workloads.nano256()
     halved = dataclasses.replace(llama_8b, kv_item_bytes=1)
