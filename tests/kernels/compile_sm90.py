@@ -40,6 +40,7 @@ from radixgrove.kernels import (
     norm,
     pages,
     penalties,
+    quantize,
     rope,
     sample,
     top_k_top_p,
@@ -53,7 +54,9 @@ from radixgrove.kernels.autotune import (
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.linear import SkinnyWorkspace
 from radixgrove.kernels.matmul import Scratch, multiply
+from radixgrove.kernels.scaled import multiply_quantized
 from radixgrove.kernels.weight import Weight
+from radixgrove.protocol.model.quantization import Activations
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MODULES = (
@@ -66,6 +69,7 @@ MODULES = (
     moe,
     norm,
     pages,
+    quantize,
     sample,
     rope,
     decode_inputs,
@@ -271,6 +275,46 @@ def launch_experts(dtype: torch.dtype) -> None:
     moe.combine(x, positions, torch.zeros(8192, 8), x, x)
 
 
+def float8_weight(rows: int, columns: int, activations: Activations, *, blocks: bool) -> Weight:
+    shape = (-(-rows // 128), -(-columns // 128)) if blocks else (rows,)
+    return Weight(
+        torch.empty(rows, columns, dtype=FLOAT8),
+        torch.bfloat16,
+        scales=torch.ones(shape),
+        block=(128, 128) if blocks else None,
+        activations=activations,
+        activation_bound=1.0 if activations == Activations.TOKEN else None,
+        input_scale=torch.ones(1) if activations == Activations.STATIC else None,
+    )
+
+
+FLOAT8_KINDS = (
+    (Activations.STATIC, False),
+    (Activations.TOKEN, False),
+    (Activations.GROUP, True),
+    (Activations.KEPT, False),
+    (Activations.KEPT, True),
+)
+
+
+def launch_float8(hidden: int) -> None:
+    """Products of float8 weights of every kind, and what quantizes their inputs."""
+    scratch = Scratch(torch.device("cpu"))
+    for activations, blocks in FLOAT8_KINDS:
+        weight = float8_weight(2048, hidden, activations, blocks=blocks)
+        gate_up = {"norm": torch.zeros(hidden, dtype=torch.bfloat16), "silu": True}
+        for choice, tokens in ((GEMV_CANDIDATES[2], 1), (SKINNY_CANDIDATES[2], 16)):
+            x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+            multiply_quantized(x, weight, choice=choice, scratch=scratch, **gate_up)
+            residual = torch.zeros(tokens, 2048, dtype=torch.bfloat16)
+            gated = torch.zeros(tokens, 2 * hidden, dtype=torch.bfloat16)
+            options: dict[str, Any] = {"residual": residual, "gated": True}
+            multiply_quantized(gated, weight, choice=choice, scratch=scratch, **options)
+        if activations != Activations.KEPT:
+            x = torch.zeros(4, hidden, dtype=torch.bfloat16)
+            quantize.quantize(x, weight, norm=x[0], residual=x.clone())
+
+
 def launch_expert_candidates(experts: int, top_k: int, hidden: int, inner: int) -> None:
     """All that is timed, and routing and sorting; of each shape's memory only the addresses count,
     so that one expert's is enough."""
@@ -402,5 +446,6 @@ if __name__ == "__main__":
         launch_all(torch.float32)
         for dtype in (torch.bfloat16, torch.float32):
             launch_paged(dtype, FLOAT8)
+        launch_float8(4096)
         launch_sampling()
         launch_smallest()

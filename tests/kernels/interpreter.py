@@ -1,7 +1,7 @@
 """Repairs of Triton 3.6's interpreter, which runs kernels on NumPy arrays.
 
-It turns one-element arrays into integers by `int`, which NumPy 2.4 refuses, multiplies bfloat16
-matrices as the 16-bit integers that carry them, cuts float32 off to bfloat16, which compiled
+It turns one-element arrays into integers by `int`, which NumPy 2.4 refuses, multiplies matrices in
+bfloat16 or float8 as the integers that carry them, cuts float32 off to bfloat16, which compiled
 kernels round to the nearest, and rounds to float8 without carry into the exponent. And it looks
 through all of the language for what to replace at every launch and every call of a function, which
 is a third of the time of most tests: here it does so once.
@@ -20,6 +20,8 @@ from triton.runtime import interpreter
 
 
 def _float32(handle: Any) -> Any:
+    if handle.dtype.scalar == tl.float8e4nv:
+        return _through_torch(handle, tl.float32)
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     wide = (handle.data.astype(np.uint32) << 16).view(np.float32)

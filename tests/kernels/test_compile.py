@@ -28,6 +28,7 @@ KERNELS = {
     "_mask_tokens_kernel",
     "_penalize_kernel",
     "prefix_kernel",
+    "_quantize_kernel",
     "_race_kernel",
     "_race_winner_kernel",
     "_rms_norm_kernel",

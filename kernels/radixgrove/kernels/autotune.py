@@ -26,6 +26,7 @@ from radixgrove.kernels.cublaslt import CublasLtConfig
 from radixgrove.kernels.linear import MAX_SKINNY_TOKENS, GemvConfig, SkinnyConfig
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.norm import add_rms_norm, rms_norm
+from radixgrove.kernels.scaled import library_takes, multiply_quantized
 from radixgrove.kernels.weight import Weight
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ SKINNY_CANDIDATES = tuple(
 )
 # What a block of compute capability 9.0 has, less some for what the compiler needs beside tiles.
 _SHARED_MEMORY_BYTES = 225 << 10
+SCALED = Choice(scaled=True)
 # Up to this many tokens `skinny` may win with any ending, past it with SiLU-and-multiply only.
 _SKINNY_WITHOUT_SILU = 64
 _SKINNY_ONE_TILE = 32  # up to here the first tile that fits has always won
@@ -116,6 +118,8 @@ class LinearTuner:
     def choose(self, tokens: int, weight: Weight, *, silu: bool) -> Choice:
         """The kernel for `tokens` rows; float32 always takes cuBLAS past one token."""
         default = GEMV_CANDIDATES[2] if tokens == 1 else CUBLAS
+        if tokens > 1 and weight.quantized and weight.block is None and library_takes(weight):
+            default = SCALED
         key = (weight.format, bucket_of(tokens), *weight.shape, silu)
         return self._choices.get((weight.dtype, key), default) if tokens else CUBLAS
 
@@ -240,6 +244,8 @@ def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch)
     config = choice.skinny
     if config is None:
         return False
+    if (block := projection.weights[0].block) and block[1] % config.block_k:
+        return False
     weight, n = projection.weights[0], projection.outputs
     chip = torch.cuda.get_device_properties(weight.device)
     shared = config.shared_memory_bytes(bucket, weight.dtype.itemsize, silu=projection.silu)
@@ -259,7 +265,9 @@ def _splits(tiles: int, multiprocessors: int) -> int:
 def _candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
     """cuBLAS first, then all that may beat it."""
     library = [CUBLAS]
-    if bucket > 1 and not projection.biased and scratch.cublaslt is not None:
+    if projection.weights[0].quantized:
+        library += [SCALED] if library_takes(projection.weights[0]) else []
+    elif bucket > 1 and not projection.biased and scratch.cublaslt is not None:
         weight, result = projection.weights[0], projection.result_dtype
         try:
             found = scratch.cublaslt.candidates(bucket, weight.payload, result)
@@ -330,7 +338,7 @@ class _Trial:
         x, of_inputs, of_outputs, residual = self._operands
         projection = self._projection
         product = partial(
-            multiply,
+            multiply_quantized if weight.quantized else multiply,
             x,
             weight,
             of_outputs if projection.biased else None,
@@ -510,6 +518,7 @@ def _read(path: Path) -> dict[_Key, Choice]:
                 skinny=SkinnyConfig(**e["skinny"]) if e["skinny"] else None,
                 cublaslt=CublasLtConfig(bytes.fromhex(e["cublaslt"])) if e["cublaslt"] else None,
                 deferred=bool(e["deferred"]),
+                scaled=bool(e["scaled"]),
             )
             for e in entries
         }
@@ -529,6 +538,7 @@ def _write(path: Path, known: dict[_Key, Choice]) -> None:
             "skinny": asdict(choice.skinny) if choice.skinny else None,
             "cublaslt": choice.cublaslt.algorithm.hex() if choice.cublaslt else None,
             "deferred": choice.deferred,
+            "scaled": choice.scaled,
         }
         for (kind, tokens, n, k, silu), choice in sorted(known.items())
     ]

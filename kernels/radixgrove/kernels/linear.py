@@ -33,6 +33,8 @@ from radixgrove.kernels._triton import (
 )
 from radixgrove.kernels.activation import silu_and_mul_reference
 from radixgrove.kernels.norm import rms_norm_reference
+from radixgrove.kernels.quantize import product_reference
+from radixgrove.kernels.weight import Weight
 
 MAX_SKINNY_TOKENS = 128
 _GEMV_STAGES = 3  # of the pipeline of tiles after a program's first
@@ -63,9 +65,47 @@ class SkinnyConfig:
         return self.stages * rows * self.block_k * itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class ProductScales:
+    """Of float8 operands; all float32.
+
+    Attributes:
+        weight: [N] of rows, or with `block` [ceil(N / rows), ceil(K / columns)].
+        block: rows and columns of the weight that share a scale.
+        inputs: [T, 1] of rows of x, [1, 1] of all, or [T, ceil(K / columns)]; None: x is not
+            quantized.
+    """
+
+    weight: Tensor
+    block: tuple[int, int] | None = None
+    inputs: Tensor | None = None
+
+    def arguments(self, x: Tensor) -> dict[str, object]:
+        """For a kernel that takes them."""
+        inputs = self.inputs
+        high, wide = self.block or (0, 0)
+        return {
+            "w_scale_ptr": self.weight,
+            "x_scale_ptr": self.weight if inputs is None else inputs,
+            "x_scale_stride": inputs.stride(0) if inputs is not None and len(inputs) > 1 else 0,
+            "SCALED": True,
+            "HIGH": high,
+            "WIDE": wide,
+            "X_SCALED": inputs is not None,
+            "X_PARTS": inputs is not None and inputs.shape[1] > 1,
+        }
+
+
+def _scale_arguments(scales: ProductScales | None, x: Tensor) -> dict[str, object]:
+    if scales is not None:
+        return scales.arguments(x)
+    nothing = {"w_scale_ptr": x, "x_scale_ptr": x, "x_scale_stride": 0, "SCALED": False}
+    return nothing | {"HIGH": 0, "WIDE": 0, "X_SCALED": False, "X_PARTS": False}
+
+
 def linear_reference(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Weight,
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -74,9 +114,17 @@ def linear_reference(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `gemv`; for any number of tokens."""
+    """See `gemv`; for any number of tokens, and for weights of every format."""
     if norm is not None:
         x = rms_norm_reference(x, norm, eps)
+    if isinstance(weight, Weight) and weight.quantized:
+        y = product_reference(x, weight, bias)
+        if out is not None:
+            return out.copy_(y)
+        y = y.to(x.dtype)
+        y = silu_and_mul_reference(y) if silu else y
+        return y if residual is None else residual.add_(y)
+    weight = weight.payload if isinstance(weight, Weight) else weight
     if out is not None:
         wide_bias = None if bias is None else bias.to(out.dtype)
         wide = torch.nn.functional.linear(x.to(out.dtype), weight.to(out.dtype), wide_bias)
@@ -94,6 +142,28 @@ def _folded(products):
 
 
 @jit
+def _widened(
+    w, scale_ptr, row, column, k, SCALED: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr
+):
+    """A tile of the weight as float32, times its blocks' scales if it has some."""
+    w = w.to(tl.float32)
+    if SCALED and WIDE > 0:
+        scales = scale_ptr + (row // HIGH)[:, None] * tl.cdiv(k, WIDE) + (column // WIDE)[None, :]
+        w *= tl.load(scales, mask=(column < k)[None, :], other=0.0)
+    return w
+
+
+@jit
+def _inputs(x_ptr, scale_ptr, column, k, WIDE: tl.constexpr, X_PARTS: tl.constexpr):
+    """[1, K] of one token as float32, times its parts' scales if it has some."""
+    inside = column < k
+    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if X_PARTS:
+        x *= tl.load(scale_ptr + column // WIDE, mask=inside, other=0.0)
+    return x[None, :]
+
+
+@jit
 def _gemv_kernel(
     x_ptr,
     weight_ptr,
@@ -101,9 +171,12 @@ def _gemv_kernel(
     norm_ptr,
     residual_ptr,
     out_ptr,
+    w_scale_ptr,
+    x_scale_ptr,
     n,
     k,
     eps,
+    x_scale_stride,
     NORM: tl.constexpr,
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
@@ -112,13 +185,19 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     ONE_TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALED: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    X_SCALED: tl.constexpr,
+    X_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, BLOCK_K)
     alive = row < n
     # Rows past the end read row 0 rather than carry a mask through the pipeline.
-    weights = weight_ptr + tl.where(alive, row, 0).to(tl.int64)[:, None] * k + lane[None, :]
+    source = tl.where(alive, row, 0)
+    weights = weight_ptr + source.to(tl.int64)[:, None] * k + lane[None, :]
     upper = weights + tl.cast(n, tl.int64) * k  # the `up` half of a fused gate/up weight
     # Weights do not depend on the kernel before: their first tile is under way while it ends, and
     # is multiplied last, so that the tiles after it are asked for without waiting for it.
@@ -134,24 +213,36 @@ def _gemv_kernel(
     if not ONE_TILE:
         for offset in tl.range(BLOCK_K, k, BLOCK_K, num_stages=STAGES):
             inside = offset + lane < k
-            x = tl.load(x_ptr + offset + lane, mask=inside, other=0.0).to(tl.float32)[None, :]
+            x = _inputs(x_ptr, x_scale_ptr, offset + lane, k, WIDE, X_PARTS)
             w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
+            w = _widened(w, w_scale_ptr, source, offset + lane, k, SCALED, HIGH, WIDE)
             if NORM:
                 squares += _folded(x * x)
                 norm = tl.load(norm_ptr + offset + lane, mask=inside, other=0.0)
                 x *= norm.to(tl.float32)[None, :]
-            total += _folded(w.to(tl.float32) * x)
+            total += _folded(w * x)
             if SILU:
                 u = tl.load(upper + offset, mask=inside[None, :], other=0.0)
-                upper_total += _folded(u.to(tl.float32) * x)
-    x = tl.load(x_ptr + lane, mask=lane < k, other=0.0).to(tl.float32)[None, :]
+                u = _widened(u, w_scale_ptr, source + n, offset + lane, k, SCALED, HIGH, WIDE)
+                upper_total += _folded(u * x)
+    x = _inputs(x_ptr, x_scale_ptr, lane, k, WIDE, X_PARTS)
     if NORM:
         squares += _folded(x * x)
         x *= tl.load(norm_ptr + lane, mask=lane < k, other=0.0).to(tl.float32)[None, :]
-    y = tl.sum(total + _folded(tile.to(tl.float32) * x), axis=1)
+    w = _widened(tile, w_scale_ptr, source, lane, k, SCALED, HIGH, WIDE)
+    y = tl.sum(total + _folded(w * x), axis=1)
     upper_y = y
     if SILU:
-        upper_y = tl.sum(upper_total + _folded(upper_tile.to(tl.float32) * x), axis=1)
+        u = _widened(upper_tile, w_scale_ptr, source + n, lane, k, SCALED, HIGH, WIDE)
+        upper_y = tl.sum(upper_total + _folded(u * x), axis=1)
+    if SCALED and WIDE == 0:
+        y *= tl.load(w_scale_ptr + source)
+        if SILU:
+            upper_y *= tl.load(w_scale_ptr + source + n)
+    if X_SCALED and not X_PARTS:
+        scale = tl.load(x_scale_ptr)
+        y *= scale
+        upper_y *= scale
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / k + eps)
         y *= scale
@@ -176,27 +267,31 @@ def gemv(
     residual: Tensor | None = None,
     config: GemvConfig | None = None,
     out: Tensor | None = None,
+    scales: ProductScales | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`ending(norm(x) @ weight.T + bias)` for one token, summed in float32.
 
     Args:
-        x: [1, K] contiguous, float32, bfloat16 or float16.
+        x: [1, K] contiguous, float32, bfloat16 or float16; float8 with `scales` of inputs.
         weight: [N, K] contiguous, or [2 N, K] (gate, then up) with `silu`. bias: [N], not with
             `silu`.
         norm: [K], weight of an RMSNorm of x with `eps`, applied first.
         silu: SiLU-and-multiply the halves of the product.
         residual: [1, N], added to, in place, and returned.
         out: where to write without `residual`, x's dtype or float32; allocated when None.
+        scales: of a weight in float8, and of x where it is; not with `norm` then.
+        dtype: of the result, if not x's.
 
     Returns:
-        [1, N], x's dtype or that of `out`.
+        [1, N], `dtype`, x's or that of `out`.
     """
     k = x.shape[1]
     n = weight.shape[0] // 2 if silu else weight.shape[0]
     if residual is not None:
         out = residual
     elif out is None:
-        out = torch.empty((1, n), dtype=x.dtype, device=x.device)
+        out = torch.empty((1, n), dtype=dtype or x.dtype, device=x.device)
     config = config or GemvConfig()
     _gemv_kernel[(cdiv(n, config.rows),)](
         x,
@@ -205,9 +300,9 @@ def gemv(
         norm if norm is not None else x,
         residual if residual is not None else x,
         out,
-        n,
-        k,
-        eps,
+        n=n,
+        k=k,
+        eps=eps,
         NORM=norm is not None,
         SILU=silu,
         BIAS=bias is not None,
@@ -216,6 +311,7 @@ def gemv(
         BLOCK_K=config.block_k,
         ONE_TILE=config.block_k >= k,
         STAGES=_GEMV_STAGES,
+        **_scale_arguments(scales, x),
         num_warps=config.warps,
         **pdl(x),
     )
@@ -231,10 +327,13 @@ def _skinny_kernel(
     out_ptr,
     partial_ptr,
     counter_ptr,
+    w_scale_ptr,
+    x_scale_ptr,
     tokens,
     n,
     k,
     k_split,
+    x_scale_stride,
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -244,6 +343,11 @@ def _skinny_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALED: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    X_SCALED: tl.constexpr,
+    X_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: out[:, tile] over one share of K, as weight_tile @ x.T in float32."""
@@ -254,8 +358,10 @@ def _skinny_kernel(
     lane = tl.arange(0, BLOCK_K)
     alive = row < n
     # Rows past the end read row 0 rather than carry a mask through the pipeline.
-    weights = weight_ptr + tl.where(alive, row, 0).to(tl.int64)[:, None] * k + lane[None, :]
-    inputs = x_ptr + tl.where(token < tokens, token, 0)[None, :] * k + lane[:, None]
+    source = tl.where(alive, row, 0)
+    own = tl.where(token < tokens, token, 0)
+    weights = weight_ptr + source.to(tl.int64)[:, None] * k + lane[None, :]
+    inputs = x_ptr + own[None, :] * k + lane[:, None]
     start = split * k_split
     stop = tl.minimum(start + k_split, k)
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -267,12 +373,29 @@ def _skinny_kernel(
         inside = offset + lane < stop
         w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
         x = tl.load(inputs + offset, mask=inside[:, None], other=0.0)
-        total = tl.dot(w, x, total, input_precision=PRECISION)
+        if SCALED and not X_SCALED:
+            w = w.to(x.dtype)
+        if WIDE > 0:  # a step along K is within a block, whose scales its sum is multiplied by
+            step = offset // WIDE
+            columns = tl.cdiv(k, WIDE)
+            scale = tl.load(w_scale_ptr + source // HIGH * columns + step)[:, None]
+            own_scale = 1.0
+            if X_PARTS:
+                own_scale = tl.load(x_scale_ptr + own * x_scale_stride + step)[None, :]
+            total += tl.dot(w, x, input_precision=PRECISION) * scale * own_scale
+        else:
+            total = tl.dot(w, x, total, input_precision=PRECISION)
         if SILU:
             upper = tl.load(
                 weights + tl.cast(n, tl.int64) * k + offset, mask=inside[None, :], other=0.0
             )
-            upper_total = tl.dot(upper, x, upper_total, input_precision=PRECISION)
+            if SCALED and not X_SCALED:
+                upper = upper.to(x.dtype)
+            if WIDE > 0:
+                scale = tl.load(w_scale_ptr + (source + n) // HIGH * columns + step)[:, None]
+                upper_total += tl.dot(upper, x, input_precision=PRECISION) * scale * own_scale
+            else:
+                upper_total = tl.dot(upper, x, upper_total, input_precision=PRECISION)
     last = True
     if SPLITS > 1:
         # Every split leaves its share; the last one to arrive sums them in a fixed order.
@@ -298,6 +421,15 @@ def _skinny_kernel(
                     upper_total += tl.load(slot + area + inner, cache_modifier=".cg")
     if last:
         y = total
+        if SCALED and WIDE == 0:
+            y *= tl.load(w_scale_ptr + source)[:, None]
+            if SILU:
+                upper_total *= tl.load(w_scale_ptr + source + n)[:, None]
+        if X_SCALED and not X_PARTS:
+            scale = tl.load(x_scale_ptr + own * x_scale_stride)[None, :]
+            y *= scale
+            if SILU:
+                upper_total *= scale
         if BIAS:
             y += tl.load(bias_ptr + row, mask=alive, other=0.0).to(tl.float32)[:, None]
         if SILU:
@@ -342,23 +474,30 @@ def skinny(
     config: SkinnyConfig | None = None,
     workspace: SkinnyWorkspace | None = None,
     out: Tensor | None = None,
+    scales: ProductScales | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As `gemv` without its norm, for 1 to `MAX_SKINNY_TOKENS` tokens: x is [T, K] contiguous.
 
+    A step along K of `config` divides the width of blocks that share a scale.
+
     Raises:
-        ValueError: too many tokens, or `config` splits K and `workspace` is absent or too small.
+        ValueError: too many tokens, steps that do not, or `config` splits K and `workspace` is
+            absent or too small.
     """
     tokens, k = x.shape
     n = weight.shape[0] // 2 if silu else weight.shape[0]
     config = config or SkinnyConfig()
     if not 1 <= tokens <= MAX_SKINNY_TOKENS:
         raise ValueError(f"{tokens} tokens are not within 1..{MAX_SKINNY_TOKENS}")
+    if scales is not None and scales.block and scales.block[1] % config.block_k:
+        raise ValueError(f"steps of {config.block_k} do not divide blocks of {scales.block[1]}")
     if config.splits > 1 and (workspace is None or not workspace.fits(config, tokens, n, silu)):
         raise ValueError("splitting K needs a workspace of sufficient size")
     if residual is not None:
         out = residual
     elif out is None:
-        out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+        out = torch.empty((tokens, n), dtype=dtype or x.dtype, device=x.device)
     k_split = cdiv(cdiv(k, config.splits), config.block_k) * config.block_k
     _skinny_kernel[(cdiv(n, config.block_n), config.splits)](
         x,
@@ -368,10 +507,10 @@ def skinny(
         out,
         workspace.partials if workspace is not None else x,
         workspace.counters if workspace is not None else x,
-        tokens,
-        n,
-        k,
-        k_split,
+        tokens=tokens,
+        n=n,
+        k=k,
+        k_split=k_split,
         SILU=silu,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
@@ -381,6 +520,7 @@ def skinny(
         BLOCK_K=config.block_k,
         STAGES=config.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        **_scale_arguments(scales, x),
         num_warps=config.warps,
         **pdl(x),
     )

@@ -19,8 +19,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernel of one shape; what torch takes of cuBLAS when none is set.
+    """The kernel of one shape; what torch takes of cuBLAS when none is set, which widens quantized
+    weights first.
 
+    `scaled`: torch's product of quantized weights.
     `deferred`: the product is faster without the residual, to which the norm after it adds it.
     """
 
@@ -28,6 +30,7 @@ class Choice:
     skinny: SkinnyConfig | None = None
     cublaslt: CublasLtConfig | None = None
     deferred: bool = False
+    scaled: bool = False
 
 
 CUBLAS = Choice()

@@ -26,6 +26,7 @@ from radixgrove.kernels.autotune import LinearTuner
 from radixgrove.kernels.matmul import multiply
 from radixgrove.kernels.moe_tuning import ExpertTuner
 from radixgrove.kernels.penalties import PROMPT_BIT
+from radixgrove.kernels.scaled import multiply_quantized
 from radixgrove.kernels.weight import Weight
 
 __all__ = [
@@ -99,8 +100,12 @@ def linear(
     silu: bool = False,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    added_to: Tensor | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """`residual += silu_and_mul(rms_norm(x) @ weight.T + bias)`, each part optional.
+
+    What comes before a product with a quantized weight is in the kernel that quantizes x.
 
     Args:
         x: [T, K] contiguous. weight: [N, K], or [2 N, K] with `silu`. bias: [N].
@@ -108,19 +113,44 @@ def linear(
         silu: SiLU-and-multiply the two halves of the product; excludes `bias`.
         residual: [T, N] contiguous, updated in place and returned.
         out: [T, N] contiguous, where to write a product without any ending; x's dtype or float32.
+        added_to: [T, K] contiguous, to which x is added before the norm, in place.
+        gated: x is [T, 2 K], gate first, and SiLU-and-multiplied first; with a quantized weight.
 
     Returns:
         [T, N], x's dtype or that of `out`.
     """
     if not x.is_cuda:
+        if gated:
+            x = activation.silu_and_mul_reference(x)
+        if added_to is not None:
+            x = added_to.add_(x)
         return _linear.linear_reference(
-            x, weight.payload, bias, norm=norm, eps=eps, silu=silu, residual=residual, out=out
+            x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual, out=out
         )
+    choice = tuner.choose(x.shape[0], weight, silu=silu)
+    if weight.quantized:
+        return multiply_quantized(
+            x,
+            weight,
+            bias,
+            choice=choice,
+            scratch=tuner.scratch(x.device),
+            norm=norm,
+            eps=eps,
+            added_to=added_to,
+            gated=gated,
+            silu=silu,
+            residual=residual,
+            out=out,
+        )
+    if added_to is not None:
+        assert norm is not None
+        x, norm = add_rms_norm(x, added_to, norm, eps), None
     return multiply(
         x,
         weight,
         bias,
-        choice=tuner.choose(x.shape[0], weight, silu=silu),
+        choice=choice,
         scratch=tuner.scratch(x.device),
         norm=norm,
         eps=eps,
@@ -142,7 +172,7 @@ def experts(
 
 def defers_residual(tokens: int, weight: Weight) -> bool:
     """Whether `linear` for so many tokens is better called without its residual, and the product
-    added to that by `add_rms_norm`."""
+    added to that by the norm after it."""
     return weight.device.type == "cuda" and tuner.choose(tokens, weight, silu=False).deferred
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from radixgrove.protocol.model.quantization import Activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,10 +18,24 @@ class Weight:
     Attributes:
         payload: [..., N, K], numbers as the format stores them.
         dtype: of the inputs and outputs of products.
+        scales: float32, by which the payload is multiplied: [..., N], of rows, or with `block`
+            [..., ceil(N / block rows), ceil(K / block columns)]; None: by nothing.
+        block: rows and columns that share a scale.
+        activations: how inputs are quantized before the product.
+        activation_bound: a row's largest value counts as this at most.
+        input_scale: float32, of inputs where `activations` are static: [..., 1], or, before
+            `settled`, of each piece of a fused weight.
+        uniform: all rows have one scale.
     """
 
     payload: Tensor
     dtype: torch.dtype
+    scales: Tensor | None = None
+    block: tuple[int, int] | None = None
+    activations: Activations = Activations.KEPT
+    activation_bound: float | None = None
+    input_scale: Tensor | None = None
+    uniform: bool = False
 
     @classmethod
     def plain(cls, matrix: Tensor) -> Weight:
@@ -37,14 +53,36 @@ class Weight:
         return self.payload.device
 
     @property
+    def quantized(self) -> bool:
+        """Whether a product is more than one of the payload."""
+        return self.scales is not None or self.activations != Activations.KEPT
+
+    @property
     def nbytes(self) -> int:
-        return self.payload.nbytes
+        others = (x.nbytes for x in (self.scales, self.input_scale) if x is not None)
+        return self.payload.nbytes + sum(others)
 
     @property
     def format(self) -> str:
         """Names all but the shape that the choice of a kernel depends on."""
-        return str(self.payload.dtype).removeprefix("torch.")
+        name = str(self.payload.dtype).removeprefix("torch.")
+        if not self.quantized:
+            return name
+        scales = "x".join(map(str, self.block)) if self.block else "row"
+        return f"{name} {'tensor' if self.uniform else scales} {self.activations}"
 
     def __getitem__(self, index: int) -> Weight:
         """One of a stack; shares its memory."""
-        return Weight(self.payload[index], self.dtype)
+        scales, inputs = self.scales, self.input_scale
+        return replace(
+            self,
+            payload=self.payload[index],
+            scales=None if scales is None else scales[index],
+            input_scale=None if inputs is None else inputs[index],
+        )
+
+    def settled(self) -> Weight:
+        """Once it is filled: pieces of a fused weight have one input, which the largest of their
+        scales is for."""
+        inputs = self.input_scale
+        return replace(self, input_scale=None if inputs is None else inputs.amax(-1, keepdim=True))

@@ -33,6 +33,11 @@ class KVDType(StrEnum):
     FP8_E4M3 = "fp8_e4m3"
 
 
+class Quantize(StrEnum):
+    NONE = "none"
+    FP8 = "fp8"
+
+
 class LoadFormat(StrEnum):
     SAFETENSORS = "safetensors"
     DUMMY = "dummy"
@@ -199,6 +204,11 @@ class WorkerSettings(Settings):
     device: Device = _field(Device.AUTO, "Where to run.", everyday=True)
     dtype: DType = _field(
         DType.AUTO, "Weights; auto: the model's own, float32 on CPU.", everyday=True
+    )
+    quantize: Quantize = _field(
+        Quantize.NONE,
+        "fp8: an unquantized checkpoint becomes one byte a weight while it is read.",
+        everyday=True,
     )
     kv_dtype: KVDType = _field(
         KVDType.AUTO, "KV; auto: the weights' dtype; fp8_e4m3: one byte a value.", everyday=True

@@ -342,7 +342,7 @@ def test_spellings_of_a_dtype(name: str | None) -> None:
         ({"rope_scaling": {"type": "linear"}}, "needs 'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor must be a positive number"),
         ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
-        ({"compression_config": {"bits": 8}}, "quantized"),
+        ({"compression_config": {"bits": 8}}, "compression_config is not supported"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number"),
     ],
 )

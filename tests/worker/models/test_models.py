@@ -122,7 +122,7 @@ def test_sliding_window_bounds_the_length() -> None:
         ({"hidden_act": "gelu"}, "only silu"),
         ({"hidden_size": None}, "hidden_size must be a positive integer"),
         ({"num_key_value_heads": 3}, "cannot share 3 KV heads"),
-        ({"quantization_config": {}}, "quantized"),
+        ({"quantization": {"bits": 4}}, "quantization is not supported, only quantization_config"),
         ({"torch_dtype": "float8"}, "dtype 'float8' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
     ],

@@ -212,7 +212,7 @@ class Parallelism(SpecModel):
 
 # Settings of the worker that are fields of `engine`, and the names of those that differ.
 _EVERYDAY = (
-    "page_size", "max_model_len", "max_running", "dtype", "kv_dtype", "kv_tokens",
+    "page_size", "max_model_len", "max_running", "dtype", "quantize", "kv_dtype", "kv_tokens",
     "memory_fraction", "schedule_policy", "eviction_policy", "sharing", "host_cache_gib",
     "host_write_policy",
 )  # fmt: skip

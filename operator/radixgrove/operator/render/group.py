@@ -35,7 +35,7 @@ from radixgrove.operator.render.revision import (
 )
 from radixgrove.protocol.model.fit import Intended
 from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
-from radixgrove.protocol.settings import DType, WorkerSettings
+from radixgrove.protocol.settings import DType, Quantize, WorkerSettings
 
 WORKER_CONTAINER = "worker"
 MODEL_VOLUME = "model"
@@ -169,6 +169,7 @@ def intended(revision: Revision, gpu_bytes: int) -> Intended:
         tp=layout.tp,
         ep=layout.ep,
         dtype=dtype,
+        quantize="" if asked.quantize is Quantize.NONE else asked.quantize.value,
         max_model_len=asked.max_model_len,
         memory=memory,
     )

@@ -108,6 +108,8 @@ def _fitness(intended: Intended | None) -> list[str]:
         arguments += ["--ep", str(intended.ep)]
     if intended.dtype:
         arguments += ["--dtype", intended.dtype]
+    if intended.quantize:
+        arguments += ["--quantize", intended.quantize]
     if intended.max_model_len is not None:
         arguments += ["--max-model-len", str(intended.max_model_len)]
     if intended.memory:

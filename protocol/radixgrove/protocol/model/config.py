@@ -8,12 +8,17 @@ give other tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any
 
 from radixgrove.protocol.errors import InvalidInput
+from radixgrove.protocol.model.quantization import (
+    Quantization,
+    QuantizationError,
+    parse_quantization,
+)
 
 
 class ModelError(InvalidInput, ValueError):
@@ -84,6 +89,7 @@ class ModelConfig:
     qk_norm: QkNorm
     experts: ExpertsConfig | None
     dtype: str  # the checkpoint's own, a name of `DTYPES`
+    quantization: Quantization | None = None  # None: the checkpoint has none
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """The experts of a layer; None: it has an MLP."""
@@ -220,7 +226,7 @@ MAX_EXPERTS = 512
 _DEFAULT_FULL_LAYERS = 28  # `max_window_layers`
 DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
-_QUANTIZED = ("quantization_config", "quantization", "compression_config")
+_QUANTIZED_OTHERWISE = ("quantization", "compression_config")
 # Keys of variants that share an architecture's name, or of other architectures. The model would be
 # another one without them.
 _CHANGES_ARITHMETIC = re.compile(
@@ -265,8 +271,12 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     given = {key: value for key, value in raw.items() if value is not None}
     if (activation := given.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise ModelError(f"activation {activation!r} is not supported, only silu")
-    if any(key in given for key in _QUANTIZED):
-        raise ModelError("quantized checkpoints are not supported; use the unquantized weights")
+    for key in _QUANTIZED_OTHERWISE:
+        if key in given:
+            raise ModelError(
+                f"config.json: {key} is not supported, only quantization_config; use the "
+                "unquantized weights"
+            )
     _refuse_unknown_arithmetic(given, family)
     attention_bias = bool(given.get("attention_bias", False))
     hidden_size = _size(given, "hidden_size")
@@ -307,6 +317,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         qk_norm=family.qk_norm,
         experts=_experts(given, family.experts, num_layers),
         dtype=_dtype(given),
+        quantization=_quantization(given),
     )
 
 
@@ -414,6 +425,15 @@ def _dtype(given: Mapping[str, Any]) -> str:
     return name
 
 
+def _quantization(given: Mapping[str, Any]) -> Quantization | None:
+    if "quantization_config" not in given:
+        return None
+    try:
+        return parse_quantization(given["quantization_config"])
+    except QuantizationError as error:
+        raise ModelError(f"config.json: {error}") from error
+
+
 def _rope(given: Mapping[str, Any], longest: int, default_theta: float) -> RopeConfig:
     found = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
@@ -486,6 +506,7 @@ def check_divides(config: ModelConfig, tp: int, ep: int = 1) -> None:
             f"tp {tp} does not divide the model's {', '.join(named[:-1])} and {named[-1]}; "
             f"possible: {', '.join(map(str, possible)) or 'none'}"
         )
+    _check_blocks(config, tp, possible)
 
 
 def _check_experts_divide(config: ModelConfig, tp: int, ep: int) -> None:
@@ -499,3 +520,25 @@ def _check_experts_divide(config: ModelConfig, tp: int, ep: int) -> None:
         f"ep {ep} does not divide the group's tp {tp} and the model's {count} experts; possible: "
         f"{', '.join(map(str, possible))}"
     )
+
+
+def _check_blocks(config: ModelConfig, tp: int, possible: Sequence[int]) -> None:
+    """Refuse a `tp` whose ranks would hold a part of what shares a scale."""
+    schemes = config.quantization.schemes() if config.quantization else ()
+    for block in (scheme.block for scheme in schemes if scheme.block is not None):
+        if not _keeps_blocks(config, tp, block):
+            largest = max(n for n in possible if _keeps_blocks(config, n, block))
+            raise ModelError(
+                f"tp {tp} would cut blocks of {block[0]}x{block[1]} of the quantized weights, "
+                f"which share a scale; the largest that works is {largest}"
+            )
+
+
+def _keeps_blocks(config: ModelConfig, tp: int, block: tuple[int, int]) -> bool:
+    """Whether every rank's part of each projection begins and ends with a block."""
+    rows, columns = block
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inner = [config.intermediate_size] if config.expert_layers < config.num_layers else []
+    by_rows = all(size % (tp * rows) == 0 for size in (queries, keys, *inner))
+    by_columns = all(size % (tp * columns) == 0 for size in (queries, *inner))
+    return tp == 1 or (by_rows and by_columns)

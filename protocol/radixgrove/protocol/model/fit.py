@@ -8,6 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from radixgrove.protocol.model.config import ModelConfig, ModelError, QkNorm, check_divides
+from radixgrove.protocol.model.quantization import (
+    Quantization,
+    QuantizationError,
+    intended_quantization,
+)
+from radixgrove.protocol.settings import Quantize
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -19,6 +25,7 @@ class Intended:
     tp: int = 1
     ep: int = 1
     dtype: str = ""  # of its weights, a name of `DTYPES`; "": the checkpoint's own
+    quantize: str = ""  # as the setting; "": not
     max_model_len: int | None = None  # tokens; None: the model's
     memory: int = 0  # bytes that its ranks have together; 0: not known
 
@@ -47,12 +54,35 @@ def check_length(config: ModelConfig, max_model_len: int | None) -> None:
 
 def _check_memory(config: ModelConfig, intended: Intended) -> None:
     dtype = intended.dtype or config.dtype
+    quantization = quantization_of(config, Quantize(intended.quantize or Quantize.NONE))
     needed = count_parameters(config) * _DTYPE_BYTES[dtype]
+    if quantization is not None:  # one byte a number; the few for which that is wrong leave room
+        needed -= _count_projected(config) * (_DTYPE_BYTES[dtype] - 1)
+        dtype = f"{dtype} and float8"
     if intended.memory and needed > intended.memory:
         raise ModelError(
             f"the weights take {needed / 2**30:.1f} GiB in {dtype}, and the group's {intended.tp} "
             f"ranks have {intended.memory / 2**30:.1f} GiB: more or larger devices are needed"
         )
+
+
+def quantization_of(config: ModelConfig, quantize: Quantize) -> Quantization | None:
+    """How the model's projections are quantized when it is served.
+
+    Raises:
+        ModelError: they are quantized already, and `quantize` asks for it.
+    """
+    try:
+        return intended_quantization(config.quantization, quantize)
+    except QuantizationError as error:
+        raise ModelError(str(error)) from error
+
+
+def _count_projected(config: ModelConfig) -> int:
+    """Numbers in the matrices of all layers."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = 2 * config.hidden_size * (queries + keys)
+    return config.num_layers * attention + count_mlp_parameters(config)
 
 
 def count_parameters(config: ModelConfig) -> int:

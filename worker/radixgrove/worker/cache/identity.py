@@ -6,7 +6,7 @@ The engine hashes with these and the agent registers them, so that routers hash 
 from __future__ import annotations
 
 from radixgrove.protocol.blocks import BlockHasher
-from radixgrove.protocol.settings import WorkerSettings, reveal
+from radixgrove.protocol.settings import Quantize, WorkerSettings, reveal
 
 # A finer index costs Redis more members than its precision is worth.
 _SMALLEST_INDEX_BLOCK = 16
@@ -14,6 +14,8 @@ _SMALLEST_INDEX_BLOCK = 16
 
 def cache_namespace(settings: WorkerSettings, dtype: str, kv_dtype: str) -> str:
     """Model, weight version, dtypes of weights and KV; framed so that no two of these collide."""
+    if settings.quantize is not Quantize.NONE:
+        dtype = f"{dtype} {settings.quantize.value}"
     parts = (settings.served_model_name[0], settings.weight_version, dtype, kv_dtype)
     return "".join(f"{len(part)}:{part}," for part in parts)
 

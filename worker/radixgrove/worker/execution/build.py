@@ -18,6 +18,7 @@ from radixgrove.worker.execution.choices import (
     choose_dtype,
     choose_kv_dtype,
     choose_length,
+    choose_quantization,
     fit_length,
 )
 from radixgrove.worker.execution.loading import load_model
@@ -36,6 +37,7 @@ from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.trial import measure_cuda
 from radixgrove.worker.execution.warmup import measure_prefill, rehearse_decodes
 from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
+from radixgrove.worker.models.formats.choose import choose_formats
 from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.stages import Stage, split_layers
 from radixgrove.worker.parallel.layout import Layout
@@ -92,7 +94,9 @@ def _build(
 ) -> tuple[Runner, EngineInfo]:
     dtype = choose_dtype(settings.dtype, config, device)
     kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype, device)
-    place = TensorPlacement(member.tensor, dtype, device, ep=settings.ep)
+    quantization = choose_quantization(settings.quantize, config, device)
+    formats = choose_formats(quantization)
+    place = TensorPlacement(member.tensor, dtype, device, formats, settings.ep)
     shard, page_size = member.tensor.shard, settings.page_size
     shape = KvShape.of(config, page_size, kv_dtype, shard, len(stage.layers))
     memory = _host_memory(settings, shape, member, device)

@@ -8,8 +8,16 @@ import torch
 
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelConfig, ModelError
-from radixgrove.protocol.model.fit import check_length
-from radixgrove.protocol.settings import CPU_STEP_SLACK, Device, DType, KVDType, WorkerSettings
+from radixgrove.protocol.model.fit import check_length, quantization_of
+from radixgrove.protocol.model.quantization import Quantization
+from radixgrove.protocol.settings import (
+    CPU_STEP_SLACK,
+    Device,
+    DType,
+    KVDType,
+    Quantize,
+    WorkerSettings,
+)
 
 # From here on (Ada, Hopper) the kernels have instructions that convert float8.
 _FLOAT8_CAPABILITY = (8, 9)
@@ -65,6 +73,26 @@ def choose_dtype(setting: DType, config: ModelConfig, device: torch.device) -> t
         name = "float32" if device.type == "cpu" else config.dtype
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def choose_quantization(
+    setting: Quantize, config: ModelConfig, device: torch.device
+) -> Quantization | None:
+    """Of the model's projections; None: they are not quantized.
+
+    Raises:
+        ModelError: the checkpoint is quantized and is to be so anew, or the device has no float8.
+    """
+    quantization = quantization_of(config, setting)
+    if quantization is not None and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _FLOAT8_CAPABILITY:
+            remedy = "set quantize to none" if config.quantization is None else "use another model"
+            raise ModelError(
+                f"weights in float8 ({quantization.method}) need a GPU of compute capability 8.9 "
+                f"or later, and this one has {capability[0]}.{capability[1]}; {remedy}"
+            )
+    return quantization
 
 
 def choose_kv_dtype(setting: KVDType, dtype: torch.dtype, device: torch.device) -> torch.dtype:

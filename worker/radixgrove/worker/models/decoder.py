@@ -11,8 +11,9 @@ from torch import Tensor
 from radixgrove.kernels.autotune import Projection
 from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.weight import Weight
-from radixgrove.protocol.model.config import ModelConfig, QkNorm
+from radixgrove.protocol.model.config import ModelConfig, ModelError, QkNorm
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
+from radixgrove.worker.models.formats.base import UNQUANTIZED
 from radixgrove.worker.models.hugepages import use_huge_pages
 from radixgrove.worker.models.layers import (
     Linear,
@@ -149,6 +150,16 @@ class DecoderLayer:
         return None if nothing_wanted else attended.flatten(1).index_select(0, wanted)
 
 
+def _refuse_quantized_head(place: TensorPlacement) -> None:
+    name = HEAD.removesuffix(".weight")
+    found = place.formats.of([name])
+    if found is not UNQUANTIZED:
+        raise ModelError(
+            f"{name} is quantized ({found.name}), which is not supported: quantize the model anew "
+            "with the head among the ignored layers"
+        )
+
+
 class Decoder:
     """Token ids to hidden states to logits; parameters are allocated here, filled by `weights`.
 
@@ -181,8 +192,10 @@ class Decoder:
         self._head: VocabTable | None = None
         if stage.has_head:
             self._head = self._embedding if config.tied_embeddings else None
-            name = EMBEDDING if config.tied_embeddings else HEAD
-            self._head = self._head or VocabTable(place, name, *sizes)
+            if self._head is None:
+                _refuse_quantized_head(place)
+                name = EMBEDDING if config.tied_embeddings else HEAD
+                self._head = VocabTable(place, name, *sizes)
         self._layers = [
             DecoderLayer(config, index, place, index - stage.layers.start) for index in stage.layers
         ]
@@ -212,8 +225,8 @@ class Decoder:
         first, *others = self._layers
         found = first.projections(others)
         mlps = [layer.mlp for layer in self._layers]
-        found += GatedMlp.projections([mlp for mlp in mlps if isinstance(mlp, GatedMlp)])
-        found += Mixture.projections(self._mixtures)
+        found += GatedMlp.projections([mlp for mlp in mlps if isinstance(mlp, GatedMlp)], self._ops)
+        found += Mixture.projections(self._mixtures, self._ops)
         if self._head is not None:
             wide = self.logits_dtype != self.dtype
             head = Weight.plain(self._head.weight)

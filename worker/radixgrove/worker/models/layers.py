@@ -107,9 +107,8 @@ class Linear:
     def prepare(self, ops: Ops) -> int:
         """Bring the loaded weight into the form that `ops` wants; bytes of the parameters."""
         self._parts = []  # they hold the weight as it was loaded
-        size = self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
         self.weight = ops.prepare(self.weight)
-        return size
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(
         self,
@@ -119,6 +118,8 @@ class Linear:
         norm: Tensor | None = None,
         silu: bool = False,
         residual: Tensor | None = None,
+        added_to: Tensor | None = None,
+        gated: bool = False,
     ) -> Tensor:
         """[T, in] -> [T, out], with what stands before and after it, so that it can be fused.
 
@@ -126,13 +127,23 @@ class Linear:
             norm: weight of an RMSNorm of `x`, applied first.
             silu: multiply the second half of the product by the SiLU of the first.
             residual: [T, out], to which the product is added; its memory may be used for that.
+            added_to: [T, in], to which `x` is added before the norm, in place.
+            gated: SiLU-and-multiply the halves of `x`, [T, 2 in], first; where `ops.takes_gated`.
         """
         if not self._row_parallel or context.group.size == 1:
-            return self.partial(x, context, norm=norm, silu=silu, residual=residual)
+            return self.partial(
+                x,
+                context,
+                norm=norm,
+                silu=silu,
+                residual=residual,
+                added_to=added_to,
+                gated=gated,
+            )
         # The sum over the ranks takes in the residual once, from rank 0.
         own = residual if context.group.rank == 0 else None
         return context.group.all_reduce(
-            self.partial(x, context, norm=norm, silu=silu, residual=own)
+            self.partial(x, context, norm=norm, silu=silu, residual=own, gated=gated)
         )
 
     def partial(
@@ -143,6 +154,8 @@ class Linear:
         norm: Tensor | None = None,
         silu: bool = False,
         residual: Tensor | None = None,
+        added_to: Tensor | None = None,
+        gated: bool = False,
     ) -> Tensor:
         """This rank's part of a row-parallel layer, with `residual` added in any case; the sum over
         the ranks is the caller's. A bias is in rank 0's part."""
@@ -155,6 +168,8 @@ class Linear:
             eps=context.eps,
             silu=silu,
             residual=residual,
+            added_to=added_to,
+            gated=gated,
         )
 
     def defers_residual(self, tokens: int, context: StepContext) -> bool:
@@ -233,9 +248,10 @@ class ResidualStream:
         self, linear: Linear, context: StepContext, norm: Tensor, *, silu: bool = False
     ) -> Tensor:
         """`linear` of the stream's norm."""
-        if self._pending is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return linear(self._value, context, norm=norm, silu=silu)
-        return linear(self.normed(context, norm), context, silu=silu)
+        return linear(pending, context, norm=norm, silu=silu, added_to=self._value)
 
     def normed(self, context: StepContext, norm: Tensor) -> Tensor:
         """The stream's norm, for several products."""
@@ -251,12 +267,12 @@ class ResidualStream:
         value = self.value()
         self._value = context.group.all_reduce(add(value if context.group.rank == 0 else None))
 
-    def add(self, linear: Linear, x: Tensor, context: StepContext) -> None:
+    def add(self, linear: Linear, x: Tensor, context: StepContext, *, gated: bool = False) -> None:
         """Add `linear(x)`."""
         if linear.defers_residual(x.shape[0], context):
-            self._pending = linear(x, context)
+            self._pending = linear(x, context, gated=gated)
         else:
-            self._value = linear(x, context, residual=self._value)
+            self._value = linear(x, context, residual=self._value, gated=gated)
 
     def select(self, wanted: Tensor) -> None:
         """Go on with these positions only."""

@@ -43,19 +43,22 @@ class GatedMlp:
         return self.gate_up.prepare(ops) + self.down.prepare(ops)
 
     @staticmethod
-    def projections(layers: Sequence[GatedMlp]) -> list[Projection]:
+    def projections(layers: Sequence[GatedMlp], ops: Ops) -> list[Projection]:
         """For the tuner: what these have in common."""
         if not layers:
             return []
         first, *others = layers
+        silu = not ops.takes_gated(first.down.weight)
         return [
-            first.gate_up.projection([other.gate_up for other in others], silu=True),
+            first.gate_up.projection([other.gate_up for other in others], silu=silu),
             first.down.projection([other.down for other in others]),
         ]
 
     def __call__(self, stream: ResidualStream, context: StepContext, norm: Tensor) -> None:
         """Add it, of the stream's norm, to the stream."""
-        stream.add(self.down, stream.into(self.gate_up, context, norm, silu=True), context)
+        gated = context.ops.takes_gated(self.down.weight)
+        inner = stream.into(self.gate_up, context, norm, silu=not gated)
+        stream.add(self.down, inner, context, gated=gated)
 
 
 class Mixture:
@@ -138,13 +141,13 @@ class Mixture:
         return size
 
     @staticmethod
-    def projections(layers: Sequence[Mixture]) -> list[Projection]:
+    def projections(layers: Sequence[Mixture], ops: Ops) -> list[Projection]:
         """For the tuner: the dense products that these have in common."""
         if not layers:
             return []
         shared = [layer._shared for layer in layers if layer._shared is not None]
         router = Projection([layer._gate for layer in layers], wide=True)
-        return [router, *GatedMlp.projections(shared)]
+        return [router, *GatedMlp.projections(shared, ops)]
 
     def __call__(self, stream: ResidualStream, context: StepContext, norm: Tensor) -> None:
         """Add it, of the stream's norm, to the stream."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from radixgrove.kernels import moe
 from radixgrove.kernels import ops as kernels
 from radixgrove.kernels.float8 import bits, to_page
 from radixgrove.kernels.moe import ExpertWeights
+from radixgrove.kernels.quantize import rounded, widened
 from radixgrove.kernels.weight import Weight
+from radixgrove.protocol.model.quantization import Activations
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +60,16 @@ class Ops(Protocol):
         eps: float,
         silu: bool,
         residual: Tensor | None,
+        added_to: Tensor | None = None,
+        gated: bool = False,
     ) -> Tensor:
         """`residual += silu_and_mul(rms_norm(x) @ weight.T + bias)`, each part optional.
 
         Args:
             x: [T, K]. weight: [N, K] ([2 N, K], gate first, with `silu`). bias: [N].
             residual: [T, N]; its memory may be used for the result.
+            added_to: [T, K], to which x is added before the norm, in place.
+            gated: x is [T, 2 K], gate first, and SiLU-and-multiplied first; where `takes_gated`.
         """
         ...
 
@@ -81,8 +87,13 @@ class Ops(Protocol):
         """
         ...
 
+    def takes_gated(self, weight: Weight) -> bool:
+        """Whether SiLU-and-multiply is better left to the product after it, with this weight."""
+        ...
+
     def defers_residual(self, tokens: int, weight: Weight) -> bool:
-        """Whether `linear` without its residual, then `add_rms_norm`, is the faster way."""
+        """Whether `linear` without its residual, then the next `linear` with `added_to`, is the
+        faster way."""
         ...
 
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -137,10 +148,17 @@ class Ops(Protocol):
 
 
 class TorchOps:
-    """Plain torch, for every device."""
+    """Plain torch, for every device.
+
+    Quantized weights are widened to float32 once, and multiplied with inputs that have been rounded
+    as the weight asks.
+    """
 
     def prepare(self, weight: Weight) -> Weight:
-        return weight
+        if not weight.quantized:
+            return weight
+        weight = weight.settled()
+        return replace(weight, payload=widened(weight), scales=None)
 
     def linear(
         self,
@@ -152,7 +170,11 @@ class TorchOps:
         eps: float,
         silu: bool,
         residual: Tensor | None,
+        added_to: Tensor | None = None,
+        gated: bool = False,
     ) -> Tensor:
+        if added_to is not None:
+            x = added_to.add_(x)
         if norm is not None:
             x = self.rms_norm(x, norm, eps)
         y = self._product(x, weight, bias)
@@ -162,7 +184,21 @@ class TorchOps:
         return y if residual is None else residual.add_(y)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight.payload, bias)
+        if not self._is_wide(weight):
+            return self._multiply(x, weight.payload, bias)
+        wide = None if bias is None else bias.float()
+        return self._multiply(rounded(x, weight), weight.payload, wide).to(x.dtype)
+
+    def _multiply(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, matrix, bias)
+
+    @staticmethod
+    def _is_wide(weight: Weight) -> bool:
+        """Whether it was quantized: its payload may be wider than what it is multiplied with."""
+        return weight.quantized or weight.payload.dtype != weight.dtype
+
+    def takes_gated(self, weight: Weight) -> bool:
+        return False
 
     def wide_linear(self, x: Tensor, weight: Weight) -> Tensor:
         return F.linear(x.float(), weight.payload.float())
@@ -260,17 +296,18 @@ class CpuOps(TorchOps):
         return True
 
     def prepare(self, weight: Weight) -> Weight:
+        weight = super().prepare(weight)
         return replace(weight, payload=_MKLDNN._reorder_linear_weight(weight.payload, None))
 
-    def _product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        return _MKLDNN._linear_pointwise(x, weight.payload, bias, "none", [], "")  # type: ignore[no-any-return]
+    def _multiply(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        return _MKLDNN._linear_pointwise(x, matrix, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 class KernelOps:
     """`radixgrove.kernels`: Triton on CUDA."""
 
     def prepare(self, weight: Weight) -> Weight:
-        return weight
+        return weight.settled() if weight.quantized else weight
 
     def linear(
         self,
@@ -282,12 +319,21 @@ class KernelOps:
         eps: float,
         silu: bool,
         residual: Tensor | None,
+        added_to: Tensor | None = None,
+        gated: bool = False,
     ) -> Tensor:
+        before: dict[str, Any] = {"norm": norm, "eps": eps}
+        if added_to is not None:
+            before["added_to"] = added_to
+        if gated:
+            before["gated"] = True
         if silu and bias is not None:
-            y = kernels.linear(x, weight, bias, norm=norm, eps=eps)
-            y = kernels.silu_and_mul(y)
+            y = kernels.silu_and_mul(kernels.linear(x, weight, bias, **before))
             return y if residual is None else residual.add_(y)
-        return kernels.linear(x, weight, bias, norm=norm, eps=eps, silu=silu, residual=residual)
+        return kernels.linear(x, weight, bias, silu=silu, residual=residual, **before)
+
+    def takes_gated(self, weight: Weight) -> bool:
+        return weight.activations != Activations.KEPT
 
     def wide_linear(self, x: Tensor, weight: Weight) -> Tensor:
         out = x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)

@@ -45,6 +45,12 @@ class WeightPart:
     dummy: float | None = None
     deviation: float = 0.02  # the usual initialisation: activations stay in range at any depth
 
+    @property
+    def window_shape(self) -> tuple[int, ...]:
+        """Of what is read of the tensor."""
+        cut = [held.stop - held.start for held in self.window]
+        return (*cut, *self.shape[len(cut) :])
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -14,11 +14,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from radixgrove.kernels.float8 import FLOAT8, to_page
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.directory import weight_files
 from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
 
-_ROWS_AT_ONCE = 4096  # of a vocabulary, when two copies are compared
+_ROWS_AT_ONCE = 4096  # when two copies of a vocabulary are compared, or float8 is filled
 _NAMED = 3  # of the tensors that are missing
 
 
@@ -64,7 +65,20 @@ def fill_random(parts: Iterable[WeightPart], seed: int = 0) -> None:
             generator = torch.Generator(target.device)
             generators[target.device] = generator
         generator.manual_seed(crc32(f"{seed}:{part.name}:{part.window}".encode()))
-        target.normal_(0.0, part.deviation, generator=generator)
+        if part.store is None:
+            _fill_normal(target, part.deviation, generator)
+        else:
+            window = torch.empty(part.window_shape, device=target.device)
+            part.store(window.normal_(0.0, part.deviation, generator=generator))
+
+
+def _fill_normal(target: Tensor, deviation: float, generator: torch.Generator) -> None:
+    if target.dtype != FLOAT8:
+        target.normal_(0.0, deviation, generator=generator)
+        return
+    for rows in torch.split(target, _ROWS_AT_ONCE):  # type: ignore[no-untyped-call]
+        wide = torch.empty(rows.shape, dtype=torch.float32, device=target.device)
+        rows.copy_(to_page(wide.normal_(0.0, deviation, generator=generator), FLOAT8))
 
 
 def _as_saved(part: WeightPart, checkpoint: _Checkpoint, *, tied: bool) -> WeightPart:
@@ -98,7 +112,7 @@ def _refuse_missing(parts: Sequence[WeightPart]) -> None:
         return
     names: dict[str, list[str]] = defaultdict(list)
     for part in parts:
-        names[part.format].append(part.name)
+        names[part.format].append(" or ".join((part.name, *part.aliases)))
     kind, missing = next(iter(names.items()))
     more = f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else ""
     expected = f", which its format {kind} expects" if kind else ""
@@ -160,4 +174,9 @@ def _check(part: WeightPart, shape: tuple[int, ...], kind: str) -> None:
         raise ModelError(f"{part.name} has shape {shape}, {asks} asks for {part.shape}")
     if kind not in part.types:
         types = ", ".join(part.types)
-        raise ModelError(f"{part.name} is of type {kind}, {asks} asks for one of {types}")
+        hint = (
+            "; name a projection that is not quantized among those that the config ignores"
+            if part.format
+            else ""
+        )
+        raise ModelError(f"{part.name} is of type {kind}, {asks} asks for one of {types}{hint}")

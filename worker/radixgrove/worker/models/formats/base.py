@@ -82,6 +82,13 @@ class Formats:
         """
         return UNQUANTIZED
 
+    def check(self) -> None:
+        """Once a whole decoder has asked for all of its projections.
+
+        Raises:
+            ModelError: something is said of projections that it does not have.
+        """
+
 
 ALL_UNQUANTIZED = Formats()
 

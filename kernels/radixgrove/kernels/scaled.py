@@ -1,0 +1,138 @@
+"""Products of quantized weights on CUDA, by the kernel chosen for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from radixgrove.kernels.activation import silu_and_mul
+from radixgrove.kernels.linear import ProductScales, gemv, skinny
+from radixgrove.kernels.matmul import Choice, Scratch
+from radixgrove.kernels.norm import add_rms_norm, rms_norm
+from radixgrove.kernels.quantize import quantize, widened
+from radixgrove.kernels.weight import Weight
+from radixgrove.protocol.model.quantization import Activations
+
+# cuBLAS's float8 takes K and N in multiples of this.
+_ALIGNMENT = 16
+_LIBRARY_BLOCK = (128, 128)
+
+
+def multiply_quantized(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    choice: Choice,
+    scratch: Scratch,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    added_to: Tensor | None = None,
+    gated: bool = False,
+    silu: bool = False,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `ops.linear`, for a weight that `settled`.
+
+    Sums are in float32; those of the library's float8 products per tensor and per row, and of
+    `skinny`, may be in its fast accumulation, of about 14 bits within some hundred products.
+    """
+    values, inputs = _inputs(x, weight, norm, eps, added_to, gated)
+    assert weight.scales is not None
+    scales = ProductScales(weight.scales, weight.block, inputs)
+    if choice.gemv is not None:
+        return gemv(
+            values,
+            weight.payload,
+            bias,
+            silu=silu,
+            residual=residual,
+            config=choice.gemv,
+            out=out,
+            scales=scales,
+            dtype=weight.dtype,
+        )
+    if choice.skinny is not None:
+        return skinny(
+            values,
+            weight.payload,
+            bias,
+            silu=silu,
+            residual=residual,
+            config=choice.skinny,
+            workspace=scratch.skinny,
+            out=out,
+            scales=scales,
+            dtype=weight.dtype,
+        )
+    y = _library(values, weight, inputs) if choice.scaled else _widened(values, weight, inputs)
+    if bias is not None:
+        y += bias
+    if silu:
+        y = silu_and_mul(y)
+    if residual is not None:
+        return residual.add_(y)
+    return y if out is None else out.copy_(y)
+
+
+def _inputs(
+    x: Tensor,
+    weight: Weight,
+    norm: Tensor | None,
+    eps: float,
+    added_to: Tensor | None,
+    gated: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """What is multiplied, and its scales if it is quantized."""
+    if weight.activations != Activations.KEPT:
+        return quantize(x, weight, norm=norm, eps=eps, residual=added_to, silu=gated)
+    if gated:
+        x = silu_and_mul(x)
+    if added_to is not None:
+        assert norm is not None
+        return add_rms_norm(x, added_to, norm, eps), None
+    return (x if norm is None else rms_norm(x, norm, eps)), None
+
+
+def library_takes(weight: Weight) -> bool:
+    """Whether torch multiplies the weight in float8."""
+    if weight.activations == Activations.KEPT or weight.dtype not in (
+        torch.bfloat16,
+        torch.float16,
+    ):
+        return False
+    if any(size % _ALIGNMENT for size in weight.shape):
+        return False
+    if weight.block is not None:
+        return weight.block == _LIBRARY_BLOCK and weight.activations == Activations.GROUP
+    return weight.uniform or weight.dtype == torch.bfloat16  # all that its product by rows writes
+
+
+def _library(values: Tensor, weight: Weight, inputs: Tensor | None) -> Tensor:
+    """Scales of all where there is one, else of rows, else of blocks."""
+    assert weight.scales is not None
+    assert inputs is not None
+    tokens = values.shape[0]
+    if weight.block is not None:  # it wants both along columns
+        of_inputs = inputs.t().contiguous().t()
+        of_weight = weight.scales.t()
+    elif weight.uniform and weight.activations == Activations.STATIC:
+        of_inputs, of_weight = inputs.view(()), weight.scales[:1].view(())
+    else:
+        of_inputs = inputs.expand(tokens, 1).contiguous()
+        of_weight = weight.scales[None, :]
+    return torch._scaled_mm(
+        values, weight.payload.t(), of_inputs, of_weight, out_dtype=weight.dtype
+    )
+
+
+def _widened(values: Tensor, weight: Weight, inputs: Tensor | None) -> Tensor:
+    """By torch in the model's dtype, whatever the device: the weight is widened at each call."""
+    x = values.to(weight.dtype) if inputs is None else values.float()
+    if inputs is not None:
+        if weight.activations == Activations.GROUP:
+            assert weight.block is not None
+            inputs = inputs.repeat_interleave(weight.block[1], 1)[:, : values.shape[1]]
+        x = (x * inputs).to(weight.dtype)
+    return torch.mm(x, widened(weight).to(weight.dtype).t())

@@ -1,0 +1,345 @@
+"""How a checkpoint's projections are quantized: `quantization_config` of its `config.json`.
+
+Read are `fp8` (transformers), `compressed-tensors` and `fbgemm_fp8`, as far as they are float8 of
+eight bits (e4m3). What cannot be served is refused, and what would be is named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NoReturn
+
+from radixgrove.protocol.errors import InvalidInput
+from radixgrove.protocol.settings import Quantize
+
+_FIELD = "quantization_config"
+_E4M3 = ("e4m3", "float8_e4m3fn")
+_MAX_BLOCK = 1 << 16
+_ACTIVATION_BOUND = 1200.0  # `activation_scale_ub` of fbgemm_fp8 where it is absent
+_COMPRESSED_FORMATS = ("float-quantized", "naive-quantized", "dense")
+
+
+class QuantizationError(InvalidInput, ValueError):
+    """A `quantization_config` that cannot be served; the message names the field."""
+
+
+class Scales(StrEnum):
+    """What one scale of a weight is for."""
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"  # a row of the weight: an output
+    BLOCK = "block"
+
+
+class Activations(StrEnum):
+    """How the inputs of a product are quantized."""
+
+    KEPT = "kept"  # not at all
+    STATIC = "static"  # by a scale of the checkpoint
+    TOKEN = "token"  # by each row's largest value
+    GROUP = "group"  # by the largest value of each part of a row, as wide as the weight's blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How a projection is quantized."""
+
+    scales: Scales
+    activations: Activations
+    block: tuple[int, int] | None = None  # rows and columns of the weight that share a scale
+    activation_bound: float | None = None  # a row's largest value counts as this at most
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.block)) + " " if self.block else ""
+        return f"float8, a scale per {size}{self.scales}, activations {self.activations}"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which projections a line of the config means.
+
+    `Linear`: all; `re:PATTERN`: whose names it matches from their beginning; else that one.
+    """
+
+    text: str
+
+    @property
+    def is_class(self) -> bool:
+        return self.text == "Linear"
+
+    def matches(self, name: str) -> bool:
+        if self.text.startswith("re:"):
+            return re.match(self.text[3:], name) is not None
+        return self.is_class or self.text == name
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A module of transformers' lists: its name, what that ends with, or a pattern of the names of
+    modules that it is part of."""
+
+    text: str
+
+    def matches(self, name: str) -> bool:
+        above = rf"(?:{self.text})(?:(?<=\.)|(?=\.|$))"
+        return re.match(above, name) is not None or name.endswith(self.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """Of a checkpoint: which of its projections are quantized, and how."""
+
+    method: str
+    groups: tuple[tuple[Scheme, tuple[Target, ...]], ...]
+    ignore: tuple[Target | Skipped, ...] = ()
+    warns: bool = False  # of an `ignore` that matches nothing
+    while_loading: bool = False  # the checkpoint is not quantized
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        """Of the projection of that name; None: it is not quantized.
+
+        A target that names it goes before one for all.
+        """
+        if any(entry.matches(name) for entry in self.ignore):
+            return None
+        found = [
+            (target.is_class, index)
+            for index, (_, targets) in enumerate(self.groups)
+            for target in targets
+            if target.matches(name)
+        ]
+        return self.groups[min(found)[1]][0] if found else None
+
+    def schemes(self) -> tuple[Scheme, ...]:
+        return tuple(scheme for scheme, _ in self.groups)
+
+    def unused_ignores(self, names: Iterable[str]) -> list[str]:
+        """Entries of `ignore` that match none of a model's projections."""
+        known = list(names)
+        return [
+            entry.text for entry in self.ignore if not any(entry.matches(name) for name in known)
+        ]
+
+    def unused_targets(self, names: Iterable[str]) -> list[str]:
+        """Targets that match none of a model's projections."""
+        known = list(names)
+        targets = [target for _, targets in self.groups for target in targets]
+        return [
+            target.text for target in targets if not any(target.matches(name) for name in known)
+        ]
+
+
+ALL = (Target("Linear"),)
+ONLINE_FP8 = Quantization(
+    method="fp8, quantized while loading",
+    groups=((Scheme(scales=Scales.CHANNEL, activations=Activations.TOKEN), ALL),),
+    ignore=(Target("lm_head"),),
+    while_loading=True,
+)
+
+
+def intended_quantization(own: Quantization | None, quantize: Quantize) -> Quantization | None:
+    """Of a checkpoint that is served with the setting `quantize`.
+
+    Raises:
+        QuantizationError: the checkpoint is quantized already.
+    """
+    if quantize is Quantize.NONE:
+        return own
+    if own is not None:
+        raise QuantizationError(
+            f"quantize {quantize.value} is for checkpoints that are not quantized, and this one is "
+            f"({own.method}); set quantize to none"
+        )
+    return ONLINE_FP8
+
+
+def parse_quantization(raw: object) -> Quantization:
+    """
+    Raises:
+        QuantizationError: the field's name, what it says, and what would be served.
+    """
+    if not isinstance(raw, Mapping):
+        raise QuantizationError(f"{_FIELD} is not an object")
+    given = {str(key): value for key, value in raw.items() if value is not None}
+    method = given.get("quant_method")
+    parse = _METHODS.get(str(method))
+    if parse is None:
+        known = ", ".join(sorted(_METHODS))
+        raise QuantizationError(f"{_FIELD}: quant_method {method!r} is not supported, only {known}")
+    return parse(given)
+
+
+def _fp8(given: Mapping[str, Any]) -> Quantization:
+    _choose(given, "fmt", _E4M3, _E4M3[0])
+    _choose(given, "scale_fmt", ("float", "ue8m0"), "float")
+    _choose(given, "expert_dtype", ("fp8",), "fp8")
+    if given.get("modules_to_convert"):
+        _refuse("modules_to_convert", given["modules_to_convert"], "projections alone")
+    activations = _choose(given, "activation_scheme", ("dynamic", "static"), "dynamic")
+    size = given.get("weight_block_size")
+    static = activations == "static"
+    if size is None:
+        kind = Activations.STATIC if static else Activations.TOKEN
+        scheme = Scheme(scales=Scales.TENSOR, activations=kind)
+    elif static:
+        _refuse("activation_scheme", activations, "dynamic, with a weight_block_size")
+    else:
+        block = _block("weight_block_size", size)
+        scheme = Scheme(scales=Scales.BLOCK, activations=Activations.GROUP, block=block)
+    return _of_transformers("fp8", given, scheme)
+
+
+def _fbgemm(given: Mapping[str, Any]) -> Quantization:
+    bound = given.get("activation_scale_ub", _ACTIVATION_BOUND)
+    if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < 1e30:
+        _refuse("activation_scale_ub", bound, "a positive number")
+    scheme = Scheme(
+        scales=Scales.CHANNEL, activations=Activations.TOKEN, activation_bound=float(bound)
+    )
+    return _of_transformers("fbgemm_fp8", given, scheme)
+
+
+def _of_transformers(method: str, given: Mapping[str, Any], scheme: Scheme) -> Quantization:
+    """The head is never quantized there. Its lists name norms and the like too."""
+    key = "modules_to_not_convert" if "modules_to_not_convert" in given else "ignored_layers"
+    names = [*_texts(key, given.get(key, [])), "lm_head"]
+    ignore = tuple(Skipped(_pattern(key, name)) for name in names)
+    return Quantization(method=method, groups=((scheme, ALL),), ignore=ignore)
+
+
+def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
+    _choose(given, "format", _COMPRESSED_FORMATS, _COMPRESSED_FORMATS[0])
+    _choose(given, "quantization_status", ("compressed", "frozen"), "compressed")
+    sparsity = given.get("sparsity_config") or {}
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        _refuse("sparsity_config.format", sparsity.get("format"), "dense")
+    if given.get("transform_config"):
+        _refuse("transform_config", given["transform_config"], "none")
+    groups = given.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        _refuse("config_groups", groups, "an object with at least one group")
+    ignore = tuple(
+        Target(_pattern("ignore", text)) for text in _texts("ignore", given.get("ignore", []))
+    )
+    return Quantization(
+        method="compressed-tensors",
+        groups=tuple(_group(f"config_groups.{name}", group) for name, group in groups.items()),
+        ignore=ignore,
+        warns=True,
+    )
+
+
+def _group(where: str, raw: object) -> tuple[Scheme, tuple[Target, ...]]:
+    if not isinstance(raw, Mapping):
+        _refuse(where, raw, "an object")
+    texts = _texts(f"{where}.targets", raw.get("targets") or [])
+    if not texts:
+        _refuse(f"{where}.targets", texts, "names, patterns or Linear")
+    if raw.get("output_activations"):
+        _refuse(f"{where}.output_activations", raw["output_activations"], "none")
+    field = f"{where}.weights"
+    weights = _float8(field, raw.get("weights"))
+    if weights.get("dynamic"):
+        _refuse(f"{field}.dynamic", weights["dynamic"], "false")
+    strategy = _choose(
+        weights, "strategy", ("tensor", "channel", "block", "group"), "tensor", field
+    )
+    block = None
+    if strategy == "block":
+        block = _block(f"{field}.block_structure", weights.get("block_structure"))
+    elif strategy == "group":
+        block = 1, _width(f"{field}.group_size", weights.get("group_size"))
+    scheme = Scheme(
+        scales=Scales.BLOCK if block else Scales(strategy),
+        activations=_inputs(f"{where}.input_activations", raw.get("input_activations"), block),
+        block=block,
+    )
+    return scheme, tuple(Target(_pattern(f"{where}.targets", text)) for text in texts)
+
+
+def _inputs(field: str, raw: object, block: tuple[int, int] | None) -> Activations:
+    """A dynamic scale of a whole batch would let its rows change each other's answers: it is taken
+    per token, which is no coarser."""
+    if raw is None:
+        return Activations.KEPT
+    given = _float8(field, raw)
+    kinds = ("tensor", "token", "group")
+    strategy = _choose(given, "strategy", kinds, "tensor", field)
+    if strategy == "group":
+        width = _width(f"{field}.group_size", given.get("group_size"))
+        if block is None or block[1] != width:
+            _refuse(f"{field}.group_size", width, "the width of the weight's blocks")
+        return Activations.GROUP
+    if given.get("dynamic"):
+        return Activations.TOKEN
+    if strategy == "token" or block is not None:
+        _refuse(f"{field}.dynamic", given.get("dynamic"), "true, for scales per token or group")
+    return Activations.STATIC
+
+
+def _float8(field: str, raw: object) -> Mapping[str, Any]:
+    """The description of a quantization to e4m3."""
+    if not isinstance(raw, Mapping):
+        _refuse(field, raw, "an object")
+    given = {str(key): value for key, value in raw.items() if value is not None}
+    bits, kind = given.get("num_bits"), given.get("type")
+    if (bits, kind) != (8, "float"):
+        _refuse(f"{field}.num_bits and type", f"{bits} {kind}", "8 float")
+    return given
+
+
+def _choose(
+    given: Mapping[str, Any], key: str, known: tuple[str, ...], default: str, where: str = ""
+) -> str:
+    value = given.get(key, default)
+    if value not in known:
+        _refuse(f"{where}.{key}" if where else key, value, " or ".join(known))
+    return str(value)
+
+
+def _block(field: str, raw: object) -> tuple[int, int]:
+    """Of two numbers, or a text such as `128x128`."""
+    sizes = (
+        [int(part) if part.isdecimal() else part for part in raw.split("x")]
+        if isinstance(raw, str)
+        else raw
+    )
+    if not isinstance(sizes, list | tuple) or len(sizes) != 2:
+        _refuse(field, raw, "two numbers")
+    return _width(field, sizes[0]), _width(field, sizes[1])
+
+
+def _width(field: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_BLOCK:
+        _refuse(field, value, f"a number from 1 to {_MAX_BLOCK}")
+    return value
+
+
+def _texts(field: str, raw: object) -> list[str]:
+    if not isinstance(raw, list) or not all(isinstance(text, str) for text in raw):
+        _refuse(field, raw, "a list of names")
+    return raw
+
+
+def _pattern(field: str, text: str) -> str:
+    """The text, once its pattern is known to be one."""
+    try:
+        re.compile(text.removeprefix("re:"))
+    except re.error as error:
+        _refuse(field, text, f"patterns that can be compiled ({error})")
+    return text
+
+
+def _refuse(field: str, value: object, supported: str) -> NoReturn:
+    raise QuantizationError(f"{_FIELD}: {field} {value!r} is not supported, only {supported}")
+
+
+_METHODS = {
+    "compressed-tensors": _compressed_tensors,
+    "fbgemm_fp8": _fbgemm,
+    "fp8": _fp8,
+}
