@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from radixgrove.worker.agent.preparation import AgentError
@@ -53,7 +54,7 @@ class Machines:
                 channel,
                 self._runtime.engine_sockets(members),
                 self._runtime.peer_sockets(members),
-                _saying(self._lost, lambda why, name=name: f"{name}: {why or 'it has ended'}"),
+                _saying(self._lost, partial(_obituary, name)),
             )
             self._relays.append(relay)
             relay.start()
@@ -112,6 +113,10 @@ def _identity(runtime: Runtime) -> Identity:
         token=digest(identity.token, b"machines"),
         settings=digest(hasher.root, common.encode()).hex(),
     )
+
+
+def _obituary(name: str, why: str) -> str:
+    return f"{name}: {why or 'it has ended'}"
 
 
 def _saying(future: asyncio.Future[str], words: Callable[[str], str]) -> Callable[[str], None]:

@@ -107,7 +107,7 @@ class Relay:
             poller.register(socket, zmq.POLLIN)
         names = {socket: name for name, socket in self._inlets.items()}
         while not self._closing.is_set():
-            ready = poller.poll(BEAT_SECONDS * 1000 / 2)
+            ready = poller.poll(int(BEAT_SECONDS * 1000 / 2))
             now = clock.now()
             try:
                 for socket, _ in ready:

@@ -76,7 +76,7 @@ def _fill_normal(target: Tensor, deviation: float, generator: torch.Generator) -
     if target.dtype != FLOAT8:
         target.normal_(0.0, deviation, generator=generator)
         return
-    for rows in torch.split(target, _ROWS_AT_ONCE):  # type: ignore[no-untyped-call]
+    for rows in torch.split(target, _ROWS_AT_ONCE):
         wide = torch.empty(rows.shape, dtype=torch.float32, device=target.device)
         rows.copy_(to_page(wide.normal_(0.0, deviation, generator=generator), FLOAT8))
 
