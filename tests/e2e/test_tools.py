@@ -79,6 +79,14 @@ def test_a_call_that_is_asked_for_comes_and_obeys(client: openai.OpenAI) -> None
         assert streamed.finish_reason == whole.finish_reason == finish
 
 
+def test_models_say_what_they_can(client: openai.OpenAI) -> None:
+    (model,) = client.models.list()
+    assert model.model_extra is not None
+    assert model.model_extra["output_format"] == "hermes"
+    expected = ["completions", "structured_output", "chat", "tools", "reasoning"]
+    assert model.model_extra["capabilities"] == expected
+
+
 def test_the_next_turn_finds_the_last_one_cached(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": MODEL, "tools": TOOLS, "temperature": 0, "max_tokens": 100}
     first = client.chat.completions.create(**body, messages=ASKED, tool_choice="required")

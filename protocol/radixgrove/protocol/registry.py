@@ -81,6 +81,8 @@ class Registration(msgspec.Struct, kw_only=True):
     tokenizer_digest: str  # `tokenizer.TokenizerFiles.digest`
     engine: EngineInfo
     sharing: str = "private"
+    output_format: str = ""  # the name of `tokenizer.TokenizerFiles.format`
+    capabilities: list[str] = []  # `tokenizer.TokenizerFiles.capabilities`
     protocol_version: int = PROTOCOL_VERSION
     hash_scheme: str = HASH_SCHEME
     generation: str = ""  # set by the publisher, unique per registration

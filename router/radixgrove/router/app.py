@@ -106,12 +106,14 @@ def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy
 
 
 def _model(service: Service, name: str) -> ModelObject:
-    limits = service.limits
+    limits, registration = service.limits, service.registration
     return ModelObject(
         id=name,
         created=service.created,
         max_model_len=limits.max_model_len if limits is not None else None,
         root=None if name == service.model else service.model,
+        output_format=registration.output_format or None if registration is not None else None,
+        capabilities=registration.capabilities if registration is not None else [],
     )
 
 

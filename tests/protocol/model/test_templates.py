@@ -145,3 +145,25 @@ def test_ids_of_a_published_template(tmp_path: Any) -> None:
     body = json.dumps({"model": "m", "messages": TURNS, "add_generation_prompt": False})
     encoded = PromptEncoder(files).encode_chat(parse_chat(body.encode(), LIMITS))
     assert list(memoryview(encoded.token_ids).cast("i")) == expected
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"])
+def test_tools_and_calls(model: str) -> None:
+    """Definitions as they came, keys in their order; arguments as the object that they are."""
+    tools = [
+        {
+            "type": "function",
+            "function": {"parameters": {"type": "object"}, "name": "f", "description": "Größe"},
+        }
+    ]
+    arguments = {"b": [1, "ü"], "a": None}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "3"}
+    conversation = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+    written = copy.deepcopy(conversation)
+    written[1]["content"] = None
+    written[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(arguments)
+    source = TEMPLATES[model]
+    expected = theirs(source, conversation, tools=tools)
+    assert ours(source, written, tools=tools) == expected
+    assert '"name": "f"' in expected

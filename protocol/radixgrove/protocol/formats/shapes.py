@@ -135,6 +135,11 @@ class Format:
     markers: tuple[str, ...] = field(default=())
 
     @property
+    def reasons(self) -> bool:
+        """Whether answers may have reasoning."""
+        return self.reasoning is not None or isinstance(self.calls, Channels)
+
+    @property
     def all_markers(self) -> tuple[str, ...]:
         """Each once."""
         found = list(self.markers)
@@ -147,7 +152,9 @@ class Format:
         return tuple(dict.fromkeys(text for text in found if text))
 
     def __str__(self) -> str:
-        thoughts = (
-            "no reasoning" if self.reasoning is None else f"reasoning in {self.reasoning.begin}"
-        )
+        thoughts = "no reasoning"
+        if isinstance(self.calls, Channels):
+            thoughts = f"reasoning in {self.calls.channel}{self.calls.thoughts}"
+        elif self.reasoning is not None:
+            thoughts = f"reasoning in {self.reasoning.begin.strip()}"
         return f"{self.name} ({thoughts})"

@@ -209,6 +209,24 @@ class TokenizerFiles:
         wanted = self.contents.get(OUTPUT_FORMAT, AUTO.encode()).decode("utf-8", "replace")
         return choose_format(self.tool_template() or self.chat_template(), wanted)
 
+    @property
+    def capabilities(self) -> list[str]:
+        """What requests may ask of the model.
+
+        Raises:
+            UnknownFormatError: as `format`.
+        """
+        source = self.tool_template() or self.chat_template()
+        form = self.format
+        found = {
+            "completions": True,
+            "structured_output": True,
+            "chat": source is not None,
+            "tools": form.calls is not None and "tools" in (source or ""),
+            "reasoning": form.reasons,
+        }
+        return [name for name, there in found.items() if there]
+
     def _templates(self) -> dict[str, str]:
         """By name; most models have a default one alone."""
         source = self.contents.get(CHAT_TEMPLATE)

@@ -18,6 +18,7 @@ def describe(runtime: Runtime, info: EngineInfo, dp_rank: int = 0) -> Registrati
     settings = runtime.settings
     assert settings.replica_id is not None
     assert settings.advertise_url is not None
+    files = TokenizerFiles.load(runtime.model_dir, settings)
     namespace = cache_namespace(settings, info.dtype, info.kv_dtype)
     return Registration(
         replica_id=member_id(settings.replica_id, dp_rank, settings.dp),
@@ -30,7 +31,9 @@ def describe(runtime: Runtime, info: EngineInfo, dp_rank: int = 0) -> Registrati
         namespace=namespace,
         root=root_fingerprint(block_hasher(settings, namespace)),
         index_block=index_block(settings),
-        tokenizer_digest=TokenizerFiles.load(runtime.model_dir, settings).digest,
+        tokenizer_digest=files.digest,
         engine=info,
         sharing=settings.sharing,
+        output_format=files.format.name,
+        capabilities=files.capabilities,
     )

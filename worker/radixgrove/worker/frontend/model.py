@@ -129,6 +129,8 @@ class ServedModel:
                 created=self.created,
                 max_model_len=limits.max_model_len,
                 root=None if name == self.names[0] else self.names[0],
+                output_format=self.files.format.name,
+                capabilities=self.files.capabilities,
             )
             for name in self.names
         ]
