@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from radixgrove.service import logs
+from radixgrove.worker.engine.links import tell_joined
 from radixgrove.worker.messages import (
     Abort,
     EngineInfo,
@@ -64,6 +65,7 @@ def main() -> None:
     if (notes / "chatty").exists():
         for number in range(20_000):
             print(f"line {number}", "x" * 100, flush=True)
+    tell_joined(runtime)
     place = Layout.of(runtime.settings).place(rank)
     if not place.leads:
         while True:

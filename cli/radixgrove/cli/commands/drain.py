@@ -54,6 +54,7 @@ def _tell(management_url: str, replica: str, what: str) -> None:
 
 def _left(status: dict[str, list[dict[str, object]]], replica: str) -> int:
     """Requests that the replica, or group, still has; none when it is gone."""
-    entries = [e for e in status["replicas"] if replica in (e["replica"], e["group"])]
+    # A router of the release before knows no groups.
+    entries = [e for e in status["replicas"] if replica in (e["replica"], e.get("group"))]
     counts = [entry[name] for entry in entries for name in ("running", "waiting", "in_flight")]
     return sum(count for count in counts if isinstance(count, int))
