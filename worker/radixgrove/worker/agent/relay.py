@@ -92,8 +92,9 @@ class Relay:
         with suppress(ChannelError):  # it is gone
             self._channel.send(self._encoder.encode(Over(why)), _LAST_SECONDS)
         self._threads[0].join(_LAST_SECONDS + BEAT_SECONDS)
-        self._channel.close()
-        self._threads[1].join(_LAST_SECONDS)
+        self._channel.close()  # a thread that still sends, or receives, ends with it
+        for thread in self._threads:
+            thread.join(_LAST_SECONDS)
         self._context.destroy(linger=0)
 
     # ---- threads -----------------------------------------------------------------------------

@@ -72,6 +72,18 @@ class Admission:
         pages = max(tree.peek_below(node, depth, tokens, limit), depth + computing)
         return pages * self._config.page_size
 
+    @property
+    def queued_tokens(self) -> int:
+        """Of waiting requests' prompts, what is neither cached nor on its way for another one."""
+        waiting = [request for request in self._queue.requests() if not request.ran]
+        known = sum(
+            self.cached_tokens(request.scope, request.prompt)
+            - request.matched * self._config.page_size
+            for request in waiting[:_MOST_FOLLOWERS]
+            if request.reads_cache
+        )
+        return self._queue.tokens - known
+
     # ---- in --------------------------------------------------------------------------------------
 
     def admit(self, step: StepDraft, now: float) -> int:

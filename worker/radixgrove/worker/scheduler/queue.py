@@ -51,12 +51,6 @@ class WaitingQueue:
         """`tokens` without the request's own."""
         return self.tokens - (0 if request.ran else self._uncached(request))
 
-    @property
-    def own_tokens(self) -> int:
-        """`tokens` without those of requests that wait for what another one computes."""
-        followers = (request for request in self._waiting if request.awaits_prefix)
-        return self.tokens - sum(map(self._uncached, followers))
-
     def requests(self) -> list[Request]:
         return self._preempted + self._waiting
 

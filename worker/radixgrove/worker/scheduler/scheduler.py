@@ -162,7 +162,7 @@ class Scheduler:
         return Peeked(
             peek_id=peek.peek_id,
             matched_tokens=self._admission.cached_tokens(scope, peek.token_ids),
-            queued_tokens=self._queue.own_tokens + self._batch.prefill_backlog,
+            queued_tokens=self._admission.queued_tokens + self._batch.prefill_backlog,
             running=len(self._batch.active),
         )
 
