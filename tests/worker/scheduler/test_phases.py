@@ -68,6 +68,19 @@ def test_a_budget_needs_no_grammar() -> None:
     assert all(END in tokens[:4] for tokens in run.tokens.values())
 
 
+def test_reasoning_may_begin_behind_white_space_where_no_grammar_holds() -> None:
+    rules = TokenRules(
+        reasoning=ReasoningRule(begin=BEGIN, end=END, budget=3),
+        allowed=(*FEW, *encode(" ")),
+    )
+    blocks = 0
+    for text in texts(answers(rules)):
+        for block in text.split("~")[1:-1]:
+            assert "#" in block[:4] or len(block) < 4
+            blocks += 1
+    assert blocks
+
+
 def test_an_output_may_begin_with_reasoning() -> None:
     rules = reasoning(begin=BEGIN, budget=4)
     rules.allowed = (*FEW, EOS)

@@ -45,7 +45,7 @@ class ReasoningRule(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     end: int  # the token that ends it
     open: bool = False  # the prompt ends within it
-    begin: int | None = None  # the token with which the output may begin it
+    begin: int | None = None  # the token that begins it, where no grammar holds yet
     budget: int | None = None  # tokens in it, after which it is ended
     calls: bool = False  # a trigger in it ends it
     # Tokens that must not come in it: they would end an answer that a grammar still owes.

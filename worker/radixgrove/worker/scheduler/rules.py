@@ -73,10 +73,9 @@ class SequenceRules:
 
     def _follow(self, token: int) -> None:
         reasoning, triggers = self.rules.reasoning, self.rules.triggers
-        if self.phase is Phase.BEGIN:
-            assert reasoning is not None
-            if token == reasoning.begin:
-                self.phase = Phase.REASONING
+        if self.phase in (Phase.BEGIN, Phase.FREE):
+            if reasoning is not None and token == reasoning.begin:
+                self.phase, self.thought = Phase.REASONING, 0
                 return
             self.phase = self._answering
         if self.phase is Phase.REASONING:
