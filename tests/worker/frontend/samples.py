@@ -123,7 +123,9 @@ def markers_of(form: Format, *, tokens: bool = True) -> Markers:
     """Of a vocabulary that has the format's markers as tokens, or none of them."""
     tokenizer = Tokenizer(models.BPE())
     if tokens:
-        tokenizer.add_tokens([AddedToken(text, normalized=False) for text in form.all_markers])
+        tokenizer.add_special_tokens(
+            [AddedToken(text, normalized=False) for text in form.all_markers]
+        )
     return Markers(form, tokenizer, ())
 
 
