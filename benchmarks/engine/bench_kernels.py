@@ -31,11 +31,19 @@ from radixgrove.kernels import (
     sample,
     top_k_top_p,
 )
-from radixgrove.kernels.autotune import GEMV_CANDIDATES, SKINNY_CANDIDATES
+from radixgrove.kernels._triton import cdiv
+from radixgrove.kernels.autotune import (
+    GEMV_CANDIDATES,
+    SKINNY_CANDIDATES,
+    Projection,
+    candidates,
+)
 from radixgrove.kernels.float8 import FLOAT8, to_page
 from radixgrove.kernels.linear import MAX_SKINNY_TOKENS
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
+from radixgrove.kernels.scaled import multiply_quantized
 from radixgrove.kernels.weight import Weight
+from radixgrove.protocol.model.quantization import Activations
 
 DTYPE = torch.bfloat16
 PAGE = 16
@@ -133,15 +141,15 @@ def bench_linear() -> None:
             weights = cold_weights(n, k)
             for tokens in (1, 16, 64, 128, 256):
                 x = random(tokens, k)
-                candidates = [CUBLAS]
+                choices = [CUBLAS]
                 if tokens == 1:
-                    candidates += GEMV_CANDIDATES
+                    choices += GEMV_CANDIDATES
                 elif tokens <= MAX_SKINNY_TOKENS:
-                    candidates += SKINNY_CANDIDATES
+                    choices += SKINNY_CANDIDATES
                 if scratch.cublaslt is not None:
                     configs = scratch.cublaslt.candidates(tokens, weights[0].payload, DTYPE)
-                    candidates += [Choice(cublaslt=config) for config in configs]
-                timed = list(time_candidates(candidates, x, weights, silu, scratch))
+                    choices += [Choice(cublaslt=config) for config in configs]
+                timed = list(time_candidates(choices, x, weights, silu, scratch))
                 cublas = timed[0][1]
                 best, us = min(timed, key=lambda pair: pair[1])
                 label = f"{shape.name} {name} T={tokens}"
@@ -152,6 +160,56 @@ def bench_linear() -> None:
             del weights
 
 
+def float8_weights(kind: str, n: int, k: int) -> list[Weight]:
+    """As `cold_weights`; `kind` says what shares a scale."""
+    blocks = kind == "blocks"
+    uniform = kind == "tensor"
+    return [
+        Weight(
+            to_page(weight.payload * 448, FLOAT8),
+            DTYPE,
+            scales=torch.full(
+                (cdiv(n, 128), cdiv(k, 128)) if blocks else (n,), 1 / 448, device="cuda"
+            ),
+            block=(128, 128) if blocks else None,
+            activations=Activations.GROUP if blocks else Activations.TOKEN,
+            uniform=uniform,
+        )
+        for weight in cold_weights(n, k)
+    ]
+
+
+def bench_products_float8() -> None:
+    """Every candidate of the tuner for float8 weights, inputs quantized within."""
+    scratch = Scratch(torch.device("cuda", torch.cuda.current_device()))
+    for shape in SHAPES:
+        for name, (n, k, silu) in shape.weights().items():
+            if name == "head":
+                continue
+            for kind, tokens in itertools.product(
+                ("tensor", "row", "blocks"), (1, 16, 64, 256, 8192)
+            ):
+                weights = float8_weights(kind, n, k)
+                projection = Projection(weights, silu=silu)
+                x = random(tokens, k)
+                for choice in candidates(tokens, projection, scratch):
+                    calls = [
+                        partial(
+                            multiply_quantized, x, weight, choice=choice, scratch=scratch, silu=silu
+                        )
+                        for weight in weights
+                    ]
+                    label = f"{shape.name} {name} {kind} T={tokens}"
+                    own = choice.gemv or choice.skinny
+                    kernel = f"float8 {own or ('scaled' if choice.scaled else 'widened')}"
+                    try:
+                        us = microseconds(calls)
+                    except Exception as error:
+                        print(f"    {label}: {choice} failed: {str(error).splitlines()[0][:100]}")
+                        continue
+                    show(kernel, label, us, n * k, 2.0 * n * k * tokens)
+
+
 def cold_weights(n: int, k: int) -> list[Weight]:
     """So many that the L2 cache holds none of them when its turn comes again."""
     copies = max(2, int(2e8 / (n * k * 2)) + 1)
@@ -159,9 +217,9 @@ def cold_weights(n: int, k: int) -> list[Weight]:
 
 
 def time_candidates(
-    candidates: list[Choice], x: Tensor, weights: list[Weight], silu: bool, scratch: Scratch
+    choices: list[Choice], x: Tensor, weights: list[Weight], silu: bool, scratch: Scratch
 ) -> Iterator[tuple[Choice, float]]:
-    for candidate in candidates:
+    for candidate in choices:
         try:
             yield candidate, microseconds(linear_calls(candidate, x, weights, silu, scratch))
         except Exception as error:
@@ -379,6 +437,7 @@ def bench_sampling() -> None:
 
 BENCHES = {
     "linear": bench_linear,
+    "products_float8": bench_products_float8,
     "elementwise": bench_elementwise,
     "attention": bench_attention,
     "float8": bench_float8,

@@ -25,6 +25,7 @@ from benchmarks.engine import workloads
 from benchmarks.engine.workloads import WORKLOADS, ModelShape, Workload
 from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.protocol.model.directory import load_config
+from radixgrove.protocol.model.fit import quantization_of
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import (
     AttentionChoice,
@@ -32,6 +33,7 @@ from radixgrove.protocol.settings import (
     DType,
     KVDType,
     LoadFormat,
+    Quantize,
     SchedulePolicy,
     WorkerSettings,
 )
@@ -133,7 +135,8 @@ def find_model(name: str) -> tuple[str, Path]:
     return path.name, path
 
 
-def model_shape(config: ModelConfig, info: EngineInfo) -> ModelShape:
+def model_shape(config: ModelConfig, info: EngineInfo, quantize: Quantize) -> ModelShape:
+    quantized = quantization_of(config, quantize) is not None
     item_bytes = getattr(torch, info.dtype).itemsize
     hidden, dim = config.hidden_size, config.head_dim
     attention = hidden * (config.num_heads + 2 * config.num_kv_heads) * dim
@@ -155,7 +158,8 @@ def model_shape(config: ModelConfig, info: EngineInfo) -> ModelShape:
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=dim,
-        item_bytes=item_bytes,
+        item_bytes=1 if quantized else item_bytes,
+        head_item_bytes=item_bytes,
         kv_item_bytes=1 if info.kv_dtype == KVDType.FP8_E4M3 else item_bytes,
         **mixture,
     )
@@ -166,6 +170,7 @@ def make_settings(arguments: argparse.Namespace) -> WorkerSettings:
         "load_format": LoadFormat(arguments.load_format),
         "device": Device(arguments.device),
         "dtype": DType(arguments.dtype),
+        "quantize": Quantize(arguments.quantize),
         "kv_dtype": KVDType(arguments.kv_dtype),
         "tp": arguments.tp,
         "attention_backend": AttentionChoice(arguments.backend),
@@ -187,6 +192,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", choices=[d.value for d in Device])
     parser.add_argument("--dtype", default="auto", choices=[d.value for d in DType])
+    parser.add_argument("--quantize", default="none", choices=[q.value for q in Quantize])
     parser.add_argument("--kv-dtype", default="auto", choices=[d.value for d in KVDType])
     parser.add_argument("--load-format", default="dummy", choices=[f.value for f in LoadFormat])
     parser.add_argument("--max-running", type=int, default=None)
@@ -276,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
         model, model_dir = find_model(name)
         engine = BenchmarkEngine(settings, model_dir)
         try:
-            shape = model_shape(load_config(model_dir), engine.info)
+            shape = model_shape(load_config(model_dir), engine.info, settings.quantize)
             for workload_name in arguments.workload:
                 workload = WORKLOADS[workload_name]()
                 row, record = measure(engine, model, shape, workload, arguments.runs, arguments.tp)

@@ -192,7 +192,8 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    item_bytes: int = 2
+    item_bytes: int = 2  # of a value in the linear layers
+    head_item_bytes: int = 2
     kv_item_bytes: int = 2
     expert_parameters: int = 0
     experts: int = 0
@@ -203,13 +204,13 @@ class ModelShape:
         """By a token, without the head."""
         return self.matrix_parameters + self.experts_per_token * self.expert_parameters
 
-    def read_parameters(self, rows: int) -> float:
+    def read_bytes(self, rows: int) -> float:
         """By a step of so many rows, which choose evenly: the experts that one of them takes."""
-        read = float(self.matrix_parameters + self.head_parameters)
+        read = float(self.matrix_parameters)
         if self.experts:
             missed = (1 - self.experts_per_token / self.experts) ** rows
             read += self.experts * (1 - missed) * self.expert_parameters
-        return read
+        return read * self.item_bytes + self.head_parameters * self.head_item_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -238,23 +239,23 @@ def least_seconds(workload: Workload, shape: ModelShape, device: Device) -> floa
     products = 0.0
     for step in range(decoded[-1]):
         rows = len(decoded) - bisect_right(decoded, step)
-        reading = shape.read_parameters(rows) * shape.item_bytes / device.bytes_per_second
+        reading = shape.read_bytes(rows) / device.bytes_per_second
         products += max(reading, 2 * rows * parameters / product_rate)
-    read = attended = 0  # tokens of KV, summed over steps
+    kv_read = attended = 0  # tokens of KV, summed over steps
     computed, pairs = 0, 0.0  # tokens of prefill, and what each sees
     for item in workload.items:
         own, steps = len(item.token_ids) - item.shared, item.max_tokens - 1
         own_contexts = steps * own + steps * (steps + 1) // 2
-        read += own_contexts
+        kv_read += own_contexts
         attended += own_contexts + steps * item.shared
         computed += own
         pairs += _visible_pairs(own, item.shared)
     if workload.groups:
         prefix = max(item.shared for item in workload.items)
-        read += workload.groups * decoded[-1] * prefix
+        kv_read += workload.groups * decoded[-1] * prefix
         computed += workload.groups * prefix
         pairs += workload.groups * _visible_pairs(prefix, 0)
-    reading_kv = read * shape.kv_bytes_per_token / device.bytes_per_second
+    reading_kv = kv_read * shape.kv_bytes_per_token / device.bytes_per_second
     attending = attended * shape.attention_flops_per_pair / device.flops_per_second
     multiplied = (
         computed * shape.multiplied_parameters + len(workload.items) * shape.head_parameters

@@ -120,7 +120,7 @@ def test_a_step_reads_the_experts_that_its_rows_choose() -> None:
         experts=128,
         experts_per_token=8,
     )
-    chosen = [shape.read_parameters(rows) / shape.expert_parameters for rows in (1, 64, 4096)]
+    chosen = [shape.read_bytes(rows) / (2 * shape.expert_parameters) for rows in (1, 64, 4096)]
     assert chosen == pytest.approx([8, 125.9, 128], abs=0.1)
     one = workloads.Workload("w", [workloads.Item([0], 2)])
     first = workloads.Workload("w", [workloads.Item([0], 1)])
@@ -168,6 +168,12 @@ def test_a_prefix_is_read_once_a_group_and_step(llama_8b: Any) -> None:
     saved = workloads.least_seconds(alone, llama_8b, device)
     saved -= workloads.least_seconds(workload, llama_8b, device)
     assert saved == pytest.approx((512 - 32) * 2048 * 127 * 131_072 / 4.3e12, rel=1e-3)
+
+
+def test_a_head_is_read_in_bytes_of_its_own(llama_8b: Any) -> None:
+    fp8 = dataclasses.replace(llama_8b, item_bytes=1)
+    saved = llama_8b.read_bytes(1) - fp8.read_bytes(1)
+    assert saved == llama_8b.matrix_parameters
 
 
 def test_weights_of_one_byte_are_multiplied_at_the_rate_of_fp8(llama_8b: Any) -> None:

@@ -200,7 +200,7 @@ class TestFastest:
                     raise RuntimeError("cannot be built")
                 return SimpleNamespace(replay=lambda: replay(choice), choice=choice)
 
-            monkeypatch.setattr(autotune, "_candidates", lambda *_: list(times))
+            monkeypatch.setattr(autotune, "candidates", lambda *_: list(times))
             monkeypatch.setattr(autotune, "_record", record)
             monkeypatch.setattr(autotune, "_replay", lambda graph: graph.replay())
             monkeypatch.setattr(autotune, "_timing_event", Event)
@@ -244,21 +244,21 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class TestCandidates:
     def test_one_token_is_for_gemv(self, hopper: Any) -> None:
-        found = autotune._candidates(1, projection(64, 32), hopper)
+        found = autotune.candidates(1, projection(64, 32), hopper)
         assert found == [CUBLAS, *GEMV_CANDIDATES]
 
     @pytest.mark.parametrize(("n", "splits"), [(1024, 4), (4096, 2), (6144, 1), (128256, 1)])
     def test_few_tokens_split_k_until_the_chip_is_full(
         self, n: int, splits: int, hopper: Any
     ) -> None:
-        found = autotune._candidates(32, projection(n, 32), hopper)
+        found = autotune.candidates(32, projection(n, 32), hopper)
         assert found[:3] == [CUBLAS, Choice(cublaslt=ALGORITHM), Choice(cublaslt=ALGORITHM)]
         ours = [choice for choice in found[3:] if choice.skinny]
         assert [choice.skinny.splits for choice in ours if choice.skinny] == [splits]
 
     def test_our_kernels_end_where_libraries_are_better(self, hopper: Any) -> None:
         def ours(bucket: int, **options: Any) -> list[tuple[int, int]]:
-            found = autotune._candidates(bucket, projection(8192, 32, **options), hopper)
+            found = autotune.candidates(bucket, projection(8192, 32, **options), hopper)
             own = [choice.skinny for choice in found if choice.skinny is not None]
             return [(config.block_k, config.splits) for config in own]
 
@@ -280,25 +280,25 @@ class TestCandidates:
     def test_algorithms_are_asked_for_by_what_they_write(
         self, options: dict[str, bool], result: torch.dtype, hopper: Any
     ) -> None:
-        assert len(autotune._candidates(64, projection(6144, 32, **options), hopper)) >= 3
+        assert len(autotune.candidates(64, projection(6144, 32, **options), hopper)) >= 3
         assert hopper.cublaslt.asked == [result]
 
     def test_many_tokens_may_leave_the_residual_to_the_norm(self, hopper: Any) -> None:
-        found = autotune._candidates(512, projection(64, 32, residual=True), hopper)
+        found = autotune.candidates(512, projection(64, 32, residual=True), hopper)
         assert [choice.deferred for choice in found] == [False] * 3 + [True] * 3
         assert found[3] == Choice(deferred=True)
         for other in (
-            autotune._candidates(512, projection(64, 32), hopper),
-            autotune._candidates(256, projection(64, 32, residual=True), hopper),
-            autotune._candidates(512, projection(64, 32, residual=True, biased=True), hopper),
+            autotune.candidates(512, projection(64, 32), hopper),
+            autotune.candidates(256, projection(64, 32, residual=True), hopper),
+            autotune.candidates(512, projection(64, 32, residual=True, biased=True), hopper),
         ):
             assert not any(choice.deferred for choice in other)
 
     def test_no_algorithms_with_a_bias_or_without_the_library(self, hopper: Any) -> None:
         biased = projection(64, 32, biased=True)
-        assert autotune._candidates(512, biased, hopper) == [CUBLAS]
+        assert autotune.candidates(512, biased, hopper) == [CUBLAS]
         hopper.cublaslt = None
-        assert autotune._candidates(512, projection(64, 32), hopper) == [CUBLAS]
+        assert autotune.candidates(512, projection(64, 32), hopper) == [CUBLAS]
 
 
 class TestCompiling:
@@ -465,7 +465,7 @@ class TestOnDevice:
 
     def choices(self, tokens: int, scratch: Scratch, **options: Any) -> list[Choice]:
         weight = torch.zeros(self.N, self.K, dtype=torch.bfloat16, device="cuda")
-        found = autotune._candidates(tokens, Projection([Weight.plain(weight)], **options), scratch)
+        found = autotune.candidates(tokens, Projection([Weight.plain(weight)], **options), scratch)
         assert len(found) > 1
         return found
 

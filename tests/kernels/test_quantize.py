@@ -19,7 +19,7 @@ from radixgrove.kernels.linear import GemvConfig, ProductScales, SkinnyConfig, S
 from radixgrove.kernels.matmul import CUBLAS, Choice
 from radixgrove.kernels.norm import rms_norm_reference
 from radixgrove.kernels.quantize import quantize, quantize_reference
-from radixgrove.kernels.scaled import library_takes, multiply_quantized
+from radixgrove.kernels.scaled import _padded, library_takes, multiply_quantized
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
 from tests.kernels.helpers import assert_close
@@ -189,13 +189,9 @@ def test_every_choice_multiplies_alike(
     norm = None
     if before != "gated":
         norm = torch.rand(k, device=device).bfloat16() + 0.5
+        exact = rms_norm_reference(exact, norm, 1e-6)
     residual = torch.randn(tokens, n, device=device).bfloat16()
-    expected = linear.linear_reference(
-        exact.float(),
-        weight,
-        norm=None if norm is None else norm.float(),
-        residual=residual.float(),
-    )
+    expected = linear.linear_reference(exact.float(), weight, residual=residual.float())
     scratch: Any = SimpleNamespace(cublaslt=None, skinny=None)
     y = multiply_quantized(
         x, weight, choice=choice, scratch=scratch, norm=norm, residual=residual, **options
@@ -221,6 +217,18 @@ def test_which_weights_torch_multiplies(device: torch.device) -> None:
     assert library_takes(replace(half, uniform=True))
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 4), (4, 4), (5, 8)])
+def test_rows_are_filled_up_for_the_library(tokens: int, rows: int, device: torch.device) -> None:
+    values, scales = quantize_reference(
+        torch.randn(tokens, 64, device=device), weight_of("group", 8, 64, device)
+    )
+    padded, padded_scales = _padded(values, scales)
+    assert (padded.shape, padded_scales.shape) == ((rows, 64), (rows, 2))
+    assert torch.equal(bits(padded[:tokens]), bits(values))
+    assert torch.equal(padded_scales[:tokens], scales)
+    assert not padded[tokens:].float().any()
+
+
 class TestTuner:
     def test_formats_have_choices_of_their_own(self, device: torch.device) -> None:
         tuner = LinearTuner()
@@ -240,7 +248,7 @@ class TestTuner:
         def found(scheme: str, bucket: int, block: int = 0, **options: Any) -> list[Choice]:
             weight = weight_of(scheme, 256, 256, device)
             weight = replace(weight, block=(block, block)) if block else weight
-            return autotune._candidates(bucket, Projection([weight], **options), scratch)
+            return autotune.candidates(bucket, Projection([weight], **options), scratch)
 
         assert found("token", 1) == [CUBLAS, SCALED, *GEMV_CANDIDATES]
         assert found("kept", 512) == [CUBLAS]

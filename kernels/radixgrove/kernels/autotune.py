@@ -262,7 +262,7 @@ def _splits(tiles: int, multiprocessors: int) -> int:
     return next((ways for ways in (4, 2) if tiles * ways <= multiprocessors), 1)
 
 
-def _candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
+def candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
     """cuBLAS first, then all that may beat it."""
     library = [CUBLAS]
     if projection.weights[0].quantized:
@@ -380,7 +380,7 @@ class _Timed(Generic[C]):
 
 def _fastest(bucket: int, projection: Projection, scratch: Scratch) -> Choice:
     trial = _Trial(projection, bucket, scratch)
-    return fastest(_candidates(bucket, projection, scratch), trial, str(projection.key(bucket)))
+    return fastest(candidates(bucket, projection, scratch), trial, str(projection.key(bucket)))
 
 
 def fastest(choices: Sequence[C], trial: Trial[C], what: str) -> C:

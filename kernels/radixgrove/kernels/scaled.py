@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels.activation import silu_and_mul
+from radixgrove.kernels.float8 import bits
 from radixgrove.kernels.linear import ProductScales, gemv, skinny
 from radixgrove.kernels.matmul import Choice, Scratch
 from radixgrove.kernels.norm import add_rms_norm, rms_norm
@@ -16,6 +17,7 @@ from radixgrove.protocol.model.quantization import Activations
 # cuBLAS's float8 takes K and N in multiples of this.
 _ALIGNMENT = 16
 _LIBRARY_BLOCK = (128, 128)
+_BLOCK_ROWS = 4  # and rows of inputs with scales of parts
 
 
 def multiply_quantized(
@@ -35,8 +37,8 @@ def multiply_quantized(
 ) -> Tensor:
     """As `ops.linear`, for a weight that `settled`.
 
-    Sums are in float32; those of the library's float8 products per tensor and per row, and of
-    `skinny`, may be in its fast accumulation, of about 14 bits within some hundred products.
+    Sums are in float32. `skinny`'s products of two float8 operands per tensor and row are in the
+    tensor cores' fast accumulation, with fewer bits; the library's are asked not to be.
     """
     values, inputs = _inputs(x, weight, norm, eps, added_to, gated)
     assert weight.scales is not None
@@ -114,7 +116,8 @@ def _library(values: Tensor, weight: Weight, inputs: Tensor | None) -> Tensor:
     assert weight.scales is not None
     assert inputs is not None
     tokens = values.shape[0]
-    if weight.block is not None:  # it wants both along columns
+    if weight.block is not None:  # it wants both along columns, and those of inputs aligned
+        values, inputs = _padded(values, inputs)
         of_inputs = inputs.t().contiguous().t()
         of_weight = weight.scales.t()
     elif weight.uniform and weight.activations == Activations.STATIC:
@@ -122,9 +125,18 @@ def _library(values: Tensor, weight: Weight, inputs: Tensor | None) -> Tensor:
     else:
         of_inputs = inputs.expand(tokens, 1).contiguous()
         of_weight = weight.scales[None, :]
-    return torch._scaled_mm(
-        values, weight.payload.t(), of_inputs, of_weight, out_dtype=weight.dtype
-    )
+    y = torch._scaled_mm(values, weight.payload.t(), of_inputs, of_weight, out_dtype=weight.dtype)
+    return y[:tokens]
+
+
+def _padded(values: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """With rows of zeros up to a multiple of `_BLOCK_ROWS`."""
+    missing = -len(values) % _BLOCK_ROWS
+    if not missing:
+        return values, inputs
+    padded = bits(values).new_zeros(len(values) + missing, values.shape[1])
+    padded[: len(values)] = bits(values)
+    return padded.view(values.dtype), torch.nn.functional.pad(inputs, (0, 0, 0, missing))
 
 
 def _widened(values: Tensor, weight: Weight, inputs: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from radixgrove.operator.render.revision import (
     thaw,
     worker_settings,
 )
-from radixgrove.protocol.settings import HostWritePolicy, KVDType, WorkerSettings
+from radixgrove.protocol.settings import HostWritePolicy, KVDType, Quantize, WorkerSettings
 from tests.checkout import ROOT
 from tests.operator.operator_builders import CONFIG, revision, spec
 
@@ -99,6 +99,7 @@ def test_engine_settings_pass_the_workers_own_schema() -> None:
                 "contextLength": 4096,
                 "memoryPercent": 80,
                 "kvDtype": "fp8_e4m3",
+                "quantize": "fp8",
                 "hostCacheGib": 80,
                 "hostWritePolicy": "write-back",
                 "settings": {"max_step_tokens": 99},
@@ -112,6 +113,7 @@ def test_engine_settings_pass_the_workers_own_schema() -> None:
     assert settings.memory_fraction == pytest.approx(0.8)
     assert settings.max_step_tokens == 99
     assert settings.kv_dtype is KVDType.FP8_E4M3
+    assert settings.quantize is Quantize.FP8
     assert settings.host_cache_gib == 80
     assert settings.host_write_policy is HostWritePolicy.WRITE_BACK
     assert settings.served_model_name == ["llama"]

@@ -146,7 +146,7 @@ def test_a_download_is_told_what_the_model_must_be_fit_for() -> None:
         model={"source": "hf://org/model", "revision": "c" * 40},
         hardware={"gpusPerNode": 2, "gpuType": "H100"},
         parallelism={"tp": 2, "ep": 2},
-        engine={"contextLength": 4096, "memoryPercent": 50},
+        engine={"contextLength": 4096, "memoryPercent": 50, "quantize": "fp8"},
     )
     for name, product, size in (("g1", "H100", "81559"), ("g2", "H200", "143771")):
         labels = {"nvidia.com/gpu.product": product, "nvidia.com/gpu.memory": size}
@@ -157,6 +157,7 @@ def test_a_download_is_told_what_the_model_must_be_fit_for() -> None:
     arguments = dict(zip(*[iter(container["args"][4:])] * 2, strict=True))
     assert (arguments["--tp"], arguments["--ep"]) == ("2", "2")
     assert arguments["--max-model-len"] == "4096"
+    assert arguments["--quantize"] == "fp8"
     assert arguments["--memory"] == str(81559 << 20), "half of two GPUs of that type"
 
 

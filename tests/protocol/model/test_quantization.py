@@ -146,6 +146,7 @@ class TestCompressedTensors:
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size .* two numbers"),
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "0 is not .* from 1 to 65536"),
         ({"quant_method": "fp8", "weight_block_size": [1 << 40, 1]}, "number from 1 to 65536"),
+        ({"quant_method": "fp8", "weight_block_size": [96, 96]}, "96 is not .* a power of two"),
         (
             {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "static"},
             "activation_scheme 'static' is not supported, only dynamic, with a weight_block_size",

@@ -252,7 +252,7 @@ def _group(where: str, raw: object) -> tuple[Scheme, tuple[Target, ...]]:
     if strategy == "block":
         block = _block(f"{field}.block_structure", weights.get("block_structure"))
     elif strategy == "group":
-        block = 1, _width(f"{field}.group_size", weights.get("group_size"))
+        block = 1, _columns(f"{field}.group_size", weights.get("group_size"))
     scheme = Scheme(
         scales=Scales.BLOCK if block else Scales(strategy),
         activations=_inputs(f"{where}.input_activations", raw.get("input_activations"), block),
@@ -310,7 +310,15 @@ def _block(field: str, raw: object) -> tuple[int, int]:
     )
     if not isinstance(sizes, list | tuple) or len(sizes) != 2:
         _refuse(field, raw, "two numbers")
-    return _width(field, sizes[0]), _width(field, sizes[1])
+    return _width(field, sizes[0]), _columns(field, sizes[1])
+
+
+def _columns(field: str, value: object) -> int:
+    """Of blocks, in which inputs are quantized too."""
+    width = _width(field, value)
+    if width & (width - 1):
+        _refuse(field, value, "a power of two, for columns")
+    return width
 
 
 def _width(field: str, value: object) -> int:

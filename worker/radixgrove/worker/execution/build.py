@@ -152,6 +152,7 @@ def _start(loaded: LoadedModel) -> tuple[Runner, EngineInfo]:
             member.layout.size,
             loaded.host_pages,
             model.expert_bytes,
+            model.float8_bytes,
         ),
     )
     # On CUDA the trial has said already which attention backend it is.

@@ -198,17 +198,20 @@ def describe(
     ranks: int,
     host_pages: int = 0,
     experts: int = 0,
+    float8: int = 0,
 ) -> str:
     """The memory arithmetic that a worker prints at start, per rank.
 
     Args:
-        weights: bytes, of which `experts` are experts' that tokens choose from.
+        weights: bytes, of which `experts` are experts' that tokens choose from, and `float8` of
+            projections in that format.
     """
     pool = kv_tokens * shape.bytes_per_token
     tier_tokens = host_pages * shape.page_size
     tier = f"; host tier {_gib(host_pages * shape.page_bytes)} = {tier_tokens:,} tokens"
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
-    chosen = f", experts {_gib(experts)} of that" if experts else ""
+    named = {"experts": experts, "float8": float8}
+    chosen = "".join(f", {name} {_gib(size)} of that" for name, size in named.items() if size)
     return (
         f"memory{each}: weights {_gib(weights)}{chosen}; KV {_gib(pool)} = {kv_tokens:,} tokens of "
         f"{shape.bytes_per_token / 1024:.1f} KiB in pages of {shape.page_size} "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels.autotune import Projection
+from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import ModelConfig, ModelError, QkNorm
@@ -268,6 +269,12 @@ class Decoder:
             self.weights_bytes += self._embedding.weight.nbytes
         if self.device.type == "cpu":
             use_huge_pages(matrices)
+
+    @property
+    def float8_bytes(self) -> int:
+        """Of this rank's projections in float8; known after `prepare`."""
+        matrices = (matrix for layer in self._layers for matrix in layer.matrices())
+        return sum(matrix.nbytes for matrix in matrices if matrix.dtype == FLOAT8)
 
     def hidden_states(
         self,
