@@ -90,7 +90,13 @@ def test_what_serving_needs_is_fetched_and_nothing_else(
     ("changed", "fit", "reason", "named"),
     [
         ({"architectures": ["MambaForCausalLM"]}, (), "ModelUnsupported", "MambaForCausalLM"),
-        ({"quantization_config": {"bits": 4}}, (), "ModelUnsupported", "quantized"),
+        ({"quantization_config": {"quant_method": "awq"}}, (), "ModelUnsupported", "'awq' is not"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            ("--quantize", "fp8"),
+            "ModelDoesNotFit",
+            "set quantize to none",
+        ),
         ({"hidden_size": None}, (), "ModelUnsupported", "config.json: hidden_size"),
         ({}, ("--tp", "4"), "ModelDoesNotFit", "tp 4 does not divide"),
         ({}, ("--ep", "2"), "ModelDoesNotFit", "ep 2 is for models with experts"),
