@@ -46,7 +46,7 @@ def cost_of(choice: ExpertChoice) -> float:
     """Arbitrary, but that the two products' times add up, beside what is fixed."""
     way = choice.pairs or choice.tiles
     if way is None:
-        return 1e9
+        return float("inf")
     fixed = crc32(repr(choice.tiles and choice.tiles.block_m).encode())
     return fixed + crc32(repr(way.gate_up).encode()) + crc32(repr(way.down).encode())
 
