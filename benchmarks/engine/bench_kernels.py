@@ -390,7 +390,9 @@ def bench_experts() -> None:
         router = moe.Router(moe.Routing(top_k, renormalize=True))
         layers = [
             moe.ExpertWeights(
-                random(experts, 2 * inner, hidden), random(experts, hidden, inner), router
+                Weight.plain(random(experts, 2 * inner, hidden)),
+                Weight.plain(random(experts, hidden, inner)),
+                router,
             )
             for _ in range(2)
         ]

@@ -264,15 +264,31 @@ def launch_experts(dtype: torch.dtype) -> None:
     )
     for kind in (router, held):
         weights = moe.ExpertWeights(
-            torch.zeros(experts, 2 * inner, hidden, dtype=dtype),
-            torch.zeros(experts, hidden, inner, dtype=dtype),
+            Weight.plain(torch.zeros(experts, 2 * inner, hidden, dtype=dtype)),
+            Weight.plain(torch.zeros(experts, hidden, inner, dtype=dtype)),
             kind,
         )
         for tokens in (1, 64, 8192):
             x, logits = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, experts)
             moe.experts(x, logits, weights, x.clone())
+    if dtype == torch.bfloat16:
+        for block in (None, (128, 128)):
+            launch_float8_experts(block)
     positions = torch.zeros(8192 * 8, dtype=torch.int32)
     moe.combine(x, positions, torch.zeros(8192, 8), x, x)
+
+
+def launch_float8_experts(block: tuple[int, int] | None) -> None:
+    def stack(rows: int, columns: int) -> Weight:
+        shape = (rows // block[0], columns // block[1]) if block else (rows,)
+        scales = torch.ones(4, *shape)
+        payload = torch.empty(4, rows, columns, dtype=FLOAT8)
+        return Weight(payload, torch.bfloat16, scales=scales, block=block)
+
+    weights = moe.ExpertWeights(stack(1536, 2048), stack(2048, 768), moe.Router(moe.Routing(2)))
+    for tokens in (1, 16, 1024):
+        x, logits = torch.zeros(tokens, 2048, dtype=torch.bfloat16), torch.zeros(tokens, 4)
+        moe.experts(x, logits, weights, x.clone())
 
 
 def float8_weight(rows: int, columns: int, activations: Activations, *, blocks: bool) -> Weight:
@@ -323,8 +339,8 @@ def launch_expert_candidates(experts: int, top_k: int, hidden: int, inner: int) 
         return torch.zeros(1, dtype=torch.bfloat16).expand(shape)
 
     weights = moe.ExpertWeights(
-        shaped(experts, 2 * inner, hidden),
-        shaped(experts, hidden, inner),
+        Weight.plain(shaped(experts, 2 * inner, hidden)),
+        Weight.plain(shaped(experts, hidden, inner)),
         moe.Router(moe.Routing(top_k, renormalize=True)),
     )
     for tokens in (1, 16, 64, 256, 1024, 8192):

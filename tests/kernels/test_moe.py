@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import moe
+from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.moe import (
     GROUPED,
     ExpertChoice,
@@ -21,6 +22,8 @@ from radixgrove.kernels.moe import (
     Routing,
     TileConfig,
 )
+from radixgrove.kernels.quantize import widened
+from radixgrove.kernels.weight import Weight
 from tests.kernels.helpers import DTYPES, assert_close, sizes
 
 # Rounding of `silu(gate) * up` between the products, where the reference rounds twice.
@@ -103,13 +106,16 @@ def random_weights(
         return (torch.randn(*shape) / shape[-1] ** 0.5).to(like.device, like.dtype)
 
     router = {"routing": Routing(2)} | router
-    return ExpertWeights(
-        random(experts, 2 * inner, hidden), random(experts, hidden, inner), Router(**router)
-    )
+    matrices = random(experts, 2 * inner, hidden), random(experts, hidden, inner)
+    return ExpertWeights(*map(Weight.plain, matrices), Router(**router))
 
 
 def exact(x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None) -> Tensor:
-    wide = replace(weights, gate_up=weights.gate_up.double(), down=weights.down.double())
+    stacks = (
+        Weight.plain(widened(weight).double() if weight.quantized else weight.payload.double())
+        for weight in (weights.gate_up, weights.down)
+    )
+    wide = ExpertWeights(*stacks, weights.router)
     rest = None if residual is None else residual.double()
     return moe.experts_reference(x.double(), logits, wide, rest)
 
@@ -149,6 +155,41 @@ def test_experts(
     check(x, random_logits(tokens, experts, device), weights, WAYS[way], residual)
 
 
+def float8(experts: int, rows: int, columns: int, block: tuple[int, int] | None) -> Weight:
+    """Random numbers and scales, of rows or of blocks."""
+    shape = (-(-rows // block[0]), -(-columns // block[1])) if block else (rows,)
+    return Weight(
+        torch.randn(experts, rows, columns).to(FLOAT8),
+        torch.bfloat16,
+        scales=torch.rand(experts, *shape) / columns**0.5 + 0.01,
+        block=block,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "some-elsewhere"])
+@pytest.mark.parametrize("block", [None, (16, 32)], ids=["rows", "blocks"])
+@pytest.mark.parametrize("way", WAYS)
+def test_float8_experts_are_widened(
+    way: str,
+    block: tuple[int, int] | None,
+    elsewhere: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """At sizes past a block."""
+    hidden, inner, tokens = 72, 40, tokens_for(way, 20, device)
+    places = torch.tensor([-1, 0, -1, 1, 2, -1], dtype=torch.int32) if elsewhere else None
+    count = 3 if elsewhere else 6
+    weights = ExpertWeights(
+        float8(count, 2 * inner, hidden, block),
+        float8(count, hidden, inner, block),
+        Router(Routing(2), places=places),
+    )
+    x = torch.randn(tokens, hidden).to(dtype)
+    check(x, random_logits(tokens, 6, device), weights, WAYS[way], residual=True)
+
+
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "some-elsewhere"])
 def test_torchs_grouped_product_is_another_way(elsewhere: bool, device: torch.device) -> None:
     x = torch.randn(21, 32, device=device).bfloat16()
@@ -185,8 +226,8 @@ def test_ranks_with_some_of_the_experts_sum_to_all_of_them(
         places = torch.full((6,), -1, dtype=torch.int32, device=device)
         places[held] = torch.arange(2, dtype=torch.int32, device=device)
         own = ExpertWeights(
-            weights.gate_up[held].contiguous(),
-            weights.down[held].contiguous(),
+            Weight.plain(weights.gate_up.payload[held].contiguous()),
+            Weight.plain(weights.down.payload[held].contiguous()),
             replace(weights.router, places=places),
         )
         first = rest.clone() if rest is not None and rank == 0 else None

@@ -30,14 +30,15 @@ from radixgrove.kernels.moe_tuning import (
     candidates,
     search,
 )
+from radixgrove.kernels.weight import Weight
 
 Cost = Callable[[ExpertChoice], float]
 
 
 def weights(experts: int = 8, top_k: int = 2) -> ExpertWeights:
     return ExpertWeights(
-        torch.zeros(experts, 8, 16, dtype=torch.bfloat16),
-        torch.zeros(experts, 16, 4, dtype=torch.bfloat16),
+        Weight.plain(torch.zeros(experts, 8, 16, dtype=torch.bfloat16)),
+        Weight.plain(torch.zeros(experts, 16, 4, dtype=torch.bfloat16)),
         Router(Routing(top_k)),
     )
 
@@ -96,7 +97,7 @@ def test_every_kernel_that_is_timed_can_be_compiled_before(tokens: int) -> None:
 def test_takes_the_next_larger_bucket_of_the_same_shape() -> None:
     tuner, own = ExpertTuner(), weights()
     key = moe_tuning._key(64, 8, own)
-    tuner._choices[torch.bfloat16, key] = GROUPED
+    tuner._choices[moe_tuning._kind(own), key] = GROUPED
     assert tuner.choose(33, 8, own) == tuner.choose(64, 8, own) == GROUPED
     assert tuner.choose(65, 8, own) != GROUPED
     assert tuner.choose(33, 16, own) != GROUPED, "experts of other ranks make fewer pairs here"

@@ -136,7 +136,7 @@ def linear_reference(
 
 
 @jit
-def _folded(products):
+def folded(products):
     """[N, K] -> [N, K / 8]: sums of what a thread loads at once; few registers hold them."""
     return tl.sum(tl.reshape(products, (products.shape[0], products.shape[1] // 8, 8)), axis=2)
 
@@ -217,24 +217,24 @@ def _gemv_kernel(
             w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
             w = _widened(w, w_scale_ptr, source, offset + lane, k, SCALED, HIGH, WIDE)
             if NORM:
-                squares += _folded(x * x)
+                squares += folded(x * x)
                 norm = tl.load(norm_ptr + offset + lane, mask=inside, other=0.0)
                 x *= norm.to(tl.float32)[None, :]
-            total += _folded(w * x)
+            total += folded(w * x)
             if SILU:
                 u = tl.load(upper + offset, mask=inside[None, :], other=0.0)
                 u = _widened(u, w_scale_ptr, source + n, offset + lane, k, SCALED, HIGH, WIDE)
-                upper_total += _folded(u * x)
+                upper_total += folded(u * x)
     x = _inputs(x_ptr, x_scale_ptr, lane, k, WIDE, X_PARTS)
     if NORM:
-        squares += _folded(x * x)
+        squares += folded(x * x)
         x *= tl.load(norm_ptr + lane, mask=lane < k, other=0.0).to(tl.float32)[None, :]
     w = _widened(tile, w_scale_ptr, source, lane, k, SCALED, HIGH, WIDE)
-    y = tl.sum(total + _folded(w * x), axis=1)
+    y = tl.sum(total + folded(w * x), axis=1)
     upper_y = y
     if SILU:
         u = _widened(upper_tile, w_scale_ptr, source + n, lane, k, SCALED, HIGH, WIDE)
-        upper_y = tl.sum(upper_total + _folded(u * x), axis=1)
+        upper_y = tl.sum(upper_total + folded(u * x), axis=1)
     if SCALED and WIDE == 0:
         y *= tl.load(w_scale_ptr + source)
         if SILU:

@@ -15,6 +15,7 @@ the last one arrive: the same bits each time. `moe_tuning` measures which is the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -30,12 +31,15 @@ from radixgrove.kernels.moe_kernels import (
     route_kernel,
     sort_kernel,
 )
+from radixgrove.kernels.quantize import product_reference
+from radixgrove.kernels.weight import Weight
 
 MAX_EXPERTS = 512
 MAX_GROUPS = 16
 # Pairs of a program of `sort_kernel`, and scores of one of `route_kernel`.
 _CHUNK_PAIRS = 256
 _CHUNK_SCORES = 16384
+_LEAST_STEP = 16  # along K, of a product on tensor cores
 # Up to so many tokens parts are float32; past it they would be more to write than the weights.
 WIDE_PARTS = 256
 
@@ -294,7 +298,7 @@ class ExpertTiles:
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoice:
-    """The way of one number of tokens; none is torch's `grouped_mm`."""
+    """The way of one number of tokens; none is torch's `grouped_mm`, for unquantized weights."""
 
     pairs: ExpertPairs | None = None
     tiles: ExpertTiles | None = None
@@ -305,15 +309,15 @@ GROUPED = ExpertChoice()
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """This rank's experts: gate_up [E, 2 N, K] (gate first) and down [E, K, N], contiguous."""
+    """This rank's experts, as stacks: gate_up [E, 2 N, K] (gate first) and down [E, K, N]."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
     router: Router = field(default_factory=lambda: Router(Routing(1)))
 
     @property
     def count(self) -> int:
-        return self.gate_up.shape[0]
+        return self.gate_up.payload.shape[0]
 
 
 def default_choice(tokens: int, weights: ExpertWeights) -> ExpertChoice:
@@ -346,14 +350,19 @@ def experts_reference(
             continue
         pairs = order[first : first + count]
         first += count
-        gate_up = torch.nn.functional.linear(x[pairs // top_k], weights.gate_up[expert])
-        h = silu_and_mul_reference(gate_up)
-        parts[pairs] = torch.nn.functional.linear(h, weights.down[expert]).to(parts.dtype)
+        h = silu_and_mul_reference(_product(x[pairs // top_k], weights.gate_up[expert]))
+        parts[pairs] = _product(h, weights.down[expert]).to(parts.dtype)
     # A part of another rank's expert is zero, whatever its weight is.
     here = (routed.ids >= 0)[..., None]
     scales = routed.weights.to(parts.dtype)[..., None]
     y = torch.where(here, parts.view(tokens, top_k, -1) * scales, 0.0).sum(1)
     return y.to(x.dtype) if residual is None else residual.add_(y)
+
+
+def _product(x: Tensor, weight: Weight) -> Tensor:
+    if weight.quantized:
+        return product_reference(x, weight).to(x.dtype)
+    return torch.nn.functional.linear(x, weight.payload)
 
 
 def experts(
@@ -365,6 +374,9 @@ def experts(
     choice: ExpertChoice | None = None,
 ) -> Tensor:
     """`residual += sum over a token's experts of weight * down(silu(gate(x)) * up(x))`.
+
+    Float8 weights are widened as they are multiplied; their inputs stay as they are, whatever the
+    format says of activations.
 
     Args:
         x: [T, K] contiguous, float32, bfloat16 or float16. logits: [T, experts] float32.
@@ -399,17 +411,19 @@ def _by_pairs(
     config: ExpertPairs,
 ) -> Tensor:
     (tokens, hidden), top_k = x.shape, routed.ids.shape[1]
-    inner = weights.down.shape[2]
+    inner = weights.down.shape[1]
     h = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
     own = config.gate_up
     gate_up_pairs_kernel[(cdiv(inner, own.rows), tokens * top_k)](
         x,
-        weights.gate_up,
+        weights.gate_up.payload,
+        _scales(weights.gate_up),
         routed.ids,
         h,
         inner,
         hidden,
         TOP_K=top_k,
+        **_scale_options(weights.gate_up),
         ROWS=own.rows,
         BLOCK_K=own.block_k,
         STAGES=own.stages,
@@ -419,7 +433,8 @@ def _by_pairs(
     own = config.down
     down_pairs_kernel[(cdiv(hidden, own.rows), tokens)](
         h,
-        weights.down,
+        weights.down.payload,
+        _scales(weights.down),
         routed.ids,
         routed.weights,
         x if residual is None else residual,
@@ -429,6 +444,7 @@ def _by_pairs(
         TOP_K=top_k,
         RESIDUAL=residual is not None,
         PLACES=weights.router.places is not None,
+        **_scale_options(weights.down),
         ROWS=own.rows,
         BLOCK_K=own.block_k,
         STAGES=own.stages,
@@ -447,7 +463,7 @@ def _by_tiles(
     config: ExpertTiles,
 ) -> Tensor:
     (tokens, hidden), top_k = x.shape, routed.ids.shape[1]
-    inner, pairs = weights.down.shape[2], tokens * top_k
+    inner, pairs = weights.down.shape[1], tokens * top_k
     own = config.down
     down_tiles = cdiv(hidden, own.block_n)
     made = sort(routed, config.block_m, counters=tokens * down_tiles)
@@ -463,20 +479,23 @@ def _by_tiles(
     gate_tiles = cdiv(inner, first.block_n)
     gate_up_tiles_kernel[(made.most_blocks * gate_tiles,)](
         x,
-        weights.gate_up,
+        weights.gate_up.payload,
+        _scales(weights.gate_up),
         *where,
         h,
         inner,
         hidden,
         gate_tiles,
         **shared,
-        **_tile_options(first),
+        **_scale_options(weights.gate_up),
+        **_tile_options(first, weights.gate_up),
         **pdl(x),
     )
     kind = torch.float32 if tokens <= WIDE_PARTS else x.dtype
     down_tiles_kernel[(made.most_blocks * down_tiles,)](
         h,
-        weights.down,
+        weights.down.payload,
+        _scales(weights.down),
         *where,
         routed.ids,
         routed.weights,
@@ -490,16 +509,30 @@ def _by_tiles(
         RESIDUAL=residual is not None,
         PLACES=weights.router.places is not None,
         **shared,
-        **_tile_options(own),
+        **_scale_options(weights.down),
+        **_tile_options(own, weights.down),
         **pdl(x),
     )
     return out
 
 
-def _tile_options(config: TileConfig) -> dict[str, int]:
+def _scales(weight: Weight) -> Tensor:
+    return weight.payload if weight.scales is None else weight.scales
+
+
+def _scale_options(weight: Weight) -> dict[str, int]:
+    high, wide = weight.block or (0, 0)
+    if wide % _LEAST_STEP:
+        raise ValueError(f"blocks of {wide} columns are no multiple of {_LEAST_STEP}")
+    return {"SCALED": weight.scales is not None, "HIGH": high, "WIDE": wide}
+
+
+def _tile_options(config: TileConfig, weight: Weight) -> dict[str, int]:
+    wide = weight.block[1] if weight.block else config.block_k
+    # A step along K is within one block.
     return {
         "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
+        "BLOCK_K": gcd(config.block_k, wide),
         "GROUP": config.group,
         "STAGES": config.stages,
         "num_warps": config.warps,
@@ -514,8 +547,8 @@ def _by_groups(
     rows = x.index_select(0, made.order // top_k)
     ends = made.offsets[1:]
     grouped_mm = torch.nn.functional.grouped_mm
-    h = silu_and_mul(grouped_mm(rows, weights.gate_up.transpose(1, 2), offs=ends))
-    y = grouped_mm(h, weights.down.transpose(1, 2), offs=ends)
+    h = silu_and_mul(grouped_mm(rows, weights.gate_up.payload.transpose(1, 2), offs=ends))
+    y = grouped_mm(h, weights.down.payload.transpose(1, 2), offs=ends)
     return combine(y, made.positions, routed.weights, residual, out)
 
 

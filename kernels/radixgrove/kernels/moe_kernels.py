@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from radixgrove.kernels._triton import gdc_launch_dependents, gdc_wait, jit, tl
-from radixgrove.kernels.linear import _folded as folded
+from radixgrove.kernels.linear import folded
 
 
 @jit
@@ -212,14 +212,35 @@ def sort_kernel(
 
 
 @jit
+def _scaled_parts(
+    parts,
+    scale_ptr,
+    row,
+    offset,
+    k,
+    WIDE: tl.constexpr,
+    HIGH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """[N, K / 8] sums of eight products times the scales of the weight's blocks."""
+    eight = offset + 8 * tl.arange(0, BLOCK_K // 8)
+    where = (row // HIGH)[:, None] * tl.cdiv(k, WIDE) + (eight // WIDE)[None, :]
+    return parts * tl.load(scale_ptr + where, mask=(eight < k)[None, :], other=0.0)
+
+
+@jit
 def gate_up_pairs_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     ids_ptr,
     out_ptr,
     n,
     k,
     TOP_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -247,10 +268,21 @@ def gate_up_pairs_kernel(
         value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)[None, :]
         w = tl.load(gates + offset, mask=inside[None, :], other=0.0)
         u = tl.load(ups + offset, mask=inside[None, :], other=0.0)
-        gate += folded(w.to(tl.float32) * value)
-        up += folded(u.to(tl.float32) * value)
-    y = tl.sum(gate, axis=1)
-    y = y / (1.0 + tl.exp(-y)) * tl.sum(up, axis=1)
+        gates_here = folded(w.to(tl.float32) * value)
+        ups_here = folded(u.to(tl.float32) * value)
+        if WIDE:
+            own = scale_ptr + expert.to(tl.int64) * tl.cdiv(2 * n, HIGH) * tl.cdiv(k, WIDE)
+            inner = tl.where(alive, row, 0)
+            gates_here = _scaled_parts(gates_here, own, inner, offset, k, WIDE, HIGH, BLOCK_K)
+            ups_here = _scaled_parts(ups_here, own, n + inner, offset, k, WIDE, HIGH, BLOCK_K)
+        gate += gates_here
+        up += ups_here
+    y, z = tl.sum(gate, axis=1), tl.sum(up, axis=1)
+    if SCALED and not WIDE:
+        own = scale_ptr + expert.to(tl.int64) * 2 * n + row
+        y *= tl.load(own, mask=alive, other=0.0)
+        z *= tl.load(own + n, mask=alive, other=0.0)
+    y = y / (1.0 + tl.exp(-y)) * z
     tl.store(out_ptr + pair.to(tl.int64) * n + row, y.to(out_ptr.dtype.element_ty), mask=alive)
 
 
@@ -258,6 +290,7 @@ def gate_up_pairs_kernel(
 def down_pairs_kernel(
     h_ptr,
     weight_ptr,
+    scale_ptr,
     ids_ptr,
     scales_ptr,
     residual_ptr,
@@ -267,6 +300,9 @@ def down_pairs_kernel(
     TOP_K: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PLACES: tl.constexpr,
+    SCALED: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -297,7 +333,15 @@ def down_pairs_kernel(
             mask=inside[None, :],
             other=0.0,
         )
-        total += folded(w.to(tl.float32) * (h.to(tl.float32) * scale)[None, :])
+        part = folded(w.to(tl.float32) * (h.to(tl.float32) * scale)[None, :])
+        place = tl.maximum(expert, 0).to(tl.int64)
+        if WIDE:
+            own = scale_ptr + place * tl.cdiv(n, HIGH) * tl.cdiv(k, WIDE)
+            inner = tl.where(alive, row, 0)
+            part = _scaled_parts(part, own, inner, offset, k, WIDE, HIGH, BLOCK_K)
+        elif SCALED:
+            part *= tl.load(scale_ptr + place * n + row, mask=alive, other=0.0)[:, None]
+        total += part
     y = tl.sum(total, axis=1)
     target = token.to(tl.int64) * n + row
     if RESIDUAL:
@@ -318,18 +362,54 @@ def _block_of(blocks, tiles, GROUP: tl.constexpr):
 
 
 @jit
-def _multiplied(rows, weights, total, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+def _multiplied(
+    rows,
+    weights,
+    total,
+    scale_ptr,
+    column,
+    offset,
+    k,
+    SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    HIGH: tl.constexpr,
+):
     """`total` + rows [M, K] times weights [N, K]: [M, N], or [N, M] with `SWAP`, which puts the
-    weights on the tensor cores' long side."""
+    weights on the tensor cores' long side. Float8 weights are widened, which is exact; a step along
+    K is within one block of scales."""
+    weights = weights.to(rows.dtype)
+    if WIDE:
+        scales = tl.load(scale_ptr + column // HIGH * tl.cdiv(k, WIDE) + offset // WIDE)
+        if SWAP:
+            part = tl.dot(weights, tl.trans(rows), input_precision=PRECISION)
+            total += part * scales[:, None]
+        else:
+            part = tl.dot(rows, tl.trans(weights), input_precision=PRECISION)
+            total += part * scales[None, :]
+    elif SWAP:
+        total = tl.dot(weights, tl.trans(rows), total, input_precision=PRECISION)
+    else:
+        total = tl.dot(rows, tl.trans(weights), total, input_precision=PRECISION)
+    return total
+
+
+@jit
+def _scaled_columns(total, scale_ptr, column, SWAP: tl.constexpr):
+    """Times the scales of the weight's rows, which are the product's columns."""
+    scales = tl.load(scale_ptr + column)
     if SWAP:
-        return tl.dot(weights, tl.trans(rows), total, input_precision=PRECISION)
-    return tl.dot(rows, tl.trans(weights), total, input_precision=PRECISION)
+        total *= scales[:, None]
+    else:
+        total *= scales[None, :]
+    return total
 
 
 @jit
 def gate_up_tiles_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     order_ptr,
     offsets_ptr,
     block_expert_ptr,
@@ -340,6 +420,9 @@ def gate_up_tiles_kernel(
     k,
     tiles,
     TOP_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -367,7 +450,8 @@ def gate_up_tiles_kernel(
     xs = x_ptr + token.to(tl.int64)[:, None] * k + lane[None, :]
     base = weight_ptr + expert.to(tl.int64) * 2 * n * k
     # Columns past the end read the first rather than carry a mask through the pipeline.
-    gates = base + tl.where(column < n, column, 0).to(tl.int64)[:, None] * k + lane[None, :]
+    held = tl.where(column < n, column, 0)
+    gates = base + held.to(tl.int64)[:, None] * k + lane[None, :]
     ups = gates + tl.cast(n, tl.int64) * k
     if SWAP:
         gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -375,13 +459,20 @@ def gate_up_tiles_kernel(
     else:
         gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    own = scale_ptr
+    if SCALED:
+        count = tl.cdiv(2 * n, HIGH) * tl.cdiv(k, WIDE) if WIDE else 2 * n
+        own += expert.to(tl.int64) * count
     for offset in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         inside = (offset + lane < k)[None, :]
         x = tl.load(xs + offset, mask=inside, other=0.0)
-        gate = _multiplied(
-            x, tl.load(gates + offset, mask=inside, other=0.0), gate, SWAP, PRECISION
-        )
-        up = _multiplied(x, tl.load(ups + offset, mask=inside, other=0.0), up, SWAP, PRECISION)
+        w = tl.load(gates + offset, mask=inside, other=0.0)
+        u = tl.load(ups + offset, mask=inside, other=0.0)
+        gate = _multiplied(x, w, gate, own, held, offset, k, SWAP, PRECISION, WIDE, HIGH)
+        up = _multiplied(x, u, up, own, n + held, offset, k, SWAP, PRECISION, WIDE, HIGH)
+    if SCALED and not WIDE:
+        gate = _scaled_columns(gate, own, held, SWAP)
+        up = _scaled_columns(up, own, n + held, SWAP)
     y = gate / (1.0 + tl.exp(-gate)) * up
     y = y.to(out_ptr.dtype.element_ty)
     if SWAP:
@@ -394,6 +485,7 @@ def gate_up_tiles_kernel(
 def down_tiles_kernel(
     h_ptr,
     weight_ptr,
+    scale_ptr,
     order_ptr,
     offsets_ptr,
     block_expert_ptr,
@@ -411,6 +503,9 @@ def down_tiles_kernel(
     TOP_K: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PLACES: tl.constexpr,
+    SCALED: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -439,7 +534,12 @@ def down_tiles_kernel(
     lane = tl.arange(0, BLOCK_K)
     hs = h_ptr + tl.where(alive, row, 0).to(tl.int64)[:, None] * k + lane[None, :]
     base = weight_ptr + expert.to(tl.int64) * n * k
-    weights = base + tl.where(column < n, column, 0).to(tl.int64)[:, None] * k + lane[None, :]
+    held = tl.where(column < n, column, 0)
+    weights = base + held.to(tl.int64)[:, None] * k + lane[None, :]
+    scales = scale_ptr
+    if SCALED:
+        count = tl.cdiv(n, HIGH) * tl.cdiv(k, WIDE) if WIDE else n
+        scales += expert.to(tl.int64) * count
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
@@ -448,7 +548,9 @@ def down_tiles_kernel(
         inside = (offset + lane < k)[None, :]
         h = tl.load(hs + offset, mask=inside, other=0.0)
         w = tl.load(weights + offset, mask=inside, other=0.0)
-        total = _multiplied(h, w, total, SWAP, PRECISION)
+        total = _multiplied(h, w, total, scales, held, offset, k, SWAP, PRECISION, WIDE, HIGH)
+    if SCALED and not WIDE:
+        total = _scaled_columns(total, scales, held, SWAP)
     if SWAP:
         total = tl.trans(total)
     pair = tl.load(order_ptr + row, mask=alive, other=0)

@@ -64,11 +64,11 @@ class ExpertTuner:
     """
 
     def __init__(self) -> None:
-        self._choices: dict[tuple[torch.dtype, _Key], ExpertChoice] = {}
+        self._choices: dict[tuple[str, _Key], ExpertChoice] = {}
 
     def choose(self, tokens: int, experts: int, weights: ExpertWeights) -> ExpertChoice:
         """For `tokens` rows; `experts`: that tokens choose from, on all ranks."""
-        key = weights.gate_up.dtype, _key(bucket_of(tokens), experts, weights)
+        key = _kind(weights), _key(bucket_of(tokens), experts, weights)
         return self._choices.get(key) or moe.default_choice(tokens, weights)
 
     def jobs(
@@ -122,7 +122,7 @@ class ExpertTuner:
                 known[key] = search(
                     bucket, layers[0], partial(fastest, trial=trial, what=str(trial))
                 )
-            self._choices[layers[0].gate_up.dtype, key] = known[key]
+            self._choices[_kind(layers[0]), key] = known[key]
         if len(known) > before:
             keep(path, [{"key": list(key), **asdict(choice)} for key, choice in known.items()])
 
@@ -151,7 +151,7 @@ def search(tokens: int, weights: ExpertWeights, pick: Pick) -> ExpertChoice:
             configs = _fitting(block_m, halves)
             tiles = pick([_with_tiles(tiles, product, config) for config in configs]).tiles or tiles
         found.append(ExpertChoice(tiles=tiles))
-    return pick([*found, GROUPED])
+    return pick(found if weights.gate_up.quantized else [*found, GROUPED])
 
 
 def candidates(tokens: int, weights: ExpertWeights) -> Iterator[ExpertChoice]:
@@ -165,7 +165,8 @@ def candidates(tokens: int, weights: ExpertWeights) -> Iterator[ExpertChoice]:
         for index in range(max(len(ups), len(downs))):
             pair = ups[index % len(ups)], downs[index % len(downs)]
             yield ExpertChoice(tiles=ExpertTiles(block_m, *pair))
-    yield GROUPED
+    if not weights.gate_up.quantized:
+        yield GROUPED
 
 
 def _with_pairs(pairs: ExpertPairs, product: str, config: PairsConfig) -> ExpertChoice:
@@ -204,18 +205,23 @@ def _buckets(max_tokens: int) -> list[int]:
 
 
 def _is_tunable(weights: ExpertWeights) -> bool:
-    return weights.gate_up.is_cuda and weights.gate_up.dtype != torch.float32
+    weight = weights.gate_up
+    return weight.device.type == "cuda" and weight.dtype != torch.float32
 
 
 def _key(bucket: int, experts: int, weights: ExpertWeights) -> _Key:
-    here, hidden, inner = weights.down.shape
-    return bucket, experts, here, hidden, inner, weights.router.routing.top_k
+    hidden, inner = weights.down.shape
+    top_k = weights.router.routing.top_k
+    return bucket, experts, weights.count, hidden, inner, top_k
+
+
+def _kind(weights: ExpertWeights) -> str:
+    return f"{weights.gate_up.dtype} {weights.gate_up.format} {weights.down.format}"
 
 
 def _path(weights: ExpertWeights) -> Path:
     what = (_FORMAT, EXPERT_BUCKETS, PAIRS_CANDIDATES, TILE_CANDIDATES)
-    dtype = str(weights.gate_up.dtype)
-    return tuned_path("experts", weights.gate_up.device, dtype, repr(what))
+    return tuned_path("experts", weights.gate_up.device, _kind(weights), repr(what))
 
 
 def _read(path: Path) -> dict[_Key, ExpertChoice]:
@@ -258,7 +264,7 @@ class _Trial:
 
     def _make_operands(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         weight = self._layers[0].gate_up
-        x = torch.randn(self._tokens, weight.shape[2], device=self.device).to(weight.dtype)
+        x = torch.randn(self._tokens, weight.shape[1], device=self.device).to(weight.dtype)
         shape = self._tokens, self._experts
         return x, [torch.randn(*shape, device=self.device) for _ in self._layers]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.directory import load_config
-from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
+from radixgrove.protocol.settings import Device, DType, LoadFormat, Quantize, WorkerSettings
 from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.models.ops import CpuOps
 from tests.worker.execution import reference, tiny
 from tests.worker.execution.driver import Driver, cpu_runner, greedy
+from tests.worker.models import quantized
 
 WEIGHTS = "model.safetensors"
 
@@ -119,6 +121,69 @@ def test_dummy_weights_fill_experts(tmp_path: Path) -> None:
     answers = [Driver(runner).generate([[5, 6, 7]], greedy(16))[0].tokens for runner in runners]
     assert answers[0] == answers[1]
     assert len(set(answers[0])) > 1
+
+
+def imitate(model: Any, kind: quantized.Kind, matrices: quantized.Tensors) -> Any:
+    """A transformers model whose projections, those of experts too, multiply as the format does."""
+
+    def expert(name: str, x: torch.Tensor) -> torch.Tensor:
+        rows = kind.inputs(x)
+        gate, up = (rows @ matrices[f"{name}.{half}_proj"].t() for half in ("gate", "up"))
+        h = torch.nn.functional.silu(gate) * up
+        return kind.inputs(h) @ matrices[f"{name}.down_proj"].t()
+
+    def forward(
+        name: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for index in ids.unique().tolist():
+            tokens, slots = (ids == index).nonzero(as_tuple=True)
+            y = expert(f"{name}.{index}", x[tokens]) * weights[tokens, slots, None]
+            out.index_add_(0, tokens, y)
+        return out
+
+    quantized.imitate(model, kind, matrices)
+    for name, module in model.named_modules():
+        if name.endswith("mlp.experts"):
+            module.forward = partial(forward, name)
+    return model
+
+
+def prompt_logprobs(directory: Path, **settings: Any) -> torch.Tensor:
+    runner = cpu_runner(directory, **settings)
+    (result,) = Driver(runner).generate([tiny.prompts()[-1]], greedy(1, prompt_logprobs=0))
+    runner.close()
+    return torch.tensor([entry.logprob for entry in result.prompt_logprobs])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fp8, blocks", "fp8, tensor, static", "compressed, channel", "compressed, weights alone"],
+)
+def test_float8_experts_are_those_of_the_format(name: str, tmp_path: Path) -> None:
+    kind, model = quantized.kinds(16)[name], tiny.save("qwen3-moe", tmp_path)
+    prompt = tiny.prompts()[-1]
+    targets = torch.tensor(prompt[1:])[:, None]
+
+    def said() -> torch.Tensor:
+        return reference.logprobs(model, prompt)[:-1].gather(1, targets).squeeze(1)
+
+    plain = said()
+    matrices = quantized.quantize(tmp_path, kind)
+    assert sum("experts" in projection for projection in matrices) == 2 * 8 * 3
+    imitate(model, kind, matrices)
+    error = (prompt_logprobs(tmp_path) - said()).abs().mean()
+    # A sum that rounds otherwise may round an input to the next float8: rare, and small.
+    assert error < 0.05 * (said() - plain).abs().mean()
+
+
+def test_experts_are_quantized_while_they_are_read_from_either_form(tmp_path: Path) -> None:
+    model = tiny.save("qwen3-moe", tmp_path)
+    plain = prompt_logprobs(tmp_path)
+    single = prompt_logprobs(tmp_path, quantize=Quantize.FP8)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert torch.equal(prompt_logprobs(tmp_path, quantize=Quantize.FP8), single)
+    assert 0 < (single - plain).abs().mean() < 0.5
 
 
 def edit(directory: Path, **config: Any) -> None:

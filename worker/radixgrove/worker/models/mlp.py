@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,11 +12,10 @@ from torch import Tensor
 from radixgrove.kernels.autotune import Projection
 from radixgrove.kernels.moe import ExpertWeights, Router, Routing
 from radixgrove.kernels.weight import Weight
-from radixgrove.protocol.model.config import ExpertsConfig, ModelConfig, ModelError
-from radixgrove.worker.models.formats.base import UNQUANTIZED
+from radixgrove.protocol.model.config import ExpertsConfig, ModelConfig
 from radixgrove.worker.models.layers import Linear, ResidualStream, StepContext, TensorPlacement
 from radixgrove.worker.models.ops import Ops
-from radixgrove.worker.models.parts import Piece, WeightPart
+from radixgrove.worker.models.parts import FLOATS, Piece, WeightPart
 from radixgrove.worker.parallel.experts import ExpertPlacement
 
 
@@ -80,8 +80,6 @@ class Mixture:
         held = placement.held(group)
         pieces = _Pieces(experts, layer, hidden, shard.window(experts.intermediate_size))
         layout = place.formats.of(pieces.prefixes(held))
-        if layout is not UNQUANTIZED:
-            raise ModelError(f"experts of {layer} in the format {layout.name} are not supported")
         where = place.dtype, place.device, (len(held),)
         gate_up = layout.allocate(pieces.gate_up(held[0]), *where)
         down = layout.allocate(pieces.down(held[0]), *where)
@@ -95,8 +93,8 @@ class Mixture:
         if placement.groups > 1:
             places = torch.tensor(placement.places(group), dtype=torch.int32, device=place.device)
         self._weights = ExpertWeights(
-            gate_up.payload,
-            down.payload,
+            gate_up,
+            down,
             Router(Routing(experts.per_token, renormalize=experts.renormalize), places=places),
         )
         self._shared: GatedMlp | None = None
@@ -115,7 +113,8 @@ class Mixture:
     def matrices(self) -> list[Tensor]:
         """The weights of its products."""
         shared = self._shared.matrices() if self._shared else []
-        return [self._gate.payload, self._weights.gate_up, self._weights.down, *shared]
+        experts = self._weights.gate_up.payload, self._weights.down.payload
+        return [self._gate.payload, *experts, *shared]
 
     def count_in(self, load: Tensor) -> None:
         """Add the tokens that each expert is given to `load`, [experts] int64, from now on."""
@@ -134,7 +133,8 @@ class Mixture:
 
     def prepare(self, ops: Ops) -> int:
         """See `Decoder.prepare`; bytes of the parameters."""
-        self._parts = []  # they hold views
+        self._parts = []  # they hold the weights as they were loaded
+        self._weights = ops.prepare_experts(self._weights)
         size = self._gate.nbytes + self.expert_bytes
         if self._shared is not None:
             size += self._shared.prepare(ops) + self._shared_gate.nbytes
@@ -213,14 +213,28 @@ class _Pieces:
         """
         name = f"{self.layer}.mlp.experts." + ("down_proj", "gate_up_proj")[len(pieces) == 2]
         height = sum(piece.shape[0] for piece in pieces)
-        first = 0
-        for part, piece in zip(parts, pieces, strict=True):
-            rows, columns = part.window
+        first, offsets = 0, {}
+        for piece in pieces:
+            offsets[f"{piece.prefix}.weight"] = first
+            first += piece.shape[0]
+        for part in parts:
+            if part.name not in offsets or part.types != FLOATS:  # those are single in all of them
+                yield part
+                continue
+            (rows, columns), first = part.window, offsets[part.name]
             window = (
                 slice(expert, expert + 1),
                 slice(first + rows.start, first + rows.stop),
                 columns,
             )
-            shape = self.experts.count, height, piece.shape[1]
-            yield replace(part, instead=WeightPart(name, part.target[None], shape, window))
-            first += piece.shape[0]
+            shape = self.experts.count, height, part.shape[1]
+            store = None if part.store is None else partial(_store_first, part.store)
+            stacked = replace(
+                part, name=name, target=part.target[None], shape=shape, window=window, store=store
+            )
+            yield replace(part, instead=stacked)
+
+
+def _store_first(store: Callable[[Tensor], None], window: Tensor) -> None:
+    """A window of one expert of a stack, as that of a tensor of its own."""
+    store(window[0])

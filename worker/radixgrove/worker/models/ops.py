@@ -50,6 +50,10 @@ class Ops(Protocol):
         """The form in which `linear` wants a loaded weight; it may be a copy."""
         ...
 
+    def prepare_experts(self, weights: ExpertWeights) -> ExpertWeights:
+        """The form in which `experts` wants loaded ones; it may be a copy."""
+        ...
+
     def linear(
         self,
         x: Tensor,
@@ -159,6 +163,10 @@ class TorchOps:
             return weight
         weight = weight.settled()
         return replace(weight, payload=widened(weight), scales=None)
+
+    def prepare_experts(self, weights: ExpertWeights) -> ExpertWeights:
+        gate_up, down = map(TorchOps().prepare, (weights.gate_up, weights.down))
+        return replace(weights, gate_up=gate_up, down=down)
 
     def linear(
         self,
@@ -308,6 +316,10 @@ class KernelOps:
 
     def prepare(self, weight: Weight) -> Weight:
         return weight.settled() if weight.quantized else weight
+
+    def prepare_experts(self, weights: ExpertWeights) -> ExpertWeights:
+        gate_up, down = map(self.prepare, (weights.gate_up, weights.down))
+        return replace(weights, gate_up=gate_up, down=down)
 
     def linear(
         self,
