@@ -173,6 +173,7 @@ def make_settings(arguments: argparse.Namespace) -> WorkerSettings:
         "quantize": Quantize(arguments.quantize),
         "kv_dtype": KVDType(arguments.kv_dtype),
         "tp": arguments.tp,
+        "ep": arguments.ep,
         "attention_backend": AttentionChoice(arguments.backend),
         "max_running": arguments.max_running,
         "max_step_tokens": arguments.max_step_tokens,
@@ -187,6 +188,7 @@ def make_settings(arguments: argparse.Namespace) -> WorkerSettings:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """What decides the engine, shared with the profile."""
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1)
     parser.add_argument(
         "--backend", default="auto", choices=[b.value for b in AttentionChoice], help="attention"
     )
