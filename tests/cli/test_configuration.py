@@ -211,14 +211,18 @@ def test_show_is_what_a_file_would_hold() -> None:
 
 @pytest.mark.parametrize(
     ("part", "folders"),
-    [("worker", ("worker", "kernels", "service")), ("router", ("router", "service"))],
+    [
+        # Those of prompts are read of a `Prompting`, which the worker's settings are.
+        ("worker", ("worker", "kernels", "service", "protocol/radixgrove/protocol/text")),
+        ("router", ("router", "service")),
+    ],
 )
 def test_no_setting_is_ignored_by_its_part(part: str, folders: tuple[str, ...]) -> None:
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     source = "".join(path.read_text() for path in files)
     definition = (ROOT / "protocol/radixgrove/protocol/settings.py").read_text()
     derived = re.findall(r"self\.(\w+) or ", definition)  # as defaults by device are
-    read = {*re.findall(r"(?:settings|worker)\.(\w+)", source), *derived}
+    read = {*re.findall(r"(?:settings|worker|prompting)\.(\w+)", source), *derived}
     assert PARTS[part].model_fields.keys() - read == set()
 
 

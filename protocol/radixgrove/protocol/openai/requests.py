@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -199,7 +200,7 @@ def parse_chat(body: bytes, limits: ModelLimits) -> ChatRequest:
     wire = decode(_chat_decoder, body)
     model = _require_model(wire.model)
     messages = _checked_messages(wire.messages)
-    _refuse_unsupported(wire, CHAT_NEUTRAL)
+    _chat_unsupported.refuse(wire)
     if wire.top_logprobs and not wire.logprobs:
         raise errors.invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     max_tokens = wire.max_completion_tokens
@@ -247,7 +248,7 @@ def parse_completion(body: bytes, limits: ModelLimits) -> CompletionRequest:
     wire = decode(_completion_decoder, body)
     model = _require_model(wire.model)
     prompts = _checked_prompts(wire.prompt, limits)
-    _refuse_unsupported(wire, COMPLETION_NEUTRAL)
+    _completion_unsupported.refuse(wire)
     echo = bool(wire.echo)
     max_tokens = DEFAULT_COMPLETION_TOKENS if wire.max_tokens is None else wire.max_tokens
     if max_tokens == 0 and not echo:
@@ -281,7 +282,8 @@ def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
         ApiError: 400, naming the field where it can.
     """
     try:
-        body.decode("utf-8")  # msgspec skips unknown fields without looking at their bytes
+        if not body.isascii():
+            body.decode("utf-8")  # msgspec skips unknown fields without looking at their bytes
         return decoder.decode(body)
     except UnicodeDecodeError:
         raise errors.invalid("The request body is not valid UTF-8.") from None
@@ -347,12 +349,26 @@ def _require_model(model: str | None) -> str:
 # ---- fields ----------------------------------------------------------------------------------
 
 
-def _refuse_unsupported(wire: GenerationBody, table: Neutral) -> None:
-    """Refuse by name whatever asks for something this server does not do."""
-    for name, neutral in table.items():
-        value = getattr(wire, name)
-        if value is not None and value not in neutral:
-            raise errors.unsupported(name)
+class _Unsupported:
+    """Fields of one kind of body that ask for something this server does not do."""
+
+    def __init__(self, table: Neutral) -> None:
+        self._table = table
+        self._values = attrgetter(*table)
+        self._absent = (None,) * len(table)
+
+    def refuse(self, wire: GenerationBody) -> None:
+        """Raises ApiError that names the first of them."""
+        if self._values(wire) == self._absent:  # as of most bodies
+            return
+        for name, neutral in self._table.items():
+            value = getattr(wire, name)
+            if value is not None and value not in neutral:
+                raise errors.unsupported(name)
+
+
+_chat_unsupported = _Unsupported(CHAT_NEUTRAL)
+_completion_unsupported = _Unsupported(COMPLETION_NEUTRAL)
 
 
 def _generation(

@@ -7,6 +7,7 @@ and `json_schema` of SGLang. A request has one of them at most.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 import msgspec
 
@@ -15,6 +16,12 @@ from radixgrove.protocol.constraints.constraint import Constraint, ConstraintErr
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import GenerationBody, ResponseFormat, StructuredOutputs
 
+# All that `_asked` reads.
+_FIELDS = attrgetter(
+    *("response_format", "structured_outputs", "guided_json", "json_schema", "guided_regex"),
+    *("regex", "guided_grammar", "ebnf", "guided_choice", "structural_tag"),
+)
+_ABSENT = _FIELDS(GenerationBody())
 ANY_OBJECT = b'{"type":"object"}'
 _NULL = (b"", b"null")
 
@@ -25,6 +32,8 @@ def parse_constraint(wire: GenerationBody) -> Constraint | None:
     Raises:
         ApiError: 400, for more than one such field, or one that is malformed or over a bound.
     """
+    if _FIELDS(wire) == _ABSENT:  # as of most bodies
+        return None
     found = [made for made in _asked(wire) if made is not None]
     if len(found) > 1:
         names = " and ".join(f"'{each.param}'" for each in found[:2])

@@ -42,6 +42,7 @@ RENDER_INLINE_CHARS = 128 << 10
 # their ids are kept apart from what came before them.
 SHORT_CHARS = 64
 MAX_SHORT_PIECES = 4096
+FEW = 8  # characters that a text is searched for one by one: faster than by a pattern
 # Unicode noncharacters, which no text may contain in interchange; a user's own are dropped.
 _BREAK = "\ufdd0"  # inside what would otherwise read as a special token
 _END = "\ufdd1"  # after the message to continue
@@ -528,9 +529,11 @@ class _SpecialTextGuard:
         self._heads = frozenset(text[:size] for text in texts for size in range(1, len(text)))
         self._tails = frozenset(text[size:] for text in texts for size in range(1, len(text)))
         self._longest = len(texts[0]) if texts else 0
-        # Characters that every head and every tail has: most texts have none near their edges.
+        # Characters that every head and every tail has: most texts have none of the firsts at all,
+        # and none of the others near their edges.
         self._firsts = frozenset(text[0] for text in texts)
         self._lasts = frozenset(text[-1] for text in texts)
+        self._few_firsts = tuple(self._firsts) if len(self._firsts) <= FEW else ()
 
     def _break(self, text: str) -> str:
         """The text with each of its tokens cut in two."""
@@ -545,18 +548,21 @@ class _SpecialTextGuard:
         text = _without_sentinels(text)
         if not self._longest or not text:
             return text
-        while len(broken := self._break(text)) > len(text):
-            text = broken
-        sizes = range(1, min(self._longest, len(text) + 1))
-        if not self._firsts.isdisjoint(text[-self._longest :]) and any(
-            text[-size:] in self._heads for size in sizes
-        ):
-            text += _BREAK
+        if not self._few_firsts or any(first in text for first in self._few_firsts):
+            while len(broken := self._break(text)) > len(text):
+                text = broken
+            if not self._firsts.isdisjoint(text[-self._longest :]) and any(
+                text[-size:] in self._heads for size in self._sizes(text)
+            ):
+                text += _BREAK
         if not self._lasts.isdisjoint(text[: self._longest]) and any(
-            text[:size] in self._tails for size in sizes
+            text[:size] in self._tails for size in self._sizes(text)
         ):
             text = _BREAK + text
         return text
+
+    def _sizes(self, text: str) -> range:
+        return range(1, min(self._longest, len(text) + 1))
 
 
 def _chat_length(request: ChatRequest) -> int:

@@ -26,14 +26,12 @@ class TokenFinder:
         """Matches that do not overlap, from the left."""
         if self._pattern is None:
             return
-        search = self._pattern.search
         position = 0
         for stop in range(_WINDOW, len(text) + _WINDOW, _WINDOW):
             # What begins before `stop` ends before `reach`.
             reach = stop + self.longest - 1
-            while position < stop:
-                match = search(text, position, reach)
-                if match is None or match.start() >= stop:
+            for match in self._pattern.finditer(text, position, reach):
+                if match.start() >= stop:
                     break
                 yield match
                 position = match.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,10 @@ from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.formats.shapes import Format
 from radixgrove.protocol.formats.table import AUTO, choose_format
 from radixgrove.protocol.text.token_finder import TokenFinder
+
+# Texts are encoded one at a time: threads of the library's own have nothing to share, and waking
+# them costs more than a short text. Read at each call.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
