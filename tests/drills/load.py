@@ -49,8 +49,9 @@ class Answer:
 class Load:
     """Requests to the routers in turn, every second one a stream, `rate` of them a second.
 
-    As a Service's client does, a request that no router accepts tries the next one; an answer once
-    begun stays where it is. `expected` gives the texts of a request's choices, where known.
+    As a Service's client does, a request that a router does not accept, or before it is ready, goes
+    to the next one; an answer once begun stays where it is. `expected` gives the texts of a
+    request's choices, where known.
     """
 
     urls: list[str]
@@ -105,7 +106,8 @@ class Load:
                 answer = await ask(self._session, url, body)
             except aiohttp.ClientConnectorError:
                 continue
-            break
+            if not (answer.status == 503 and b'"Starting."' in answer.raw):
+                break
         end, texts = judge(answer, self.expected(number), stream=body["stream"])
         seen = "" if end is End.WHOLE else f"{answer.status} {answer.broken} {answer.raw.decode()}"
         self.samples.append(Sample(number, began, time.monotonic(), end, texts, seen))

@@ -34,7 +34,7 @@ def soak() -> str:
     ends, faults = line["requests"], line["faults"]
     low, slope, high = line["memory_mib_an_hour"]["together"]
     heads = [*_ENDS, "faults", "memory, MiB an hour (95 %)", "findings"]
-    row = [*(ends[end] for end in _ENDS), sum(faults.values()), f"{slope} ({low} to {high})"]
+    row = [*(ends.get(end, 0) for end in _ENDS), sum(faults.values()), f"{slope} ({low} to {high})"]
     return _table(heads, [[*row, line["value"]]])
 
 

@@ -273,8 +273,6 @@ async def test_nothing_follows_an_end_however_it_is_spaced(
         assert answer.body.rstrip().endswith(b"[DONE]")
 
 
-@pytest.mark.parametrize("last_words", [b"", overloaded("The engine has stopped.").event()])
-@pytest.mark.parametrize("another", [True, False])
 async def test_answers_that_are_held_whole_are_bounded_together(
     make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +309,8 @@ async def test_answers_that_are_held_whole_are_bounded_together(
         sending.close()
 
 
+@pytest.mark.parametrize("last_words", [b"", overloaded("The engine has stopped.").event()])
+@pytest.mark.parametrize("another", [True, False])
 async def test_comments_are_no_part_of_an_answer(
     another: bool, last_words: bytes, make_router: MakeRouter
 ) -> None:
