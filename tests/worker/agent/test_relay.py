@@ -27,19 +27,20 @@ class Pair:
     def __init__(self, here: Path, there: Path) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.first, self.second = (Runtime(path, SETTINGS, path) for path in (here, there))
-        self.started: list[Relay] = []
+        self.relays: dict[int, Relay] = {}
         ours, theirs = socket.socketpair()
-        engines, peers = self.first.engine_sockets([1]), self.first.peer_sockets([1])
         self.ends: dict[int, SimpleQueue[str]] = {0: SimpleQueue(), 1: SimpleQueue()}
         self.channels = [Channel(ours, b"a", b"b"), Channel(theirs, b"b", b"a")]
-        self.relays = [
-            Relay(self.first, self.channels[0], engines, peers, self.ends[0].put),
-            Relay(self.second, self.channels[1], peers, engines, self.ends[1].put),
-        ]
 
     def start(self, *machines: int) -> None:
+        engines, peers = self.first.engine_sockets([1]), self.first.peer_sockets([1])
         for machine in machines or (0, 1):
-            self.started.append(self.relays[machine])
+            runtime, inlets, outlets = [
+                (self.first, engines, peers),
+                (self.second, peers, engines),
+            ][machine]
+            end = self.ends[machine].put
+            self.relays[machine] = Relay(runtime, self.channels[machine], inlets, outlets, end)
             self.relays[machine].start()
 
     def reader(self, address: str) -> zmq.Socket[bytes]:
@@ -60,8 +61,10 @@ def pair() -> Iterator[Pair]:
     with tempfile.TemporaryDirectory() as here, tempfile.TemporaryDirectory() as there:
         made = Pair(Path(here), Path(there))
         yield made
-        for each in made.started:
+        for each in made.relays.values():
             each.close()
+        for channel in made.channels:
+            channel.close()
         made.context.destroy(linger=0)
 
 
