@@ -291,7 +291,14 @@ async def test_answers_that_are_held_whole_are_bounded_together(
     async def no_comment(_: ReplicaAnswer) -> None:
         raise AssertionError("no stream")
 
+    async def reachable() -> bool:
+        with contextlib.suppress(AttemptFailed):
+            (await attempt(2)).close()
+            return True
+        return False
+
     try:
+        await eventually(reachable, what="the replica")
         for _ in range(3):  # what was given back counts no more
             first = await attempt(200_000)
             with pytest.raises(AttemptFailed) as failed:
