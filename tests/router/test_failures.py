@@ -166,6 +166,22 @@ async def test_breaker_opens_and_closes_again(
     await eventually(back, what="the replica's return")
 
 
+async def test_requests_that_fail_everywhere_close_a_model_to_no_other(
+    make_router: MakeRouter, pair: tuple[Router, list[SimulatedReplica]], redis_server: RedisServer
+) -> None:
+    _, replicas = pair
+    router = await make_router(
+        redis_server, breaker_failures=2, breaker_seconds=600.0, queue_timeout=1.0, retries=0
+    )
+    for replica in replicas:
+        replica.behaviour.status = 500
+    for number in range(8):
+        assert (await router.complete(prompt(number))).status == 500
+    for replica in replicas:
+        replica.behaviour.status = 200
+    assert (await router.complete(prompt(9))).status == 200
+
+
 # ---- deadlines -------------------------------------------------------------------------------
 
 

@@ -237,7 +237,7 @@ class Fleet:
         replica.doubted = time.monotonic()
         self._prober.hurry()
         if failure.blame:
-            replica.breaker.failed(unreachable=failure.unreachable)
+            replica.breaker.failed(unreachable=failure.unreachable, answered=failure.answered)
             metrics.FAILURES.labels(replica.id, failure.reason).inc()
 
     async def probe(self) -> None:

@@ -131,11 +131,14 @@ class Placer:
         self, service: Service, ask: PlacementRequest, excluded: Iterable[Replica] = ()
     ) -> Placement | None:
         """Chooses and books; None when no replica can take the request now."""
-        candidates = [
+        fitting = [
             replica
             for replica in service.replicas.values()
-            if replica not in excluded and replica.available() and _fits(replica, ask)
+            if replica not in excluded and _fits(replica, ask)
         ]
+        candidates = [replica for replica in fitting if replica.available()]
+        if not candidates:  # requests that fail everywhere must not close a model to all others
+            candidates = [replica for replica in fitting if replica.available(at_need=True)]
         candidates = self._by_policy(service, candidates)
         if not candidates:
             return None

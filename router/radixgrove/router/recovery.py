@@ -36,6 +36,7 @@ class Failure:
     retry: bool = True  # another replica may do better
     hold: bool = True  # it is worth waiting for one
     unreachable: bool = False  # a probe that the replica answers disproves it
+    answered: bool = False  # with an error of its own: it may be the request's fault
 
 
 CONNECT = Failure("connect", delivered=False, unreachable=True)
@@ -59,7 +60,7 @@ def refusal(status: int) -> Failure | None:
         case 502 | 504:
             return Failure(f"status_{status}")
         case 500:
-            return Failure("status_500", retry=False)
+            return Failure("status_500", retry=False, answered=True)
     return None
 
 

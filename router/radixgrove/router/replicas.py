@@ -63,6 +63,7 @@ class Breaker:
     open_until: float = 0.0
     _trial_until: float = 0.0
     _unreachable: bool = False  # that is all that was wrong
+    _answered: bool = False  # so is this: it said itself that it failed
 
     @property
     def open(self) -> bool:
@@ -87,11 +88,17 @@ class Breaker:
     def succeeded(self) -> None:
         self.failures = 0
 
-    def failed(self, *, unreachable: bool) -> None:
+    def failed(self, *, unreachable: bool, answered: bool = False) -> None:
         self._unreachable = unreachable and (self._unreachable or not self.failures)
+        self._answered = answered and (self._answered or not self.failures)
         self.failures += 1
         if self.open:
             self.open_until = self.clock() + self.open_seconds
+
+    @property
+    def dispensable(self) -> bool:
+        """Whether only errors that the replica answered opened it: one client's requests may."""
+        return self.open and self._answered
 
     @property
     def probable(self) -> bool:
@@ -166,7 +173,7 @@ class Replica:
         lease_state = self.lease.state if self.lease is not None else None
         if self.drained or lease_state is LeaseState.DRAINING:
             return "draining"
-        if self.breaker.open:
+        if not self.breaker.allows():
             return "broken"
         return "ready" if self.ready else "not-ready"
 
@@ -185,8 +192,10 @@ class Replica:
         for waiting in list(self.waiting):
             waiting.give_up()
 
-    def available(self) -> bool:
-        return self.ready and not self.drained and self.breaker.allows()
+    def available(self, *, at_need: bool = False) -> bool:
+        """Whether requests may go there. `at_need`: no other replica is available."""
+        allowed = self.breaker.allows() or (at_need and self.breaker.dispensable)
+        return self.ready and not self.drained and allowed
 
 
 @dataclass(slots=True, eq=False)
