@@ -8,13 +8,14 @@ class RadixgroveError(Exception):
 
     RadixgroveError
     ├── ApiError                     an answer with an error status
-    ├── InvalidInput                 what a person, a file or a client gives
+    ├── InvalidInput                 what a person, a file, a client or a model gives
     │   ├── ModelError
     │   │   ├── DamagedFileError
     │   │   └── MemoryShortage
     │   ├── TokenizerError
     │   ├── ConstraintError
-    │   │   └── UnenforceableError
+    │   │   ├── UnenforceableError
+    │   │   └── ToolError
     │   ├── TemplateRefusal
     │   ├── TemplateFailure
     │   ├── KeyFileError
@@ -28,7 +29,12 @@ class RadixgroveError(Exception):
     │   ├── CannotMerge
     │   ├── ConfigurationError
     │   ├── ConfigurationUsage
-    │   └── WorkloadError
+    │   ├── WorkloadError
+    │   ├── UnknownFormatError
+    │   ├── QuantizationError
+    │   ├── LiteralError
+    │   ├── Ended
+    │   └── Malformed
     ├── StartFailed                  a process cannot start, or go on
     │   ├── AgentError
     │   ├── RouterStartError
@@ -52,6 +58,7 @@ class RadixgroveError(Exception):
     │   ├── ConnectFailed
     │   │   └── NoResources
     │   ├── AnswerBroke
+    │   ├── AnswerTooLarge
     │   ├── NoAnswer
     │   ├── AttemptFailed
     │   ├── StreamBroke

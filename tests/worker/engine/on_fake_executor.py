@@ -46,8 +46,8 @@ class UnreliableExecutor(FakeExecutor):
         self._long: set[int] = set()  # steps that reach `stall_from_tokens`
         self._tokens: deque[int] = deque()  # of the steps in flight
 
-    def launch(self, plan: StepPlan) -> None:
-        super().launch(plan)
+    def forward(self, plan: StepPlan) -> None:
+        super().forward(plan)
         self._tokens.append(plan.num_tokens)
         if 0 < self._options["stall_from_tokens"] <= plan.num_tokens:
             self._long.add(plan.step_id)

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from radixgrove.protocol.errors import InvalidInput
+
 MAX_LEVELS = 64
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
@@ -18,7 +20,7 @@ _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": No
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 
 
-class LiteralError(ValueError):
+class LiteralError(InvalidInput, ValueError):
     """The text is no such value."""
 
 

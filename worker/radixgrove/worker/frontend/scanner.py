@@ -10,6 +10,8 @@ import re
 from collections.abc import Generator, Set
 from typing import TypeVar
 
+from radixgrove.protocol.errors import InvalidInput
+
 T = TypeVar("T")
 Waits = Generator[None, None, T]  # comes back with more text, and in the end with a result
 Pieces = Generator[str | None, None, None]  # pieces of a text as they come, or None to wait
@@ -22,11 +24,11 @@ _STRING_PART = re.compile(r'["\\]')
 _SCALAR = re.compile(r"[^\s,\]}]*")
 
 
-class Ended(Exception):
+class Ended(InvalidInput):
     """The output ended where more was to come."""
 
 
-class Malformed(Exception):
+class Malformed(InvalidInput):
     """The output is not what it began as."""
 
 
