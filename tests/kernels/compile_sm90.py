@@ -322,6 +322,8 @@ def launch_float8(hidden: int) -> None:
         for choice, tokens in ((GEMV_CANDIDATES[2], 1), (SKINNY_CANDIDATES[2], 16)):
             x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
             multiply_quantized(x, weight, choice=choice, scratch=scratch, **gate_up)
+            if activations != Activations.STATIC:
+                continue  # the other ending has nothing of the weight's kind
             residual = torch.zeros(tokens, 2048, dtype=torch.bfloat16)
             gated = torch.zeros(tokens, 2 * hidden, dtype=torch.bfloat16)
             options: dict[str, Any] = {"residual": residual, "gated": True}

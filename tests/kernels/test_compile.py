@@ -59,7 +59,7 @@ def compiled(cache: Path, *arguments: str) -> list[tuple[str, int, int, int]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=480,
+        timeout=580,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -380,15 +380,28 @@ def test_tokens_that_eat_blanks_leave_a_texts_length_open() -> None:
     assert most_characters(tokenizer) is None
 
 
+@pytest.fixture(scope="module")
+def longest(encoder: PromptEncoder) -> int:
+    """Characters of the longest token."""
+    found = most_characters(encoder.tokenizer)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def known(encoder: PromptEncoder) -> set[str]:
+    """The vocabulary."""
+    return set(encoder.tokenizer.get_vocab())
+
+
 @examples(200)
 @given(st.text(max_size=200))
-def test_no_text_has_fewer_tokens_than_its_length_says(encoder: PromptEncoder, text: str) -> None:
-    most = most_characters(encoder.tokenizer)
-    assert most is not None
-    known = encoder.tokenizer.get_vocab().keys()
+def test_no_text_has_fewer_tokens_than_its_length_says(
+    encoder: PromptEncoder, longest: int, known: set[str], text: str
+) -> None:
     ((mapped, _),) = pre_tokenizers.ByteLevel(use_regex=False).pre_tokenize_str(text or " ")
     dropped = sum(character not in known for character in mapped)  # bytes of no text
-    assert (len(encoder.tokenizer.encode(text).ids) + dropped) * most >= len(text)
+    assert (len(encoder.tokenizer.encode(text).ids) + dropped) * longest >= len(text)
 
 
 async def test_a_token_that_the_model_lacks_is_named(encoder: PromptEncoder) -> None:
