@@ -464,8 +464,8 @@ def test_a_name_that_a_team_gives_up_goes_to_no_namesake_before_its_time(
 ) -> None:  # fmt: skip
     """Deleted and applied again, a service finds its name, and its clients' prompts, its own."""
     home, rival = f"{namespace}-home", f"{namespace}-rival"
-    install(plane, [namespace, rival], home)
     plane.kubectl.apply(*namespace_with_models(rival))
+    install(plane, [namespace, rival], home)
     name = f"Llama-{namespace}"
     wanted = {"model": {"source": "pvc://models/demo", "name": name}}
     operator = OperatorProcess(

@@ -61,7 +61,7 @@ class Answers:
                 return await self._stream(request, body.model, pieces)
             await asyncio.sleep(_PIECE_SECONDS * len(pieces))
             unset = msgspec.UNSET
-            choice = Choice(0, "".join(pieces), "length", None, unset, unset)
+            choice = Choice(0, "".join(pieces), "", [], "length", None, unset, unset)
             prompt = sum(len(ids) // 4 for ids in envelope.prompts)
             usage = Usage.of(prompt, len(pieces), 0)
             content = _FORM.whole(self._head(body.model, stream=False), [choice], usage)
