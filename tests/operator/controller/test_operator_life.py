@@ -488,7 +488,7 @@ def test_a_name_that_a_team_gives_up_goes_to_no_namesake_before_its_time(
         operator.start()
         plane.kubectl.patch(RGSVC, "llama", "-n", rival, body={"spec": {"replicas": 2}})
         wait_ready(plane, "llama", rival)
-        assert names_of(rival) == [f"{rival}/llama"]
+        assert names_of(rival) == [f"{rival}/{name}"]
         plane.kubectl.apply(service("llama", namespace, **wanted))
         wait_ready(plane, "llama", namespace)
         assert names_of(namespace) == [name]
