@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,7 +15,7 @@ import zmq
 
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.worker.agent import relay
-from radixgrove.worker.agent.relay import Beat, Passed, Relay
+from radixgrove.worker.agent.relay import Beat, Over, Passed, Relay
 from radixgrove.worker.parallel.channel import Channel
 from radixgrove.worker.runtime import Runtime
 
@@ -98,6 +99,18 @@ def test_a_machine_that_is_gone_is_lost(pair: Pair) -> None:
     pair.start()
     pair.channels[1].close()
     assert pair.ends[0].get(timeout=10).startswith("it is gone")
+
+
+def test_messages_that_nothing_reads_any_more_hold_up_no_end(pair: Pair) -> None:
+    pair.start(0)
+    for name in pair.first.peer_sockets([1]):
+        pair.channels[1].send(msgspec.msgpack.encode(Passed(name, b"unread")), 1.0)
+    pair.channels[1].send(msgspec.msgpack.encode(Over()), 1.0)
+    assert pair.ends[0].get(timeout=10) == ""
+    ending = threading.Thread(target=pair.relays.pop(0).close, daemon=True)
+    ending.start()
+    ending.join(10.0)
+    assert not ending.is_alive()
 
 
 def test_a_machine_that_says_nothing_is_lost(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,8 @@ class Relay:
         self._ended = ended
         self._encoder = msgspec.msgpack.Encoder()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Readers may have ended: what is not read by then must not hold up the context's end.
+        self._context.setsockopt(zmq.LINGER, 0)
         self._heard = 0  # frames
         self._closing = threading.Event()
         self._once = threading.Lock()
