@@ -351,6 +351,24 @@ async def test_what_routers_write_ends_with_them(redis_server: RedisServer) -> N
             assert 0 < redis_server.client.pttl(key) <= 60_000, key
 
 
+async def test_bookings_of_which_a_router_was_never_informed_end(redis_server: RedisServer) -> None:
+    """Their answers, or what was to end them, were lost with a connection."""
+    keys = ServiceKeys(PREFIX, "default")
+    async with running(redis_server.url) as engine, linked(redis_server.url) as link:
+        found = Registration.decode(redis_server.client.hget(keys.replicas, "r0"))
+        settings = RouterSettings(redis_timeout=10.0)
+        service, placer = _service(found), Placer(settings, "router", link)
+        placed = await placer.place(service, PlacementRequest(10, b"", 16))
+        assert placed is not None
+        generation, now = engine.publisher.status().generation, int(1000 * time.time())
+        for router in ("router", "another"):
+            entry = f"{router} 20 {generation} 1 {now}"
+            redis_server.client.hset(keys.reserved, f"{router}-lost", entry)
+        await placer.heartbeat([service])
+        left = {placed.reservation.encode(), b"another-lost"}
+        assert set(redis_server.client.hkeys(keys.reserved)) == left
+
+
 async def test_how_full_redis_is_can_be_seen(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:

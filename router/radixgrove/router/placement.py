@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -40,6 +41,7 @@ from radixgrove.service.redis_wire import Argument
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
+COMPARE_SECONDS = 30.0  # between looks for bookings in Redis that this router has not
 _LEASE_MS = int(ROUTER_LEASE_SECONDS * 1000)
 AFFINITY_BLOCKS = 16
 AFFINITY_TOKENS = 256  # of load that affinity outweighs
@@ -98,6 +100,7 @@ class _Bookings:
     requests: Counter[str] = field(default_factory=Counter)  # by generation
     open: dict[str, tuple[str, int]] = field(default_factory=dict)  # id → generation, tokens
     unanswered: set[str] = field(default_factory=set)
+    compared: float = -math.inf  # monotonic; with those in Redis
     templates: dict[tuple[str, ...], _Template] = field(default_factory=dict)
 
 
@@ -352,6 +355,8 @@ class Placer:
         if not generations:
             return
         index = {generation: i + 1 for i, generation in enumerate(generations)}
+        now = time.monotonic()
+        compare = now - ledger.compared >= COMPARE_SECONDS
         state = {
             "generations": generations,
             "requests": [ledger.requests[generation] for generation in generations],
@@ -361,6 +366,7 @@ class Placer:
                 if generation in index
             },
             "unanswered": list(ledger.unanswered),
+            "compare": compare,
         }
         admitted = await link.run_script(
             "router_heartbeat",
@@ -373,6 +379,8 @@ class Placer:
             _LEASE_MS,
             msgspec.msgpack.encode(state),
         )
+        if compare:
+            ledger.compared = now
         for reservation in admitted:
             ledger.open.pop(reservation.decode(), None)
 

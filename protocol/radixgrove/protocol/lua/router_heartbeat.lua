@@ -6,7 +6,9 @@
 --   generations = {generation…} in the order of the load keys,
 --   requests = {in flight, for each of them},
 --   open = {[reservation id] = {index of the generation, tokens}},
---   unanswered = {reservation ids of placements on their way} }
+--   unanswered = {reservation ids of placements on their way},
+--   compare = whether any other reservation of this router goes: an answer, or the order to release
+--             it, was lost with a connection }
 -- Returns the ids in `open` that the workers admitted meanwhile.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -35,6 +37,18 @@ for _, id in ipairs(state.unanswered) do
     local i = index[generation]
     if i then
       tokens[i], requests[i] = tokens[i] + queued, requests[i] + count
+    end
+  end
+end
+
+if state.compare then
+  local known = {}
+  for _, id in ipairs(state.unanswered) do known[id] = true end
+  local entries = redis.call('HGETALL', KEYS[2])
+  for i = 1, #entries, 2 do
+    local id, router = entries[i], string.match(entries[i + 1], '^%S+')
+    if router == me and not known[id] and not state.open[id] then
+      redis.call('HDEL', KEYS[2], id)
     end
   end
 end
