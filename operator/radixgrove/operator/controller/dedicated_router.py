@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import DEPLOYMENT, POD, SCALER, ChildObject, KindName, Object
 from radixgrove.operator.api.spec import NO_FIELDS, Router
 from radixgrove.operator.controller.context import ReconcileContext
-from radixgrove.operator.controller.pod_events import not_mounted
+from radixgrove.operator.controller.pod_events import with_mounts
 from radixgrove.operator.kube.client import Kube, controllers
 from radixgrove.operator.planning.diagnosis import Problem, pod_problem
-from radixgrove.operator.planning.observed import Pod, is_available, pod_of
+from radixgrove.operator.planning.observed import is_available, pod_of
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.render.router import InvalidRouter, router_name, router_objects
 
@@ -58,15 +56,10 @@ def _trouble(kube: Kube, context: ReconcileContext) -> Problem | None:
         return None
     labels = names.labels(service.name, names.ROUTER)
     pods = map(pod_of, kube.list(POD, service.namespace, labels))
-    found = next(filter(None, (_pod_problem(kube, service, pod) for pod in pods)), None)
+    mounted = (with_mounts(kube, service.namespace, pod) for pod in pods)
+    found = next(filter(None, map(pod_problem, mounted)), None)
     words = found.message if found else "it starts"
     return Problem("RouterNotReady", f"its own router does not answer: {words}")
-
-
-def _pod_problem(kube: Kube, service: Service, pod: Pod) -> Problem | None:
-    if pod.creating:
-        pod = replace(pod, not_mounted=not_mounted(kube, service.namespace, pod.name, pod.uid))
-    return pod_problem(pod)
 
 
 def remove(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> None:

@@ -14,7 +14,7 @@ from radixgrove.operator.api.objects import (
     STATEFUL_SET,
 )
 from radixgrove.operator.controller.context import ReconcileContext
-from radixgrove.operator.controller.pod_events import not_admitted, not_mounted
+from radixgrove.operator.controller.pod_events import not_admitted, with_mounts
 from radixgrove.operator.controller.store import Store
 from radixgrove.operator.kube.client import Kube, controllers
 from radixgrove.operator.planning.demand import Node
@@ -83,9 +83,8 @@ class Observer:
         stuck = [pod for pod in group.pods if late and pod.creating]
         for pod in stuck[:1]:  # the others mount the same
             with context.trying():
-                said = not_mounted(self._kube, context.service.namespace, pod.name, pod.uid)
-                pods = [replace(p, not_mounted=said) if p is pod else p for p in group.pods]
-                return replace(group, pods=tuple(pods))
+                found = with_mounts(self._kube, context.service.namespace, pod)
+                return replace(group, pods=tuple(found if p is pod else p for p in group.pods))
         return group
 
     def _nodes(self, groups: Sequence[Group]) -> dict[str, Node]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from radixgrove.operator.api.objects import EVENT, EventObject
 from radixgrove.operator.kube.client import Kube
+from radixgrove.operator.planning.observed import Pod
 
 _NOT_MOUNTED = ("FailedMount", "FailedAttachVolume")
 _LONGEST = 1024  # characters of a message
@@ -17,12 +20,14 @@ def not_admitted(kube: Kube, namespace: str, name: str, uid: str) -> str:
     return _last([e for e in events if e.get("involvedObject", {}).get("uid") == uid])
 
 
-def not_mounted(kube: Kube, namespace: str, name: str, uid: str) -> str:
-    """Why a pod that has a node has no volumes yet; empty where nothing is said. Raises
-    KubeError."""
-    fields = f"involvedObject.name={name},involvedObject.uid={uid}"
+def with_mounts(kube: Kube, namespace: str, pod: Pod) -> Pod:
+    """With why it has no volumes yet, where it has a node and that is said. Raises KubeError."""
+    if not pod.creating:
+        return pod
+    fields = f"involvedObject.name={pod.name},involvedObject.uid={pod.uid}"
     events = kube.list(EVENT, namespace, fields=fields)
-    return _last([e for e in events if e.get("reason") in _NOT_MOUNTED])
+    said = _last([e for e in events if e.get("reason") in _NOT_MOUNTED])
+    return replace(pod, not_mounted=said)
 
 
 def _last(events: list[EventObject]) -> str:

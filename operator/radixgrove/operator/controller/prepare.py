@@ -13,7 +13,7 @@ from radixgrove.operator.controller import dedicated_router
 from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.name_ledger import NameLedger
-from radixgrove.operator.controller.pod_events import not_mounted
+from radixgrove.operator.controller.pod_events import with_mounts
 from radixgrove.operator.controller.store import OtherService, Store, other_service_of
 from radixgrove.operator.kube.client import Kube
 from radixgrove.operator.planning import image_check, model_cache, rollback
@@ -195,10 +195,9 @@ class Preparer:
         if job is None:
             return None
         state = job_of(job, self._kube.list(POD, namespace, {"job-name": name}))
-        if state.pod is None or not state.pod.creating:
+        if state.pod is None:
             return state
-        said = not_mounted(self._kube, namespace, state.pod.name, state.pod.uid)
-        return replace(state, pod=replace(state.pod, not_mounted=said))
+        return replace(state, pod=with_mounts(self._kube, namespace, state.pod))
 
     def _revision(self, context: ReconcileContext, model: ModelAt, size: int = 0) -> Revision:
         restart = context.body["metadata"].get("annotations", {}).get(names.RESTART, "")
