@@ -26,9 +26,12 @@ class Table:
     def holds_lease(self, service: str, replica_id: str) -> bool:
         return (service, replica_id) in self.leases
 
-    def members(self, service: str, group: str) -> dict[str, LeaseState]:
-        replicas = sorted(replica for name, replica in self.leases if name == service)
-        return {name: LeaseState.READY for name in replicas if name.rpartition("/")[0] == group}
+    def members(self, service: str) -> dict[str, dict[str, LeaseState]]:
+        found: dict[str, dict[str, LeaseState]] = {}
+        for name, replica in sorted(self.leases):
+            if name == service:
+                found.setdefault(replica.rpartition("/")[0], {})[replica] = LeaseState.READY
+        return found
 
 
 class Probe:

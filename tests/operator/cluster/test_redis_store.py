@@ -171,7 +171,7 @@ def test_members_of_a_group_are_one_replica_to_the_autoscaler(server: RedisServe
     assert side(server).holds_lease("ns.a", "a-0")
     assert not side(server).holds_lease("ns.a", "a-0/1"), "a member is no group"
     ready = LeaseState.READY
-    assert side(server).members("ns.a", "a-0") == {"a-0/0": ready, "a-0/1": ready}
+    assert side(server).members("ns.a") == {"a-0": {"a-0/0": ready, "a-0/1": ready}}
 
 
 def test_demands_of_routers_that_died_long_ago_are_swept(server: RedisServer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeVar
@@ -180,14 +181,14 @@ class RedisStore:
         record = self._directory.service(service)
         return any(record.lease_of(member) is not None for member in record.members(group))
 
-    def members(self, service: str, group: str) -> dict[str, LeaseState]:
-        """The replicas of a group that hold leases, and what those say. Raises RedisUnavailable."""
+    def members(self, service: str) -> dict[str, dict[str, LeaseState]]:
+        """By group, the replicas that hold leases, and what those say. Raises RedisUnavailable."""
         record = self._directory.service(service)
-        leases = {
-            member.replica_id: record.lease_of(member)
-            for member in sorted(record.members(group), key=lambda member: member.dp_rank)
-        }
-        return {name: lease.state for name, lease in leases.items() if lease is not None}
+        found: defaultdict[str, dict[str, LeaseState]] = defaultdict(dict)
+        for member in sorted(record.registrations.values(), key=lambda member: member.dp_rank):
+            if (lease := record.lease_of(member)) is not None:
+                found[member.group][member.replica_id] = lease.state
+        return dict(found)
 
     def load(self, service: str, serving: Collection[str]) -> Load:
         """Load over the groups in `serving` that hold leases. Raises RedisUnavailable."""

@@ -63,13 +63,21 @@ class Actor:
         except RedisUnavailable:
             return False
 
-    def members(self, context: ReconcileContext, group: Group) -> list[MemberStatus]:
-        """A group's members by their leases; none when Redis does not answer."""
+    def members(
+        self, context: ReconcileContext, groups: Sequence[Group]
+    ) -> dict[int, list[MemberStatus]]:
+        """By group, its members by their leases; none when Redis does not answer."""
         try:
-            found = self._redis.members(context.service.key, names.replica_id(group.name))
+            found = self._redis.members(context.service.key)
         except RedisUnavailable:
-            return []
-        return [MemberStatus(name=name, state=_STATES[state]) for name, state in found.items()]
+            found = {}
+        return {
+            group.index: [
+                MemberStatus(name=name, state=_STATES[state])
+                for name, state in found.get(names.replica_id(group.name), {}).items()
+            ]
+            for group in groups
+        }
 
     def forget(self, key: Key) -> None:
         """Takes a service from the routers. Raises RedisUnavailable."""

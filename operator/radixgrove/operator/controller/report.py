@@ -32,7 +32,7 @@ class Reporter:
         config: OperatorConfig,
         autoscaling: Callable[[Key], AutoscalingStatus | None],
         enqueue: Callable[[Key], None],
-        members: Callable[[ReconcileContext, Group], list[MemberStatus]],
+        members: Callable[[ReconcileContext, Sequence[Group]], dict[int, list[MemberStatus]]],
     ) -> None:
         self._store = store
         self._probe = probe
@@ -78,13 +78,10 @@ class Reporter:
     ) -> dict[int, list[MemberStatus]]:
         """Data-parallel members by the group's index, where groups have several."""
         several = context.spec.layout.dp
-        if several == 1:
+        ready = [group for group in groups if group.ready and not group.draining]
+        if several == 1 or not ready:
             return {}
-        found = {
-            group.index: self._members(context, group)
-            for group in groups
-            if group.ready and not group.draining
-        }
+        found = self._members(context, ready)
         if any(len(members) < several for members in found.values()):
             plan.requeue_by(context.now + _MEMBERS_SECONDS)  # no event says that they have come
         return found
