@@ -203,8 +203,8 @@ class Parallelism(SpecModel):
     dp: int = Field(1, description="Data-parallel replicas inside the group.", ge=1, le=64)
     ep: int = Field(
         1,
-        description="Of a model with experts: groups of a stage's ranks, each with experts of its "
-        "own, whole; divides tp * dp and the number of experts.",
+        description="Of a model with experts: groups of the tp ranks, each with experts of its "
+        "own, whole; divides tp and the number of experts.",
         ge=1,
         le=1024,
     )
