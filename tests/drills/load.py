@@ -141,11 +141,17 @@ def judge(
     if answer.status != 200:
         return End.FAILED, ()
     end, texts = _of_stream(answer) if stream else _of_whole(answer)
-    if expected is not None:
-        begins = (want.startswith(text) for want, text in zip(expected, texts, strict=False))
-        if not all(begins) or (end is End.WHOLE and texts != expected):
-            end = End.WRONG
+    if expected is not None and differ(end, texts, expected):
+        end = End.WRONG
     return end, texts
+
+
+def differ(end: End, texts: tuple[str, ...], expected: tuple[str, ...]) -> bool:
+    """Whether a text, as far as it came, is another one."""
+    if end is End.WHOLE:
+        return texts != expected
+    begins = (want.startswith(text) for want, text in zip(expected, texts, strict=False))
+    return not all(begins)
 
 
 def _of_whole(answer: Answer) -> tuple[End, tuple[str, ...]]:

@@ -38,7 +38,7 @@ from tests.drills.grove import (
     undisturbed,
     write_model,
 )
-from tests.drills.load import End, Load, Sample, ask
+from tests.drills.load import End, Load, Sample, ask, differ
 from tests.drills.trend import Trend, trend
 from tests.redis_faults import REFUSALS, well
 from tests.router.harness import eventually
@@ -366,14 +366,6 @@ async def keys_become(grove: Grove, expected: Counter[str], when: str) -> list[s
     return [f"keys {when}: {dict(now - expected)} too many, {dict(expected - now)} missing"]
 
 
-def differ(sample: Sample, texts: tuple[str, ...]) -> bool:
-    """Whether a text, as far as it came, is another one."""
-    if sample.end is End.WHOLE:
-        return sample.texts != texts
-    begins = (text.startswith(part) for text, part in zip(texts, sample.texts, strict=False))
-    return not all(begins)
-
-
 # ---- the soak --------------------------------------------------------------------------------
 
 
@@ -406,7 +398,7 @@ async def soak(directory: Path, minutes: float, seed: int) -> Outcome:
         for sample, texts in zip(
             fresh, await undisturbed(directory, bodies, grove.session), strict=True
         ):
-            if differ(sample, texts):
+            if differ(sample.end, sample.texts, texts):
                 outcome.wrong.append(f"request {sample.number}: {sample.texts}, not {texts}")
     return outcome
 
