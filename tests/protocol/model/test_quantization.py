@@ -228,6 +228,41 @@ def test_tp_that_cuts_a_block_names_the_largest_that_works() -> None:
         check_fit(model(wide), Intended(tp=4))
 
 
+def mixture(quantization: dict[str, Any]) -> ModelConfig:
+    return parse_config(
+        {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "moe_intermediate_size": 768,
+            "shared_expert_intermediate_size": 4096,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_experts": 64,
+            "vocab_size": 151936,
+            "quantization_config": quantization,
+        }
+    )
+
+
+def test_blocks_of_experts_are_not_cut_either() -> None:
+    """The width of each is spread over `tp / ep` ranks, that of the shared one over all."""
+    config = mixture(BLOCKS | {"weight_block_size": [64, 128]})
+    check_fit(config, Intended(tp=2))
+    check_fit(config, Intended(tp=4, ep=2))
+    check_fit(config, Intended(tp=8, ep=8))
+    with pytest.raises(ModelError, match=r"tp 4 would cut blocks of 64x128 .* works is 2$"):
+        check_fit(config, Intended(tp=4))
+    with pytest.raises(ModelError, match=r"tp 8 would cut .* works is 4$"):
+        check_fit(config, Intended(tp=8, ep=2))
+    alone = BLOCKS | {"weight_block_size": [64, 128], "ignored_layers": [r".*\.experts\.\d+"]}
+    check_fit(mixture(alone), Intended(tp=4))
+    shared = BLOCKS | {"weight_block_size": [64, 1024]}
+    with pytest.raises(ModelError, match=r"tp 8 would cut .*; none works with ep 8$"):
+        check_fit(mixture(shared), Intended(tp=8, ep=8))
+
+
 def test_a_quantized_model_takes_half_the_memory() -> None:
     for config, quantize in ((model(BLOCKS), ""), (model(None), "fp8")):
         check_fit(config, Intended(memory=9 << 30, quantize=quantize))

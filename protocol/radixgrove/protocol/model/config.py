@@ -8,7 +8,7 @@ give other tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any
@@ -506,7 +506,7 @@ def check_divides(config: ModelConfig, tp: int, ep: int = 1) -> None:
             f"tp {tp} does not divide the model's {', '.join(named[:-1])} and {named[-1]}; "
             f"possible: {', '.join(map(str, possible)) or 'none'}"
         )
-    _check_blocks(config, tp, possible)
+    _check_blocks(config, tp, ep, possible)
 
 
 def _check_experts_divide(config: ModelConfig, tp: int, ep: int) -> None:
@@ -522,23 +522,49 @@ def _check_experts_divide(config: ModelConfig, tp: int, ep: int) -> None:
     )
 
 
-def _check_blocks(config: ModelConfig, tp: int, possible: Sequence[int]) -> None:
+def _check_blocks(config: ModelConfig, tp: int, ep: int, possible: Sequence[int]) -> None:
     """Refuse a `tp` whose ranks would hold a part of what shares a scale."""
     schemes = config.quantization.schemes() if config.quantization else ()
     for block in (scheme.block for scheme in schemes if scheme.block is not None):
-        if not _keeps_blocks(config, tp, block):
-            largest = max(n for n in possible if _keeps_blocks(config, n, block))
+        if not _keeps_blocks(config, tp, ep, block):
+            largest = max((n for n in possible if _keeps_blocks(config, n, ep, block)), default=0)
+            works = (
+                f"the largest that works is {largest}" if largest else f"none works with ep {ep}"
+            )
             raise ModelError(
                 f"tp {tp} would cut blocks of {block[0]}x{block[1]} of the quantized weights, "
-                f"which share a scale; the largest that works is {largest}"
+                f"which share a scale; {works}"
             )
 
 
-def _keeps_blocks(config: ModelConfig, tp: int, block: tuple[int, int]) -> bool:
+def _keeps_blocks(config: ModelConfig, tp: int, ep: int, block: tuple[int, int]) -> bool:
     """Whether every rank's part of each projection begins and ends with a block."""
     rows, columns = block
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    inner = [config.intermediate_size] if config.expert_layers < config.num_layers else []
-    by_rows = all(size % (tp * rows) == 0 for size in (queries, keys, *inner))
-    by_columns = all(size % (tp * columns) == 0 for size in (queries, *inner))
-    return tp == 1 or (by_rows and by_columns)
+    inner = [(config.intermediate_size, tp)] if config.expert_layers < config.num_layers else []
+    inner += _expert_widths(config, tp, ep, block)
+
+    def cut(sizes: Iterable[tuple[int, int]], length: int) -> bool:
+        return any(ranks > 1 and size % (ranks * length) for size, ranks in sizes)
+
+    by_rows, by_columns = [(queries, tp), (keys, tp), *inner], [(queries, tp), *inner]
+    return not (cut(by_rows, rows) or cut(by_columns, columns))
+
+
+def _expert_widths(
+    config: ModelConfig, tp: int, ep: int, block: tuple[int, int]
+) -> set[tuple[int, int]]:
+    """Of experts with such blocks, and of shared ones: over how many ranks each is spread."""
+    found = set()
+    for layer in range(config.num_layers):
+        if not (experts := config.experts_of(layer)) or config.quantization is None:
+            continue
+        prefix, down = f"model.layers.{layer}.{experts.names.block}", experts.names.down
+        widths = {f"{prefix}.experts.0.{down}": (experts.intermediate_size, tp // ep)}
+        if experts.shared_size:
+            widths[f"{prefix}.shared_expert.down_proj"] = experts.shared_size, tp
+        for name, width in widths.items():
+            scheme = config.quantization.scheme_of(name)
+            if scheme is not None and scheme.block == block:
+                found.add(width)
+    return found
