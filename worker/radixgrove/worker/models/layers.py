@@ -130,21 +130,19 @@ class Linear:
             added_to: [T, in], to which `x` is added before the norm, in place.
             gated: SiLU-and-multiply the halves of `x`, [T, 2 in], first; where `ops.takes_gated`.
         """
-        if not self._row_parallel or context.group.size == 1:
-            return self.partial(
-                x,
-                context,
-                norm=norm,
-                silu=silu,
-                residual=residual,
-                added_to=added_to,
-                gated=gated,
-            )
+        reduce = self._row_parallel and context.group.size > 1
         # The sum over the ranks takes in the residual once, from rank 0.
-        own = residual if context.group.rank == 0 else None
-        return context.group.all_reduce(
-            self.partial(x, context, norm=norm, silu=silu, residual=own, gated=gated)
+        own = residual if not reduce or context.group.rank == 0 else None
+        y = self.partial(
+            x,
+            context,
+            norm=norm,
+            silu=silu,
+            residual=own,
+            added_to=added_to,
+            gated=gated,
         )
+        return context.group.all_reduce(y) if reduce else y
 
     def partial(
         self,
