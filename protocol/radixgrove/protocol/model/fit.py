@@ -57,7 +57,7 @@ def _check_memory(config: ModelConfig, intended: Intended) -> None:
     quantization = quantization_of(config, Quantize(intended.quantize or Quantize.NONE))
     needed = count_parameters(config) * _DTYPE_BYTES[dtype]
     if quantization is not None:  # one byte a number; the few for which that is wrong leave room
-        needed -= _count_projected(config) * (_DTYPE_BYTES[dtype] - 1)
+        needed -= count_projected(config) * (_DTYPE_BYTES[dtype] - 1)
         dtype = f"{dtype} and float8"
     if intended.memory and needed > intended.memory:
         raise ModelError(
@@ -78,11 +78,11 @@ def quantization_of(config: ModelConfig, quantize: Quantize) -> Quantization | N
         raise ModelError(str(error)) from error
 
 
-def _count_projected(config: ModelConfig) -> int:
+def count_projected(config: ModelConfig) -> int:
     """Numbers in the matrices of all layers."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = 2 * config.hidden_size * (queries + keys)
-    return config.num_layers * attention + count_mlp_parameters(config)
+    return config.num_layers * attention + _count_mlp_parameters(config)
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -90,10 +90,10 @@ def count_parameters(config: ModelConfig) -> int:
     hidden, layers = config.hidden_size, config.num_layers
     tables = (1 if config.tied_embeddings else 2) * config.vocab_size * hidden
     attention = _attention_parameters(config) + 2 * hidden
-    return tables + layers * attention + count_mlp_parameters(config) + hidden
+    return tables + layers * attention + _count_mlp_parameters(config) + hidden
 
 
-def count_mlp_parameters(config: ModelConfig) -> int:
+def _count_mlp_parameters(config: ModelConfig) -> int:
     """Those of them in the MLPs and experts of all layers."""
     mixtures = config.expert_layers
     dense = (config.num_layers - mixtures) * _mlp_parameters(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from radixgrove.protocol.model.config import ModelConfig, ModelError
-from radixgrove.protocol.model.fit import count_mlp_parameters
+from radixgrove.protocol.model.fit import count_projected
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,5 @@ def split_layers(config: ModelConfig, stages: int, wanted: list[int]) -> list[in
 
 def _parameters(config: ModelConfig) -> tuple[int, int]:
     """Of a layer's matrices, on average, and of the embedding or the head."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    attention = hidden * head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    mlp = count_mlp_parameters(config) // config.num_layers
-    return attention + mlp, config.vocab_size * hidden
+    layer = count_projected(config) // config.num_layers
+    return layer, config.vocab_size * config.hidden_size
