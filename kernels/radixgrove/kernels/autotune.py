@@ -152,13 +152,13 @@ class LinearTuner:
         scratch = self.scratch(device)
         jobs: dict[object, Callable[[], object]] = {}
         for bucket, projection in _work(projections, max_batch, max_tokens):
+            if projection.key(bucket) in known:
+                continue
+            endings = projection.silu, projection.residual, projection.biased, projection.wide
+            kind = projection.weights[0].format, next_power_of_2(bucket), endings
             for choice in own_candidates(bucket, projection, scratch):
-                if projection.key(bucket) not in known:
-                    kind = projection
-                    endings = kind.silu, kind.residual, kind.biased, kind.wide
-                    job = choice, next_power_of_2(bucket), endings
-                    trial = _Trial(projection, bucket, scratch)
-                    jobs.setdefault(job, partial(trial.run_once, choice))
+                trial = _Trial(projection, bucket, scratch)
+                jobs.setdefault((choice, kind), partial(trial.run_once, choice))
         # A compilation leaves Python for most of its time.
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile-kernels") as executor:
             _submit(executor, [*others, *jobs.values()], device)

@@ -18,6 +18,11 @@ from radixgrove.worker.cache.identity import cache_namespace
 from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.execution.choices import choose_quantization
 from radixgrove.worker.messages import EngineInfo
+from radixgrove.worker.models.decoder import Decoder
+from radixgrove.worker.models.formats.choose import choose_formats
+from radixgrove.worker.models.layers import TensorPlacement
+from radixgrove.worker.models.ops import KernelOps
+from radixgrove.worker.parallel.group import Shard, TensorParallel
 from radixgrove.worker.plan import Executor
 from tests.worker.execution import reference, tiny
 from tests.worker.execution.driver import Driver, greedy
@@ -160,6 +165,32 @@ def test_weights_that_have_no_scale_are_named_while_they_are_quantized(tmp_path:
     save_file(tensors, path)
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight holds values that are"):
         build(tmp_path, quantize=Quantize.FP8)
+
+
+def test_layers_of_several_formats_are_tuned_apart(tmp_path: Path) -> None:
+    """As checkpoints are whose first and last layers are not quantized."""
+    tiny.save("llama", tmp_path)
+    kind = quantized.kinds(BLOCK)["compressed, channel"]
+    kind.config["ignore"] = ["lm_head", "re:.*0.self_attn.o_proj$", "model.layers.1.mlp.down_proj"]
+    quantized.quantize(tmp_path, kind, ("0.self_attn.o_proj", "1.mlp.down_proj"))
+    config = load_config(tmp_path)
+    formats = choose_formats(config.quantization)
+    group = TensorParallel(Shard())
+    place = TensorPlacement(group, torch.bfloat16, torch.device("cpu"), formats)
+    decoder = Decoder(config, place, KernelOps())
+    found = decoder.projections()
+    for projection in found:
+        assert len({weight.format for weight in projection.weights}) == 1
+    kinds = {(p.weights[0].quantized, p.residual, p.silu, len(p.weights)) for p in found}
+    layers = config.num_layers
+    assert kinds == {
+        (True, False, False, layers),  # query, key and value
+        (False, True, False, 1),  # outputs and downs
+        (True, True, False, layers - 1),
+        (True, False, True, 1),  # gate and up, before an unquantized product
+        (True, False, False, layers - 1),
+        (False, False, False, 1),  # the head
+    }
 
 
 def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -103,11 +103,12 @@ class DecoderLayer:
             vectors += self._width_norms.nbytes
         return vectors + sum(x.prepare(ops) for x in (self._qkv, self._output, self.mlp))
 
-    def projections(self, others: Sequence[DecoderLayer]) -> list[Projection]:
-        """For the tuner: this layer's products of attention, with the weights of `others` too."""
+    @staticmethod
+    def projections(layers: Sequence[DecoderLayer]) -> list[Projection]:
+        """For the tuner: the products of these layers' attention."""
         return [
-            self._qkv.projection([other._qkv for other in others]),
-            self._output.projection([other._output for other in others]),
+            *Linear.projections([layer._qkv for layer in layers]),
+            *Linear.projections([layer._output for layer in layers]),
         ]
 
     def __call__(
@@ -223,8 +224,7 @@ class Decoder:
 
     def projections(self) -> list[Projection]:
         """What the tuner measures: each kind of product, over all layers, and the head."""
-        first, *others = self._layers
-        found = first.projections(others)
+        found = DecoderLayer.projections(self._layers)
         mlps = [layer.mlp for layer in self._layers]
         found += GatedMlp.projections([mlp for mlp in mlps if isinstance(mlp, GatedMlp)], self._ops)
         found += Mixture.projections(self._mixtures, self._ops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -176,17 +177,25 @@ class Linear:
             return False
         return context.ops.defers_residual(tokens, self.weight)
 
-    def projection(self, others: Sequence[Linear], *, silu: bool = False) -> Projection:
-        """For the tuner, with `others`, the same in other layers; `silu` is as it is called with.
+    @staticmethod
+    def projections(linears: Sequence[Linear], *, silu: bool = False) -> list[Projection]:
+        """For the tuner: the same in several layers, those of each format by themselves; `silu` is
+        as they are called with.
 
         With a bias, SiLU is a kernel of its own.
         """
-        return Projection(
-            [linear.weight for linear in (self, *others)],
-            silu=silu and self.bias is None,
-            residual=self._row_parallel,
-            biased=self.bias is not None,
-        )
+        alike: dict[str, list[Linear]] = defaultdict(list)
+        for linear in linears:
+            alike[linear.weight.format].append(linear)
+        return [
+            Projection(
+                [linear.weight for linear in group],
+                silu=silu and group[0].bias is None,
+                residual=group[0]._row_parallel,
+                biased=group[0].bias is not None,
+            )
+            for group in alike.values()
+        ]
 
 
 class WidthNorms:

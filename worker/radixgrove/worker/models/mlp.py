@@ -45,14 +45,11 @@ class GatedMlp:
     @staticmethod
     def projections(layers: Sequence[GatedMlp], ops: Ops) -> list[Projection]:
         """For the tuner: what these have in common."""
-        if not layers:
-            return []
-        first, *others = layers
-        silu = not ops.takes_gated(first.down.weight)
-        return [
-            first.gate_up.projection([other.gate_up for other in others], silu=silu),
-            first.down.projection([other.down for other in others]),
-        ]
+        found = []
+        for gated in (False, True):
+            some = [layer for layer in layers if ops.takes_gated(layer.down.weight) == gated]
+            found += Linear.projections([layer.gate_up for layer in some], silu=not gated)
+        return found + Linear.projections([layer.down for layer in layers])
 
     def __call__(self, stream: ResidualStream, context: StepContext, norm: Tensor) -> None:
         """Add it, of the stream's norm, to the stream."""
