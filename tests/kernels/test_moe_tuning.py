@@ -35,10 +35,10 @@ from radixgrove.kernels.weight import Weight
 Cost = Callable[[ExpertChoice], float]
 
 
-def weights(experts: int = 8, top_k: int = 2) -> ExpertWeights:
+def weights(experts: int = 8, top_k: int = 2, dtype: torch.dtype = torch.bfloat16) -> ExpertWeights:
     return ExpertWeights(
-        Weight.plain(torch.zeros(experts, 8, 16, dtype=torch.bfloat16)),
-        Weight.plain(torch.zeros(experts, 16, 4, dtype=torch.bfloat16)),
+        Weight.plain(torch.zeros(experts, 8, 16, dtype=dtype)),
+        Weight.plain(torch.zeros(experts, 16, 4, dtype=dtype)),
         Router(Routing(top_k)),
     )
 
@@ -92,6 +92,13 @@ def test_every_kernel_that_is_timed_can_be_compiled_before(tokens: int) -> None:
     search(tokens, weights(), picking(cost_of, timed))
     compiled = set().union(*map(kernels, candidates(tokens, weights())))
     assert set().union(*map(kernels, timed)) <= compiled
+
+
+@pytest.mark.parametrize(("dtype", "height"), [(torch.bfloat16, 128), (torch.float32, 64)])
+def test_many_pairs_in_float32_take_blocks_that_fit(dtype: torch.dtype, height: int) -> None:
+    choice = moe.default_choice(8192, weights(dtype=dtype))
+    assert choice.tiles is not None
+    assert choice.tiles.block_m == height
 
 
 def test_takes_the_next_larger_bucket_of_the_same_shape() -> None:

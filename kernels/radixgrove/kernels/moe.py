@@ -329,7 +329,9 @@ def default_choice(tokens: int, weights: ExpertWeights) -> ExpertChoice:
         return ExpertChoice(tiles=ExpertTiles())
     wide = TileConfig(block_n=64, block_k=64, group=4, stages=4, warps=4)
     down = TileConfig(block_n=128, block_k=64, group=4, stages=4, warps=4)
-    block_m = 128 if pairs > 64 * weights.count else 64
+    # In float32, multiplied on CUDA cores, sums of more pairs do not fit a program's registers.
+    few = pairs <= 64 * weights.count or weights.gate_up.dtype == torch.float32
+    block_m = 64 if few else 128
     return ExpertChoice(tiles=ExpertTiles(block_m, wide, down))
 
 
