@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from radixgrove.protocol.formats.table import FORMATS
 from radixgrove.worker.frontend.events import CallArguments
 from radixgrove.worker.frontend.markers import Markers
-from radixgrove.worker.frontend.output import Outcome
+from radixgrove.worker.frontend.output import Outcome, OutputParser
 from tests.conftest import examples
 from tests.worker.frontend.samples import (
     ARGUMENTS,
     CALLS,
     SAMPLES,
+    Turn,
     form_of,
     markers_of,
     parser_of,
@@ -191,6 +192,40 @@ def test_an_answer_that_only_begins_like_calls_is_text(name: str, answer: str) -
     form = form_of(name)
     turn, _ = read(form, markers_of(form), list(answer))
     assert (turn.text, turn.calls) == (answer, [])
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [(r"\ud83c\udf36\n", "🌶\n"), (r"\ud83c", "\ufffd"), (r"\x41\q", "Aq")],
+)
+def test_escapes_in_literals_are_text(written: str, expected: str) -> None:
+    form = form_of("lfm2")
+    markers = markers_of(form)
+    text = f"<|tool_call_start|>[weather(city='{written}')]<|tool_call_end|>"
+    turn, _ = read(form, markers, [markers.inner(text)])
+    assert turn.read == [("weather", {"city": expected})]
+    turn.calls[0][1].encode()
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "7" * 5000])
+def test_numbers_that_no_json_has_make_no_call(number: str) -> None:
+    form = form_of("lfm2")
+    markers = markers_of(form)
+    text = f"<|tool_call_start|>[weather(days={number})]<|tool_call_end|>"
+    turn, parser = read(form, markers, [markers.inner(text)])
+    assert (turn.text, turn.calls) == (text, [])
+    assert parser.outcomes == [Outcome.TEXT]
+
+
+def test_a_malformed_schema_of_an_argument_says_nothing_of_its_type() -> None:
+    form = form_of("glm")
+    markers = markers_of(form)
+    parser = OutputParser(
+        form, markers, offered={"f": {"a": {"anyOf": 5}}}, new_id=lambda name, number: name
+    )
+    text = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+    turn = Turn().add(parser.feed(markers.inner(text)) + parser.finish())
+    assert turn.read == [("f", {"a": 1})]
 
 
 def test_a_call_without_arguments_has_none() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -76,7 +77,7 @@ class LiteralReader:
             return items
         number = self._match(_NUMBER)
         if number is not None:
-            return json.loads(number)
+            return _number(number)
         word = self._match(_NAME)
         if word not in _WORDS:
             raise LiteralError
@@ -98,7 +99,11 @@ class LiteralReader:
             return None
         self._pos = found.end()
         body = found[1] if found[1] is not None else found[2]
-        return _ESCAPE.sub(_unescaped, body) if "\\" in body else body
+        if "\\" not in body:
+            return body
+        # Halves of a character become one, and one without the other is no text.
+        halves = _ESCAPE.sub(_unescaped, body).encode("utf-16", "surrogatepass")
+        return halves.decode("utf-16", "replace")
 
     def _match(self, pattern: re.Pattern[str]) -> str | None:
         self._blanks()
@@ -123,6 +128,17 @@ class LiteralReader:
         while pos < len(text) and text[pos].isspace():
             pos += 1
         self._pos = pos
+
+
+def _number(text: str) -> Any:
+    """JSON has no infinity, and Python no whole number of thousands of digits."""
+    try:
+        number = json.loads(text)
+    except ValueError:
+        raise LiteralError from None
+    if isinstance(number, float) and not math.isfinite(number):
+        raise LiteralError
+    return number
 
 
 def _unescaped(found: re.Match[str]) -> str:

@@ -660,7 +660,8 @@ def _types(schema: Any) -> set[str]:
     if isinstance(declared, list):
         found |= {name for name in declared if isinstance(name, str)}
     for union in ("anyOf", "oneOf"):
-        for branch in schema.get(union) or []:
+        branches = schema.get(union)
+        for branch in branches if isinstance(branches, list) else ():
             found |= _types(branch)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not found and isinstance(values, list) and all(isinstance(v, str) for v in values):
