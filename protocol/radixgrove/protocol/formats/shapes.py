@@ -96,7 +96,6 @@ class Calls:
     call: tuple[str, str] = ("", "")
     section: tuple[str, str] = ("", "")
     bare: str = ""
-    between: str = ""  # what a model writes between two calls
     ids: CallIds = CallIds.LONG
 
     @property

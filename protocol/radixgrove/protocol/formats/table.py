@@ -68,8 +68,8 @@ def _dsml(name: str, section: str, space: str) -> Format:
     return Format(name, calls, markers=("｜DSML｜",))
 
 
-def _pair(text: str, end: str = "") -> tuple[str, str]:
-    return text, end or text.replace("<", "</", 1)
+def _pair(text: str) -> tuple[str, str]:
+    return text, text.replace("<", "</", 1)
 
 
 _TABLE = (
@@ -93,7 +93,6 @@ _TABLE = (
                     newlines=True,
                 ),
                 call=_pair("<tool_call>"),
-                between="\n",
             ),
         ),
         ("<function=", "<tool_call>"),
@@ -110,7 +109,6 @@ _TABLE = (
                     newlines=False,
                 ),
                 call=_pair("<tool_call>"),
-                between="\n",
             ),
             markers=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         ),
@@ -173,7 +171,7 @@ _TABLE = (
         ("<start_function_call>",),
     ),
     _Known(
-        Format("hermes", Calls(JsonBody(), call=_pair("<tool_call>"), between="\n")),
+        Format("hermes", Calls(JsonBody(), call=_pair("<tool_call>"))),
         ("<tool_call>",),
     ),
     _Known(

@@ -14,9 +14,8 @@ _MEMORY = 0.995  # weight of all steps before, beside a new one
 _UNITS = np.array([1.0, 1e3, 1e6, 1e5])
 _PRIOR = 1e-3  # weight of what is believed at the start, beside one step
 _EVERY = 8  # steps between solutions
-_OUTLIER = (
-    4.0  # a step counts as at most so many times what was expected: something else held it up
-)
+# A step counts as at most so many times what was expected: something else held it up.
+_OUTLIER = 4.0
 
 
 class StepTimeFit:

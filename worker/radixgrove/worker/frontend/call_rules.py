@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from radixgrove.protocol.formats.grammar import CallGrammar, Extent
-from radixgrove.protocol.formats.shapes import Calls, Channels, Format
+from radixgrove.protocol.formats.shapes import Channels, Format, JsonBody
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.requests import ChatRequest
 from radixgrove.protocol.openai.tools import ToolMode
@@ -49,7 +49,7 @@ def plan_rules(
 
     Raises:
         ApiError: 400, for tools whose calls would not be understood, and for a block of reasoning
-            that cannot be told from the answer.
+            that no token ends.
     """
     tools, calls = request.tools, form.calls
     if tools is not None and calls is None and tools.mode is not ToolMode.NONE:
@@ -74,7 +74,8 @@ def plan_rules(
             grammar = CallGrammar(calls, tools.offered, tools.parallel, schemas, extent, constraint)
             if extent is Extent.REST and begins is not None:
                 triggers = (begins,)
-                again = tools.parallel and not calls.section[0] and not _takes_all(calls)
+                listed = isinstance(calls.body, JsonBody) and calls.body.listed
+                again = tools.parallel and not calls.section[0] and not listed
     bound = grammar is not None or request.generation.constraint is not None
     reasoning = None
     if bound or request.max_reasoning_tokens is not None:
@@ -101,11 +102,6 @@ def _extent(mode: ToolMode, trigger: int | None, *, free: bool) -> Extent:
     if mode is not ToolMode.AUTO:
         return Extent.CALLS
     return Extent.REST if trigger is not None and free else Extent.ANSWER
-
-
-def _takes_all(calls: Calls) -> bool:
-    """Whether one trigger is all that comes before several calls."""
-    return getattr(calls.body, "listed", False)
 
 
 def _reasoning(
