@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.protocol.formats.table import FORMATS
+from radixgrove.worker.frontend.call_reader import Outcome
 from radixgrove.worker.frontend.events import CallArguments
 from radixgrove.worker.frontend.markers import Markers
-from radixgrove.worker.frontend.output import Outcome, OutputParser
+from radixgrove.worker.frontend.output import OutputParser
 from tests.conftest import examples
 from tests.worker.frontend.samples import (
     ARGUMENTS,

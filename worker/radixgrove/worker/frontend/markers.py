@@ -55,6 +55,10 @@ class Markers:
             return text
         return self._finder.sub(lambda found: self._inner[found[0]], text)
 
+    def trimmed(self, text: str) -> str:
+        """As `inner`, without the blanks around it."""
+        return self.inner(text.strip())
+
     def outer(self, text: str, *, hide_special: bool = False) -> str:
         """What the parser saw as a client sees it."""
         if text.isascii():

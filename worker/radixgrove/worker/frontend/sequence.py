@@ -6,9 +6,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from radixgrove.protocol.openai.requests import Generation
+from radixgrove.worker.frontend.call_reader import Outcome
 from radixgrove.worker.frontend.detokenize import StopMatcher, Vocabulary
 from radixgrove.worker.frontend.events import Event, Finished, ScoredToken, Text
-from radixgrove.worker.frontend.output import Content, Outcome, Part
+from radixgrove.worker.frontend.output import Content, Part
 from radixgrove.worker.frontend.structure import Output
 from radixgrove.worker.messages import Finish, TokenLogprobs, Tokens
 
