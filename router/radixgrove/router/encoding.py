@@ -34,7 +34,8 @@ from radixgrove.protocol.openai.requests import (
 from radixgrove.protocol.registry import Registration
 from radixgrove.protocol.settings import Sharing
 from radixgrove.protocol.text.budget import EncodingBudget
-from radixgrove.protocol.text.prompts import EncodedPrompt, PrefixCache, PromptEncoder
+from radixgrove.protocol.text.prefix_cache import PrefixCache
+from radixgrove.protocol.text.prompts import EncodedPrompt, PromptEncoder
 from radixgrove.protocol.text.tokenizer import (
     MAX_FILE_BYTES,
     TOKENIZER_FILES,

@@ -22,7 +22,8 @@ from radixgrove.protocol.openai.requests import (
     parse_chat,
     parse_completion,
 )
-from radixgrove.protocol.text.prompts import EncodedPrompt, PrefixCache, PromptEncoder
+from radixgrove.protocol.text.prefix_cache import PrefixCache
+from radixgrove.protocol.text.prompts import EncodedPrompt, PromptEncoder
 from radixgrove.protocol.text.tokenizer import TokenizerFiles, most_characters
 from tests.conftest import examples
 from tests.protocol.text.tokenizers_of_tests import llama_like, normalizing

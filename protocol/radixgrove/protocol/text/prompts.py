@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -25,15 +24,21 @@ from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import ChatMessage
 from radixgrove.protocol.openai.requests import ChatRequest, CompletionRequest, ModelLimits
 from radixgrove.protocol.text.budget import EncodingBudget
+from radixgrove.protocol.text.prefix_cache import Piece, PrefixCache
 from radixgrove.protocol.text.templates import ChatTemplate, TemplateFailure, TemplateRefusal
-from radixgrove.protocol.text.token_finder import TokenFinder
 from radixgrove.protocol.text.tokenizer import (
     SpecialTokens,
     TokenizerFiles,
     most_characters,
 )
+from radixgrove.protocol.text.user_text import (
+    BREAK,
+    END,
+    SpecialTextGuard,
+    guard_values,
+    without_sentinels,
+)
 
-DEFAULT_CACHE_BYTES = 256 << 20
 # Text that is new to the cache up to this long is encoded in place: a thread costs more.
 INLINE_CHARS = 4096
 # Beyond that even rendering, cutting and looking up take milliseconds.
@@ -42,10 +47,6 @@ RENDER_INLINE_CHARS = 128 << 10
 # their ids are kept apart from what came before them.
 SHORT_CHARS = 64
 MAX_SHORT_PIECES = 4096
-FEW = 8  # characters that a text is searched for one by one: faster than by a pattern
-# Unicode noncharacters, which no text may contain in interchange; a user's own are dropped.
-_BREAK = "\ufdd0"  # inside what would otherwise read as a special token
-_END = "\ufdd1"  # after the message to continue
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):
@@ -56,98 +57,6 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
 
     def __len__(self) -> int:
         return len(self.token_ids) // TOKEN_BYTES
-
-
-class _Piece(msgspec.Struct):
-    """One cut of a prompt, behind a given path of earlier ones."""
-
-    serial: int  # names the path: the key of what follows it
-    token_ids: bytes
-    hashes: bytes  # of the blocks that end within this piece
-    parent: bytes | None  # hash of the last full block up to here
-    tail: bytes  # ids since that block
-    cost: int
-
-
-class PrefixCache:
-    """Pieces of prompts by (path before them, text), least recently used first out.
-
-    A piece is younger than those that follow it, so leaves go first. Thread-safe; encoding happens
-    outside the lock, and two threads that encode the same piece get equal results.
-    """
-
-    def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._pieces: OrderedDict[tuple[int, str], _Piece] = OrderedDict()
-        self._serial = 0
-        self._lock = threading.Lock()
-        self.hits = 0
-        self.misses = 0
-
-    @property
-    def size(self) -> int:
-        """Estimated bytes held."""
-        return self._bytes
-
-    def new_root(self) -> int:
-        """Names the path of no pieces, of one encoder."""
-        with self._lock:
-            self._serial += 1
-            return self._serial
-
-    def lookup(self, root: int, texts: list[str]) -> list[_Piece]:
-        """The longest known path, as pieces."""
-        found: list[_Piece] = []
-        keys: list[tuple[int, str]] = []
-        path = root
-        with self._lock:
-            for text in texts:
-                key = (path, text)
-                piece = self._pieces.get(key)
-                if piece is None:
-                    break
-                found.append(piece)
-                keys.append(key)
-                path = piece.serial
-            for key in reversed(keys):
-                self._pieces.move_to_end(key)
-            self.hits += len(found)
-            self.misses += len(texts) - len(found)
-        return found
-
-    def extend(
-        self,
-        root: int,
-        path: list[_Piece],
-        text: str,
-        token_ids: bytes,
-        hasher: BlockHasher | None,
-    ) -> _Piece:
-        """Add the piece that follows `path`; evicts what no longer fits."""
-        last = path[-1] if path else None
-        parent, tail = (last.parent, last.tail) if last else (None, b"")
-        hashes = b""
-        if hasher is not None:
-            tail += token_ids
-            hashes = hasher.chain(tail, parent)
-            if hashes:
-                block = hasher.block_size * TOKEN_BYTES
-                parent = hashes[-len(hasher.root) :]
-                tail = tail[len(tail) - len(tail) % block :]
-        key = (last.serial if last else root, text)
-        cost = 4 * len(text) + len(token_ids) + len(hashes) + 512
-        with self._lock:
-            self._serial += 1
-            piece = _Piece(self._serial, token_ids, hashes, parent, tail, cost)
-            known = self._pieces.setdefault(key, piece)
-            if known is not piece:
-                return known
-            self._bytes += cost
-            while self._bytes > self._max_bytes:
-                _, evicted = self._pieces.popitem(last=False)
-                self._bytes -= evicted.cost
-        return piece
 
 
 def _go_on() -> None:
@@ -188,11 +97,11 @@ class PromptEncoder:
             ChatTemplate(tool_source, texts) if tool_source is not None else self._template
         )
         self._template_lock = threading.Lock()
-        self._guard = _SpecialTextGuard(self.special.ids)
+        self._guard = SpecialTextGuard(self.special.ids)
         # An assistant's own text, where clients send reasoning back as part of it: templates look
         # for its markers there.
         thoughts = () if self.format.reasoning is None else self.format.reasoning.markers
-        self._assistant_guard = _SpecialTextGuard(
+        self._assistant_guard = SpecialTextGuard(
             [text for text in self.special.ids if text not in thoughts]
         )
         self._hasher = hasher
@@ -342,7 +251,7 @@ class PromptEncoder:
                 "This model's chat template cannot render these messages.", "messages"
             ) from None
         if request.continue_final_message:
-            text, found, rest = text.rpartition(_END)
+            text, found, rest = text.rpartition(END)
             if not rest.startswith(" "):  # the template trims what it is given
                 text = text.rstrip()
             if not found:
@@ -358,7 +267,7 @@ class PromptEncoder:
             return None
         if not template.knows_tools:
             raise errors.unsupported("tools", "This model's chat template has no tools.")
-        guarded: list[Any] = _guard_values(request.tools.definitions, self._guard)
+        guarded: list[Any] = guard_values(request.tools.definitions, self._guard)
         return guarded
 
     def _template_message(
@@ -404,7 +313,7 @@ class PromptEncoder:
     def _arguments(self, text: str) -> Any:
         """Arguments as an object where they are one: templates print them as JSON."""
         try:
-            return _guard_values(msgspec.json.decode(text, type=dict[str, Any]), self._guard)
+            return guard_values(msgspec.json.decode(text, type=dict[str, Any]), self._guard)
         except (msgspec.DecodeError, RecursionError):
             return self._guard(text)
 
@@ -417,7 +326,7 @@ class PromptEncoder:
     def _plan_completion(self, prompt: str | list[int]) -> _Plan:
         if not isinstance(prompt, str):
             return _Plan(array("i", prompt).tobytes(), [], [])
-        prompt = _without_sentinels(prompt)
+        prompt = without_sentinels(prompt)
         if not prompt and not self._prefix:
             raise errors.invalid("'prompt' must not be empty.", "prompt")
         if prompt.startswith(self._prefix_texts):  # one BOS, the client's or ours
@@ -464,7 +373,7 @@ class PromptEncoder:
         return token_ids
 
     def _piece_ids(self, text: str) -> list[int]:
-        clean = text.replace(_BREAK, "") if _BREAK in text else text
+        clean = text.replace(BREAK, "") if BREAK in text else text
         # Without offsets, which are not needed here: a fifth faster.
         encoded = self.tokenizer.encode_batch_fast([clean], add_special_tokens=False)
         ids: list[int] = encoded[0].ids
@@ -492,15 +401,11 @@ class PromptEncoder:
 
     def _literal_ids(self, text: str) -> list[int]:
         """Ids of text that has none of the template's tokens; never a control token."""
-        ids: list[int] = self._literal.encode(
-            text.replace(_BREAK, ""), add_special_tokens=False
-        ).ids
+        ids: list[int] = self._literal.encode(text.replace(BREAK, ""), add_special_tokens=False).ids
         if self._special_ids.isdisjoint(ids):
             return ids
         # The model's own vocabulary has the token's text as a piece: encode its parts apart.
-        parts = [
-            self._literal.encode(part, add_special_tokens=False) for part in text.split(_BREAK)
-        ]
+        parts = [self._literal.encode(part, add_special_tokens=False) for part in text.split(BREAK)]
         return [number for part in parts for number in part.ids if number not in self._special_ids]
 
 
@@ -509,60 +414,11 @@ class _Plan(msgspec.Struct):
 
     prefix: bytes  # ids before the first piece
     texts: list[str]
-    known: list[_Piece]
+    known: list[Piece]
 
     @property
     def new_chars(self) -> int:
         return sum([len(text) for text in self.texts[len(self.known) :]])
-
-
-class _SpecialTextGuard:
-    """Breaks special tokens inside user text, so that a rendered prompt has only the template's.
-
-    Besides whole tokens it breaks a token's beginning at the end of a text and a token's end at its
-    beginning: two texts that a template joins could complete one.
-    """
-
-    def __init__(self, special: Iterable[str]) -> None:
-        texts = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
-        self._finder = TokenFinder(texts)
-        self._heads = frozenset(text[:size] for text in texts for size in range(1, len(text)))
-        self._tails = frozenset(text[size:] for text in texts for size in range(1, len(text)))
-        self._longest = len(texts[0]) if texts else 0
-        # Characters that every head and every tail has: most texts have none of the firsts at all,
-        # and none of the others near their edges.
-        self._firsts = frozenset(text[0] for text in texts)
-        self._lasts = frozenset(text[-1] for text in texts)
-        self._few_firsts = tuple(self._firsts) if len(self._firsts) <= FEW else ()
-
-    def _break(self, text: str) -> str:
-        """The text with each of its tokens cut in two."""
-        parts = []
-        done = 0
-        for match in self._finder.find(text):
-            parts.append(text[done : match.start() + 1])
-            done = match.start() + 1
-        return _BREAK.join([*parts, text[done:]])
-
-    def __call__(self, text: str) -> str:
-        text = _without_sentinels(text)
-        if not self._longest or not text:
-            return text
-        if not self._few_firsts or any(first in text for first in self._few_firsts):
-            while len(broken := self._break(text)) > len(text):
-                text = broken
-            if not self._firsts.isdisjoint(text[-self._longest :]) and any(
-                text[-size:] in self._heads for size in self._sizes(text)
-            ):
-                text += _BREAK
-        if not self._lasts.isdisjoint(text[: self._longest]) and any(
-            text[:size] in self._tails for size in self._sizes(text)
-        ):
-            text = _BREAK + text
-        return text
-
-    def _sizes(self, text: str) -> range:
-        return range(1, min(self._longest, len(text) + 1))
 
 
 def _chat_length(request: ChatRequest) -> int:
@@ -582,10 +438,6 @@ def _chat_length(request: ChatRequest) -> int:
     )
 
 
-def _without_sentinels(text: str) -> str:
-    return text if text.isascii() else text.replace(_BREAK, "").replace(_END, "")
-
-
 def _content(message: ChatMessage, guard: Callable[[str], str], takes_parts: bool) -> Any:
     """A message's content as its template takes it: one text, or a list of text parts."""
     if not isinstance(message.content, list):
@@ -597,21 +449,11 @@ def _content(message: ChatMessage, guard: Callable[[str], str], takes_parts: boo
 
 
 def _mark_end(message: dict[str, Any]) -> None:
-    """Put `_END` behind a message's text; the blank after it shows whether the template trims."""
+    """Put `END` behind a message's text; the blank after it shows whether the template trims."""
     if isinstance(message["content"], str):
-        message["content"] += _END + " "
+        message["content"] += END + " "
     elif message["content"]:
-        message["content"][-1]["text"] += _END + " "
-
-
-def _guard_values(value: Any, guard: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return guard(value)
-    if isinstance(value, list):
-        return [_guard_values(item, guard) for item in value]
-    if isinstance(value, dict):
-        return {guard(key): _guard_values(item, guard) for key, item in value.items()}
-    return value
+        message["content"][-1]["text"] += END + " "
 
 
 def _added_before(tokenizer: Tokenizer) -> list[int]:
