@@ -315,7 +315,10 @@ def tool(name: str, **function: Any) -> dict[str, Any]:
 def test_bad_tools(frontend: Frontend, fields: dict[str, Any], param: str) -> None:
     answer = frontend.chat(**fields)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+    error = answer.json()["error"]
+    assert error["param"] == param
+    of_schema = param.endswith(".parameters")
+    assert (error["code"] == "invalid_function_parameters") == of_schema
 
 
 def test_a_format_by_name(demo_model_dir: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from radixgrove.protocol.constraints import constraint as constraints
 from radixgrove.protocol.constraints.constraint import ConstraintError
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import ChatBody
+from radixgrove.protocol.openai.structured import refused
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 << 10  # of all definitions together, as JSON
@@ -162,11 +163,12 @@ def _parameters(schema: bytes, param: str) -> str | None:
     try:
         return constraints.json_schema(schema, param).text
     except ConstraintError as error:
-        raise errors.invalid(
-            f"Invalid value for '{param}': {error.reason}.",
-            param,
-            error.code or INVALID_PARAMETERS,
-        ) from None
+        raise refused_parameters(error, param) from None
+
+
+def refused_parameters(error: ConstraintError, param: str) -> errors.ApiError:
+    """The refusal of a schema of arguments as an answer."""
+    return refused(ConstraintError(error.reason, error.code or INVALID_PARAMETERS), param)
 
 
 def _chosen(choice: Any, known: set[str]) -> tuple[ToolMode, set[str] | None]:

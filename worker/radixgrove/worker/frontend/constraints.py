@@ -27,7 +27,7 @@ from radixgrove.protocol.constraints.grammar import (
 from radixgrove.protocol.formats.grammar import CallGrammar, ToolError, compile_calls
 from radixgrove.protocol.openai.requests import ChatRequest, Request
 from radixgrove.protocol.openai.structured import refused
-from radixgrove.protocol.openai.tools import INVALID_PARAMETERS
+from radixgrove.protocol.openai.tools import refused_parameters
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.protocol.text.prompts import EncodedPrompt
 from radixgrove.worker.frontend.call_rules import RulePlan, plan_rules
@@ -132,8 +132,7 @@ class ConstraintCheck:
         try:
             return await self._result(calls.identity, partial(compile_calls, calls))
         except ToolError as error:
-            failure = ConstraintError(error.reason, error.code or INVALID_PARAMETERS)
-            raise refused(failure, error.param) from None
+            raise refused_parameters(error, error.param) from None
         except ConstraintError as error:
             raise refused(error, "tools" if text is None else text.param) from None
 
