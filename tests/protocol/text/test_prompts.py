@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,26 @@ async def test_a_long_prompt_is_refused_before_it_is_tokenized(
     with pytest.raises(ApiError) as error:
         await encoder.completion_prompts(parse_completion(body, LIMITS), limits)
     assert error.value.param == "prompt"
+
+
+async def test_tools_with_long_descriptions_are_rendered_off_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoder = PromptEncoder(llama_like("{{ tools | length }}"))
+    render, threads = encoder.render, []
+
+    def noted(request: ChatRequest) -> str:
+        threads.append(threading.get_ident())
+        return render(request)
+
+    monkeypatch.setattr(encoder, "render", noted)
+    for length in (10, 200_000):
+        function = {"name": "f", "description": "x" * length}
+        tools = [{"type": "function", "function": function}]
+        request = chat([{"role": "user", "content": "x"}], tools=tools, tool_choice="none")
+        await encoder.chat_prompts(request, LIMITS)
+    short, long = threads
+    assert short == threading.get_ident() != long
 
 
 async def test_a_long_text_that_the_template_drops_is_not_refused() -> None:

@@ -50,6 +50,7 @@ class Tools(msgspec.Struct, frozen=True, kw_only=True):
     """What a request says of tools."""
 
     definitions: list[dict[str, Any]]  # all, as they came: the template shows these
+    size: int  # bytes of these, as JSON
     offered: tuple[Tool, ...]  # those that may be called
     mode: ToolMode
     parallel: bool  # an answer may have several calls
@@ -100,17 +101,20 @@ def parse_tools(wire: ChatBody) -> Tools | None:
         if choice not in (None, "none", "auto"):
             raise errors.invalid("'tool_choice' needs 'tools'.", "tool_choice")
         return None
+    size = _size(wire.tools)
     tools = _definitions(wire.tools)
     mode, names = _chosen(choice, {tool.name for tool in tools})
     return Tools(
         definitions=wire.tools,
+        size=size,
         offered=tuple(tool for tool in tools if names is None or tool.name in names),
         mode=mode,
         parallel=wire.parallel_tool_calls is not False and mode is not ToolMode.NAMED,
     )
 
 
-def _definitions(given: list[dict[str, Any]]) -> list[Tool]:
+def _size(given: list[dict[str, Any]]) -> int:
+    """Bytes of definitions as JSON, within bounds."""
     if len(given) > MAX_TOOLS:
         raise errors.invalid(f"'tools' has more than {MAX_TOOLS} entries.", "tools")
     text = msgspec.json.encode(given)
@@ -122,6 +126,10 @@ def _definitions(given: list[dict[str, Any]]) -> list[Tool]:
         raise errors.invalid(
             f"'tools' has more than {MAX_LEVELS} levels.", "tools", constraints.TOO_LARGE
         )
+    return len(text)
+
+
+def _definitions(given: list[dict[str, Any]]) -> list[Tool]:
     tools = [_definition(item, f"tools[{index}]") for index, item in enumerate(given)]
     seen: set[str] = set()
     for index, tool in enumerate(tools):

@@ -423,11 +423,8 @@ class _Plan(msgspec.Struct):
 
 def _chat_length(request: ChatRequest) -> int:
     """Characters of a conversation's texts, those of its tools among them."""
-    tools = 0
-    if request.tools is not None:
-        tools = sum(len(tool.parameters or "") for tool in request.tools.offered)
     return (
-        tools
+        (0 if request.tools is None else request.tools.size)
         + sum([len(message.content or "") for message in request.messages])
         + sum(
             len(part.text or "")
