@@ -14,6 +14,7 @@ from torch import Tensor
 from radixgrove.kernels import autotune, linear
 from radixgrove.kernels.activation import silu_and_mul_reference
 from radixgrove.kernels.autotune import GEMV_CANDIDATES, SCALED, LinearTuner, Projection
+from radixgrove.kernels.cublaslt import CublasLt
 from radixgrove.kernels.float8 import FLOAT8, bits, to_page
 from radixgrove.kernels.linear import GemvConfig, ProductScales, SkinnyConfig, SkinnyWorkspace
 from radixgrove.kernels.matmul import CUBLAS, Choice
@@ -136,9 +137,10 @@ ENDINGS = pytest.mark.parametrize("ending", ["plain", "bias", "silu", "residual"
 @pytest.mark.parametrize("scheme", SCHEMES)
 @ENDINGS
 @pytest.mark.parametrize(("n", "k"), [(1, 8), (37, 200), (64, 600)])
-def test_gemv(scheme: str, ending: str, n: int, k: int, device: torch.device) -> None:
+@pytest.mark.parametrize("rows", [4, 64], ids=["within a block", "over blocks"])
+def test_gemv(scheme: str, ending: str, n: int, k: int, rows: int, device: torch.device) -> None:
     case = Case(scheme, 1, n, k, ending, device)
-    config = GemvConfig(rows=4, block_k=256)
+    config = GemvConfig(rows=rows, block_k=256)
     out = linear.gemv(case.x, case.weight.payload, config=config, **case.options())
     assert out.dtype == torch.bfloat16
     assert_close(out, case.exact, 2e-2)
@@ -229,6 +231,9 @@ def test_rows_are_filled_up_for_the_library(tokens: int, rows: int, device: torc
     assert not padded[tokens:].float().any()
 
 
+STEPS = [(256, 4), (128, 6), (128, 4)]  # along K, and how many are on their way
+
+
 class TestTuner:
     def test_formats_have_choices_of_their_own(self, device: torch.device) -> None:
         tuner = LinearTuner()
@@ -252,8 +257,11 @@ class TestTuner:
 
         assert found("token", 1) == [CUBLAS, SCALED, *GEMV_CANDIDATES]
         assert found("kept", 512) == [CUBLAS]
-        assert [bool(c.skinny) for c in found("token", 32)] == [False, False, True]
-        assert [bool(c.skinny) for c in found("group", 32, 128)] == [False, False, True]
+        own = [choice.skinny for choice in found("token", 32)[2:]]
+        steps = [(c.block_k, c.stages, c.splits) for c in own if c]
+        assert steps == [(k, stages, ways) for k, stages in STEPS for ways in (4, 1)]
+        own = [choice.skinny for choice in found("group", 32, 128)[2:]]
+        assert {c.block_k for c in own if c} == {128}, "a step along K is within a block"
         assert found("group", 32, 16) == [CUBLAS], "no step along K is within such a block"
         deferred = [choice for choice in found("token", 512, residual=True) if choice.deferred]
         assert [choice.scaled for choice in deferred] == [False, True]
@@ -262,6 +270,37 @@ class TestTuner:
 @pytest.mark.gpu
 class TestOnDevice:
     """torch's own products, which nothing but a GPU has."""
+
+    @pytest.mark.parametrize("scheme", ["static", "token"])
+    @pytest.mark.parametrize("ending", ["plain", "silu", "residual", "wide out"])
+    def test_algorithms(self, scheme: str, ending: str, device: torch.device) -> None:
+        n, k, tokens, silu = 256, 512, 64, ending == "silu"
+        weight = weight_of(scheme, n, k, device)
+        assert weight.scales is not None
+        library = CublasLt(device)
+        scratch: Any = SimpleNamespace(cublaslt=library, skinny=None)
+        x = torch.randn(tokens, k, device=device).bfloat16()
+        residual = (
+            torch.randn(tokens, n, device=device).bfloat16() if ending == "residual" else None
+        )
+        exact = linear.linear_reference(
+            x.float(), weight, silu=silu, residual=None if residual is None else residual.float()
+        )
+        dtype = torch.float32 if ending == "wide out" else torch.bfloat16
+        configs = library.candidates(tokens, weight.payload, dtype)
+        assert configs
+        for config in configs:
+            y = multiply_quantized(
+                x,
+                weight,
+                choice=Choice(cublaslt=config),
+                scratch=scratch,
+                silu=silu,
+                residual=None if residual is None else residual.clone(),
+                out=torch.empty(tokens, n, device=device) if ending == "wide out" else None,
+            )
+            assert y.dtype == dtype
+            assert_close(y, exact, 2e-2)
 
     @pytest.mark.parametrize("scheme", ["static", "uniform", "token", "group"])
     @pytest.mark.parametrize("tokens", [1, 5, 64, 300])

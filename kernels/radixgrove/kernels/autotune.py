@@ -28,6 +28,7 @@ from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.norm import add_rms_norm, rms_norm
 from radixgrove.kernels.scaled import library_takes, multiply_quantized
 from radixgrove.kernels.weight import Weight
+from radixgrove.protocol.model.quantization import Activations
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -49,6 +50,12 @@ SKINNY_CANDIDATES = tuple(
     for block_k, stages in ((128, 4), (64, 6))
     for splits in (4, 2, 1)
 )
+# Of weights in float8: steps of as many bytes, or more of them on their way.
+FLOAT8_CANDIDATES = tuple(
+    Choice(skinny=SkinnyConfig(block_n=64, block_k=block_k, splits=splits, stages=stages))
+    for block_k, stages in ((256, 4), (128, 6), (128, 4))
+    for splits in (4, 2, 1)
+)
 # What a block of compute capability 9.0 has, less some for what the compiler needs beside tiles.
 _SHARED_MEMORY_BYTES = 225 << 10
 SCALED = Choice(scaled=True)
@@ -61,7 +68,7 @@ MARGIN = 0.985
 _HOPELESS = 1.3
 _REPEATS = 4
 _COLD_BYTES = 256 << 20  # of weights in a row, so that the L2 cache does not hold them
-_FORMAT = 7  # of the file
+_FORMAT = 8  # of the file
 _Key = tuple[str, int, int, int, bool]  # the weight's format, token bucket, N, K, silu
 _Shape = tuple[torch.dtype, _Key]
 C = TypeVar("C")
@@ -233,6 +240,8 @@ def own_candidates(bucket: int, projection: Projection, scratch: Scratch) -> lis
     if bucket > MAX_SKINNY_TOKENS:
         return []
     fitting = partial(_fits, bucket=bucket, projection=projection, scratch=scratch)
+    if projection.weights[0].quantized:
+        return list(filter(fitting, FLOAT8_CANDIDATES))
     own = list(filter(fitting, SKINNY_CANDIDATES))
     if not projection.silu:
         return own[: bucket <= _SKINNY_WITHOUT_SILU]
@@ -248,10 +257,13 @@ def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch)
         return False
     weight, n = projection.weights[0], projection.outputs
     chip = torch.cuda.get_device_properties(weight.device)
-    shared = config.shared_memory_bytes(bucket, weight.dtype.itemsize, silu=projection.silu)
+    kept = weight.activations == Activations.KEPT
+    item_bytes = weight.dtype.itemsize if kept else weight.payload.itemsize
+    shared = config.shared_memory_bytes(bucket, item_bytes, silu=projection.silu)
     splits = _splits(cdiv(n, config.block_n), chip.multi_processor_count)
+    tried = (1, splits) if projection.silu or weight.quantized else (splits,)
     return (
-        config.splits in ((1, splits) if projection.silu else (splits,))
+        config.splits in tried
         and shared <= _SHARED_MEMORY_BYTES
         and scratch.skinny.fits(config, bucket, n, projection.silu)
     )
@@ -264,13 +276,13 @@ def _splits(tiles: int, multiprocessors: int) -> int:
 
 def candidates(bucket: int, projection: Projection, scratch: Scratch) -> list[Choice]:
     """cuBLAS first, then all that may beat it."""
-    library = [CUBLAS]
-    if projection.weights[0].quantized:
-        library += [SCALED] if library_takes(projection.weights[0]) else []
-    elif bucket > 1 and not projection.biased and scratch.cublaslt is not None:
-        weight, result = projection.weights[0], projection.result_dtype
+    weight, library = projection.weights[0], [CUBLAS]
+    if weight.quantized and library_takes(weight):
+        library.append(SCALED)
+    by_algorithm = not weight.quantized or (SCALED in library and weight.block is None)
+    if bucket > 1 and by_algorithm and not projection.biased and scratch.cublaslt is not None:
         try:
-            found = scratch.cublaslt.candidates(bucket, weight.payload, result)
+            found = scratch.cublaslt.candidates(bucket, weight.payload, projection.result_dtype)
             library += [Choice(cublaslt=config) for config in found]
         except cublaslt.CublasLtError as error:
             log.debug("no algorithms of cuBLASLt: %s", error)
@@ -495,7 +507,7 @@ def _timing_event() -> torch.cuda.Event:
 
 def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
     # Algorithms are one version's of cuBLASLt.
-    what = (_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES)
+    what = (_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES, FLOAT8_CANDIDATES)
     return tuned_path("linear", device, str(cublaslt.version()), str(dtype), repr(what))
 
 

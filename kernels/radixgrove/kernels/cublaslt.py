@@ -12,7 +12,17 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint8, c_uint64, c_void_p
+from ctypes import (
+    byref,
+    c_float,
+    c_int,
+    c_int8,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint64,
+    c_void_p,
+)
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.errors import LibraryError
 
 ALGORITHM_BYTES = 64
@@ -29,12 +40,17 @@ _WORKSPACE_BYTES = 64 << 20
 _ALIGNMENT = 256
 
 # Values of the enumerations in library_types.h, cublas_api.h and cublasLt.h.
-_DATA_TYPES = {torch.bfloat16: 14, torch.float16: 2, torch.float32: 0}
-_INPUTS = (torch.bfloat16, torch.float16)
+_DATA_TYPES = {torch.bfloat16: 14, torch.float16: 2, torch.float32: 0, torch.float8_e4m3fn: 28}
+_WIDE_INPUTS = (torch.bfloat16, torch.float16)
+_RESULTS = (*_WIDE_INPUTS, torch.float32)
 _REAL_32F = 0
 _COMPUTE_32F = 68
 _DESC_TRANSPOSE_A = 3
 _TRANSPOSE = 1
+_DESC_SCALES_A, _DESC_SCALES_B = 17, 18
+_DESC_FAST_ACCUMULATION = 25
+_DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 31, 32
+_OUTER_VECTOR = 3  # a float32 scale a row of either operand
 _LAYOUT_COLUMNS = 3
 _PREFERENCE_WORKSPACE_BYTES = 1
 
@@ -127,16 +143,30 @@ class _Product:
         self.operation = _Object(
             library, "cublasLtMatmulDesc", c_int(_COMPUTE_32F), c_int(_REAL_32F)
         )
-        transpose = c_int(_TRANSPOSE)
-        status = library.cublasLtMatmulDescSetAttribute(
-            self.operation.pointer, c_int(_DESC_TRANSPOSE_A), byref(transpose), c_size_t(4)
-        )
-        _check(status, "transposing")
+        self._describe(_DESC_TRANSPOSE_A, c_int(_TRANSPOSE))
+        if dtype == FLOAT8:
+            self._describe(_DESC_FAST_ACCUMULATION, c_int8(1))
+            self._describe(_DESC_SCALE_MODE_A, c_int(_OUTER_VECTOR))
+            self._describe(_DESC_SCALE_MODE_B, c_int(_OUTER_VECTOR))
         self.weight, self.x, self.out = layout(k, n), layout(k, 1), layout(n, 1, result)
         self._tokens = 1
         # What the library has been asked about: holds while neither changes.
         self._checked: tuple[int, CublasLtConfig] | None = None
         self.algorithm = (c_uint8 * ALGORITHM_BYTES)()
+
+    def _describe(self, attribute: int, value: c_int | c_int8 | c_void_p) -> None:
+        status = self._library.cublasLtMatmulDescSetAttribute(
+            self.operation.pointer,
+            c_int(attribute),
+            byref(value),
+            c_size_t(ctypes.sizeof(value)),
+        )
+        _check(status, f"setting attribute {attribute} of a product")
+
+    def set_scales(self, weight: Tensor, x: Tensor) -> None:
+        """Of the operands' rows: [N] and [T]."""
+        self._describe(_DESC_SCALES_A, c_void_p(weight.data_ptr()))
+        self._describe(_DESC_SCALES_B, c_void_p(x.data_ptr()))
 
     def layouts(self) -> tuple[c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]:
         """Operation, A, B, C and D, as the library's functions take them."""
@@ -208,13 +238,15 @@ class CublasLt:
         """Algorithms for x [tokens, K] and `weight` [N, K], the library's favourite first.
 
         Args:
-            result: the weight's dtype, or float32.
+            result: the weight's dtype, or float32; any of them for weights in float8.
 
         Raises:
             CublasLtError: the library has none.
         """
         product = self._product(weight, result)
         product.set_tokens(tokens)
+        if weight.dtype == FLOAT8:  # it asks whether there are scales, not what they are
+            product.set_scales(weight, weight)
         preference = _Object(self._library, "cublasLtMatmulPreference")
         limit = c_size_t(_WORKSPACE_BYTES)
         status = self._library.cublasLtMatmulPreferenceSetAttribute(
@@ -243,18 +275,22 @@ class CublasLt:
         *,
         residual: Tensor | None = None,
         out: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """`x @ weight.T`, summed in float32, on the current stream; may be captured in a graph.
 
         Args:
-            x: [T, K] contiguous; weight: [N, K] contiguous; both bfloat16 or both float16.
+            x: [T, K] contiguous; weight: [N, K] contiguous; both bfloat16, float16 or float8, whose
+                sums are in the tensor cores' fast accumulation: fewer bits than float32.
             config: of `candidates`, for the same N, K and dtypes, and for about as many tokens.
             residual: [T, N] contiguous, x's dtype, added to, in place, and returned.
             out: [T, N] contiguous, x's dtype or float32, where to write without `residual`;
-                allocated when None.
+                allocated when None. Either is there, in any of the wide dtypes, for float8.
+            scales: of operands in float8, float32 contiguous: of the weight's rows, [N], and of
+                x's, T of them.
 
         Returns:
-            [T, N], x's dtype or that of `out`.
+            [T, N], x's dtype or that of `out` or `residual`.
 
         Raises:
             CublasLtError: the algorithm cannot do that; nothing was written.
@@ -268,6 +304,8 @@ class CublasLt:
         if any(address % _ALIGNMENT for address in addresses):
             raise CublasLtError("an operand is not aligned")
         product = self._product(weight, out.dtype)
+        if scales is not None:
+            product.set_scales(*scales)
         product.set_algorithm(self._handle, tokens, config)
         operation, a, b, c, d = product.layouts()
         one, beta = c_float(1.0), c_float(0.0 if residual is None else 1.0)
@@ -292,7 +330,8 @@ class CublasLt:
         n, k = weight.shape
         key = n, k, weight.dtype, result
         if key not in self._products:
-            if weight.dtype not in _INPUTS or result not in (weight.dtype, torch.float32):
+            wide = weight.dtype in _WIDE_INPUTS and result in (weight.dtype, torch.float32)
+            if not wide and not (weight.dtype == FLOAT8 and result in _RESULTS):
                 raise CublasLtError(f"{result} from {weight.dtype} is not supported")
             self._products[key] = _Product(self._library, *key)
         return self._products[key]

@@ -33,11 +33,15 @@ from radixgrove.kernels._triton import (
 )
 from radixgrove.kernels.activation import silu_and_mul_reference
 from radixgrove.kernels.norm import rms_norm_reference
+from radixgrove.kernels.prefetch import prefetch_rows
 from radixgrove.kernels.quantize import product_reference
 from radixgrove.kernels.weight import Weight
 
 MAX_SKINNY_TOKENS = 128
 _GEMV_STAGES = 3  # of the pipeline of tiles after a program's first
+# Tiles that are asked for while the kernel before ends: of a row, after the first; and of a share.
+_GEMV_AHEAD = 2
+_SKINNY_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,16 @@ def linear_reference(
     return y if residual is None else residual.add_(y)
 
 
+def _rows_in_block(scales: ProductScales | None, rows: int, gap: int) -> bool:
+    """Whether `rows` from a multiple of them on, and those `gap` further on, share blocks."""
+    return (
+        scales is not None
+        and scales.block is not None
+        and scales.block[0] % rows == 0
+        and gap % rows == 0
+    )
+
+
 @jit
 def folded(products):
     """[N, K] -> [N, K / 8]: sums of what a thread loads at once; few registers hold them."""
@@ -143,11 +157,19 @@ def folded(products):
 
 @jit
 def _widened(
-    w, scale_ptr, row, column, k, SCALED: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr
+    w,
+    scale_ptr,
+    row,
+    column,
+    k,
+    SCALED: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS_IN_BLOCK: tl.constexpr,
 ):
-    """A tile of the weight as float32, times its blocks' scales if it has some."""
+    """A tile of the weight as float32, times its blocks' scales if each row has its own."""
     w = w.to(tl.float32)
-    if SCALED and WIDE > 0:
+    if SCALED and WIDE > 0 and not ROWS_IN_BLOCK:
         scales = scale_ptr + (row // HIGH)[:, None] * tl.cdiv(k, WIDE) + (column // WIDE)[None, :]
         w *= tl.load(scales, mask=(column < k)[None, :], other=0.0)
     return w
@@ -161,6 +183,25 @@ def _inputs(x_ptr, scale_ptr, column, k, WIDE: tl.constexpr, X_PARTS: tl.constex
     if X_PARTS:
         x *= tl.load(scale_ptr + column // WIDE, mask=inside, other=0.0)
     return x[None, :]
+
+
+@jit
+def _as_weighed(
+    x,
+    scale_ptr,
+    row,
+    column,
+    k,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS_IN_BLOCK: tl.constexpr,
+):
+    """Inputs times the scales of the blocks that all rows from `row` on are in, so that the
+    weight's tile needs none."""
+    if ROWS_IN_BLOCK:
+        scales = scale_ptr + row // HIGH * tl.cdiv(k, WIDE) + column // WIDE
+        x *= tl.load(scales, mask=column < k, other=0.0)[None, :]
+    return x
 
 
 @jit
@@ -185,11 +226,13 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     ONE_TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     X_SCALED: tl.constexpr,
     X_PARTS: tl.constexpr,
+    ROWS_IN_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -205,36 +248,51 @@ def _gemv_kernel(
     tile = tl.load(weights, mask=first, other=0.0)
     upper_tile = tl.load(upper, mask=first, other=0.0) if SILU else tile
     if PDL:
+        if not ONE_TILE:
+            rows = weight_ptr + source.to(tl.int64) * k
+            prefetch_rows(rows, BLOCK_K, k, AHEAD * BLOCK_K)
+            if SILU:
+                prefetch_rows(rows + tl.cast(n, tl.int64) * k, BLOCK_K, k, AHEAD * BLOCK_K)
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros((ROWS, BLOCK_K // 8), dtype=tl.float32)
     upper_total = tl.zeros((ROWS, BLOCK_K // 8), dtype=tl.float32)
     squares = tl.zeros((1, BLOCK_K // 8), dtype=tl.float32)
+    own = tl.program_id(0) * ROWS
     if not ONE_TILE:
         for offset in tl.range(BLOCK_K, k, BLOCK_K, num_stages=STAGES):
-            inside = offset + lane < k
-            x = _inputs(x_ptr, x_scale_ptr, offset + lane, k, WIDE, X_PARTS)
+            column = offset + lane
+            inside = column < k
+            x = _inputs(x_ptr, x_scale_ptr, column, k, WIDE, X_PARTS)
             w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
-            w = _widened(w, w_scale_ptr, source, offset + lane, k, SCALED, HIGH, WIDE)
+            w = _widened(w, w_scale_ptr, source, column, k, SCALED, HIGH, WIDE, ROWS_IN_BLOCK)
             if NORM:
                 squares += folded(x * x)
-                norm = tl.load(norm_ptr + offset + lane, mask=inside, other=0.0)
+                norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
                 x *= norm.to(tl.float32)[None, :]
-            total += folded(w * x)
+            xs = _as_weighed(x, w_scale_ptr, own, column, k, HIGH, WIDE, ROWS_IN_BLOCK)
+            total += folded(w * xs)
             if SILU:
                 u = tl.load(upper + offset, mask=inside[None, :], other=0.0)
-                u = _widened(u, w_scale_ptr, source + n, offset + lane, k, SCALED, HIGH, WIDE)
-                upper_total += folded(u * x)
+                u = _widened(
+                    u, w_scale_ptr, source + n, column, k, SCALED, HIGH, WIDE, ROWS_IN_BLOCK
+                )
+                xs = _as_weighed(x, w_scale_ptr, n + own, column, k, HIGH, WIDE, ROWS_IN_BLOCK)
+                upper_total += folded(u * xs)
     x = _inputs(x_ptr, x_scale_ptr, lane, k, WIDE, X_PARTS)
     if NORM:
         squares += folded(x * x)
         x *= tl.load(norm_ptr + lane, mask=lane < k, other=0.0).to(tl.float32)[None, :]
-    w = _widened(tile, w_scale_ptr, source, lane, k, SCALED, HIGH, WIDE)
-    y = tl.sum(total + folded(w * x), axis=1)
+    w = _widened(tile, w_scale_ptr, source, lane, k, SCALED, HIGH, WIDE, ROWS_IN_BLOCK)
+    xs = _as_weighed(x, w_scale_ptr, own, lane, k, HIGH, WIDE, ROWS_IN_BLOCK)
+    y = tl.sum(total + folded(w * xs), axis=1)
     upper_y = y
     if SILU:
-        u = _widened(upper_tile, w_scale_ptr, source + n, lane, k, SCALED, HIGH, WIDE)
-        upper_y = tl.sum(upper_total + folded(u * x), axis=1)
+        u = _widened(
+            upper_tile, w_scale_ptr, source + n, lane, k, SCALED, HIGH, WIDE, ROWS_IN_BLOCK
+        )
+        xs = _as_weighed(x, w_scale_ptr, n + own, lane, k, HIGH, WIDE, ROWS_IN_BLOCK)
+        upper_y = tl.sum(upper_total + folded(u * xs), axis=1)
     if SCALED and WIDE == 0:
         y *= tl.load(w_scale_ptr + source)
         if SILU:
@@ -311,6 +369,8 @@ def gemv(
         BLOCK_K=config.block_k,
         ONE_TILE=config.block_k >= k,
         STAGES=_GEMV_STAGES,
+        AHEAD=_GEMV_AHEAD,
+        ROWS_IN_BLOCK=_rows_in_block(scales, config.rows, n if silu else 0),
         **_scale_arguments(scales, x),
         num_warps=config.warps,
         **pdl(x),
@@ -342,6 +402,7 @@ def _skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
@@ -367,6 +428,11 @@ def _skinny_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     upper_total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     if PDL:
+        # What the pipeline asks for first.
+        rows = weight_ptr + source.to(tl.int64) * k
+        prefetch_rows(rows, start, stop, AHEAD * BLOCK_K)
+        if SILU:
+            prefetch_rows(rows + tl.cast(n, tl.int64) * k, start, stop, AHEAD * BLOCK_K)
         gdc_wait()
         gdc_launch_dependents()
     for offset in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
@@ -519,6 +585,7 @@ def skinny(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
+        AHEAD=min(_SKINNY_AHEAD, next_power_of_2(config.stages)),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **_scale_arguments(scales, x),
         num_warps=config.warps,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from radixgrove.kernels.activation import silu_and_mul
+from radixgrove.kernels.cublaslt import CublasLt, CublasLtConfig, CublasLtError
 from radixgrove.kernels.float8 import bits
 from radixgrove.kernels.linear import ProductScales, gemv, skinny
 from radixgrove.kernels.matmul import Choice, Scratch
@@ -13,6 +16,8 @@ from radixgrove.kernels.norm import add_rms_norm, rms_norm
 from radixgrove.kernels.quantize import quantize, widened
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
+
+log = logging.getLogger(__name__)
 
 # cuBLAS's float8 takes K and N in multiples of this.
 _ALIGNMENT = 16
@@ -37,8 +42,8 @@ def multiply_quantized(
 ) -> Tensor:
     """As `ops.linear`, for a weight that `settled`.
 
-    Sums are in float32. `skinny`'s products of two float8 operands per tensor and row are in the
-    tensor cores' fast accumulation, with fewer bits; the library's are asked not to be.
+    Sums are in float32, but those of two float8 operands per tensor and row in the tensor cores'
+    fast accumulation, with fewer bits: `skinny`'s and the library's.
     """
     values, inputs = _inputs(x, weight, norm, eps, added_to, gated)
     assert weight.scales is not None
@@ -68,14 +73,56 @@ def multiply_quantized(
             scales=scales,
             dtype=weight.dtype,
         )
-    y = _library(values, weight, inputs) if choice.scaled else _widened(values, weight, inputs)
+    if not silu:
+        return _plain(values, weight, inputs, bias, choice, scratch, residual, out)
+    y = silu_and_mul(_plain(values, weight, inputs, bias, choice, scratch, None, None))
+    return y if residual is None else residual.add_(y)
+
+
+def _plain(
+    values: Tensor,
+    weight: Weight,
+    inputs: Tensor | None,
+    bias: Tensor | None,
+    choice: Choice,
+    scratch: Scratch,
+    residual: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    if choice.cublaslt is not None and scratch.cublaslt is not None and bias is None:
+        try:
+            return _by_algorithm(
+                values, weight, inputs, choice.cublaslt, scratch.cublaslt, residual, out
+            )
+        except CublasLtError as error:  # this token count is not what the algorithm was chosen at
+            log.debug("%dx%d for %d tokens: %s", *weight.shape, len(values), error)
+    if choice.scaled or choice.cublaslt is not None:
+        y = _library(values, weight, inputs)
+    else:
+        y = _widened(values, weight, inputs)
     if bias is not None:
         y += bias
-    if silu:
-        y = silu_and_mul(y)
     if residual is not None:
         return residual.add_(y)
     return y if out is None else out.copy_(y)
+
+
+def _by_algorithm(
+    values: Tensor,
+    weight: Weight,
+    inputs: Tensor | None,
+    config: CublasLtConfig,
+    library: CublasLt,
+    residual: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    assert weight.scales is not None
+    assert inputs is not None
+    tokens, rows = len(values), weight.shape[0]
+    if residual is None and out is None:
+        out = torch.empty((tokens, rows), dtype=weight.dtype, device=values.device)
+    scales = weight.scales, inputs.expand(tokens, 1).contiguous()
+    return library.matmul(values, weight.payload, config, residual=residual, out=out, scales=scales)
 
 
 def _inputs(
@@ -125,7 +172,14 @@ def _library(values: Tensor, weight: Weight, inputs: Tensor | None) -> Tensor:
     else:
         of_inputs = inputs.expand(tokens, 1).contiguous()
         of_weight = weight.scales[None, :]
-    y = torch._scaled_mm(values, weight.payload.t(), of_inputs, of_weight, out_dtype=weight.dtype)
+    y = torch._scaled_mm(
+        values,
+        weight.payload.t(),
+        of_inputs,
+        of_weight,
+        out_dtype=weight.dtype,
+        use_fast_accum=weight.block is None,
+    )
     return y[:tokens]
 
 
