@@ -246,8 +246,10 @@ def launch_prefixes(q: torch.Tensor, layer: torch.Tensor, table: torch.Tensor) -
 def launch_linear(dtype: torch.dtype, hidden: int) -> None:
     """Every candidate of the tuner; float32 has none but the default `gemv`."""
     one, weight = torch.zeros(1, hidden, dtype=dtype), torch.zeros(2048, hidden, dtype=dtype)
-    for candidate in GEMV_CANDIDATES:
-        linear.gemv(one, weight, norm=one[0], silu=True, config=candidate.gemv)
+    for candidate in GEMV_CANDIDATES if dtype != torch.float32 else GEMV_CANDIDATES[2:3]:
+        config = candidate.gemv
+        silu = config is not None and config.block_k <= 4096  # no gate is as wide as the widest
+        linear.gemv(one, weight, norm=one[0], silu=silu, config=config)
     workspace = SkinnyWorkspace(torch.device("cpu"))
     many = torch.zeros(16, hidden, dtype=dtype)
     for candidate in SKINNY_CANDIDATES if dtype != torch.float32 else ():

@@ -250,8 +250,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class TestCandidates:
     def test_one_token_is_for_gemv(self, hopper: Any) -> None:
-        found = autotune.candidates(1, projection(64, 32), hopper)
-        assert found == [CUBLAS, *GEMV_CANDIDATES]
+        assert autotune.candidates(1, projection(64, 14336), hopper) == [CUBLAS, *GEMV_CANDIDATES]
+        (_, *narrow) = autotune.candidates(1, projection(64, 32), hopper)
+        assert {c.gemv.block_k for c in narrow if c.gemv} == {512, 1024, 2048}
 
     @pytest.mark.parametrize(("n", "splits"), [(1024, 4), (4096, 2), (6144, 1), (128256, 1)])
     def test_few_tokens_split_k_until_the_chip_is_full(
@@ -328,7 +329,7 @@ class TestCompiling:
     def test_each_kernel_once_and_nothing_that_is_known(
         self, compiled: list[Any], tmp_path: Path
     ) -> None:
-        layer, twin = projection(6144, 32), projection(8192, 32)
+        layer, twin = projection(6144, 14336), projection(8192, 14336)
         with LinearTuner().compiling([layer, twin], 64, 64):
             small = [1] * len(GEMV_CANDIDATES)
             assert [bucket for bucket, _ in compiled] == [*small, 16, 32, 64]
@@ -341,7 +342,7 @@ class TestCompiling:
     def test_other_kernels_come_first(self, compiled: list[Any]) -> None:
         def other() -> None: ...
 
-        with LinearTuner().compiling([projection(6144, 32)], 1, 1, [other]):
+        with LinearTuner().compiling([projection(6144, 14336)], 1, 1, [other]):
             assert compiled[0] is other
             assert len(compiled) == 1 + len(GEMV_CANDIDATES)
 

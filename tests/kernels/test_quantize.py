@@ -13,7 +13,7 @@ from torch import Tensor
 
 from radixgrove.kernels import autotune, linear
 from radixgrove.kernels.activation import silu_and_mul_reference
-from radixgrove.kernels.autotune import GEMV_CANDIDATES, SCALED, LinearTuner, Projection
+from radixgrove.kernels.autotune import SCALED, LinearTuner, Projection
 from radixgrove.kernels.cublaslt import CublasLt
 from radixgrove.kernels.float8 import FLOAT8, bits, to_page
 from radixgrove.kernels.linear import GemvConfig, ProductScales, SkinnyConfig, SkinnyWorkspace
@@ -255,7 +255,9 @@ class TestTuner:
             weight = replace(weight, block=(block, block)) if block else weight
             return autotune.candidates(bucket, Projection([weight], **options), scratch)
 
-        assert found("token", 1) == [CUBLAS, SCALED, *GEMV_CANDIDATES]
+        steps = [choice.gemv.block_k for choice in found("token", 1)[2:] if choice.gemv]
+        assert steps, "and none far past the end of a row"
+        assert max(steps) <= 2048
         assert found("kept", 512) == [CUBLAS]
         own = [choice.skinny for choice in found("token", 32)[2:]]
         steps = [(c.block_k, c.stages, c.splits) for c in own if c]

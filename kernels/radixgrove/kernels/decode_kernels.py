@@ -4,32 +4,7 @@
 from __future__ import annotations
 
 from radixgrove.kernels._triton import gdc_launch_dependents, gdc_wait, jit, tl
-from radixgrove.kernels.prefetch import prefetch_l2
 from radixgrove.kernels.rope import decode_queries
-
-
-@jit
-def _prefetch_tokens(
-    pages_ptr,
-    table,
-    kv_head,
-    start,
-    stop,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Ask for K, or V, of the first block of tokens start..stop of a row, which are there before
-    the kernel before has ended, but for the last."""
-    item: tl.constexpr = pages_ptr.dtype.element_ty.primitive_bitwidth // 8
-    per_line: tl.constexpr = 128 // item
-    token = start + tl.arange(0, BLOCK_N)
-    token = tl.where(token < stop, token, start)
-    page = tl.load(table + token // PAGE).to(tl.int64)
-    place = ((page * PAGE + token % PAGE) * KV_HEADS + kv_head) * HEAD_DIM
-    for first in tl.static_range(0, HEAD_DIM, per_line):
-        prefetch_l2(pages_ptr + place + first)
 
 
 @jit
@@ -159,21 +134,14 @@ def decode_kernel(
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     group = tl.arange(0, BLOCK_G)
-    # Places and lengths do not come from the kernel before, so they are read while it ends.
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     table = page_table_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride
     kv_len = tl.load(kv_lens_ptr + row)
     prefix = 0
     if PREFIX:
         prefix = tl.load(prefix_lens_ptr + row)
-    if PDL:
-        _prefetch_tokens(
-            k_pages_ptr, table, kv_head, prefix, kv_len, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N
-        )
-        _prefetch_tokens(
-            v_pages_ptr, table, kv_head, prefix, kv_len, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N
-        )
-        gdc_wait()
-        gdc_launch_dependents()
     q = decode_queries(
         source_ptr,
         source_stride,
@@ -389,22 +357,6 @@ def shared_decode_kernel(
     unit = program * share
     stop_unit = tl.minimum(unit + share, total)
     if PDL:
-        if unit < stop_unit:
-            row, length, kv_head, first_block, _, _ = find_pair(
-                unit, item, lens, ends, KV_HEADS, BLOCK_N
-            )
-            prefix = 0
-            if PREFIX:
-                prefix = tl.load(prefix_lens_ptr + row)
-            table = page_table_ptr + tl.load(rows_ptr + row).to(tl.int64) * table_stride
-            start = prefix + first_block * BLOCK_N
-            stop = prefix + length
-            _prefetch_tokens(
-                k_pages_ptr, table, kv_head, start, stop, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N
-            )
-            _prefetch_tokens(
-                v_pages_ptr, table, kv_head, start, stop, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N
-            )
         gdc_wait()
         gdc_launch_dependents()
     while unit < stop_unit:

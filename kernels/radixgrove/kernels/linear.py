@@ -33,15 +33,11 @@ from radixgrove.kernels._triton import (
 )
 from radixgrove.kernels.activation import silu_and_mul_reference
 from radixgrove.kernels.norm import rms_norm_reference
-from radixgrove.kernels.prefetch import prefetch_rows
 from radixgrove.kernels.quantize import product_reference
 from radixgrove.kernels.weight import Weight
 
 MAX_SKINNY_TOKENS = 128
 _GEMV_STAGES = 3  # of the pipeline of tiles after a program's first
-# Tiles that are asked for while the kernel before ends: of a row, after the first; and of a share.
-_GEMV_AHEAD = 2
-_SKINNY_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +136,12 @@ def linear_reference(
 
 
 def _rows_in_block(scales: ProductScales | None, rows: int, gap: int) -> bool:
-    """Whether `rows` from a multiple of them on, and those `gap` further on, share blocks."""
-    return (
-        scales is not None
-        and scales.block is not None
-        and scales.block[0] % rows == 0
-        and gap % rows == 0
-    )
+    """Whether `rows` from a multiple of them on, and those `gap` further on, share blocks, and
+    eight columns from a multiple of them on do."""
+    if scales is None or scales.block is None:
+        return False
+    high, wide = scales.block
+    return high % rows == 0 and gap % rows == 0 and wide % 8 == 0
 
 
 @jit
@@ -176,32 +171,38 @@ def _widened(
 
 
 @jit
-def _inputs(x_ptr, scale_ptr, column, k, WIDE: tl.constexpr, X_PARTS: tl.constexpr):
-    """[1, K] of one token as float32, times its parts' scales if it has some."""
-    inside = column < k
-    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    if X_PARTS:
-        x *= tl.load(scale_ptr + column // WIDE, mask=inside, other=0.0)
-    return x[None, :]
+def _inputs(x_ptr, column, k):
+    """[1, K] of one token as float32, without its scales."""
+    return tl.load(x_ptr + column, mask=column < k, other=0.0).to(tl.float32)[None, :]
 
 
 @jit
-def _as_weighed(
-    x,
-    scale_ptr,
+def _scaled_parts(
+    sums,
+    w_scale_ptr,
+    x_scale_ptr,
     row,
-    column,
+    offset,
     k,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
+    X_PARTS: tl.constexpr,
     ROWS_IN_BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Inputs times the scales of the blocks that all rows from `row` on are in, so that the
-    weight's tile needs none."""
-    if ROWS_IN_BLOCK:
-        scales = scale_ptr + row // HIGH * tl.cdiv(k, WIDE) + column // WIDE
-        x *= tl.load(scales, mask=column < k, other=0.0)[None, :]
-    return x
+    """Sums of eight columns each, times the scales of the parts of x and of the weight's blocks
+    that they are in, where all rows from `row` on share these."""
+    if X_PARTS or ROWS_IN_BLOCK:
+        column = offset + tl.arange(0, BLOCK_K // 8) * 8
+        inside = column < k
+        scales = tl.full((BLOCK_K // 8,), 1.0, dtype=tl.float32)
+        if X_PARTS:
+            scales = tl.load(x_scale_ptr + column // WIDE, mask=inside, other=0.0)
+        if ROWS_IN_BLOCK:
+            blocks = w_scale_ptr + row // HIGH * tl.cdiv(k, WIDE) + column // WIDE
+            scales *= tl.load(blocks, mask=inside, other=0.0)
+        sums *= scales[None, :]
+    return sums
 
 
 @jit
@@ -226,7 +227,6 @@ def _gemv_kernel(
     BLOCK_K: tl.constexpr,
     ONE_TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
@@ -248,11 +248,6 @@ def _gemv_kernel(
     tile = tl.load(weights, mask=first, other=0.0)
     upper_tile = tl.load(upper, mask=first, other=0.0) if SILU else tile
     if PDL:
-        if not ONE_TILE:
-            rows = weight_ptr + source.to(tl.int64) * k
-            prefetch_rows(rows, BLOCK_K, k, AHEAD * BLOCK_K)
-            if SILU:
-                prefetch_rows(rows + tl.cast(n, tl.int64) * k, BLOCK_K, k, AHEAD * BLOCK_K)
         gdc_wait()
         gdc_launch_dependents()
     total = tl.zeros((ROWS, BLOCK_K // 8), dtype=tl.float32)
@@ -263,36 +258,82 @@ def _gemv_kernel(
         for offset in tl.range(BLOCK_K, k, BLOCK_K, num_stages=STAGES):
             column = offset + lane
             inside = column < k
-            x = _inputs(x_ptr, x_scale_ptr, column, k, WIDE, X_PARTS)
+            x = _inputs(x_ptr, column, k)
             w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
             w = _widened(w, w_scale_ptr, source, column, k, SCALED, HIGH, WIDE, ROWS_IN_BLOCK)
             if NORM:
                 squares += folded(x * x)
                 norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
                 x *= norm.to(tl.float32)[None, :]
-            xs = _as_weighed(x, w_scale_ptr, own, column, k, HIGH, WIDE, ROWS_IN_BLOCK)
-            total += folded(w * xs)
+            total += _scaled_parts(
+                folded(w * x),
+                w_scale_ptr,
+                x_scale_ptr,
+                own,
+                offset,
+                k,
+                HIGH,
+                WIDE,
+                X_PARTS,
+                ROWS_IN_BLOCK,
+                BLOCK_K,
+            )
             if SILU:
                 u = tl.load(upper + offset, mask=inside[None, :], other=0.0)
                 u = _widened(
                     u, w_scale_ptr, source + n, column, k, SCALED, HIGH, WIDE, ROWS_IN_BLOCK
                 )
-                xs = _as_weighed(x, w_scale_ptr, n + own, column, k, HIGH, WIDE, ROWS_IN_BLOCK)
-                upper_total += folded(u * xs)
-    x = _inputs(x_ptr, x_scale_ptr, lane, k, WIDE, X_PARTS)
+                upper_total += _scaled_parts(
+                    folded(u * x),
+                    w_scale_ptr,
+                    x_scale_ptr,
+                    n + own,
+                    offset,
+                    k,
+                    HIGH,
+                    WIDE,
+                    X_PARTS,
+                    ROWS_IN_BLOCK,
+                    BLOCK_K,
+                )
+    x = _inputs(x_ptr, lane, k)
     if NORM:
         squares += folded(x * x)
         x *= tl.load(norm_ptr + lane, mask=lane < k, other=0.0).to(tl.float32)[None, :]
     w = _widened(tile, w_scale_ptr, source, lane, k, SCALED, HIGH, WIDE, ROWS_IN_BLOCK)
-    xs = _as_weighed(x, w_scale_ptr, own, lane, k, HIGH, WIDE, ROWS_IN_BLOCK)
-    y = tl.sum(total + folded(w * xs), axis=1)
+    total += _scaled_parts(
+        folded(w * x),
+        w_scale_ptr,
+        x_scale_ptr,
+        own,
+        0,
+        k,
+        HIGH,
+        WIDE,
+        X_PARTS,
+        ROWS_IN_BLOCK,
+        BLOCK_K,
+    )
+    y = tl.sum(total, axis=1)
     upper_y = y
     if SILU:
         u = _widened(
             upper_tile, w_scale_ptr, source + n, lane, k, SCALED, HIGH, WIDE, ROWS_IN_BLOCK
         )
-        xs = _as_weighed(x, w_scale_ptr, n + own, lane, k, HIGH, WIDE, ROWS_IN_BLOCK)
-        upper_y = tl.sum(upper_total + folded(u * xs), axis=1)
+        upper_total += _scaled_parts(
+            folded(u * x),
+            w_scale_ptr,
+            x_scale_ptr,
+            n + own,
+            0,
+            k,
+            HIGH,
+            WIDE,
+            X_PARTS,
+            ROWS_IN_BLOCK,
+            BLOCK_K,
+        )
+        upper_y = tl.sum(upper_total, axis=1)
     if SCALED and WIDE == 0:
         y *= tl.load(w_scale_ptr + source)
         if SILU:
@@ -369,7 +410,6 @@ def gemv(
         BLOCK_K=config.block_k,
         ONE_TILE=config.block_k >= k,
         STAGES=_GEMV_STAGES,
-        AHEAD=_GEMV_AHEAD,
         ROWS_IN_BLOCK=_rows_in_block(scales, config.rows, n if silu else 0),
         **_scale_arguments(scales, x),
         num_warps=config.warps,
@@ -402,7 +442,6 @@ def _skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
@@ -428,11 +467,6 @@ def _skinny_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     upper_total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     if PDL:
-        # What the pipeline asks for first.
-        rows = weight_ptr + source.to(tl.int64) * k
-        prefetch_rows(rows, start, stop, AHEAD * BLOCK_K)
-        if SILU:
-            prefetch_rows(rows + tl.cast(n, tl.int64) * k, start, stop, AHEAD * BLOCK_K)
         gdc_wait()
         gdc_launch_dependents()
     for offset in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
@@ -585,7 +619,6 @@ def skinny(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
-        AHEAD=min(_SKINNY_AHEAD, next_power_of_2(config.stages)),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **_scale_arguments(scales, x),
         num_warps=config.warps,

@@ -18,6 +18,7 @@ from radixgrove.protocol.settings import Quantize
 _FIELD = "quantization_config"
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _MAX_BLOCK = 1 << 16
+_LEAST_COLUMNS = 16  # of a block: a step of a product on tensor cores
 _ACTIVATION_BOUND = 1200.0  # `activation_scale_ub` of fbgemm_fp8 where it is absent
 _COMPRESSED_FORMATS = ("float-quantized", "naive-quantized", "dense")
 
@@ -316,8 +317,8 @@ def _block(field: str, raw: object) -> tuple[int, int]:
 def _columns(field: str, value: object) -> int:
     """Of blocks, in which inputs are quantized too."""
     width = _width(field, value)
-    if width & (width - 1):
-        _refuse(field, value, "a power of two, for columns")
+    if width < _LEAST_COLUMNS or width & (width - 1):
+        _refuse(field, value, f"a power of two from {_LEAST_COLUMNS} on, for columns")
     return width
 
 
