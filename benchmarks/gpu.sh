@@ -19,6 +19,8 @@
 #   profile_small the same for the small model
 #   serving       a whole worker over HTTP, 256 streams at once; MODELS chooses, SERVING_OPTIONS go
 #                 to serving.py; after `offline`, or with OFFLINE="MODEL=RATE ...", compares with it
+#   open_loop     conversations that come at 15 and 24 a second; MODELS chooses, OPEN_LOOP_OPTIONS go to
+#                 open_loop.py (not by default)
 #   multi_turn    conversations that are more than the GPU holds, with the host tier and without;
 #                 MULTI_TURN_OPTIONS go to multi_turn.py (not by default)
 #   tp            two GPUs: bs1_decode, bs64_decode, nano256
@@ -140,6 +142,15 @@ run_serving() {
     return $status
 }
 
+run_open_loop() {
+    local status=0 model
+    for model in $MODELS; do
+        # shellcheck disable=SC2086
+        python3 -m benchmarks.load.open_loop --model "$model" ${OPEN_LOOP_OPTIONS:-} || status=$?
+    done
+    return $status
+}
+
 run_multi_turn() {
     # shellcheck disable=SC2086
     python3 -m benchmarks.load.multi_turn ${MULTI_TURN_OPTIONS:-}
@@ -153,9 +164,9 @@ run_tp() {
 run_tp_correctness() { python3 -m benchmarks.correctness.gpu_correctness --tp 2 --backend triton; }
 
 declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [float8]=150 [host_tier]=90 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
-    [profile]=120 [profile_small]=120 [serving]=180 [multi_turn]=270 [tp]=240 [tp_correctness]=200)
+    [profile]=120 [profile_small]=120 [serving]=180 [open_loop]=200 [multi_turn]=270 [tp]=240 [tp_correctness]=200)
 declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [float8]=60 [host_tier]=24 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
-    [profile]=26 [profile_small]=52 [serving]=30 [multi_turn]=12 [tp]=8 [tp_correctness]=8)
+    [profile]=26 [profile_small]=52 [serving]=30 [open_loop]=6 [multi_turn]=12 [tp]=8 [tp_correctness]=8)
 declare -A STATUS SECONDS_OF
 
 run_stage() {

@@ -289,7 +289,8 @@ def main(argv: list[str] | None = None) -> int:
                 workload = WORKLOADS[workload_name]()
                 row, record = measure(engine, model, shape, workload, arguments.runs, arguments.tp)
                 print(row, flush=True)
-                results.record({**record, "tp": arguments.tp, "label": arguments.label})
+                layout = {"tp": arguments.tp, "ep": arguments.ep, "quantize": arguments.quantize}
+                results.record({**record, **layout, "label": arguments.label})
         finally:
             engine.close()
         del engine
