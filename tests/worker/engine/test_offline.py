@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def test_it_generates_what_transformers_does(tp: int, tmp_path: Path) -> None:
     model, prompts = tiny.save("llama", tmp_path), tiny.prompts()
     expected = reference.greedy(model, prompts, TOKENS)
     settings = WorkerSettings(device=Device.CPU, dtype=DType.FLOAT32, kv_tokens=4096, tp=tp)
+    environment = dict(os.environ)
     with OfflineEngine(settings, tmp_path) as engine:
         assert engine.generate(prompts, greedy(TOKENS)) == expected
         counters = engine.scheduler.counters
@@ -29,3 +31,4 @@ def test_it_generates_what_transformers_does(tp: int, tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match=r"^prompt 1: "):
             engine.generate([[1], [1] * 300], greedy(TOKENS))
         assert engine.generate(prompts[:1], greedy(TOKENS)) == expected[:1], "it goes on"
+        assert dict(os.environ) == environment, "what the caller starts inherits nothing of it"

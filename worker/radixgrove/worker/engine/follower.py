@@ -77,8 +77,8 @@ class _Group:
         if not isinstance(place, StorePlace):
             raise RankMissing(f"{crew.name(crew.leader)} ended the group")
         member = crew.place.member
-        store = reach_store(crew.layout, member, runtime.directory, place, crew.own_address)
-        joined = form(crew.layout, crew.place, device, store)
+        store = reach_store(crew.layout, member, runtime.directory, place)
+        joined = form(crew.layout, crew.place, device, store, crew.own_address)
         link.activity = joined.activity
         return joined
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,12 +108,22 @@ class Member:
         return self.layout.rank(0, place.stage + distance, place.shard)
 
 
-def form(layout: Layout, place: Place, device: torch.device, store: Store) -> Member:
+def form(
+    layout: Layout, place: Place, device: torch.device, store: Store, own_address: str = ""
+) -> Member:
     """The torch groups of a rank that has joined: NCCL on CUDA, Gloo on a CPU.
 
     torch's world is the member: members have no collective in common, so that none waits for
     another. Every rank of it calls this: each subgroup is made by all, its ranks or not.
+
+    Args:
+        own_address: this rank's on the network of the group; "" on one machine.
     """
+    with _talking_at(own_address):
+        return _form(layout, place, device, store)
+
+
+def _form(layout: Layout, place: Place, device: torch.device, store: Store) -> Member:
     on_cuda = device.type == "cuda"
     leader = layout.leader(place.member)
     distributed.init_process_group(
@@ -160,7 +172,6 @@ def open_store(
     if listener is None:
         return _file_store(layout, member, directory)
     address, port = listener.getsockname()[:2]
-    _use_interface_of(address)
     return TCPStore(
         address,
         port,
@@ -171,27 +182,42 @@ def open_store(
     )
 
 
-def reach_store(
-    layout: Layout, member: int, directory: Path, place: StorePlace, own_address: str
-) -> Store:
-    """The other ranks' way to it; `own_address` is on the network of the group."""
+def reach_store(layout: Layout, member: int, directory: Path, place: StorePlace) -> Store:
+    """The other ranks' way to it."""
     if not place.address:
         return _file_store(layout, member, directory)
-    _use_interface_of(own_address)
     ranks = layout.ranks_per_member
     return TCPStore(place.address, place.port, ranks, is_master=False, wait_for_workers=False)
 
 
 def _file_store(layout: Layout, member: int, directory: Path) -> Store:
-    # Ranks of a machine talk over the loopback interface: no address of the host is involved.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return FileStore(str(directory / f"ranks-{member}"), layout.ranks_per_member)
 
 
-def _use_interface_of(address: str) -> None:
-    """Let torch talk over the interface that has this address, unless it is set which one."""
+@contextmanager
+def _talking_at(address: str) -> Iterator[None]:
+    """Let groups that torch forms talk over the interface that has this address, or over loopback
+    on one machine, unless the environment says which one.
+
+    They read the environment while they are formed. Afterwards it is as before: the process may be
+    a user's own, and start others, which may see other interfaces.
+    """
+    if address:
+        name = _interface_of(address)
+        wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {}
+    else:
+        wanted = {"GLOO_SOCKET_IFNAME": "lo"}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _interface_of(address: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(known.address == address for known in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-            return
+            return name
+    return None
