@@ -119,6 +119,19 @@ async def test_a_group_is_drained_by_its_name_and_a_member_by_its_own(
         await knows(router, *left)
 
 
+async def test_a_group_is_drained_as_a_whole_while_redis_is_away(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    await make_group(make_replica, redis_server)
+    await make_replica(redis_url=redis_server.url, replica_id="single")
+    router = await make_router(redis_server)
+    await knows(router, "g/0", "g/1", "single")
+    redis_server.kill()
+    answer = await router.post("/replicas/g/drain", {}, management=True)
+    assert answer.status == 503
+    await knows(router, "single")
+
+
 async def test_when_one_member_dies_the_other_is_not_asked(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:

@@ -307,35 +307,37 @@ class Fleet:
         found = self.find(name)
         if not found:
             raise ApiError(404, f"There is no replica '{name[:128]}'.", code="not_found")
-        for service, replica in found:
-            await self._set_one_drained(service, replica, drained)
+        for _, replica in found:
+            replica.drained = drained
+        try:
+            for service, replica in found:
+                if replica.registration is not None and self._link is not None:
+                    await self._set_lease_drained(self._link, service, replica, drained)
+        finally:
+            self._rebuild()
 
-    async def _set_one_drained(self, service: Service, replica: Replica, drained: bool) -> None:
-        replica.drained = drained
-        if replica.registration is not None and self._link is not None:
-            keys = ServiceKeys(self._settings.redis_prefix, service.name)
-            script = "drain" if drained else "undrain"
-            try:
-                answer = await self._link.run_script(script, [keys.leases], replica.generation)
-            except (RedisUnavailable, RedisRefused):
-                raise ApiError(
-                    503,
-                    f"Redis is away: only this router process {script}s the replica.",
-                    type="server_error",
-                    code="service_unavailable",
-                ) from None
-            if answer != index.OK:  # no lease says so: this process alone knows
-                self._rebuild()
-                return
-            # From here on its lease says so, to every process of every router.
-            replica.drained = False
-            state = LeaseState.DRAINING if drained else LeaseState.READY
-            if replica.lease is not None and (
-                drained or replica.lease.state is LeaseState.DRAINING
-            ):
-                replica.lease = msgspec.structs.replace(replica.lease, state=state)
-                replica.ready = not drained
-        self._rebuild()
+    async def _set_lease_drained(
+        self, link: RedisLink, service: Service, replica: Replica, drained: bool
+    ) -> None:
+        keys = ServiceKeys(self._settings.redis_prefix, service.name)
+        script = "drain" if drained else "undrain"
+        try:
+            answer = await link.run_script(script, [keys.leases], replica.generation)
+        except (RedisUnavailable, RedisRefused):
+            raise ApiError(
+                503,
+                f"Redis is away: only this router process {script}s the replica.",
+                type="server_error",
+                code="service_unavailable",
+            ) from None
+        if answer != index.OK:  # no lease says so: this process alone knows
+            return
+        # From here on its lease says so, to every process of every router.
+        replica.drained = False
+        state = LeaseState.DRAINING if drained else LeaseState.READY
+        if replica.lease is not None and (drained or replica.lease.state is LeaseState.DRAINING):
+            replica.lease = msgspec.structs.replace(replica.lease, state=state)
+            replica.ready = not drained
 
     def _count_states(self) -> None:
         registered = self._registered
