@@ -54,17 +54,25 @@ class RedisRoute:
         self.delay = 0.0  # seconds that an answer takes longer
         self.connections = 0
         self.port = 0
+        self._writers: set[asyncio.StreamWriter] = set()
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
+    def cut(self) -> None:
+        """Ends all connections; what was on its way to a client is lost."""
+        for writer in self._writers:
+            writer.transport.abort()
+
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         far = await asyncio.open_connection("127.0.0.1", self.target)
+        self._writers.add(writer)
         await asyncio.gather(
             self._pump(reader, far[1], lambda: 0.0), self._pump(far[0], writer, lambda: self.delay)
         )
+        self._writers.discard(writer)
 
     @staticmethod
     async def _pump(

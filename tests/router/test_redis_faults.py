@@ -369,6 +369,37 @@ async def test_bookings_of_which_a_router_was_never_informed_end(redis_server: R
         assert set(redis_server.client.hkeys(keys.reserved)) == left
 
 
+async def test_bookings_whose_answer_or_release_a_connection_took_with_it_end(
+    redis_server: RedisServer,
+) -> None:
+    keys = ServiceKeys(PREFIX, "default")
+    ask = PlacementRequest(10, b"", 16)
+    async with (
+        running(redis_server.url),
+        route(redis_server.port) as way,
+        linked(way.url) as link,
+    ):
+        found = Registration.decode(redis_server.client.hget(keys.replicas, "r0"))
+        service, placer = _service(found), Placer(RouterSettings(redis_timeout=10), "router", link)
+        ended = await placer.place(service, ask)
+        going_on = await placer.place(service, ask)
+        assert ended is not None
+        assert going_on is not None
+        way.delay = 60.0
+        placing = asyncio.create_task(placer.place(service, ask))
+        await eventually(lambda: redis_server.client.hlen(keys.reserved) == 3)
+        way.cut()
+        unanswered = await placing
+        assert unanswered is not None
+        assert unanswered.decided == "degraded"
+        placer.release(ended)
+        assert redis_server.client.hlen(keys.reserved) == 3
+        way.delay = 0.0
+        await link.wait_until_up(20)
+        await placer.heartbeat([service])
+    assert redis_server.client.hkeys(keys.reserved) == [going_on.reservation.encode()]
+
+
 async def test_how_full_redis_is_can_be_seen(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:
