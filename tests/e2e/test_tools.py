@@ -104,6 +104,14 @@ def test_the_next_turn_finds_the_last_one_cached(client: openai.OpenAI) -> None:
     assert second.choices[0].message.tool_calls is None
 
 
+def test_tokenize_counts_what_a_completion_with_tools_does(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": MODEL, "messages": ASKED, "tools": TOOLS}
+    counted = client.post("../tokenize", body=body, cast_to=dict[str, Any])
+    answer = client.chat.completions.create(**body, max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == counted["count"] == len(counted["tokens"])
+
+
 def test_langchain_binds_tools(client: openai.OpenAI) -> None:
     from langchain_openai import ChatOpenAI
     from pydantic import SecretStr

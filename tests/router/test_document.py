@@ -20,7 +20,7 @@ async def test_documents_list_what_is_served_and_nothing_else(make_router: MakeR
             False,
             {
                 *("/livez", "/health", "/readyz", "/metrics", "/v1/models", "/v1/models/{model}"),
-                *("/v1/chat/completions", "/v1/completions"),
+                *("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"),
             },
         ),
         (

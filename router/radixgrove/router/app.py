@@ -15,12 +15,13 @@ from radixgrove.protocol.endpoints import ENDPOINTS
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.responses import ModelList, ModelObject
 from radixgrove.protocol.settings import LogLevel, RouterSettings, reveal
+from radixgrove.router.encoding import Encoders
 from radixgrove.router.exposition import metrics_text
 from radixgrove.router.fleet import Fleet
 from radixgrove.router.proxy import Proxy
 from radixgrove.router.replicas import Service
 from radixgrove.router.status import RouterStatus
-from radixgrove.service import asgi, generation
+from radixgrove.service import asgi, generation, tokenization
 from radixgrove.service.api import Api, Health, reply
 from radixgrove.service.asgi import App, Message, Receive, Scope, Send
 from radixgrove.service.auth import ApiKeys
@@ -52,11 +53,14 @@ class CloseOnDrain:
         await self._app(scope, receive, closing if self._proxy.draining else send)
 
 
-def make_app(settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy) -> App:
+def make_app(
+    settings: RouterSettings, keys: ApiKeys, fleet: Fleet, proxy: Proxy, encoders: Encoders
+) -> App:
     """The public application."""
     api = Api("Radixgrove router", needs_key=settings.api_keys_file is not None)
     for endpoint in ENDPOINTS:
         generation.serve(api, endpoint, partial(proxy.handle, endpoint))
+    tokenization.serve(api, encoders.text_of)
 
     @api.probe("/livez", "/health")
     def livez() -> str:

@@ -25,6 +25,7 @@ from radixgrove.protocol.blocks import (
     members,
 )
 from radixgrove.protocol.endpoints import Endpoint
+from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import MAX_SEQUENCES
 from radixgrove.protocol.openai.requests import (
     INTERNAL_KEY_HEADER,
@@ -47,6 +48,7 @@ from radixgrove.router.fleet import Fleet
 from radixgrove.router.placement import PlacementRequest
 from radixgrove.router.replicas import Replica, Service
 from radixgrove.service.auth import sharing_domain
+from radixgrove.service.tokenization import ModelText
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +162,25 @@ class Encoders:
         metrics.soon(metrics.ENCODE_SECONDS.observe, time.perf_counter() - started)
         ids = [prompt.token_ids for prompt in prompts]
         return Encoded(request.model, ask, ids, model.encoder.digest)
+
+    async def text_of(self, name: str | None) -> ModelText:
+        """What makes tokens for a model; `name`: None: for the only one.
+
+        Raises:
+            ApiError: 400, its servers have no tokenizer to be had; 404, 503.
+        """
+        service = self._fleet.resolve(name) if name is not None else self._fleet.only_service()
+        if service is None:
+            raise errors.invalid("You must provide a 'model' parameter.", "model")
+        registration, limits = service.registration, service.limits
+        if registration is None or limits is None:
+            if service.replicas:
+                raise errors.unsupported("model", "The servers of this model give no tokenizer.")
+            raise errors.overloaded("No server of this model is there.", 2.0)
+        model = await self._get(service, registration)
+        if model is None:
+            raise errors.overloaded("The tokenizer of this model cannot be had now.", 2.0)
+        return ModelText(model.encoder, limits)
 
     async def prepare(self) -> None:
         """Fetches tokenizers of services as they appear, until cancelled."""

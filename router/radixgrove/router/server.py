@@ -111,7 +111,7 @@ class RouterProcess:
             )
 
         listener = listen(settings.host, settings.port, shared=self._shared is not None)
-        servers = [self._server(make_app(settings, self._keys, fleet, proxy), listener)]
+        servers = [self._server(make_app(settings, self._keys, fleet, proxy, encoders), listener)]
         if self._index == 0:
             app = make_management_app(settings, fleet, proxy, status, self._set_log_level)
             servers.append(self._server(app, listen_for_management(settings)))

@@ -460,6 +460,7 @@ def test_the_document_lists_what_is_served_and_nothing_else(frontend: Frontend) 
     assert set(document["paths"]) == {
         *("/livez", "/health", "/readyz", "/metrics", "/v1/models", "/v1/models/{model}"),
         *("/v1/chat/completions", "/v1/completions", "/internal/tokenizer/{digest}/{file}"),
+        *("/tokenize", "/detokenize"),
     }
     for path, methods in document["paths"].items():
         assert httpx.post(f"{frontend.url}{path}").status_code == (405 if "get" in methods else 415)

@@ -197,7 +197,15 @@ def parse_chat(body: bytes, limits: ModelLimits) -> ChatRequest:
     Raises:
         ApiError: 400, naming the parameter.
     """
-    wire = decode(_chat_decoder, body)
+    return checked_chat(decode(_chat_decoder, body), limits)
+
+
+def checked_chat(wire: ChatBody, limits: ModelLimits) -> ChatRequest:
+    """A chat body as a request.
+
+    Raises:
+        ApiError: 400, naming the parameter.
+    """
     model = _require_model(wire.model)
     messages = _checked_messages(wire.messages)
     _chat_unsupported.refuse(wire)
@@ -405,7 +413,7 @@ def _generation(
             logit_bias=_logit_bias(wire.logit_bias or {}, limits.vocab_size),
             min_tokens=min_tokens,
             stop_token_ids=tuple(
-                _token_ids(wire.stop_token_ids or [], "stop_token_ids", limits.vocab_size)
+                valid_token_ids(wire.stop_token_ids or [], "stop_token_ids", limits.vocab_size)
             ),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -465,7 +473,12 @@ def _bias_out_of_bounds(key: str) -> errors.ApiError:
     )
 
 
-def _token_ids(ids: list[int], param: str, vocab_size: int) -> list[int]:
+def valid_token_ids(ids: list[int], param: str, vocab_size: int) -> list[int]:
+    """The same ids.
+
+    Raises:
+        ApiError: 400, one is not of the vocabulary.
+    """
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         raise errors.invalid(f"'{param}' has a token id outside 0..{vocab_size - 1}.", param)
     return ids
@@ -476,7 +489,7 @@ def _allowed_ids(ids: list[int] | None, vocab_size: int) -> tuple[int, ...] | No
         return None
     if not ids:
         raise errors.invalid("'allowed_token_ids' must not be empty.", "allowed_token_ids")
-    return tuple(dict.fromkeys(_token_ids(ids, "allowed_token_ids", vocab_size)))
+    return tuple(dict.fromkeys(valid_token_ids(ids, "allowed_token_ids", vocab_size)))
 
 
 def _checked_prompts(
@@ -490,7 +503,7 @@ def _checked_prompts(
         raise errors.invalid("'prompt' must not be empty.", "prompt")
     if all(type(item) is int for item in prompt):
         single = [item for item in prompt if isinstance(item, int)]
-        return [_token_ids(single, "prompt", limits.vocab_size)]
+        return [valid_token_ids(single, "prompt", limits.vocab_size)]
     if len(prompt) > MAX_SEQUENCES:
         raise errors.invalid(f"'prompt' has more than {MAX_SEQUENCES} entries.", "prompt")
     texts = [item for item in prompt if isinstance(item, str)]
@@ -502,7 +515,7 @@ def _checked_prompts(
     for index, ids in enumerate(lists):
         if not ids:
             raise errors.invalid(f"'prompt[{index}]' must not be empty.", f"prompt[{index}]")
-        _token_ids(ids, f"prompt[{index}]", limits.vocab_size)
+        valid_token_ids(ids, f"prompt[{index}]", limits.vocab_size)
     return lists
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
@@ -47,6 +47,7 @@ RENDER_INLINE_CHARS = 128 << 10
 # their ids are kept apart from what came before them.
 SHORT_CHARS = 64
 MAX_SHORT_PIECES = 4096
+T = TypeVar("T")
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):
@@ -139,6 +140,29 @@ class PromptEncoder:
         return await self._off_loop(
             length, lambda: self._plan_completions(request, limits), limits, "prompt"
         )
+
+    async def text_prompt(self, text: str, limits: ModelLimits, *, special: bool) -> EncodedPrompt:
+        """A text as it stands; `special`: behind what the tokenizer puts before a text."""
+        prompts = await self._off_loop(
+            len(text), lambda: [self._plan_text(text, special=special)], limits, "prompt"
+        )
+        return prompts[0]
+
+    async def text_of(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens as they read."""
+        return await self._for_ids(
+            token_ids, lambda: str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        )
+
+    async def pieces(self, token_ids: list[int]) -> list[str]:
+        """Tokens as the vocabulary writes them."""
+        name = self.tokenizer.id_to_token
+        return await self._for_ids(token_ids, lambda: [name(each) or "" for each in token_ids])
+
+    async def _for_ids(self, token_ids: list[int], work: Callable[[], T]) -> T:
+        if len(token_ids) <= INLINE_CHARS:
+            return work()
+        return await self._budget.run(len(token_ids), lambda _: work())
 
     async def _off_loop(
         self,
@@ -329,9 +353,13 @@ class PromptEncoder:
         prompt = without_sentinels(prompt)
         if not prompt and not self._prefix:
             raise errors.invalid("'prompt' must not be empty.", "prompt")
-        if prompt.startswith(self._prefix_texts):  # one BOS, the client's or ours
-            return self._plan(prompt)
-        return self._plan(prompt, array("i", self._prefix).tobytes())
+        return self._plan_text(prompt, special=True)
+
+    def _plan_text(self, text: str, *, special: bool) -> _Plan:
+        text = without_sentinels(text)
+        if not special or text.startswith(self._prefix_texts):  # one BOS, the client's or ours
+            return self._plan(text)
+        return self._plan(text, array("i", self._prefix).tobytes())
 
     def _finish(self, plan: _Plan, check: Callable[[], None]) -> EncodedPrompt:
         pieces = list(plan.known)

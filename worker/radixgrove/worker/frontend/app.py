@@ -32,11 +32,12 @@ from radixgrove.protocol.openai.requests import (
 from radixgrove.protocol.openai.responses import ModelList, ModelObject
 from radixgrove.protocol.settings import WorkerSettings, reveal
 from radixgrove.protocol.text.prompts import EncodedPrompt
-from radixgrove.service import asgi, generation
+from radixgrove.service import asgi, generation, tokenization
 from radixgrove.service.api import Api, Health, reply
 from radixgrove.service.asgi import ClientDisconnected, Receive, Scope, Send
 from radixgrove.service.auth import ApiKeys, sharing_domain
 from radixgrove.service.guard import INTERNAL, PRINCIPAL, Guard
+from radixgrove.service.tokenization import ModelText
 from radixgrove.worker.frontend.answers import Answer, token_list
 from radixgrove.worker.frontend.constraints import Checked, ConstraintCheck
 from radixgrove.worker.frontend.generation import RequestInFlight, Signal
@@ -126,6 +127,7 @@ class Frontend:
         api = Api("Radixgrove worker", needs_key=self.settings.api_keys_file is not None)
         for endpoint in ENDPOINTS:
             generation.serve(api, endpoint, partial(self._observed, endpoint))
+        tokenization.serve(api, self._text_of)
 
         @api.probe("/livez", "/health")
         def livez() -> str:
@@ -167,6 +169,11 @@ class Frontend:
             return Response(content, media_type="application/octet-stream")
 
         return api
+
+    async def _text_of(self, name: str | None) -> ModelText:
+        if name is not None and name not in self.model.names:
+            raise errors.model_not_found(name)
+        return ModelText(self.model.encoder, self._limits)
 
     @property
     def _limits(self) -> ModelLimits:
