@@ -22,6 +22,7 @@ PROPERTIES: dict[str, dict[str, Any]] = {
         "where": {"type": "object"},
     },
     "now": {},
+    "patch": {"input": {"type": "string"}},
 }
 # Two calls, with what is easily lost: quotes, line breaks, other alphabets, a marker as text.
 TEXT = 'A "fine"\nday in Zürich 🌶, not </tool_call>'

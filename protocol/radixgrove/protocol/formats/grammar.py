@@ -19,6 +19,7 @@ import msgspec
 from llguidance import LLTokenizer
 
 from radixgrove.protocol.constraints.constraint import Constraint, ConstraintError, Form
+from radixgrove.protocol.constraints.flatten import expression_of
 from radixgrove.protocol.constraints.grammar import (
     Compiled,
     compile_constraint,
@@ -34,7 +35,7 @@ from radixgrove.protocol.formats.shapes import (
     PythonBody,
     TaggedBody,
 )
-from radixgrove.protocol.openai.tools import Tool
+from radixgrove.protocol.openai.tools import INPUT, Tool
 
 _PLACES = re.compile(r"\{(name|id|number|key|string)\}")
 _OF_ROOTS = ("$defs", "definitions", "x-guidance")  # of a schema, to which its parts refer
@@ -183,7 +184,8 @@ def compile_calls(wanted: CallGrammar, tokenizer: LLTokenizer, whitespace: int) 
         start = _messages(lark, calls, wanted)
         return _finished(lark, [f"start: {start}", _MARKUP])
     for number, tool in enumerate(wanted.tools):
-        schema = _schema_of(lark, tool, schemas=wanted.schemas)
+        raw = isinstance(calls.body, TaggedBody | PythonBody | LooseBody)
+        schema = _schema_of(lark, tool, schemas=wanted.schemas, raw=raw)
         names.append(f"call_{number}")
         if calls.bare and wanted.text is not None and isinstance(calls.body, JsonBody):
             call = lark.schema(f"tool_{number}", _call_schema(calls.body, tool, schema))
@@ -277,10 +279,13 @@ def _or_any_text(lark: _Lark, calls: Calls, wanted: CallGrammar, whole: str) -> 
     return f"(before {rest}){many} TEXT?"
 
 
-def _schema_of(lark: _Lark, tool: Tool, *, schemas: bool) -> dict[str, Any]:
-    """The schema of a tool's arguments, as it is enforced."""
+def _schema_of(lark: _Lark, tool: Tool, *, schemas: bool, raw: bool = False) -> dict[str, Any]:
+    """The schema of a tool's arguments, as it is enforced; `raw`: but for a custom tool's text,
+    which stands between tags as it is."""
     text = _ANY_OBJECT
-    if tool.parameters is not None and (schemas or tool.strict):
+    if tool.input is not None and not raw:
+        text = _pattern_schema(tool, tool.input)
+    elif tool.parameters is not None and (schemas or tool.strict or tool.custom):
         text = _object_schema(tool)
     constraint = Constraint(form=Form.JSON_SCHEMA, text=text, param=tool.param, strict=tool.strict)
     try:
@@ -288,6 +293,24 @@ def _schema_of(lark: _Lark, tool: Tool, *, schemas: bool) -> dict[str, Any]:
     except ConstraintError as error:
         raise ToolError(error, tool.param) from None
     return schema
+
+
+def _expression(given: Constraint) -> str:
+    """What a custom tool's text must be, as a regular expression of all of it."""
+    if given.form is Form.REGEX:
+        return f"(?:{given.text})"
+    return expression_of(given.text)
+
+
+def _pattern_schema(tool: Tool, given: Constraint) -> str:
+    """Of a custom tool, where its text is a JSON string."""
+    assert tool.parameters is not None
+    schema = msgspec.json.decode(tool.parameters)
+    try:
+        schema["properties"][INPUT]["pattern"] = f"^{_expression(given)}$"
+    except ConstraintError as error:
+        raise ToolError(error, tool.param) from None
+    return json.dumps(schema)
 
 
 def _object_schema(tool: Tool) -> str:
@@ -350,6 +373,8 @@ def _tagged(lark: _Lark, body: TaggedBody, tool: Tool, schema: dict[str, Any], n
         if texts and all(isinstance(text, str) for text in texts):
             string, value = "true", f"({' | '.join(map(json.dumps, texts))})"
             value += " " + lark.literal(body.after)
+        elif tool.input is not None:
+            string, value = "true", _raw_input(lark, body, tool, tool.input, rule)
         elif own.get("type") == "string":
             _check_text(lark, own, tool)
             string, value = "true", lark.until(rule, body.after)
@@ -367,6 +392,30 @@ def _tagged(lark: _Lark, body: TaggedBody, tool: Tool, schema: dict[str, Any], n
         parts.append(f"({head} {lark.literal(rest)} {anything} BLANKS?)*")
     parts.append(lark.literal(body.footer.strip("\n")))
     return " ".join(part for part in parts if part)
+
+
+def _raw_input(lark: _Lark, body: TaggedBody, tool: Tool, given: Constraint, rule: str) -> str:
+    """A custom tool's text, and the tag behind it."""
+    try:
+        # One terminal with the tag, so that a text that could go on does not hide it.
+        expression = re.sub(r"\\.|/", _slash, _expression(given), flags=re.DOTALL)
+    except ConstraintError:
+        try:
+            return f"{lark.constraint(rule, given)} {lark.literal(body.after)}"
+        except ConstraintError as error:
+            raise ToolError(error, tool.param) from None
+    first, *_ = [*_marked(body.after, lark.tokenizer), 0]
+    if isinstance(first, int):
+        lark.rules.append(f"{rule.upper()}: /{expression}/")
+        return f"{rule.upper()} {lark.literal(body.after)}"
+    end = _regex(first)
+    lark.rules.append(f"{rule.upper()}_TEXT: /{expression}/ & ~/(.|\\n)*{end}(.|\\n)*/")
+    lark.rules.append(f"{rule.upper()}: {rule.upper()}_TEXT /{end}/")
+    return f"{rule.upper()} {lark.literal(body.after[len(first) :])}"
+
+
+def _slash(found: re.Match[str]) -> str:
+    return "\\/" if found[0] == "/" else found[0]
 
 
 def _check_text(lark: _Lark, schema: dict[str, Any], tool: Tool) -> None:
@@ -457,4 +506,4 @@ def _marked(text: str, tokenizer: LLTokenizer) -> Iterable[str | int]:
 
 
 def _regex(text: str) -> str:
-    return re.escape(text).replace("/", "\\/").replace("\n", "\\n")
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")  # behind its backslash

@@ -84,8 +84,16 @@ class FunctionCall(msgspec.Struct, kw_only=True):
     arguments: str = ""
 
 
+class CustomCall(msgspec.Struct, kw_only=True):
+    name: str
+    input: str = ""
+
+
 class ToolCall(msgspec.Struct, kw_only=True):
-    function: FunctionCall
+    """Of a function, or of a custom tool: one of both is there."""
+
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     id: str | None = None
     type: str | None = None
 

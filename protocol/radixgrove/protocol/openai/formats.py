@@ -23,6 +23,7 @@ from radixgrove.protocol.openai.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    CustomOut,
     FunctionOut,
     Head,
     TokenLogprob,
@@ -52,11 +53,20 @@ class ScoredBytes:
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call of a tool; `arguments` is the text of a JSON object, if the model wrote one."""
+    """A call of a tool; `arguments` is the text of a JSON object, if the model wrote one, or what
+    a custom tool gets."""
 
     id: str
     name: str
     arguments: str = ""
+    custom: bool = False
+
+    def shown(self) -> ToolCallOut:
+        if self.custom:
+            custom = CustomOut(name=self.name, input=self.arguments)
+            return ToolCallOut(id=self.id, type="custom", custom=custom)
+        function = FunctionOut(name=self.name, arguments=self.arguments)
+        return ToolCallOut(id=self.id, type="function", function=function)
 
 
 @dataclass(slots=True)
@@ -108,14 +118,14 @@ class AnswerFormat(ABC):
         """New reasoning of a choice."""
         return b""
 
-    def call_begins(
-        self, stream: StreamEncoder, index: int, number: int, id: str, name: str
-    ) -> bytes:
+    def call_begins(self, stream: StreamEncoder, index: int, number: int, call: ToolCall) -> bytes:
         """A choice's call `number` begins."""
         return b""
 
-    def call_arguments(self, stream: StreamEncoder, index: int, number: int, text: str) -> bytes:
-        """New arguments of a choice's call."""
+    def call_arguments(
+        self, stream: StreamEncoder, index: int, number: int, text: str, *, custom: bool
+    ) -> bytes:
+        """New arguments of a choice's call; `custom`: new input of a custom tool."""
         return b""
 
 
@@ -178,17 +188,17 @@ class ChatFormat(AnswerFormat):
         delta = b',"delta":{"reasoning":%s,"reasoning_content":%s}' % (encoded, encoded)
         return stream.event(index, delta)
 
-    def call_begins(
-        self, stream: StreamEncoder, index: int, number: int, id: str, name: str
-    ) -> bytes:
+    def call_begins(self, stream: StreamEncoder, index: int, number: int, call: ToolCall) -> bytes:
         """`id`, `type` and `name` come here and never again: clients add up what they get."""
-        call = b'{"index":%d,"id":%s,"type":"function","function":{"name":%s,"arguments":""}}'
-        delta = b',"delta":{"tool_calls":[%s]}' % (call % (number, _encode(id), _encode(name)))
+        delta = b',"delta":{"tool_calls":[{"index":%d,%s]}' % (number, _encode(call.shown())[1:])
         return stream.event(index, delta)
 
-    def call_arguments(self, stream: StreamEncoder, index: int, number: int, text: str) -> bytes:
-        call = b'{"index":%d,"function":{"arguments":%s}}' % (number, _encode(text))
-        return stream.event(index, b',"delta":{"tool_calls":[%s]}' % call)
+    def call_arguments(
+        self, stream: StreamEncoder, index: int, number: int, text: str, *, custom: bool
+    ) -> bytes:
+        call = b'"custom":{"input":%s}' if custom else b'"function":{"arguments":%s}'
+        delta = b',"delta":{"tool_calls":[{"index":%d,%s}]}' % (number, call % _encode(text))
+        return stream.event(index, delta)
 
 
 class CompletionFormat(AnswerFormat):
@@ -249,10 +259,7 @@ class CompletionFormat(AnswerFormat):
 def _message(choice: Choice) -> ChatMessageOut:
     """Reasoning and calls only where there are any; no content is null beside calls."""
     reasoning = choice.reasoning or msgspec.UNSET
-    calls = [
-        ToolCallOut(id=call.id, function=FunctionOut(name=call.name, arguments=call.arguments))
-        for call in choice.calls
-    ]
+    calls = [call.shown() for call in choice.calls]
     return ChatMessageOut(
         content=choice.text or None if calls else choice.text,
         reasoning=reasoning,
@@ -337,11 +344,11 @@ class StreamEncoder:
     def reasoning(self, index: int, text: str) -> bytes:
         return self._form.reasoning(self, index, text)
 
-    def call_begins(self, index: int, number: int, id: str, name: str) -> bytes:
-        return self._form.call_begins(self, index, number, id, name)
+    def call_begins(self, index: int, number: int, call: ToolCall) -> bytes:
+        return self._form.call_begins(self, index, number, call)
 
-    def call_arguments(self, index: int, number: int, text: str) -> bytes:
-        return self._form.call_arguments(self, index, number, text)
+    def call_arguments(self, index: int, number: int, text: str, *, custom: bool) -> bytes:
+        return self._form.call_arguments(self, index, number, text, custom=custom)
 
     def event(
         self,

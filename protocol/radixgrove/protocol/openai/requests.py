@@ -543,6 +543,12 @@ def _checked_messages(messages: list[ChatMessage] | None) -> list[ChatMessage]:
                 f"'{where}.tool_calls' is allowed in assistant messages only.",
                 f"{where}.tool_calls",
             )
+        for number, call in enumerate(message.tool_calls or ()):
+            if (call.function is None) == (call.custom is None):
+                raise errors.invalid(
+                    f"'{where}.tool_calls[{number}]' must have 'function' or 'custom'.",
+                    f"{where}.tool_calls[{number}].function",
+                )
         if isinstance(message.content, list):
             for position, part in enumerate(message.content):
                 _check_part(part, f"{where}.content[{position}]")

@@ -72,10 +72,18 @@ class FunctionOut(msgspec.Struct, kw_only=True):
     arguments: str
 
 
+class CustomOut(msgspec.Struct, kw_only=True):
+    name: str
+    input: str
+
+
 class ToolCallOut(msgspec.Struct, kw_only=True):
+    """Of a function, or of a custom tool, as `type` says."""
+
     id: str
-    function: FunctionOut
-    type: str = "function"
+    type: str
+    function: FunctionOut | msgspec.UnsetType = msgspec.UNSET
+    custom: CustomOut | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatMessageOut(msgspec.Struct, kw_only=True):

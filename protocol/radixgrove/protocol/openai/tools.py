@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from radixgrove.protocol.constraints import constraint as constraints
-from radixgrove.protocol.constraints.constraint import ConstraintError
+from radixgrove.protocol.constraints.constraint import Constraint, ConstraintError, Form
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import ChatBody
 from radixgrove.protocol.openai.structured import refused
@@ -19,6 +19,8 @@ MAX_TOOLS_BYTES = 512 << 10  # of all definitions together, as JSON
 MAX_LEVELS = constraints.MAX_SCHEMA_LEVELS + 8
 _NAME = re.compile(r"^[A-Za-z0-9_.-]{1,128}$")
 INVALID_PARAMETERS = "invalid_function_parameters"
+INPUT = "input"  # the one argument of a custom tool, as models see it
+_SYNTAXES = {"lark": Form.GRAMMAR, "regex": Form.REGEX}
 
 
 class ToolMode(StrEnum):
@@ -31,12 +33,14 @@ class ToolMode(StrEnum):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that may be called."""
+    """A function that may be called, or a custom tool: one that takes a text."""
 
     name: str
     parameters: str | None  # JSON schema of its arguments; None: any object
     strict: bool
     param: str  # the schema's field of the request
+    custom: bool = False
+    input: Constraint | None = None  # what the text of a custom one must be
 
     @property
     def properties(self) -> dict[str, Any]:
@@ -49,7 +53,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 class Tools(msgspec.Struct, frozen=True, kw_only=True):
     """What a request says of tools."""
 
-    definitions: list[dict[str, Any]]  # all, as they came: the template shows these
+    # All, as they came; custom ones as functions, which templates know. The template shows these.
+    definitions: list[dict[str, Any]]
     size: int  # bytes of these, as JSON
     offered: tuple[Tool, ...]  # those that may be called
     mode: ToolMode
@@ -63,20 +68,38 @@ class _Function(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
+class _GrammarText(msgspec.Struct, kw_only=True):
+    definition: str
+    syntax: str
+
+
+class _InputFormat(msgspec.Struct, kw_only=True):
+    type: str
+    grammar: _GrammarText | None = None
+
+
+class _Custom(msgspec.Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    format: _InputFormat | None = None
+
+
 class _Named(msgspec.Struct, kw_only=True):
     name: str
 
 
 class _Reference(msgspec.Struct, kw_only=True):
-    """A tool of a choice, under `function` as chat has it or beside `type`."""
+    """A tool of a choice, under its type as chat has it or beside `type`."""
 
     type: str = "function"
     function: _Named | None = None
+    custom: _Named | None = None
     name: str | None = None
 
     @property
     def called(self) -> str | None:
-        return self.function.name if self.function is not None else self.name
+        named = self.function or self.custom
+        return named.name if named is not None else self.name
 
 
 class _Allowed(msgspec.Struct, kw_only=True):
@@ -88,6 +111,9 @@ class _Choice(_Reference, kw_only=True):
     allowed_tools: _Allowed | None = None
     mode: str = "auto"
     tools: list[_Reference] | None = None
+
+
+T = TypeVar("T", _Function, _Custom)
 
 
 def parse_tools(wire: ChatBody) -> Tools | None:
@@ -105,7 +131,10 @@ def parse_tools(wire: ChatBody) -> Tools | None:
     tools = _definitions(wire.tools)
     mode, names = _chosen(choice, {tool.name for tool in tools})
     return Tools(
-        definitions=wire.tools,
+        definitions=[
+            _as_function(item["custom"], tool) if tool.custom else item
+            for item, tool in zip(wire.tools, tools, strict=True)
+        ],
         size=size,
         offered=tuple(tool for tool in tools if names is None or tool.name in names),
         mode=mode,
@@ -134,8 +163,9 @@ def _definitions(given: list[dict[str, Any]]) -> list[Tool]:
     seen: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.name in seen:
+            kind = "custom" if tool.custom else "function"
             raise errors.invalid(
-                f"Two tools have the name '{tool.name}'.", f"tools[{index}].function.name"
+                f"Two tools have the name '{tool.name}'.", f"tools[{index}].{kind}.name"
             )
         seen.add(tool.name)
     return tools
@@ -143,26 +173,86 @@ def _definitions(given: list[dict[str, Any]]) -> list[Tool]:
 
 def _definition(item: dict[str, Any], where: str) -> Tool:
     kind = item.get("type", "function")
+    if kind == "custom":
+        return _custom(_described(item, kind, where, _Custom), f"{where}.custom")
     if kind != "function":
-        raise errors.unsupported(where, f"'{where}' is no function; other tools are not supported.")
-    if "function" not in item:
-        raise errors.invalid(f"Missing required parameter: '{where}.function'.", where)
-    try:
-        function = msgspec.json.decode(msgspec.json.encode(item["function"]), type=_Function)
-    except msgspec.ValidationError as error:
-        raise errors.invalid(f"Invalid value for '{where}.function': {error}.", where) from None
-    if not _NAME.match(function.name):
-        raise errors.invalid(
-            f"Invalid value for '{where}.function.name': it must have 1 to 128 letters, digits, "
-            "'_', '.' or '-'.",
-            f"{where}.function.name",
+        raise errors.unsupported(
+            where, f"'{where}' is neither a function nor custom; other tools are not supported."
         )
+    function = _described(item, kind, where, _Function)
     return Tool(
         name=function.name,
         parameters=_parameters(bytes(function.parameters), f"{where}.function.parameters"),
         strict=bool(function.strict),
         param=f"{where}.function.parameters",
     )
+
+
+def _described(item: dict[str, Any], kind: str, where: str, type: type[T]) -> T:
+    """What a definition has under its kind."""
+    if kind not in item:
+        raise errors.invalid(f"Missing required parameter: '{where}.{kind}'.", where)
+    try:
+        found = msgspec.json.decode(msgspec.json.encode(item[kind]), type=type)
+    except msgspec.ValidationError as error:
+        raise errors.invalid(f"Invalid value for '{where}.{kind}': {error}.", where) from None
+    if not _NAME.match(found.name):
+        raise errors.invalid(
+            f"Invalid value for '{where}.{kind}.name': it must have 1 to 128 letters, digits, "
+            "'_', '.' or '-'.",
+            f"{where}.{kind}.name",
+        )
+    return found
+
+
+def _custom(given: _Custom, where: str) -> Tool:
+    param = f"{where}.format"
+    wanted = given.format or _InputFormat(type="text")
+    constraint = None
+    if wanted.type == "grammar" and wanted.grammar is not None:
+        form = _SYNTAXES.get(wanted.grammar.syntax)
+        if form is None:
+            raise errors.invalid(
+                f"Invalid value for '{param}.grammar.syntax': must be lark or regex.", param
+            )
+        try:
+            constraint = constraints.text_form(form, wanted.grammar.definition, param)
+        except ConstraintError as error:
+            raise refused(error, param) from None
+    elif wanted.type != "text":
+        raise errors.invalid(
+            f"Invalid value for '{param}': must be of the type text, or grammar with a 'grammar'.",
+            param,
+        )
+    return Tool(
+        name=given.name,
+        parameters=msgspec.json.encode(_input_schema({"type": "string"})).decode(),
+        strict=constraint is not None,
+        param=param,
+        custom=True,
+        input=constraint,
+    )
+
+
+def _input_schema(text: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {INPUT: text},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+
+
+def _as_function(given: dict[str, Any], tool: Tool) -> dict[str, Any]:
+    """A custom tool as models know tools: a function of one text."""
+    text = {"type": "string"}
+    if tool.input is not None:
+        kind = "regular expression" if tool.input.form is Form.REGEX else "Lark grammar"
+        text["description"] = f"A text of this {kind}:\n{tool.input.text}"
+    function = {"name": tool.name, "parameters": _input_schema(text)}
+    if given.get("description") is not None:
+        function["description"] = given["description"]
+    return {"type": "function", "function": function}
 
 
 def _parameters(schema: bytes, param: str) -> str | None:

@@ -21,8 +21,9 @@ from tokenizers import Tokenizer
 
 from radixgrove.protocol.blocks import TOKEN_BYTES, BlockHasher
 from radixgrove.protocol.openai import errors
-from radixgrove.protocol.openai.bodies import ChatMessage
+from radixgrove.protocol.openai.bodies import ChatMessage, ToolCall
 from radixgrove.protocol.openai.requests import ChatRequest, CompletionRequest, ModelLimits
+from radixgrove.protocol.openai.tools import INPUT
 from radixgrove.protocol.text.budget import EncodingBudget
 from radixgrove.protocol.text.prefix_cache import Piece, PrefixCache
 from radixgrove.protocol.text.templates import ChatTemplate, TemplateFailure, TemplateRefusal
@@ -325,14 +326,22 @@ class PromptEncoder:
                     {
                         "id": guard(call.id or ""),
                         "type": "function",
-                        "function": {
-                            "name": guard(call.function.name),
-                            "arguments": self._arguments(call.function.arguments),
-                        },
+                        "function": self._called(call, guard),
                     }
                     for call in message.tool_calls
                 ]
         return result
+
+    def _called(self, call: ToolCall, guard: Callable[[str], str]) -> dict[str, Any]:
+        """A call's name and arguments; of a custom tool, as the model sees that one."""
+        if call.function is not None:
+            arguments = self._arguments(call.function.arguments)
+            return {"name": guard(call.function.name), "arguments": arguments}
+        assert call.custom is not None
+        return {
+            "name": guard(call.custom.name),
+            "arguments": {INPUT: self._guard(call.custom.input)},
+        }
 
     def _arguments(self, text: str) -> Any:
         """Arguments as an object where they are one: templates print them as JSON."""

@@ -14,6 +14,7 @@ from radixgrove.protocol.openai.formats import (
     Choice,
     Logprobs,
     StreamEncoder,
+    ToolCall,
     new_head,
 )
 from radixgrove.protocol.openai.requests import Request
@@ -234,9 +235,10 @@ def render(
         case Reasoning():
             return encoder.reasoning(index, event.text)
         case CallBegins():
-            return encoder.call_begins(index, event.number, event.id, event.name)
+            call = ToolCall(event.id, event.name, custom=event.custom)
+            return encoder.call_begins(index, event.number, call)
         case CallArguments():
-            return encoder.call_arguments(index, event.number, event.text)
+            return encoder.call_arguments(index, event.number, event.text, custom=event.custom)
         case CallEnds():
             return b""
         case Finished():

@@ -46,14 +46,17 @@ class CallBegins:
     number: int
     id: str
     name: str
+    custom: bool = False  # of a custom tool
 
 
 @dataclass(slots=True)
 class CallArguments:
-    """A piece of a call's arguments, which are the text of a JSON object."""
+    """A piece of a call's arguments, which are the text of a JSON object; of a custom tool's input,
+    which is any text."""
 
     number: int
     text: str
+    custom: bool = False
 
 
 @dataclass(slots=True)
@@ -94,7 +97,7 @@ class Collected:
             case Reasoning():
                 self.reasoning.append(event.text)
             case CallBegins():
-                self.calls.append(ToolCall(id=event.id, name=event.name))
+                self.calls.append(ToolCall(event.id, event.name, custom=event.custom))
                 self.arguments.append([])
             case CallArguments():
                 self.arguments[event.number].append(event.text)

@@ -97,6 +97,7 @@ class ServedModel:
             self.markers,
             called_reason="stop" if named else "tool_calls",
             show_reasoning=request.include_reasoning,
+            custom=() if tools is None else {tool.name for tool in tools.offered if tool.custom},
         )
 
     def thoughts_of(self, request: ChatRequest, prompt: EncodedPrompt) -> Thoughts:

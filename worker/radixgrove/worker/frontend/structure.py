@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+from radixgrove.worker.frontend.custom_inputs import CustomInputs
 from radixgrove.worker.frontend.detokenize import Detokenizer
 from radixgrove.worker.frontend.events import Reasoning, ScoredToken
 from radixgrove.worker.frontend.markers import Markers
@@ -21,13 +22,19 @@ class Output:
         *,
         called_reason: str,
         show_reasoning: bool = True,
+        custom: Collection[str] = (),
     ) -> None:
-        """`called_reason`: why an answer with calls ended that was not cut."""
+        """
+        Args:
+            called_reason: why an answer with calls ended that was not cut.
+            custom: names of custom tools.
+        """
         self.parser = parser
         self.reasoning_tokens = 0
         self._markers = markers
         self._called_reason = called_reason
         self._show_reasoning = show_reasoning
+        self._inputs = CustomInputs(custom) if custom else None
         self._length = 0  # characters that were fed
         self._unplaced: deque[tuple[int, int, ScoredToken]] = deque()  # begin and end of its text
 
@@ -71,6 +78,8 @@ class Output:
         return self._seen(self.parser.finish())
 
     def _seen(self, parts: list[Part]) -> list[Part]:
+        if self._inputs is not None:
+            parts = [seen for part in parts for seen in self._inputs.read(part)]
         if self._show_reasoning:
             return parts
         return [part for part in parts if not isinstance(part, Reasoning)]
