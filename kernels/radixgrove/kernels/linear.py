@@ -151,6 +151,15 @@ def folded(products):
 
 
 @jit
+def gated(gate, up, out_ptr):
+    """`silu(gate) * up` in float32 of what a product that stores both would have rounded, so that
+    steps with and without this ending agree."""
+    gate = gate.to(out_ptr.dtype.element_ty).to(tl.float32)
+    up = up.to(out_ptr.dtype.element_ty).to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@jit
 def _widened(
     w,
     scale_ptr,
@@ -349,7 +358,7 @@ def _gemv_kernel(
     if BIAS:
         y += tl.load(bias_ptr + row, mask=alive, other=0.0).to(tl.float32)
     if SILU:
-        y = y / (1.0 + tl.exp(-y)) * upper_y
+        y = gated(y, upper_y, out_ptr)
     if RESIDUAL:
         y += tl.load(residual_ptr + row, mask=alive, other=0.0).to(tl.float32)
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=alive)
@@ -533,7 +542,7 @@ def _skinny_kernel(
         if BIAS:
             y += tl.load(bias_ptr + row, mask=alive, other=0.0).to(tl.float32)[:, None]
         if SILU:
-            y = y / (1.0 + tl.exp(-y)) * upper_total
+            y = gated(y, upper_total, out_ptr)
         mask = alive[:, None] & (token < tokens)[None, :]
         target = token[None, :] * n + row[:, None]
         if RESIDUAL:
