@@ -162,21 +162,22 @@ def bench_linear() -> None:
 
 def float8_weights(kind: str, n: int, k: int) -> list[Weight]:
     """As `cold_weights`; `kind` says what shares a scale."""
+    return [float8_weight(kind, weight.payload) for weight in cold_weights(n, k)]
+
+
+def float8_weight(kind: str, matrix: Tensor) -> Weight:
+    """[..., N, K], whose numbers are mostly within ±1."""
+    *stack, n, k = matrix.shape
     blocks = kind == "blocks"
-    uniform = kind == "tensor"
-    return [
-        Weight(
-            to_page(weight.payload * 448, FLOAT8),
-            DTYPE,
-            scales=torch.full(
-                (cdiv(n, 128), cdiv(k, 128)) if blocks else (n,), 1 / 448, device="cuda"
-            ),
-            block=(128, 128) if blocks else None,
-            activations=Activations.GROUP if blocks else Activations.TOKEN,
-            uniform=uniform,
-        )
-        for weight in cold_weights(n, k)
-    ]
+    shape = (*stack, cdiv(n, 128), cdiv(k, 128)) if blocks else (*stack, n)
+    return Weight(
+        to_page(matrix * 448, FLOAT8),
+        DTYPE,
+        scales=torch.full(shape, 1 / 448, device="cuda"),
+        block=(128, 128) if blocks else None,
+        activations=Activations.GROUP if blocks else Activations.TOKEN,
+        uniform=kind == "tensor",
+    )
 
 
 def bench_products_float8() -> None:
@@ -384,34 +385,45 @@ EXPERTS = {  # experts, of a token, hidden and inner size
 
 
 def bench_experts() -> None:
-    """A layer's experts by the tuner's choice and by `grouped_mm`; the bytes are those of the
-    experts that random logits choose."""
+    """A layer's experts by the tuner's choice, in bf16 and float8, and by `grouped_mm`; the bytes
+    are those of the experts that random logits choose."""
     for name, (experts, top_k, hidden, inner) in EXPERTS.items():
         router = moe.Router(moe.Routing(top_k, renormalize=True))
-        layers = [
-            moe.ExpertWeights(
-                Weight.plain(random(experts, 2 * inner, hidden)),
-                Weight.plain(random(experts, hidden, inner)),
-                router,
-            )
-            for _ in range(2)
-        ]
-        for tokens in (1, 4, 16, 64, 256, 1024, 8192):
-            x, logits = random(tokens, hidden), torch.randn(tokens, experts, device="cuda")
-            used = len(moe.route_reference(logits, router).ids.unique())
-            moved, flops = used * 3 * hidden * inner * 2, 6.0 * tokens * top_k * hidden * inner
-            time = partial(time_experts, x, logits, layers)
-            chosen = moe_tuning.search(tokens, layers[0], partial(min, key=time))
-            for kernel, choice in ("experts", chosen), ("grouped_mm", moe.GROUPED):
-                show(kernel, f"{name} T={tokens}, {used} experts", time(choice), moved, flops)
-            print(f"    {chosen}", flush=True)
+        for kind in ("bf16", "row", "blocks"):
+            layers = [expert_layer(kind, experts, hidden, inner, router) for _ in range(4)]
+            item = layers[0].gate_up.payload.element_size()
+            for tokens in (1, 4, 16, 64, 256, 1024, 8192):
+                x, logits = random(tokens, hidden), torch.randn(tokens, experts, device="cuda")
+                used = len(moe.route_reference(logits, router).ids.unique())
+                moved = used * 3.0 * hidden * inner * item
+                flops = 6.0 * tokens * top_k * hidden * inner
+                time = partial(time_experts, x, logits, layers)
+                chosen = moe_tuning.search(tokens, layers[0], partial(min, key=time))
+                label = f"{name} T={tokens}, {used} experts"
+                kernel = "experts" if kind == "bf16" else f"experts float8 {kind}"
+                show(kernel, label, time(chosen), moved, flops)
+                print(f"    {chosen}", flush=True)
+                if kind == "bf16":
+                    show("grouped_mm", label, time(moe.GROUPED), moved, flops)
+            del layers
+
+
+def expert_layer(
+    kind: str, experts: int, hidden: int, inner: int, router: moe.Router
+) -> moe.ExpertWeights:
+    matrices = (
+        random(experts, rows, columns) / columns**0.5
+        for rows, columns in ((2 * inner, hidden), (hidden, inner))
+    )
+    make = Weight.plain if kind == "bf16" else partial(float8_weight, kind)
+    return moe.ExpertWeights(*map(make, matrices), router)
 
 
 def time_experts(
     x: Tensor, logits: Tensor, layers: list[moe.ExpertWeights], choice: moe.ExpertChoice
 ) -> float:
     """Routing and sorting included."""
-    return microseconds([partial(moe.experts, x, logits, y, choice=choice) for y in layers] * 2)
+    return microseconds([partial(moe.experts, x, logits, y, choice=choice) for y in layers])
 
 
 def bench_sampling() -> None:

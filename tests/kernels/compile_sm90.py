@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -274,20 +275,34 @@ def launch_experts(dtype: torch.dtype) -> None:
             x, logits = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, experts)
             moe.experts(x, logits, weights, x.clone())
     if dtype == torch.bfloat16:
-        for block in (None, (128, 128)):
-            launch_float8_experts(block)
+        for activations, blocks in FLOAT8_KINDS:
+            launch_float8_experts(activations, blocks=blocks)
     positions = torch.zeros(8192 * 8, dtype=torch.int32)
     moe.combine(x, positions, torch.zeros(8192, 8), x, x)
 
 
-def launch_float8_experts(block: tuple[int, int] | None) -> None:
-    def stack(rows: int, columns: int) -> Weight:
-        shape = (rows // block[0], columns // block[1]) if block else (rows,)
-        scales = torch.ones(4, *shape)
-        payload = torch.empty(4, rows, columns, dtype=FLOAT8)
-        return Weight(payload, torch.bfloat16, scales=scales, block=block)
+def float8_experts(
+    experts: int, hidden: int, inner: int, activations: Activations, *, blocks: bool
+) -> tuple[Weight, Weight]:
+    """Of each shape's memory only the addresses count: one expert's is enough."""
 
-    weights = moe.ExpertWeights(stack(1536, 2048), stack(2048, 768), moe.Router(moe.Routing(2)))
+    def stack(rows: int, columns: int) -> Weight:
+        one = float8_weight(rows, columns, activations, blocks=blocks)
+        assert one.scales is not None
+        inputs = one.input_scale
+        return replace(
+            one,
+            payload=one.payload.expand(experts, -1, -1),
+            scales=one.scales.expand(experts, *one.scales.shape),
+            input_scale=None if inputs is None else inputs.expand(experts, 1),
+        )
+
+    return stack(2 * inner, hidden), stack(hidden, inner)
+
+
+def launch_float8_experts(activations: Activations, *, blocks: bool) -> None:
+    stacks = float8_experts(4, 2048, 768, activations, blocks=blocks)
+    weights = moe.ExpertWeights(*stacks, moe.Router(moe.Routing(2)))
     for tokens in (1, 16, 1024):
         x, logits = torch.zeros(tokens, 2048, dtype=torch.bfloat16), torch.zeros(tokens, 4)
         moe.experts(x, logits, weights, x.clone())
@@ -336,17 +351,21 @@ def launch_float8(hidden: int) -> None:
 
 
 def launch_expert_candidates(experts: int, top_k: int, hidden: int, inner: int) -> None:
-    """All that is timed, and routing and sorting; of each shape's memory only the addresses count,
-    so that one expert's is enough."""
+    """All that is timed, and routing and sorting, of bf16 and float8; see `float8_experts`."""
 
-    def shaped(*shape: int) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.bfloat16).expand(shape)
+    def shaped(*shape: int) -> Weight:
+        return Weight.plain(torch.zeros(1, dtype=torch.bfloat16).expand(shape))
 
-    weights = moe.ExpertWeights(
-        Weight.plain(shaped(experts, 2 * inner, hidden)),
-        Weight.plain(shaped(experts, hidden, inner)),
-        moe.Router(moe.Routing(top_k, renormalize=True)),
-    )
+    router = moe.Router(moe.Routing(top_k, renormalize=True))
+    plain = shaped(experts, 2 * inner, hidden), shaped(experts, hidden, inner)
+    launch_candidates(moe.ExpertWeights(*plain, router), experts)
+    for activations, blocks in (Activations.TOKEN, False), (Activations.GROUP, True):
+        stacks = float8_experts(experts, hidden, inner, activations, blocks=blocks)
+        launch_candidates(moe.ExpertWeights(*stacks, router), experts)
+
+
+def launch_candidates(weights: moe.ExpertWeights, experts: int) -> None:
+    hidden = weights.gate_up.shape[1]
     for tokens in (1, 16, 64, 256, 1024, 8192):
         x, logits = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(tokens, experts)
         for choice in moe_tuning.candidates(tokens, weights):

@@ -24,6 +24,7 @@ from radixgrove.kernels.moe import (
 )
 from radixgrove.kernels.quantize import widened
 from radixgrove.kernels.weight import Weight
+from radixgrove.protocol.model.quantization import Activations
 from tests.kernels.helpers import DTYPES, assert_close, sizes
 
 # Rounding of `silu(gate) * up` between the products, where the reference rounds twice.
@@ -155,14 +156,22 @@ def test_experts(
     check(x, random_logits(tokens, experts, device), weights, WAYS[way], residual)
 
 
-def float8(experts: int, rows: int, columns: int, block: tuple[int, int] | None) -> Weight:
+def float8(
+    experts: int,
+    rows: int,
+    columns: int,
+    block: tuple[int, int] | None,
+    device: torch.device,
+    **activations: Any,
+) -> Weight:
     """Random numbers and scales, of rows or of blocks."""
     shape = (-(-rows // block[0]), -(-columns // block[1])) if block else (rows,)
     return Weight(
-        torch.randn(experts, rows, columns).to(FLOAT8),
+        torch.randn(experts, rows, columns).to(device, FLOAT8),
         torch.bfloat16,
-        scales=torch.rand(experts, *shape) / columns**0.5 + 0.01,
+        scales=(torch.rand(experts, *shape) / columns**0.5 + 0.01).to(device),
         block=block,
+        **activations,
     )
 
 
@@ -179,15 +188,138 @@ def test_float8_experts_are_widened(
 ) -> None:
     """At sizes past a block."""
     hidden, inner, tokens = 72, 40, tokens_for(way, 20, device)
-    places = torch.tensor([-1, 0, -1, 1, 2, -1], dtype=torch.int32) if elsewhere else None
-    count = 3 if elsewhere else 6
-    weights = ExpertWeights(
-        float8(count, 2 * inner, hidden, block),
-        float8(count, hidden, inner, block),
-        Router(Routing(2), places=places),
-    )
-    x = torch.randn(tokens, hidden).to(dtype)
+    weights = float8_experts(hidden, inner, block, device, elsewhere=elsewhere)
+    x = torch.randn(tokens, hidden).to(device, dtype)
     check(x, random_logits(tokens, 6, device), weights, WAYS[way], residual=True)
+
+
+def float8_experts(
+    hidden: int,
+    inner: int,
+    block: tuple[int, int] | None,
+    device: torch.device,
+    *,
+    elsewhere: bool = False,
+    **activations: Any,
+) -> ExpertWeights:
+    """Six of them, or every other one."""
+    places = [-1, 0, -1, 1, 2, -1] if elsewhere else None
+    count = 3 if elsewhere else 6
+    return ExpertWeights(
+        float8(count, 2 * inner, hidden, block, device, **activations),
+        float8(count, hidden, inner, block, device, **activations),
+        Router(
+            Routing(2),
+            places=None if places is None else torch.tensor(places, device=device).int(),
+        ),
+    )
+
+
+QUANTIZING_TILES = {
+    "small-tiles": ExpertChoice(
+        tiles=ExpertTiles(
+            16, TileConfig(block_n=128, block_k=128), TileConfig(block_n=128, block_k=128)
+        )
+    ),
+    "large-tiles": ExpertChoice(
+        tiles=ExpertTiles(
+            64,
+            TileConfig(block_n=128, block_k=128, group=2),
+            TileConfig(block_n=64, block_k=64, group=2),
+        )
+    ),
+}
+# Blocks of a weight are as high as its tiles, or lower; inputs have scales of tokens or parts.
+QUANTIZED = {
+    "rows": (None, Activations.TOKEN),
+    "static": (None, Activations.STATIC),
+    "blocks": ((128, 128), Activations.GROUP),
+    "low-blocks": ((32, 128), Activations.GROUP),
+    "blocks, tokens": ((128, 128), Activations.TOKEN),
+}
+
+
+def quantizing_reference(x: Tensor, logits: Tensor, weights: ExpertWeights) -> Tensor:
+    """As tiles quantize: x by tokens or parts, and what comes between the products by parts."""
+    parts = weights.gate_up.activations == Activations.GROUP
+    gate_up = replace(
+        weights.gate_up,
+        payload=widened(weights.gate_up),
+        scales=None,
+        activations=Activations.GROUP if parts else Activations.TOKEN,
+    )
+    down = replace(
+        weights.down,
+        payload=widened(weights.down),
+        scales=None,
+        block=(1, moe.H_WIDTH),
+        activations=Activations.GROUP,
+    )
+    return moe.experts_reference(x.float(), logits, ExpertWeights(gate_up, down, weights.router))
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "some-elsewhere"])
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 256), (144, 208)])
+@pytest.mark.parametrize("way", QUANTIZING_TILES)
+def test_tiles_quantize_what_float8_experts_multiply(
+    way: str,
+    hidden: int,
+    inner: int,
+    kind: str,
+    elsewhere: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """As their reference does, and so near to what the weights stand for as float8 lets be."""
+    block, activations = QUANTIZED[kind]
+    static = activations == Activations.STATIC
+    weights = float8_experts(
+        hidden,
+        inner,
+        block,
+        device,
+        elsewhere=elsewhere,
+        activations=activations,
+        activation_bound=1.5 if activations == Activations.TOKEN else None,
+        input_scale=torch.ones(6, 1, device=device) if static else None,
+    )
+    x, logits = torch.randn(20, hidden).to(device, dtype), random_logits(20, 6, device)
+    out = moe.experts(x, logits, weights, choice=QUANTIZING_TILES[way])
+    # A sum that rounds otherwise may round an input to the next float8: rare.
+    assert_close(
+        out, quantizing_reference(x, logits, weights), 2e-3 if x.dtype == torch.float32 else 1e-2
+    )
+    if activations != Activations.TOKEN:  # whose bound cuts values
+        assert_close(out, exact(x, logits, weights, None), 0.06)
+
+
+@pytest.mark.parametrize("kind", ["rows", "blocks"])
+@pytest.mark.parametrize("way", QUANTIZING_TILES)
+def test_what_has_no_scale_stays_with_its_token(way: str, kind: str, device: torch.device) -> None:
+    """Zeros, NaN and infinity, in x and (of values that are large) between the products."""
+    block, activations = QUANTIZED[kind]
+    weights = float8_experts(256, 128, block, device, activations=activations)
+    x, logits = torch.randn(20, 256, device=device), random_logits(20, 6, device)
+    x[3] = 0.0
+    x[5, 7], x[6, 9] = float("nan"), float("inf")
+    x[8] *= 1e25  # `silu(gate) * up` is beyond float32
+    out = moe.experts(x, logits, weights, choice=QUANTIZING_TILES[way])
+    assert torch.equal(out[3], torch.zeros(256, device=device))
+    assert out[5].isnan().all()
+    assert out[6].isnan().all()
+    assert not out[8].isfinite().any()
+    others = [row for row in range(20) if row not in (3, 5, 6, 8)]
+    assert_close(out[others], quantizing_reference(x, logits, weights)[others], 2e-3)
+
+
+def test_tiles_that_quantize_are_as_wide_as_a_group(device: torch.device) -> None:
+    weights = float8_experts(256, 128, None, device, activations=Activations.TOKEN)
+    x, logits = torch.randn(20, 256, device=device), random_logits(20, 6, device)
+    with pytest.raises(ValueError, match="tiles of 128, not 32"):
+        moe.experts(x, logits, weights, choice=WAYS["small-tiles"])
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "some-elsewhere"])

@@ -68,7 +68,7 @@ def test_finds_the_fastest_of_all_combinations(tokens: int) -> None:
     if tokens <= 16:
         ways += [ExpertChoice(pairs=ExpertPairs(*x)) for x in product(PAIRS_CANDIDATES, repeat=2)]
     for block_m in moe_tuning._heights(tokens, own):
-        tiles = moe_tuning._fitting(block_m, 2), moe_tuning._fitting(block_m, 1)
+        tiles = (moe_tuning._fitting(block_m, halves, own) for halves in (2, 1))
         ways += [ExpertChoice(tiles=ExpertTiles(block_m, *x)) for x in product(*tiles)]
     assert search(tokens, own, picking(cost_of)) == min(ways, key=cost_of)
 

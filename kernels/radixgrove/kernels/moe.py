@@ -14,14 +14,15 @@ the last one arrive: the same bits each time. `moe_tuning` measures which is the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import gcd
+from dataclasses import dataclass, field, replace
+from math import gcd, inf
 
 import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import cdiv, next_power_of_2, pdl
 from radixgrove.kernels.activation import silu_and_mul, silu_and_mul_reference
+from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.moe_kernels import (
     combine_kernel,
     down_pairs_kernel,
@@ -31,8 +32,9 @@ from radixgrove.kernels.moe_kernels import (
     route_kernel,
     sort_kernel,
 )
-from radixgrove.kernels.quantize import product_reference
+from radixgrove.kernels.quantize import product_reference, quantize
 from radixgrove.kernels.weight import Weight
+from radixgrove.protocol.model.quantization import Activations
 
 MAX_EXPERTS = 512
 MAX_GROUPS = 16
@@ -40,6 +42,9 @@ MAX_GROUPS = 16
 _CHUNK_PAIRS = 256
 _CHUNK_SCORES = 16384
 _LEAST_STEP = 16  # along K, of a product on tensor cores
+# Columns of `silu(gate) * up` that share a scale where it is quantized; float8 weights with blocks
+# have them as wide, or their inputs are not.
+H_WIDTH = 128
 # Up to so many tokens parts are float32; past it they would be more to write than the weights.
 WIDE_PARTS = 256
 
@@ -309,7 +314,8 @@ GROUPED = ExpertChoice()
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """This rank's experts, as stacks: gate_up [E, 2 N, K] (gate first) and down [E, K, N]."""
+    """This rank's experts, as stacks: gate_up [E, 2 N, K] (gate first) and down [E, K, N]; both of
+    one format."""
 
     gate_up: Weight
     down: Weight
@@ -319,12 +325,24 @@ class ExpertWeights:
     def count(self) -> int:
         return self.gate_up.payload.shape[0]
 
+    @property
+    def quantizes_inputs(self) -> bool:
+        """Whether tiles multiply float8 by float8; see `experts`."""
+        weight = self.gate_up
+        if weight.payload.dtype != FLOAT8 or weight.activations == Activations.KEPT:
+            return False
+        return weight.block is None or weight.block[1] == H_WIDTH
+
 
 def default_choice(tokens: int, weights: ExpertWeights) -> ExpertChoice:
     """A sound way for what has not been measured."""
     pairs = tokens * weights.router.routing.top_k
     if tokens <= 4:
         return ExpertChoice(pairs=ExpertPairs())
+    if weights.quantizes_inputs:
+        few = pairs <= 16 * weights.count
+        tile = TileConfig(block_n=H_WIDTH, block_k=128, group=1 if few else 4, stages=3, warps=8)
+        return ExpertChoice(tiles=ExpertTiles(16 if few else 64, tile, tile))
     if pairs <= 16 * weights.count:
         return ExpertChoice(tiles=ExpertTiles())
     wide = TileConfig(block_n=64, block_k=64, group=4, stages=4, warps=4)
@@ -377,8 +395,13 @@ def experts(
 ) -> Tensor:
     """`residual += sum over a token's experts of weight * down(silu(gate(x)) * up(x))`.
 
-    Float8 weights are widened as they are multiplied; their inputs stay as they are, whatever the
-    format says of activations.
+    Float8 weights are widened as they are multiplied by pairs, whose inputs stay as they are. In
+    tiles so they are where the format keeps activations (or blocks are not `H_WIDTH` wide); else
+    both operands are float8. x has scales of tokens, or of parts as wide as the weight's blocks,
+    and `silu(gate) * up` one for `H_WIDTH` columns; all are dynamic, also where the checkpoint has
+    static ones. Sums are in float32, but for these: products of float8 are summed in the tensor
+    cores' fast accumulation (about 14 bits), by gate and up over all of K where there are no
+    blocks, else over 128 columns.
 
     Args:
         x: [T, K] contiguous, float32, bfloat16 or float16. logits: [T, experts] float32.
@@ -476,26 +499,42 @@ def _by_tiles(
         "SWAP": config.block_m < 64,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
     }
-    h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     first = config.gate_up
     gate_tiles = cdiv(inner, first.block_n)
+    quantized, rows, x_scales = weights.quantizes_inputs, x, x
+    h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
+    h_scales = h
+    if quantized:
+        if first.block_n != H_WIDTH:
+            raise ValueError(f"quantized inputs take tiles of {H_WIDTH}, not {first.block_n}")
+        rows, x_scales = quantize(x, _dynamic(weights.gate_up))
+        h = torch.empty((pairs, inner), dtype=FLOAT8, device=x.device)
+        h_scales = x_scales.new_empty(gate_tiles, pairs)
+    bound = weights.down.activation_bound
     gate_up_tiles_kernel[(made.most_blocks * gate_tiles,)](
-        x,
+        rows,
+        x_scales,
         weights.gate_up.payload,
         _scales(weights.gate_up),
         *where,
         h,
+        h_scales,
         inner,
         hidden,
         gate_tiles,
+        pairs,
+        inf if bound is None else bound,
+        QUANTIZED=quantized,
+        X_PARTS=quantized and weights.gate_up.activations == Activations.GROUP,
         **shared,
         **_scale_options(weights.gate_up),
-        **_tile_options(first, weights.gate_up),
+        **_tile_options(first, weights.gate_up, inner),
         **pdl(x),
     )
     kind = torch.float32 if tokens <= WIDE_PARTS else x.dtype
     down_tiles_kernel[(made.most_blocks * down_tiles,)](
         h,
+        h_scales,
         weights.down.payload,
         _scales(weights.down),
         *where,
@@ -508,11 +547,13 @@ def _by_tiles(
         hidden,
         inner,
         down_tiles,
+        pairs,
+        H_WIDTH=H_WIDTH if quantized else 0,
         RESIDUAL=residual is not None,
         PLACES=weights.router.places is not None,
         **shared,
         **_scale_options(weights.down),
-        **_tile_options(own, weights.down),
+        **_tile_options(own, weights.down, hidden),
         **pdl(x),
     )
     return out
@@ -529,16 +570,25 @@ def _scale_options(weight: Weight) -> dict[str, int]:
     return {"SCALED": weight.scales is not None, "HIGH": high, "WIDE": wide}
 
 
-def _tile_options(config: TileConfig, weight: Weight) -> dict[str, int]:
-    wide = weight.block[1] if weight.block else config.block_k
-    # A step along K is within one block.
+def _tile_options(config: TileConfig, weight: Weight, rows: int) -> dict[str, int]:
+    """For a tile of a weight whose parts, gate and up, have so many rows."""
+    high, wide = weight.block or (0, H_WIDTH)
+    # A step along K is within one block, and one group of quantized inputs.
     return {
         "BLOCK_N": config.block_n,
-        "BLOCK_K": gcd(config.block_k, wide),
+        "BLOCK_K": gcd(config.block_k, wide, H_WIDTH),
+        "ONE_BLOCK": high > 0 and high % config.block_n == 0 and rows % high == 0,
         "GROUP": config.group,
         "STAGES": config.stages,
         "num_warps": config.warps,
     }
+
+
+def _dynamic(weight: Weight) -> Weight:
+    """With inputs that are quantized by their own values."""
+    if weight.activations != Activations.STATIC:
+        return weight
+    return replace(weight, activations=Activations.TOKEN)
 
 
 def _by_groups(

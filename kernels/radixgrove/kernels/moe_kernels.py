@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from radixgrove.kernels._triton import gdc_launch_dependents, gdc_wait, jit, tl
+from radixgrove.kernels.float8 import stored
 from radixgrove.kernels.linear import folded
 
 
@@ -362,10 +363,20 @@ def _block_of(blocks, tiles, GROUP: tl.constexpr):
 
 
 @jit
+def _along(vector, FIRST: tl.constexpr):
+    """A vector along the first dimension of a matrix, or the second."""
+    if FIRST:
+        return vector[:, None]
+    else:
+        return vector[None, :]
+
+
+@jit
 def _multiplied(
     rows,
     weights,
     total,
+    row_scales,
     scale_ptr,
     column,
     offset,
@@ -374,40 +385,52 @@ def _multiplied(
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
     HIGH: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """`total` + rows [M, K] times weights [N, K]: [M, N], or [N, M] with `SWAP`, which puts the
-    weights on the tensor cores' long side. Float8 weights are widened, which is exact; a step along
-    K is within one block of scales."""
-    weights = weights.to(rows.dtype)
+    weights on the tensor cores' long side.
+
+    Float8 weights are widened, which is exact, unless rows are float8 too (`QUANTIZED`), with
+    `row_scales` [M] of this step along K (`PARTS`). A step is within one block of scales, which is
+    one block of all columns with `ONE_BLOCK`: `column` is the first then.
+    """
+    if not QUANTIZED:
+        weights = weights.to(rows.dtype)
     if WIDE:
+        # Asked for before the product, which hides how long it takes.
         scales = tl.load(scale_ptr + column // HIGH * tl.cdiv(k, WIDE) + offset // WIDE)
-        if SWAP:
-            part = tl.dot(weights, tl.trans(rows), input_precision=PRECISION)
-            total += part * scales[:, None]
-        else:
-            part = tl.dot(rows, tl.trans(weights), input_precision=PRECISION)
-            total += part * scales[None, :]
-    elif SWAP:
-        total = tl.dot(weights, tl.trans(rows), total, input_precision=PRECISION)
+    if SWAP:
+        left, right = weights, tl.trans(rows)
     else:
-        total = tl.dot(rows, tl.trans(weights), total, input_precision=PRECISION)
+        left, right = rows, tl.trans(weights)
+    if WIDE or PARTS:
+        part = tl.dot(left, right, input_precision=PRECISION)
+        if PARTS and ONE_BLOCK:
+            part *= _along(row_scales * scales, not SWAP)
+        elif PARTS:
+            part *= _along(row_scales, not SWAP)
+        if ONE_BLOCK and not PARTS:
+            part *= scales
+        elif WIDE and not ONE_BLOCK:
+            part *= _along(scales, SWAP)
+        total += part
+    else:
+        total = tl.dot(left, right, total, input_precision=PRECISION)
     return total
 
 
 @jit
 def _scaled_columns(total, scale_ptr, column, SWAP: tl.constexpr):
     """Times the scales of the weight's rows, which are the product's columns."""
-    scales = tl.load(scale_ptr + column)
-    if SWAP:
-        total *= scales[:, None]
-    else:
-        total *= scales[None, :]
-    return total
+    return total * _along(tl.load(scale_ptr + column), SWAP)
 
 
-@jit
+@jit(varying=("pairs",))
 def gate_up_tiles_kernel(
     x_ptr,
+    x_scale_ptr,
     weight_ptr,
     scale_ptr,
     order_ptr,
@@ -416,13 +439,19 @@ def gate_up_tiles_kernel(
     block_start_ptr,
     num_blocks_ptr,
     out_ptr,
+    out_scale_ptr,
     n,
     k,
     tiles,
+    pairs,
+    bound,
     TOP_K: tl.constexpr,
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    X_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -433,7 +462,11 @@ def gate_up_tiles_kernel(
     PDL: tl.constexpr,
 ):
     """One program: `silu(gate) * up` of a block of pairs for a tile of outputs; rows of `out` are
-    in the order of experts."""
+    in the order of experts.
+
+    With `QUANTIZED` x is float8 with scales of tokens, or of parts as wide as a block of the weight
+    (`X_PARTS`), and `out` becomes float8 with a scale for each row of the tile: [tiles, pairs].
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -449,10 +482,11 @@ def gate_up_tiles_kernel(
     token = tl.load(order_ptr + row, mask=alive, other=0) // TOP_K
     xs = x_ptr + token.to(tl.int64)[:, None] * k + lane[None, :]
     base = weight_ptr + expert.to(tl.int64) * 2 * n * k
-    # Columns past the end read the first rather than carry a mask through the pipeline.
-    held = tl.where(column < n, column, 0)
+    # Columns past the end read the tile's first rather than carry a mask through the pipeline, and
+    # have no other largest value.
+    held = tl.where(column < n, column, tile * BLOCK_N)
     gates = base + held.to(tl.int64)[:, None] * k + lane[None, :]
-    ups = gates + tl.cast(n, tl.int64) * k
+    half = tl.cast(n, tl.int64) * k
     if SWAP:
         gate = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -463,27 +497,75 @@ def gate_up_tiles_kernel(
     if SCALED:
         count = tl.cdiv(2 * n, HIGH) * tl.cdiv(k, WIDE) if WIDE else 2 * n
         own += expert.to(tl.int64) * count
+    of = tile * BLOCK_N if ONE_BLOCK else held
+    parts = token * (tl.cdiv(k, WIDE) if X_PARTS else 1)
     for offset in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         inside = (offset + lane < k)[None, :]
         x = tl.load(xs + offset, mask=inside, other=0.0)
         w = tl.load(gates + offset, mask=inside, other=0.0)
-        u = tl.load(ups + offset, mask=inside, other=0.0)
-        gate = _multiplied(x, w, gate, own, held, offset, k, SWAP, PRECISION, WIDE, HIGH)
-        up = _multiplied(x, u, up, own, n + held, offset, k, SWAP, PRECISION, WIDE, HIGH)
+        u = tl.load(gates + (half + offset), mask=inside, other=0.0)
+        rows = tl.load(x_scale_ptr + (parts + offset // WIDE)) if X_PARTS else 1.0
+        gate = _multiplied(
+            x,
+            w,
+            gate,
+            rows,
+            own,
+            of,
+            offset,
+            k,
+            SWAP,
+            PRECISION,
+            WIDE,
+            HIGH,
+            ONE_BLOCK,
+            QUANTIZED,
+            X_PARTS,
+        )
+        up = _multiplied(
+            x,
+            u,
+            up,
+            rows,
+            own,
+            n + of,
+            offset,
+            k,
+            SWAP,
+            PRECISION,
+            WIDE,
+            HIGH,
+            ONE_BLOCK,
+            QUANTIZED,
+            X_PARTS,
+        )
+    if QUANTIZED and not X_PARTS:
+        rows = _along(tl.load(x_scale_ptr + parts), not SWAP)
+        gate *= rows
+        up *= rows
     if SCALED and not WIDE:
         gate = _scaled_columns(gate, own, held, SWAP)
+    y = gate / (1.0 + tl.exp(-gate))
+    if SCALED and not WIDE:
         up = _scaled_columns(up, own, n + held, SWAP)
-    y = gate / (1.0 + tl.exp(-gate)) * up
-    y = y.to(out_ptr.dtype.element_ty)
+    y *= up
+    if QUANTIZED:
+        largest = tl.minimum(tl.max(tl.abs(y), axis=0 if SWAP else 1), bound)
+        scales = tl.maximum(largest / 448.0, 1e-12)
+        tl.store(out_scale_ptr + tile * pairs + row, scales, mask=alive)
+        y = stored(y / _along(scales, not SWAP), out_ptr)
+    else:
+        y = y.to(out_ptr.dtype.element_ty)
     if SWAP:
         y = tl.trans(y)
     mask = alive[:, None] & (column < n)[None, :]
     tl.store(out_ptr + row.to(tl.int64)[:, None] * n + column[None, :], y, mask=mask)
 
 
-@jit
+@jit(varying=("pairs",))
 def down_tiles_kernel(
     h_ptr,
+    h_scale_ptr,
     weight_ptr,
     scale_ptr,
     order_ptr,
@@ -500,12 +582,15 @@ def down_tiles_kernel(
     n,
     k,
     tiles,
+    pairs,
     TOP_K: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PLACES: tl.constexpr,
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    H_WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -519,6 +604,8 @@ def down_tiles_kernel(
 
     Every pair leaves its part. The program that sees a token's last part arrive sums them all, in
     the order in which the token chose its experts.
+
+    With `H_WIDTH` h is float8 with a scale for so many columns of a row: [groups, pairs].
     """
     if PDL:
         gdc_wait()
@@ -532,7 +619,8 @@ def down_tiles_kernel(
     alive = row < tl.load(offsets_ptr + expert + 1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
-    hs = h_ptr + tl.where(alive, row, 0).to(tl.int64)[:, None] * k + lane[None, :]
+    source = tl.where(alive, row, 0)
+    hs = h_ptr + source.to(tl.int64)[:, None] * k + lane[None, :]
     base = weight_ptr + expert.to(tl.int64) * n * k
     held = tl.where(column < n, column, 0)
     weights = base + held.to(tl.int64)[:, None] * k + lane[None, :]
@@ -544,11 +632,29 @@ def down_tiles_kernel(
         total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    of = tile * BLOCK_N if ONE_BLOCK else held
     for offset in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         inside = (offset + lane < k)[None, :]
         h = tl.load(hs + offset, mask=inside, other=0.0)
         w = tl.load(weights + offset, mask=inside, other=0.0)
-        total = _multiplied(h, w, total, scales, held, offset, k, SWAP, PRECISION, WIDE, HIGH)
+        rows = tl.load(h_scale_ptr + offset // H_WIDTH * pairs + source) if H_WIDTH else 1.0
+        total = _multiplied(
+            h,
+            w,
+            total,
+            rows,
+            scales,
+            of,
+            offset,
+            k,
+            SWAP,
+            PRECISION,
+            WIDE,
+            HIGH,
+            ONE_BLOCK,
+            H_WIDTH > 0,
+            H_WIDTH > 0,
+        )
     if SCALED and not WIDE:
         total = _scaled_columns(total, scales, held, SWAP)
     if SWAP:

@@ -46,12 +46,29 @@ _HIGH = (
     TileConfig(block_n=128, block_k=64, group=8, stages=3, warps=8),
 )
 TILE_CANDIDATES = {16: _LOW, 32: _LOW, 64: _HIGH, 128: _HIGH}
+# Where inputs are quantized too: a line of memory along K, and the columns that share a scale.
+_LOW_FLOAT8, _HIGH_FLOAT8 = (
+    tuple(
+        TileConfig(moe.H_WIDTH, block_k=128, group=group, stages=stages, warps=warps)
+        for group, stages, warps in options
+    )
+    for options in (
+        ((1, 3, 4), (1, 4, 4), (1, 3, 8), (1, 6, 8)),
+        ((4, 3, 8), (8, 4, 8), (4, 3, 4)),
+    )
+)
+FLOAT8_TILE_CANDIDATES = {
+    16: _LOW_FLOAT8,
+    32: _LOW_FLOAT8,
+    64: _HIGH_FLOAT8,
+    128: _HIGH_FLOAT8[:2],  # sums of both halves fill the registers of eight warps
+}
 # Past it hardly a pair has an expert of its own, and each would read all of that.
 _MAX_PAIR_TOKENS = 16
 # Of a block of compute capability 9.0, less some for what the compiler needs beside tiles.
 _SHARED_MEMORY_BYTES = 225 << 10
 _COLD_LAYERS = 4  # of weights in turn, so that the L2 cache does not hold them
-_FORMAT = 1  # of the file
+_FORMAT = 2  # of the file
 
 Pick = Callable[[Sequence[ExpertChoice]], ExpertChoice]
 _Key = tuple[int, ...]  # token bucket, experts here and in all, widths, experts of a token
@@ -146,9 +163,9 @@ def search(tokens: int, weights: ExpertWeights, pick: Pick) -> ExpertChoice:
             pairs = pick(tried).pairs or pairs
         found.append(ExpertChoice(pairs=pairs))
     for block_m in _heights(tokens, weights):
-        tiles = ExpertTiles(block_m, _fitting(block_m, 2)[0], _fitting(block_m, 1)[0])
-        for product, halves in (("gate_up", 2), ("down", 1)):
-            configs = _fitting(block_m, halves)
+        ups, downs = _fitting(block_m, 2, weights), _fitting(block_m, 1, weights)
+        tiles = ExpertTiles(block_m, ups[0], downs[0])
+        for product, configs in (("gate_up", ups), ("down", downs)):
             tiles = pick([_with_tiles(tiles, product, config) for config in configs]).tiles or tiles
         found.append(ExpertChoice(tiles=tiles))
     return pick(found if weights.gate_up.quantized else [*found, GROUPED])
@@ -161,7 +178,7 @@ def candidates(tokens: int, weights: ExpertWeights) -> Iterator[ExpertChoice]:
         for config in PAIRS_CANDIDATES:
             yield ExpertChoice(pairs=ExpertPairs(config, config))
     for block_m in _heights(tokens, weights):
-        ups, downs = _fitting(block_m, 2), _fitting(block_m, 1)
+        ups, downs = _fitting(block_m, 2, weights), _fitting(block_m, 1, weights)
         for index in range(max(len(ups), len(downs))):
             pair = ups[index % len(ups)], downs[index % len(downs)]
             yield ExpertChoice(tiles=ExpertTiles(block_m, *pair))
@@ -189,14 +206,16 @@ def _heights(tokens: int, weights: ExpertWeights) -> list[int]:
     return [64, 128] if each > 48 else [32, 64]
 
 
-def _fitting(block_m: int, halves: int) -> list[TileConfig]:
+def _fitting(block_m: int, halves: int, weights: ExpertWeights) -> list[TileConfig]:
     """Tiles that a block's shared memory holds with `halves` of a fused weight."""
+    float8 = weights.quantizes_inputs
+    itemsize = 1 if float8 else 2
 
     def fits(config: TileConfig) -> bool:
         rows = block_m + halves * config.block_n
-        return config.stages * rows * config.block_k * 2 <= _SHARED_MEMORY_BYTES
+        return config.stages * rows * config.block_k * itemsize <= _SHARED_MEMORY_BYTES
 
-    return list(filter(fits, TILE_CANDIDATES[block_m]))
+    return list(filter(fits, (FLOAT8_TILE_CANDIDATES if float8 else TILE_CANDIDATES)[block_m]))
 
 
 def _buckets(max_tokens: int) -> list[int]:
@@ -220,7 +239,8 @@ def _kind(weights: ExpertWeights) -> str:
 
 
 def _path(weights: ExpertWeights) -> Path:
-    what = (_FORMAT, EXPERT_BUCKETS, PAIRS_CANDIDATES, TILE_CANDIDATES)
+    tiles = FLOAT8_TILE_CANDIDATES if weights.quantizes_inputs else TILE_CANDIDATES
+    what = (_FORMAT, EXPERT_BUCKETS, PAIRS_CANDIDATES, tiles)
     return tuned_path("experts", weights.gate_up.device, _kind(weights), repr(what))
 
 
