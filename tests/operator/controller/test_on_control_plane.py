@@ -38,7 +38,9 @@ pytestmark = pytest.mark.cluster
 def test_a_service_becomes_ready_and_routers_learn_of_it(
     plane: ControlPlane, operator: OperatorProcess, redis_server: RedisServer, namespace: str
 ) -> None:
-    plane.kubectl.apply(service("llama", namespace, replicas=2, hardware={"gpusPerNode": 8}))
+    model = {"source": "pvc://models/demo", "name": f"Llama-{namespace}"}  # no other test's
+    wanted = service("llama", namespace, model=model, replicas=2, hardware={"gpusPerNode": 8})
+    plane.kubectl.apply(wanted)
     seen = wait_ready(plane, "llama", namespace)
     assert seen["status"]["summary"] == "2/2"
     assert seen["status"]["parallelism"]["tp"] == 8
@@ -47,7 +49,7 @@ def test_a_service_becomes_ready_and_routers_learn_of_it(
         lambda: routable(redis_server, f"{namespace}.llama") == ["llama-0-a1-0", "llama-1-a2-0"],
         "routers know both groups",
     )
-    assert table(redis_server)[f"{namespace}.llama"].names == ["llama"]
+    assert table(redis_server)[f"{namespace}.llama"].names == [f"Llama-{namespace}"]
     listing = plane.kubectl.run("get", "rgsvc", "llama", "-n", namespace)
     assert "2/2" in listing
     assert "http://router/v1" in listing
