@@ -24,7 +24,13 @@
 #   multi_turn    conversations that are more than the GPU holds, with the host tier and without;
 #                 MULTI_TURN_OPTIONS go to multi_turn.py (not by default)
 #   tp            two GPUs: bs1_decode, bs64_decode, nano256
-#   tp_correctness   two GPUs: the text of random models, split, against Hugging Face
+#   tp_correctness   two GPUs: the text of random models, split, against Hugging Face;
+#                 CORRECTNESS_OPTIONS as above (--modes chooses)
+#   pp, pp_correctness   the same of two stages; two stages on one GPU with
+#                 CORRECTNESS_OPTIONS="--transport gloo", ENGINE_OPTIONS likewise
+#   pp_profile    what the first of two stages does, sends beside compute in its trace
+#   dp            two GPUs: a worker of two members over HTTP, 512 streams at once, and one GPU's 256 to
+#                 compare with; SERVING_OPTIONS go to serving.py
 #
 # Environment:
 #   WORKLOADS, ENGINE_OPTIONS    for `offline`, in place of its own, and options of offline.py
@@ -161,12 +167,41 @@ run_tp() {
         --workload bs1_decode bs64_decode nano256
 }
 
-run_tp_correctness() { python3 -m benchmarks.correctness.gpu_correctness --tp 2 --backend triton; }
+run_tp_correctness() { split_correctness --tp 2; }
+
+run_pp() {
+    # shellcheck disable=SC2086
+    python3 -m benchmarks.engine.offline --model llama-3.1-8b --pp 2 \
+        --workload ${WORKLOADS:-bs1_decode bs64_decode nano256} ${ENGINE_OPTIONS:-}
+}
+
+run_pp_correctness() { split_correctness --pp 2; }
+
+run_dp() {
+    # shellcheck disable=SC2086
+    python3 -m benchmarks.load.serving --model llama-3.1-8b --workload nano256 --label "dp 1" \
+        ${SERVING_OPTIONS:-} &&
+        python3 -m benchmarks.load.serving --model llama-3.1-8b --workload nano512 --label "dp 2" \
+            --processes 8 ${SERVING_OPTIONS:-} -- --dp 2
+}
+
+run_pp_profile() {
+    # shellcheck disable=SC2086
+    python3 -m benchmarks.engine.profile_engine --model llama-3.1-8b --pp 2 ${ENGINE_OPTIONS:-} \
+        --trace "$OUT/llama-nano256-pp2.json.gz"
+}
+
+split_correctness() {
+    # shellcheck disable=SC2086
+    python3 -m benchmarks.correctness.gpu_correctness "$@" --backend triton ${CORRECTNESS_OPTIONS:-}
+}
 
 declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [float8]=150 [host_tier]=90 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
-    [profile]=120 [profile_small]=120 [serving]=180 [open_loop]=200 [multi_turn]=270 [tp]=240 [tp_correctness]=200)
+    [profile]=120 [profile_small]=120 [serving]=180 [open_loop]=200 [multi_turn]=270 [tp]=240 [tp_correctness]=420 [pp]=240 [pp_correctness]=420
+    [pp_profile]=150 [dp]=300)
 declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [float8]=60 [host_tier]=24 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
-    [profile]=26 [profile_small]=52 [serving]=30 [open_loop]=6 [multi_turn]=12 [tp]=8 [tp_correctness]=8)
+    [profile]=26 [profile_small]=52 [serving]=30 [open_loop]=6 [multi_turn]=12 [tp]=8 [tp_correctness]=24 [pp]=8 [pp_correctness]=24
+    [pp_profile]=26 [dp]=12)
 declare -A STATUS SECONDS_OF
 
 run_stage() {

@@ -4,8 +4,8 @@
 
 Small models with random weights are made: Llama (9 query and 3 KV heads; not with `--model`), Qwen2
 (groups of 7, bias) and Qwen3 (q/k norm). The first model goes through every mode, the others
-through batches with graphs, without the torch backend. With `--tp` it is the text of so many ranks
-only, in float32 and of random models that can be split.
+through batches with graphs, without the torch backend. With `--tp` or `--pp` it is what so many
+ranks say, of random models that can be split; `--modes` chooses, since each starts an engine.
 
 Greedy equality is checked by teacher forcing: if, after the prompt and each of our tokens,
 transformers' argmax is our next token, then its greedy text is ours. Two tokens may be so close
@@ -32,7 +32,16 @@ from torch import Tensor
 from benchmarks import results
 from benchmarks.engine.offline import BenchmarkEngine
 from radixgrove.protocol.openai.sampling import SamplingParams
-from radixgrove.protocol.settings import AttentionChoice, Device, DType, LoadFormat, WorkerSettings
+from radixgrove.protocol.settings import (
+    AttentionChoice,
+    Device,
+    DType,
+    LoadFormat,
+    Transport,
+    WorkerSettings,
+)
+from radixgrove.worker.engine.leader import GroupExecutor
+from radixgrove.worker.engine.orders import BEAT_SECONDS
 from radixgrove.worker.messages import Submit, TokenLogprobs, Tokens
 from radixgrove.worker.plan import StepPlan
 
@@ -85,6 +94,7 @@ class Counters:
     continued_chunks: int = 0  # prefill chunks that do not start their row
     largest_batch: int = 0
     cached_tokens: int = 0
+    loaded_tokens: int = 0  # of those from the host
     replays: int = 0  # of decodes
     mixed_replays: int = 0  # of steps with chunks
     ranks: int = 1  # that launched steps
@@ -108,8 +118,7 @@ class Subject:
             attention_backend=AttentionChoice(backend),
             max_model_len=1024,
             max_running=64,
-            kv_tokens=65536,
-            **options,
+            **{"kv_tokens": 65536, **options},
         )
         self.engine = BenchmarkEngine(settings, model_dir)
         self.counters = Counters()
@@ -129,15 +138,20 @@ class Subject:
         found = [Generated() for _ in prompts]
         groups = [[i] for i in range(len(prompts))] if one_by_one else [list(range(len(prompts)))]
         before, scheduler = self._replays(), self.engine.scheduler
-        self.counters = Counters(cached_tokens=-scheduler.counters.cached_tokens)
+        counted = scheduler.counters
+        self.counters = Counters(
+            cached_tokens=-counted.cached_tokens, loaded_tokens=-counted.host_cached_tokens
+        )
         for group in groups:
             for index in group:
                 self._submit(str(index), prompts[index], SamplingParams(seed=index, **sampling))
-            while self.engine.launch():
-                self.engine.complete()
+            while scheduler.has_work:
+                if self.engine.launch():
+                    self.engine.complete()
                 for output in scheduler.take_outputs().get(0, []):
                     self._take(output, found)
-        self.counters.cached_tokens += scheduler.counters.cached_tokens
+        self.counters.cached_tokens += counted.cached_tokens
+        self.counters.loaded_tokens += counted.host_cached_tokens
         after = self._replays()
         self.counters.replays = after[0] - before[0]
         self.counters.mixed_replays = after[1] - before[1]
@@ -152,8 +166,14 @@ class Subject:
         return (decodes.replays if decodes else 0), (mixed.replays if mixed else 0)
 
     def _ranks(self) -> int:
-        links = getattr(self.engine.executor, "_links", None)
-        return 1 if links is None else 1 + sum(step > 0 for step in links.done.values())
+        executor = self.engine.executor
+        if not isinstance(executor, GroupExecutor):
+            return 1
+        peers = executor._links._peers.values()
+        deadline = time.monotonic() + 4 * BEAT_SECONDS  # they say it with their heartbeats
+        while time.monotonic() < deadline and not all(peer.orders for peer in peers):
+            time.sleep(BEAT_SECONDS / 10)
+        return 1 + sum(peer.orders > 0 for peer in peers)
 
     def _submit(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
         self.engine.scheduler.submit(
@@ -383,17 +403,34 @@ def modes(backend: str) -> list[Mode]:
     ]
 
 
-def parallel_modes(backend: str, tp: int) -> list[Mode]:
-    """As `modes`, of several ranks."""
-    graphs = backend != "torch" and torch.cuda.is_available()
-    return [
-        (
-            f"tp {tp}, batched",
-            {"tp": tp},
-            {},
-            lambda c: c.ranks == tp and c.largest_batch > 8 and (c.replays > 8) == graphs,
-        )
+# Less than the prompts and their answers take, so that prefixes leave for the host and come back.
+HOST_TIER = {"host_cache_gib": 1.0, "kv_tokens": 4096}
+BFLOAT16 = "bfloat16"
+MODES = ["batched, eager", "one by one", "batched, graphs", "chunked", "host tier", BFLOAT16]
+
+
+def parallel_modes(backend: str, ranks: dict[str, Any]) -> list[Mode]:
+    """As `modes`, of several ranks, and with a host tier."""
+    size = ranks["tp"] * ranks["pp"]
+    found = [
+        (name, {**ranks, **engine}, generate, lambda c, proof=proof: c.ranks == size and proof(c))
+        for name, engine, generate, proof in modes(backend)
     ]
+    found.append(("host tier", {**ranks, **HOST_TIER}, {}, lambda c: c.ranks == size))
+    return found
+
+
+def check_host_tier(what: str, subject: Subject, judge: Judge, report: Report) -> None:
+    """Greedy text equals transformers' while prefixes come back from the host."""
+    prompts = make_prompts(Path(), subject.engine.info.vocab_size)
+    loaded = 0
+    for turn in ("first", "second", "third"):
+        out = subject.generate(prompts, **GREEDY)
+        loaded += subject.counters.loaded_tokens
+        difference, ties = judge.disagreement(prompts, out)
+        detail = difference or f"{len(prompts)} x {NEW_TOKENS} tokens, {ties} ties"
+        report.check(f"{what}, {turn} turn", not difference, detail, ties=ties)
+    report.check(f"{what}: loads", loaded > 0, f"{loaded:,} tokens from the host")
 
 
 def check_float32(
@@ -405,6 +442,9 @@ def check_float32(
         with report.guarded(what):
             subject = Subject(model_dir, DType.FLOAT32, backend, **engine_options)
             try:
+                if "host_cache_gib" in engine_options:
+                    check_host_tier(what, subject, judge, report)
+                    continue
                 prompts = make_prompts(model_dir, subject.engine.info.vocab_size)
                 if generate_options.get("one_by_one") and not engine_options["cuda_graphs"]:
                     prompts = prompts[:EAGER_PROMPTS]
@@ -428,9 +468,16 @@ def scored(generated: Generated) -> Tensor:
     return torch.tensor(values)
 
 
-def check_bfloat16(model: str, model_dir: Path, backend: str, judge: Judge, report: Report) -> None:
+def check_bfloat16(
+    model: str,
+    model_dir: Path,
+    backend: str,
+    judge: Judge,
+    report: Report,
+    options: dict[str, Any],
+) -> None:
     """Teacher-forced logprobs and first choices against transformers', decoding against scoring."""
-    subject = Subject(model_dir, DType.BFLOAT16, backend)
+    subject = Subject(model_dir, DType.BFLOAT16, backend, **options)
     try:
         prompts = make_prompts(model_dir, subject.engine.info.vocab_size)
         what = f"{model} bf16 {backend}"
@@ -544,19 +591,26 @@ def check_model(
     first: bool,
 ) -> None:
     """With every backend; all modes of the first model only."""
+    ranks = {
+        "tp": arguments.tp,
+        "pp": arguments.pp,
+        "transport": Transport(arguments.transport),
+    }
+    several = arguments.tp * arguments.pp > 1
+    name = f"{model} tp {arguments.tp} pp {arguments.pp}" if several else model
     for backend in arguments.backend:
-        if backend == "torch" and not (first or arguments.tp > 1):
+        if backend == "torch" and not (first or several):
             continue
-        if arguments.tp > 1:
-            chosen = parallel_modes(backend, arguments.tp)
-        else:
-            chosen = modes(backend) if first else modes(backend)[-2:-1]
+        chosen = parallel_modes(backend, ranks) if several else modes(backend)
+        if not first:
+            chosen = [mode for mode in chosen if mode[0] == "batched, graphs"]
+        chosen = [mode for mode in chosen if mode[0] in arguments.modes]
         if backend != "flashinfer":
-            with report.guarded(f"{model} fp32 {backend}"):
-                check_float32(model, model_dir, backend, judge, chosen, report)
-        if arguments.tp == 1:
-            with report.guarded(f"{model} bf16 {backend}"):
-                check_bfloat16(model, model_dir, backend, judge, report)
+            with report.guarded(f"{name} fp32 {backend}"):
+                check_float32(name, model_dir, backend, judge, chosen, report)
+        if BFLOAT16 in arguments.modes and (first or not several):
+            with report.guarded(f"{name} bf16 {backend}"):
+                check_bfloat16(name, model_dir, backend, judge, report, ranks)
 
 
 Named = tuple[str, Path, float]  # a model's name and directory, and what is a tie there
@@ -590,13 +644,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_options(parser)
     parser.add_argument("--backend", nargs="+", default=["torch", "triton", "flashinfer"])
-    parser.add_argument("--tp", type=int, default=1, help="check the text of so many ranks only")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
+    parser.add_argument("--pp", type=int, default=1, help="stages")
+    parser.add_argument(
+        "--transport", default="auto", choices=[t.value for t in Transport], help="between stages"
+    )
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     arguments = parser.parse_args(argv)
     forbid_tf32()
     report = Report()
 
     def default(given: bool) -> list[str]:
-        return SPLIT if arguments.tp > 1 else DEFAULT[given:]
+        return SPLIT if arguments.tp * arguments.pp > 1 else DEFAULT[given:]
 
     with tempfile.TemporaryDirectory() as scratch:
         models = chosen_models(arguments, default, Path(scratch))

@@ -35,6 +35,7 @@ from radixgrove.protocol.settings import (
     LoadFormat,
     Quantize,
     SchedulePolicy,
+    Transport,
     WorkerSettings,
 )
 from radixgrove.worker.engine.offline import OfflineEngine
@@ -173,7 +174,9 @@ def make_settings(arguments: argparse.Namespace) -> WorkerSettings:
         "quantize": Quantize(arguments.quantize),
         "kv_dtype": KVDType(arguments.kv_dtype),
         "tp": arguments.tp,
+        "pp": arguments.pp,
         "ep": arguments.ep,
+        "transport": Transport(arguments.transport),
         "attention_backend": AttentionChoice(arguments.backend),
         "max_running": arguments.max_running,
         "max_step_tokens": arguments.max_step_tokens,
@@ -188,6 +191,10 @@ def make_settings(arguments: argparse.Namespace) -> WorkerSettings:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """What decides the engine, shared with the profile."""
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument(
+        "--transport", default="auto", choices=[t.value for t in Transport], help="between stages"
+    )
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument(
         "--backend", default="auto", choices=[b.value for b in AttentionChoice], help="attention"
@@ -219,11 +226,16 @@ def table_row(cells: tuple[str, ...]) -> str:
 
 
 def measure(
-    engine: BenchmarkEngine, model: str, shape: ModelShape, workload: Workload, runs: int, tp: int
+    engine: BenchmarkEngine,
+    model: str,
+    shape: ModelShape,
+    workload: Workload,
+    runs: int,
+    cards: int,
 ) -> tuple[str, dict[str, Any]]:
     """Better of `runs`: the row of the table and the record.
 
-    The limit is that of `tp` cards that share all bytes and FLOPs, if their rates are known.
+    The limit is that of `cards` that share all bytes and FLOPs, if their rates are known.
     """
     measured = [engine.run(workload) for _ in range(runs)]
     best = min(measured, key=lambda run: run.seconds)
@@ -231,7 +243,7 @@ def measure(
     limit = None
     device = workloads.find_device(engine.info.device)
     if device is not None:
-        seconds = workloads.least_seconds(workload, shape, device) / tp
+        seconds = workloads.least_seconds(workload, shape, device) / cards
         limit = workload.counted_tokens / seconds
     cached = best.cached_tokens / workload.input_tokens
     record = {
@@ -287,10 +299,12 @@ def main(argv: list[str] | None = None) -> int:
             shape = model_shape(load_config(model_dir), engine.info, settings.quantize)
             for workload_name in arguments.workload:
                 workload = WORKLOADS[workload_name]()
-                row, record = measure(engine, model, shape, workload, arguments.runs, arguments.tp)
+                cards = settings.tp * settings.pp
+                row, record = measure(engine, model, shape, workload, arguments.runs, cards)
                 print(row, flush=True)
-                layout = {"tp": arguments.tp, "ep": arguments.ep, "quantize": arguments.quantize}
-                results.record({**record, **layout, "label": arguments.label})
+                ranks = {"tp": settings.tp, "pp": settings.pp, "ep": settings.ep}
+                kept = {**ranks, "quantize": arguments.quantize, "label": arguments.label}
+                results.record({**record, **kept})
         finally:
             engine.close()
         del engine

@@ -205,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         "model": model,
         "subject": "radixgrove",
         "tp": arguments.tp,
+        "pp": arguments.pp,
         "steps": steps,
         "skip": arguments.skip,
         "attention_backend": engine.info.attention_backend,

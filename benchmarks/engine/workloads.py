@@ -54,10 +54,18 @@ def nano256() -> Workload:
 
     The draws come in the order of nano-vllm's benchmark: 133,966 output tokens.
     """
+    return Workload("nano256", _nano_items(random.Random(0)), temperature=0.6)
+
+
+def nano512() -> Workload:
+    """Those, and 256 more such requests: for two data-parallel members."""
     rng = random.Random(0)
+    return Workload("nano512", _nano_items(rng) + _nano_items(rng), temperature=0.6)
+
+
+def _nano_items(rng: random.Random) -> list[Item]:
     prompts = [_tokens(rng, rng.randint(100, 1024)) for _ in range(256)]
-    items = [Item(prompt, rng.randint(100, 1024)) for prompt in prompts]
-    return Workload("nano256", items, temperature=0.6)
+    return [Item(prompt, rng.randint(100, 1024)) for prompt in prompts]
 
 
 def bs1_decode() -> Workload:
@@ -97,7 +105,15 @@ def shared_prefix() -> Workload:
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     function.__name__: function
-    for function in (nano256, bs1_decode, bs64_decode, bs256_decode, prefill_32x8k, shared_prefix)
+    for function in (
+        nano256,
+        nano512,
+        bs1_decode,
+        bs64_decode,
+        bs256_decode,
+        prefill_32x8k,
+        shared_prefix,
+    )
 }
 
 

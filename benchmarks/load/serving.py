@@ -129,7 +129,8 @@ def offline_rate(model: str, workload: str) -> float | None:
     rate = None
     for row in rows:
         same = all(row.get(key) == here[key] for key in ("commit", "card"))
-        if same and (row["model"], row["workload"], row.get("tp")) == (model, workload, 1):
+        ranks = row.get("tp"), row.get("pp", 1)
+        if same and (row["model"], row["workload"], ranks) == (model, workload, (1, 1)):
             rate = row["value"]
     return rate
 

@@ -8,19 +8,19 @@ import pytest
 
 from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
 
-ONE = {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "ranks": 1, "nodes": 1, "may_be_cpu": True}
+ONE = {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "ranks": 1, "nodes": 1}
 
 
 @pytest.mark.parametrize(
     "group",
     [
         {},
-        {"tp": 4, "ranks": 4, "may_be_cpu": False},
+        {"tp": 4, "ranks": 4},
         {"pp": 3, "ranks": 3, "nodes": 3},
         {"tp": 3, "pp": 2, "ranks": 6, "nodes": 2},
         {"pp": 2, "ranks": 2},
         {"tp": 4, "ep": 2, "ranks": 4},
-        {"dp": 2, "tp": 4, "ranks": 8, "may_be_cpu": False},
+        {"dp": 2, "tp": 4, "ranks": 8},
         {"dp": 2, "pp": 2, "ranks": 4, "nodes": 2},
     ],
 )
@@ -43,7 +43,6 @@ def test_groups_that_this_version_runs(group: dict[str, Any]) -> None:
             {"dp": 2, "pp": 2, "ranks": 4, "nodes": 4},
             "a member beside others is on one machine",
         ),
-        ({"pp": 2, "ranks": 2, "may_be_cpu": False}, "runs stages on CPUs alone"),
     ],
 )
 def test_other_groups_are_refused_by_name(group: dict[str, Any], words: str) -> None:

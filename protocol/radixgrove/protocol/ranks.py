@@ -27,9 +27,7 @@ def check_places(*, tp: int, ranks: int, nodes: int) -> None:
         )
 
 
-def check_ranks(
-    *, tp: int, pp: int, dp: int, ep: int, ranks: int, nodes: int, may_be_cpu: bool
-) -> None:
+def check_ranks(*, tp: int, pp: int, dp: int, ep: int, ranks: int, nodes: int) -> None:
     """Refuse a group of `ranks` on `nodes` that a worker with these settings does not run.
 
     Raises:
@@ -54,9 +52,4 @@ def check_ranks(
         raise UnsupportedRanks(
             f"{group} in dp {dp} members, and {ranks // nodes} ranks of a machine are not whole "
             f"members of tp {tp} * pp {pp}: a member beside others is on one machine, so far"
-        )
-    if pp > 1 and not may_be_cpu:
-        raise UnsupportedRanks(
-            f"{group} in pp {pp} stages, and this version runs stages on CPUs alone: on GPUs "
-            "spread the model over one node with tp"
         )

@@ -53,6 +53,14 @@ class AttentionChoice(StrEnum):
 _CUDA_ATTENTION = {AttentionChoice.FLASHINFER, AttentionChoice.TRITON}
 
 
+class Transport(StrEnum):
+    """How activations go from stage to stage between GPUs."""
+
+    AUTO = "auto"
+    NCCL = "nccl"
+    GLOO = "gloo"
+
+
 class SchedulePolicy(StrEnum):
     FCFS = "fcfs"
     LPM = "lpm"
@@ -231,6 +239,11 @@ class WorkerSettings(Settings):
     )
     pp_layers: list[Annotated[int, Field(ge=1, le=4096)]] = _field(
         [], "Layers of each stage; by default stages are level in parameters."
+    )
+    transport: Transport = _field(
+        Transport.AUTO,
+        "How stages on GPUs pass activations on; auto: nccl. gloo: through host memory, which lets "
+        "ranks share a GPU.",
     )
     nodes: int = _field(1, "Machines of the group; also `NNODES`.", ge=1, le=4096)
     node_rank: int = _field(

@@ -104,15 +104,13 @@ class Operator:
         return [found["reason"] for found in self.kube.of("Event")]
 
 
-# Of the chart's own worker it is known that it runs stages on CPUs alone.
 KUBERNETES = "1.35"
-TWO_NODES = {"hardware": {"nodes": 2, "gpusPerNode": 8}, "image": "example.com/of-groups:1"}
+TWO_NODES = {"hardware": {"nodes": 2, "gpusPerNode": 8}}
 
 
 @pytest.mark.parametrize(
     ("spec", "named"),
     [
-        ({"hardware": {"nodes": 2, "gpusPerNode": 8}}, "16 ranks on 2 nodes"),
         (
             {
                 "hardware": {"nodes": 4, "gpusPerNode": 8},

@@ -54,7 +54,6 @@ def test_two_machines_that_know_their_place_and_have_a_key_may_start(node_rank: 
         ({"master": "10.0.0.1"}, "'10.0.0.1' is not host:port"),
         ({"internal_key": None}, "needs internal_key"),
         ({"dp": 2, "nodes": 4}, "dp 2 members"),
-        ({"device": "cuda"}, "runs stages on CPUs alone"),
         ({"pp": 3}, "nodes must divide"),
     ],
 )

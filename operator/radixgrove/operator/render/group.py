@@ -130,7 +130,6 @@ def check(service: Service, revision: Revision, config: OperatorConfig) -> PodSp
             ep=revision.parallelism.ep,
             ranks=ranks,
             nodes=hardware.nodes,
-            may_be_cpu=hardware.device is DeviceKind.CPU,
         )
     except UnsupportedRanks as error:
         raise UnsupportedShape(f"hardware and parallelism: {error}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
-from radixgrove.protocol.settings import Device, WorkerSettings
+from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.listening import bound_socket
 from radixgrove.service.supervisor import Supervised
@@ -65,17 +65,8 @@ def check_group(settings: WorkerSettings, environ: Mapping[str, str]) -> None:
         if not said.isdecimal():
             raise AgentError(f"WORLD_SIZE is {said!r}, which is no number")
         ranks = int(said)
-    may_be_cpu = settings.device is not Device.CUDA
     try:
-        check_ranks(
-            tp=tp,
-            pp=pp,
-            dp=dp,
-            ep=settings.ep,
-            ranks=ranks,
-            nodes=settings.nodes,
-            may_be_cpu=may_be_cpu,
-        )
+        check_ranks(tp=tp, pp=pp, dp=dp, ep=settings.ep, ranks=ranks, nodes=settings.nodes)
     except UnsupportedRanks as error:
         raise AgentError(str(error)) from error
     if settings.nodes > 1:

@@ -75,7 +75,9 @@ class _Group:
         address = listener.getsockname()[:2] if listener is not None else ()
         self._links.send(StorePlace(*address))
         store = open_store(crew.layout, crew.place.member, self._directory, listener)
-        member = form(crew.layout, crew.place, device, store, crew.own_address)
+        transport = self._settings.transport
+        address = crew.own_address
+        member = form(crew.layout, crew.place, device, store, transport, address)
         self._links.activity = member.activity
         return member
 

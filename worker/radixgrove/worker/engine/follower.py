@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 from pathlib import Path
+from queue import Empty
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from radixgrove.worker.parallel.rendezvous import JoinRefused, RankMissing
 from radixgrove.worker.runtime import Runtime
 
 logger = logging.getLogger(__name__)
+
+# Between looks at whether a step has ended on the device; an order wakes sooner.
+_POLL_SECONDS = 20e-6
 
 
 def run_follower(runtime_dir: Path, rank: int) -> int:
@@ -78,7 +82,8 @@ class _Group:
             raise RankMissing(f"{crew.name(crew.leader)} ended the group")
         member = crew.place.member
         store = reach_store(crew.layout, member, runtime.directory, place)
-        joined = form(crew.layout, crew.place, device, store, crew.own_address)
+        transport, address = runtime.settings.transport, crew.own_address
+        joined = form(crew.layout, crew.place, device, store, transport, address)
         link.activity = joined.activity
         return joined
 
@@ -96,13 +101,21 @@ def _log(phase: PhaseReport) -> None:
 
 
 def _follow(runner: Runner, link: FollowerLink) -> None:
-    """Carry out each order as it comes; collect the oldest step when no more may be in flight."""
+    """Carry out each order as it comes; collect the oldest step when no more may be in flight, or,
+    where its results are the member's, when it has ended."""
     speaks = runner.member.speaks
-    flying = 0
-    while (order := link.next_order()) is not None:
-        if flying == runner.info.depth and not isinstance(order, Sample):
+    while True:
+        if speaks and runner.has_ended:
+            link.send_result(runner.collect())
+            continue
+        try:
+            order = link.next_order(_POLL_SECONDS if speaks and runner.in_flight else None)
+        except Empty:
+            continue
+        if order is None:
+            return
+        if runner.in_flight == runner.info.depth and not isinstance(order, Sample):
             runner.collect()
-            flying -= 1
         match order:
             case Launch(plan, returned):
                 _take_back(runner, returned)
@@ -117,10 +130,6 @@ def _follow(runner: Runner, link: FollowerLink) -> None:
                 runner.sample(masked)
             case StorePlace():
                 raise RuntimeError("the group has been formed already")
-        flying += not isinstance(order, Forward)
-        if speaks and flying:
-            link.send_result(runner.collect())
-            flying -= 1
         link.carried_out()
 
 

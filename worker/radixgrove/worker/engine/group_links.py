@@ -293,13 +293,17 @@ class FollowerLink:
 
     # ---- the main thread -------------------------------------------------------------------------
 
-    def next_order(self) -> Step | StorePlace | None:
+    def next_order(self, seconds: float | None = None) -> Step | StorePlace | None:
         """Wait for rank 0's next order; None when the group ends.
 
+        Args:
+            seconds: to wait at most; None: until it comes.
+
         Raises:
+            Empty: it has not come in time.
             RankMissing: rank 0 is lost.
         """
-        order = self._orders.get()
+        order = self._orders.get(timeout=seconds)
         if order is None:
             self._ended.set()
             raise RankMissing(self._lost)

@@ -77,17 +77,15 @@ class GroupExecutor:
         return returned
 
     def collect(self) -> StepResult:
+        try:
+            result = self._runner.collect()
+        except RuntimeError as error:
+            raise self._links.blame(error) from error
         if self._in_pipeline:
             rows = self._sampled_rows.popleft()
-            self._runner.collect()
             result = self._links.await_result()
             if rows:
                 self._returned.append(Returned(rows, result.tokens))
-        else:
-            try:
-                result = self._runner.collect()
-            except RuntimeError as error:
-                raise self._links.blame(error) from error
         self._links.collected()
         return result
 

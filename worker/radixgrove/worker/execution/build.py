@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 
-from radixgrove.protocol.model.config import ModelConfig, ModelError, check_divides
+from radixgrove.protocol.model.config import ModelConfig, check_divides
 from radixgrove.protocol.model.directory import load_config
-from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.settings import Transport, WorkerSettings
 from radixgrove.service import machine
 from radixgrove.worker.execution.assembly import LoadedModel, Report
 from radixgrove.worker.execution.choices import (
     Limits,
+    check_transport,
     choose_device,
     choose_dtype,
     choose_kv_dtype,
@@ -66,15 +67,15 @@ def build_rank(
     layout = Layout.of(settings)
     layers = split_layers(config, settings.pp, settings.pp_layers)
     place = layout.place(rank)
-    device = choose_device(settings.device, place.local_rank)
-    if device.type == "cuda" and settings.pp > 1:
-        raise ModelError(f"pp {settings.pp} runs on CPUs only, so far: on CUDA spread with tp")
+    shared = settings.transport is Transport.GLOO
+    device = choose_device(settings.device, place.local_rank, shared=shared)
+    check_transport(settings, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         # torch knows the processor's cores, not the quota of a container.
-        shared = min(torch.get_num_threads(), machine.cores()) // layout.ranks_per_node
-        torch.set_num_threads(settings.cpu_threads or max(1, shared))
+        each = min(torch.get_num_threads(), machine.cores()) // layout.ranks_per_node
+        torch.set_num_threads(settings.cpu_threads or max(1, each))
     member = form(device) if form is not None else Member(layout, rank)
     stage = Stage.of(place.stage, layers)
     try:
@@ -208,7 +209,10 @@ def _kv_tokens(loaded: LoadedModel, longest: int) -> int:
     settings, shape, member = loaded.settings, loaded.shape, loaded.member
     wanted = loaded.limits.max_running * longest
     if loaded.model.device.type == "cuda":
-        tokens = cuda_kv_tokens(settings, shape, measure_cuda(loaded, longest), wanted)
+        use = measure_cuda(loaded, longest)
+        # More than one only where ranks share devices.
+        sharing = -(-member.layout.ranks_per_node // torch.cuda.device_count())
+        tokens = cuda_kv_tokens(settings, shape, use, wanted, sharing)
     else:
         local = member.layout.ranks_per_node
         tokens = cpu_kv_tokens(settings, shape, wanted, local, loaded.host_pages)

@@ -16,6 +16,7 @@ from radixgrove.protocol.settings import (
     DType,
     KVDType,
     Quantize,
+    Transport,
     WorkerSettings,
 )
 
@@ -46,11 +47,12 @@ class Limits:
         )
 
 
-def choose_device(setting: Device, local_rank: int) -> torch.device:
+def choose_device(setting: Device, local_rank: int, *, shared: bool = False) -> torch.device:
     """The device of a rank.
 
     Args:
         local_rank: the rank within its machine.
+        shared: ranks may share a device, where there are fewer.
 
     Raises:
         ModelError: CUDA is asked for and absent, or there are fewer devices than ranks.
@@ -59,12 +61,22 @@ def choose_device(setting: Device, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ModelError("device cuda asked for, but torch finds no CUDA device")
-    if local_rank >= (count := torch.cuda.device_count()):
+    count = torch.cuda.device_count()
+    if local_rank >= count and not shared:
         raise ModelError(
-            f"rank {local_rank} of this machine has no device: there are {count}; lower tp, or "
-            "raise nodes"
+            f"rank {local_rank} of this machine has no device: there are {count}; lower tp, pp or "
+            "dp, raise nodes, or let stages share devices with transport gloo"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank % count)
+
+
+def check_transport(settings: WorkerSettings, device: torch.device) -> None:
+    """Raises ModelError: ranks would sum over a transport that has no sums between GPUs."""
+    if device.type == "cuda" and settings.transport is Transport.GLOO and settings.tp > 1:
+        raise ModelError(
+            f"transport gloo carries the activations of stages alone, and tp {settings.tp} sums "
+            "between GPUs: leave transport at auto, or tp at 1"
+        )
 
 
 def choose_dtype(setting: DType, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -5,6 +5,9 @@ mirrors), gather the inputs from the request table and compute the logits (captu
 the GPU stands still for some microseconds between two graphs), sample and append (captured when
 nothing needs editing; masks of tokens are applied before it). A batch is padded to the next size
 of the ladder with the dummy row. Steps of rows with prefixes in common have graphs of their own.
+
+In a pipeline a stage's graph reads what it received from a static buffer, and a stage before the
+last leaves its states in another, for the caller to send.
 """
 
 from __future__ import annotations
@@ -122,13 +125,18 @@ class DecodeGraphs:
         self._rows32 = self._full(largest, table.dummy_row, torch.int32)
         self._indptr = torch.arange(largest + 1, dtype=torch.int32, device=self._device)
         self._embedding = model.embedding
+        # What layers begin with: embeddings, if they are at hand, or what the stage before made.
         shape = (largest, model.config.hidden_size)
-        self._hidden = torch.empty(shape, dtype=model.dtype, device=self._device)
-        self._tokens = self._full(largest, 0, torch.int64)
-        self._logits = torch.empty(
-            (largest, model.config.vocab_size), dtype=model.logits_dtype, device=self._device
-        )
-        self._known_logits = self._logits[:, : model.known_tokens]
+        self._hidden = torch.zeros(shape, dtype=model.dtype, device=self._device)
+        self._begins_with_hidden = self._embedding is not None or not model.stage.embeds
+        if model.stage.has_head:
+            self._tokens = self._full(largest, 0, torch.int64)
+            self._logits = torch.empty(
+                (largest, model.config.vocab_size), dtype=model.logits_dtype, device=self._device
+            )
+            self._known_logits = self._logits[:, : model.known_tokens]
+        else:
+            self._states = torch.empty(shape, dtype=model.dtype, device=self._device)
         attention.prepare_capture(largest, table.pages.shape[1])
         self._recorder = recorder
         self._prefixes: PrefixInputs | None = None
@@ -157,7 +165,7 @@ class DecodeGraphs:
             batch = self._batch([self._table.dummy_row] * size, size, grouped)
             self._attention.plan_captured(batch, size)
             self._forward[size, grouped] = record(lambda batch=batch: self._compute(batch, size))  # type: ignore[misc]
-        for need in _SAMPLING:
+        for need in _SAMPLING if self._model.stage.has_head else ():
             self._sample[size, need] = record(lambda need=need: self._draw(size, need))  # type: ignore[misc]
 
     def _groups(self, size: int) -> bool:
@@ -186,9 +194,12 @@ class DecodeGraphs:
             self._token_ids[:size],
             batch,
             self._attention,
-            embedded=None if self._embedding is None else self._hidden[:size],
+            embedded=self._hidden[:size] if self._begins_with_hidden else None,
         )
-        self._model.logits(hidden, out=self._logits[:size])
+        if self._model.stage.has_head:
+            self._model.logits(hidden, out=self._logits[:size])
+        else:
+            self._states[:size].copy_(hidden)
 
     def _draw(self, size: int, need: int) -> None:
         logits, rows = self._known_logits[:size], self._rows[:size]
@@ -217,16 +228,27 @@ class DecodeGraphs:
     def fits(self, rows: list[int]) -> bool:
         return len(rows) <= self.sizes[-1]
 
-    def forward(self, rows: list[int]) -> None:
-        """A decode step of `rows` up to its logits."""
+    def forward(self, rows: list[int], received: Tensor | None = None) -> None:
+        """A decode step of `rows` up to its logits, or to the states for the stage after.
+
+        Args:
+            received: [S, hidden], of the stage before; None: the first has none.
+        """
         self.replays += 1
         size = self._padded(rows)
         self._set_rows(rows, size)
+        if received is not None:
+            self._hidden[: len(rows)].copy_(received)
+            self._hidden[len(rows) : size].zero_()
         grouped = self._group_rows(rows, size)
         if not self._recorder.on_cuda:  # where attention plans from what is gathered
             self._gather_inputs(size)
         self._attention.plan_captured(self._batch(rows, size, grouped), size)
         self._forward[size, grouped]()
+
+    def states(self, count: int) -> Tensor:
+        """[count, hidden] of the step that was forwarded last, until the next."""
+        return self._states[:count]
 
     def sample(
         self, rows: list[int], fetched: Callable[[], None], masks: TokenMasks | None = None

@@ -140,12 +140,20 @@ def cpu_kv_tokens(
     return _pool_tokens(min(budget, _CPU_POOL_BYTES), shape, wanted)
 
 
-def cuda_kv_tokens(settings: WorkerSettings, shape: KvShape, use: CudaUse, wanted: int) -> int:
-    """Tokens of a CUDA pool: what `memory_fraction` leaves beside everything measured."""
-    taken = use.weights + use.activations + use.graphs + use.other + _CUDA_MARGIN
-    budget = int(use.total * settings.memory_fraction) - taken
+def cuda_kv_tokens(
+    settings: WorkerSettings, shape: KvShape, use: CudaUse, wanted: int, ranks: int = 1
+) -> int:
+    """Tokens of a CUDA pool: what `memory_fraction` leaves beside everything measured.
+
+    Args:
+        wanted: no pool needs more than this many tokens (all rows at full length).
+        ranks: that share the device, of which each counts the others' weights as `use.other`.
+    """
+    own = use.activations + use.graphs + _CUDA_MARGIN
+    taken = use.weights + use.other + ranks * own
+    budget = (int(use.total * settings.memory_fraction) - taken) // ranks
     if settings.kv_tokens is not None:
-        return _fixed(settings.kv_tokens, shape, use.total - taken)
+        return _fixed(settings.kv_tokens, shape, (use.total - taken) // ranks)
     if budget < shape.page_bytes:
         raise MemoryShortage(
             f"no memory left for KV: {settings.memory_fraction:.0%} of {_gib(use.total)} less "

@@ -2,7 +2,7 @@
 
 Launched one by one, the kernels of such a step take the CPU longer than the GPU. Its chunks and
 decodes lie in static buffers of fixed capacity, so that one graph serves any of them up to its
-number of tokens. Sampling, of any shape, stays outside.
+number of tokens. Sampling, of any shape, stays outside, as does what stages of a pipeline send.
 """
 
 from __future__ import annotations
@@ -60,9 +60,11 @@ class MixedGraphs:
             return torch.zeros(length, dtype=dtype, device=device)
 
         self._token_ids = zeros(largest, torch.int32)
-        self._hidden = torch.zeros(
-            largest, model.config.hidden_size, dtype=model.dtype, device=device
-        )
+        shape = largest, model.config.hidden_size
+        self._hidden = torch.zeros(shape, dtype=model.dtype, device=device)
+        self._received: Tensor | None = None  # of the stage before
+        if not model.stage.embeds:
+            self._received = torch.zeros(shape, dtype=model.dtype, device=device)
         self._buffers = PaddedBatch(
             chunk_rows=zeros(PADDED_CHUNKS, torch.int32),
             chunk_indptr=zeros(PADDED_CHUNKS + 1, torch.int32),
@@ -103,7 +105,12 @@ class MixedGraphs:
         )
 
     def _compute(self, size: int, batch: AttentionBatch) -> None:
-        hidden = self._model.hidden_states(self._token_ids[:size], batch, self._attention)
+        hidden = self._model.hidden_states(
+            self._token_ids[:size],
+            batch,
+            self._attention,
+            embedded=None if self._received is None else self._received[:size],
+        )
         self._hidden[:size].copy_(hidden)
 
     def fits(self, plan: StepPlan) -> bool:
@@ -116,13 +123,20 @@ class MixedGraphs:
             and max(chunk.start + chunk.length for chunk in chunks) <= _LONGEST_CONTEXT
         )
 
-    def run(self, inputs: StepInputs) -> Tensor:
-        """One step; the states of its tokens, [T, hidden], valid until the next step."""
+    def run(self, inputs: StepInputs, received: Tensor | None = None) -> Tensor:
+        """One step; the states of its tokens, [T, hidden], valid until the next step.
+
+        Args:
+            received: [T, hidden], of the stage before; None: the first has none.
+        """
         self.replays += 1
         batch = inputs.batch
         tokens = len(inputs.token_ids)
         size = self.sizes[bisect_left(self.sizes, tokens)]
         self._fill(inputs, size)
+        if self._received is not None and received is not None:
+            self._received[:tokens].copy_(received)
+            self._received[tokens:size].zero_()
         self._attention.plan_padded(self._buffers, batch)
         self._forward[size]()
         return self._hidden[:tokens]

@@ -17,9 +17,9 @@ from torch import Tensor
 from radixgrove.worker.attention.base import AttentionBackend
 from radixgrove.worker.execution.expert_load import ExpertLoad
 from radixgrove.worker.execution.graphs import DecodeGraphs, Recorder
-from radixgrove.worker.execution.inputs import StepInputs, step_inputs
+from radixgrove.worker.execution.inputs import step_inputs
 from radixgrove.worker.execution.memory import cuda_shortage
-from radixgrove.worker.execution.page_copier import AwaitLayer, PageCopier
+from radixgrove.worker.execution.page_copier import PageCopier
 from radixgrove.worker.execution.prefill_graphs import MixedGraphs
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
 from radixgrove.worker.execution.sampling.masks import MaskCopies, TokenMasks
@@ -101,11 +101,6 @@ class _ResultCopies:
         """Let the current stream go on only after the last copy."""
         if self._last is not None:
             self._last.wait()
-
-
-def _no_samples(_masks: TokenMasks | None) -> Sampled:
-    """Of a stage before the last, which needs no masks."""
-    return Sampled(torch.empty(0, dtype=torch.int64))
 
 
 def _nothing() -> None:
@@ -236,26 +231,29 @@ class Runner:
         if not plan.num_tokens:
             return _Forwarded(plan, None, [])
         if graphs is not None:
-            graphs.forward(plan.decodes)
+            graphs.forward(plan.decodes, self._received(plan))
+            if not self._member.is_last:
+                return self._passed_on(plan, graphs.states(len(plan.decodes)).clone())
             fetched = self._results.await_last if self._results is not None else _nothing
             return _Forwarded(plan, lambda masks: graphs.sample(plan.decodes, fetched, masks), [])
         inputs = step_inputs(plan, self._table, self._device)
-        if not self._member.is_last:
-            self._pass_on(plan, inputs, await_layer)
-            return _Forwarded(plan, _no_samples, [])
-        prompts: list[_PromptLogprobs] = []
+        wanted = inputs.sampled_tokens if self._member.is_last and not whole else None
         if mixed is not None:
-            hidden = mixed.run(inputs).index_select(0, inputs.sampled_tokens)
+            hidden = mixed.run(inputs, self._received(plan))
+            hidden = hidden.clone() if wanted is None else hidden.index_select(0, wanted)
         else:
             self._attention.plan(inputs.batch)
             hidden = self._model.hidden_states(
                 inputs.token_ids,
                 inputs.batch,
                 self._attention,
-                None if whole else inputs.sampled_tokens,
+                wanted,
                 self._received(plan),
                 await_layer,
             )
+        if not self._member.is_last:
+            return self._passed_on(plan, hidden)
+        prompts: list[_PromptLogprobs] = []
         if whole:
             prompts = self._prompt_logprobs(plan.prefills, hidden)
             hidden = hidden.index_select(0, inputs.sampled_tokens)
@@ -270,19 +268,14 @@ class Runner:
         if self._member.is_first:
             return None
         model = self._model
-        return self._member.receive(plan.num_tokens, model.config.hidden_size, model.dtype)
+        links = self._member.links
+        return links.receive(plan.num_tokens, model.config.hidden_size, model.dtype)
 
-    def _pass_on(self, plan: StepPlan, inputs: StepInputs, await_layer: AwaitLayer | None) -> None:
-        """This stage's layers, for the one after."""
-        self._attention.plan(inputs.batch)
-        hidden = self._model.hidden_states(
-            inputs.token_ids,
-            inputs.batch,
-            self._attention,
-            embedded=self._received(plan),
-            await_layer=await_layer,
-        )
-        self._member.send(hidden)
+    def _passed_on(self, plan: StepPlan, hidden: Tensor) -> _Forwarded:
+        """A step whose stage is not the last: it needs no masks, and yields no tokens."""
+        self._member.links.send(hidden)
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+        return _Forwarded(plan, lambda _: Sampled(nothing), [])
 
     @torch.inference_mode()
     def take_back(self, rows: list[int], tokens: list[int]) -> None:
@@ -360,6 +353,17 @@ class Runner:
         rows = sampled.logprob_rows
         widths = [self._sampler.logprob_width(row) for row in rows]
         return _InFlight(plan, samples, rows, widths, logprobs, step.prompts, done)
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that were sampled and not collected."""
+        return len(self._in_flight)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is a step to collect, and without a wait."""
+        oldest = self._in_flight[0] if self._in_flight else None
+        return oldest is not None and (oldest.done is None or oldest.done.query())  # type: ignore[no-untyped-call]
 
     def collect(self) -> StepResult:
         """See `Executor.collect`."""

@@ -43,7 +43,12 @@ def measure_cuda(loaded: LoadedModel, longest: int) -> CudaUse:
     activations = torch.cuda.max_memory_allocated(device) - weights - pool
     # The trial's rows are short: what penalties count of long ones comes on top.
     activations += counting_bytes(limits.max_running, longest)
+    if loaded.member.stages > 1:
+        # Received of steps in flight, and on their way to the stage after.
+        step = limits.max_step_tokens * loaded.config.hidden_size * loaded.model.dtype.itemsize
+        activations += limits.depth * step
     graphs = 0
+    loaded.member.minimum(0)  # ranks that share a device measure the same at the same time
     batches, steps = loaded.graph_sizes(backend)
     if batches:
         graphs += _graph_bytes(runner.capture, batches, device)
@@ -52,6 +57,7 @@ def measure_cuda(loaded: LoadedModel, longest: int) -> CudaUse:
     del runner
     gc.collect()
     torch.cuda.empty_cache()
+    loaded.member.minimum(0)  # none has memory of its trial any more
     free, total = torch.cuda.mem_get_info(device)
     other = total - free - torch.cuda.memory_reserved(device)
     if loaded.memory is not None:

@@ -188,7 +188,7 @@ class Decoder:
         self.dtype = place.dtype
         self.device = place.device
         self._ops = ops
-        stage = stage or Stage.whole(config)
+        self.stage = stage = stage or Stage.whole(config)
         sizes = config.vocab_size, config.hidden_size
         self._embedding = VocabTable(place, EMBEDDING, *sizes) if stage.embeds else None
         self._head: VocabTable | None = None

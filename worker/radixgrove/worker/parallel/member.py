@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import psutil
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from radixgrove.protocol.settings import Transport
+from radixgrove.worker.parallel.activations import DirectLinks, HostLinks, Link, StageLinks
 from radixgrove.worker.parallel.group import Activity, Shard, TensorParallel
 from radixgrove.worker.parallel.layout import Layout, Place
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 # Loading and compiling differ between ranks; collectives of a running step have a shorter deadline.
 START_SECONDS = 600.0
-_SENDS = 2  # of activations under way: the next step computes while the last one's leave
 
 
 class StorePlace(msgspec.Struct, array_like=True, tag=True):
@@ -44,16 +44,20 @@ class Member:
         rank: int = 0,
         tensor: TensorParallel | None = None,
         everyone: ProcessGroup | None = None,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
+        links: StageLinks | None = None,
         activity: Activity | None = None,
     ) -> None:
+        """
+        Args:
+            everyone: all ranks of the member; None: there is no other.
+            links: to the stages beside this one; None: there are none.
+        """
         self.layout = layout
         self.place = layout.place(rank)
         self.tensor = tensor or TensorParallel(Shard())
         self.activity = activity or Activity()
         self._everyone = everyone
-        self._device = device
-        self._leaving: deque[tuple[Any, Tensor]] = deque()  # sends, and what they read
+        self._links = links
 
     @property
     def stages(self) -> int:
@@ -73,12 +77,18 @@ class Member:
         place = self.place
         return self.stages > 1 and place.rank == self.layout.last_stage(place.member)
 
+    @property
+    def links(self) -> StageLinks:
+        assert self._links is not None, "a member of one stage has no links"
+        return self._links
+
     def least(self, value: int) -> tuple[int, int]:
         """The smallest of the ranks' values, on every rank, and the first stage that has it."""
         if self._everyone is None:
             return value, self.place.stage
         packed = value * self.stages + self.place.stage
-        agreed = torch.tensor([packed], dtype=torch.int64, device=self._device)
+        on_cuda = distributed.get_backend(self._everyone) == "nccl"
+        agreed = torch.tensor([packed], dtype=torch.int64, device="cuda" if on_cuda else "cpu")
         distributed.all_reduce(agreed, op=distributed.ReduceOp.MIN, group=self._everyone)
         return divmod(int(agreed.item()), self.stages)
 
@@ -86,32 +96,17 @@ class Member:
         """The smallest of the ranks' values, on every rank: for sizes all must agree on."""
         return self.least(value)[0]
 
-    def receive(self, tokens: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """The stream after the stage before: [tokens, hidden]."""
-        x = torch.empty((tokens, hidden), dtype=dtype, device=self._device)
-        with self.activity:
-            distributed.recv(x, self._neighbour(-1), group=self._everyone)
-        return x
-
-    def send(self, x: Tensor) -> None:
-        """The stream, [T, hidden], on its way to the stage after; `x` must not change any more."""
-        x = x.contiguous()
-        work = distributed.isend(x, self._neighbour(1), group=self._everyone)
-        self._leaving.append((work, x))
-        while len(self._leaving) > _SENDS:
-            with self.activity:
-                self._leaving.popleft()[0].wait()
-
-    def _neighbour(self, distance: int) -> int:
-        """Of the stage so far away, as torch counts ranks: over this member."""
-        place = self.place
-        return self.layout.rank(0, place.stage + distance, place.shard)
-
 
 def form(
-    layout: Layout, place: Place, device: torch.device, store: Store, own_address: str = ""
+    layout: Layout,
+    place: Place,
+    device: torch.device,
+    store: Store,
+    transport: Transport,
+    own_address: str = "",
 ) -> Member:
-    """The torch groups of a rank that has joined: NCCL on CUDA, Gloo on a CPU.
+    """The torch groups of a rank that has joined: NCCL on CUDA, Gloo on a CPU, or where GPUs are
+    to talk through host memory.
 
     torch's world is the member: members have no collective in common, so that none waits for
     another. Every rank of it calls this: each subgroup is made by all, its ranks or not.
@@ -120,19 +115,21 @@ def form(
         own_address: this rank's on the network of the group; "" on one machine.
     """
     with _talking_at(own_address):
-        return _form(layout, place, device, store)
+        return _form(layout, place, device, store, transport)
 
 
-def _form(layout: Layout, place: Place, device: torch.device, store: Store) -> Member:
-    on_cuda = device.type == "cuda"
+def _form(
+    layout: Layout, place: Place, device: torch.device, store: Store, transport: Transport
+) -> Member:
+    nccl = device.type == "cuda" and transport is not Transport.GLOO
     leader = layout.leader(place.member)
     distributed.init_process_group(
-        "nccl" if on_cuda else "gloo",
+        "nccl" if nccl else "gloo",
         store=PrefixStore("collectives", store),
         rank=place.rank - leader,
         world_size=layout.ranks_per_member,
         timeout=timedelta(seconds=START_SECONDS),
-        device_id=device if on_cuda else None,
+        device_id=device if nccl else None,
     )
     activity = Activity()
     tensor = TensorParallel(Shard())
@@ -145,7 +142,32 @@ def _form(layout: Layout, place: Place, device: torch.device, store: Store) -> M
             devices = range(first, first + layout.tp)
             tensor = TensorParallel(shard, group, device, devices, activity)
     everyone = distributed.new_group(list(range(layout.ranks_per_member)))
-    return Member(layout, place.rank, tensor, everyone, device, activity)
+    links = _stage_links(layout, place, device, activity, nccl) if layout.pp > 1 else None
+    return Member(layout, place.rank, tensor, everyone, links, activity)
+
+
+def _stage_links(
+    layout: Layout, place: Place, device: torch.device, activity: Activity, nccl: bool
+) -> StageLinks:
+    """Each with a group of its own, so that no send waits for another neighbour's."""
+    before = after = None
+    for stage in range(1, layout.pp):
+        for shard in range(layout.tp):
+            sender, receiver = layout.rank(0, stage - 1, shard), layout.rank(0, stage, shard)
+            group = distributed.new_group(
+                [sender, receiver], pg_options=_urgent() if nccl else None
+            )
+            if (place.stage, place.shard) == (stage, shard):
+                before = Link(sender, group)
+            elif (place.stage, place.shard) == (stage - 1, shard):
+                after = Link(receiver, group)
+    direct = nccl or device.type == "cpu"
+    return (DirectLinks if direct else HostLinks)(before, after, device, activity)
+
+
+def _urgent() -> distributed.ProcessGroupNCCL.Options:
+    """A send is short, and the stage after waits for it: it goes before the next step's kernels."""
+    return distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def limit_collectives(seconds: float) -> None:
