@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from radixgrove.worker.agent.preparation import openmp_waiting
+from radixgrove.worker.agent.preparation import onednn_caches, openmp_waiting
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
@@ -28,3 +28,40 @@ def test_threads_that_wait_spin_for_microseconds_not_for_a_scheduling_turn() -> 
     ).stderr
     (spins,) = [line.split("'")[1] for line in shown.splitlines() if "GOMP_SPINCOUNT" in line]
     assert 0 < int(spins) <= 10_000
+
+
+def test_the_user_may_say_how_many_products_stay_prepared() -> None:
+    assert "LRU_CACHE_CAPACITY" not in onednn_caches({"LRU_CACHE_CAPACITY": "9"})
+
+
+def test_memory_of_prepared_products_ends_at_a_bound() -> None:
+    """Each count of tokens is another product to oneDNN."""
+    program = """
+import ctypes
+import torch
+from radixgrove.worker.models.ops import CpuOps
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(str(i), ctypes.c_size_t) for i in range(7)] + [("used", ctypes.c_size_t)]
+    _fields_ += [("free", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+
+mallinfo = ctypes.CDLL(None).mallinfo2
+mallinfo.restype = Mallinfo
+torch.set_num_threads(1)
+weight = torch.ops.mkldnn._reorder_linear_weight(torch.ones(64, 64), None)
+with torch.inference_mode():
+    for most in (400, 800):
+        for tokens in range(most - 400, most):
+            CpuOps()._multiply(torch.ones(tokens + 1, 64), weight, None)
+        print(mallinfo().used)
+"""
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **onednn_caches({})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    before, after = map(int, shown.split())
+    assert after - before < 1 << 20
