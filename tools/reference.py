@@ -56,7 +56,7 @@ def _refused_elsewhere() -> list[str]:
     fields = ", ".join(f"`{name}`" for name in MESSAGE_UNSUPPORTED)
     parts = " or ".join(f"`{name}`" for name in PART_TYPES)
     return [
-        "Refused too: `best_of` other than `n`; in messages "
+        "Refused too: in messages "
         f"{fields}, unless null, and parts of the content of another `type` than {parts}."
     ]
 

@@ -75,6 +75,7 @@ FIELDS = [
     *("model", "messages", "prompt", "n", "stop", "temperature", "top_p", "top_k", "min_p", "seed"),
     *("logit_bias", "max_tokens", "stream", "stream_options", "logprobs", "top_logprobs", "echo"),
     *("tools", "response_format", "stop_token_ids", "chat_template_kwargs", "best_of", "priority"),
+    "prompt_logprobs",
 ]
 
 

@@ -297,6 +297,22 @@ def test_completion_logprobs_and_echo(frontend: Frontend) -> None:
     assert streamed_text(chunks) == choice["text"]
 
 
+def test_logprobs_of_a_prompt(frontend: Frontend) -> None:
+    """Beside an echo with others too; the prefix cache has none of them."""
+    body = frontend.complete("One two", prompt_logprobs=1, echo=True, logprobs=3, max_tokens=0)
+    choice = body.json()["choices"][0]
+    ids = frontend.tokenizer.encode("One two").ids
+    decoded = frontend.tokenizer.decode(ids[1:2])
+    own = {"logprob": -0.5, "rank": 1, "decoded_token": decoded}
+    assert choice["prompt_logprobs"] == [None, {str(ids[1]): own}]
+    assert len(choice["logprobs"]["top_logprobs"][1]) == 3
+    alone = frontend.complete("One two", prompt_logprobs=0, echo=True, max_tokens=0)
+    none = {"logprob": -0.5, "rank": None, "decoded_token": decoded}
+    assert alone.json()["choices"][0]["prompt_logprobs"] == [None, {str(ids[1]): none}]
+    assert alone.json()["choices"][0]["logprobs"] is None
+    assert "prompt_logprobs" not in frontend.complete("One two").json()["choices"][0]
+
+
 def test_echo_of_the_prompt_alone(frontend: Frontend) -> None:
     plain = frontend.complete("One two", echo=True, max_tokens=0).json()
     assert plain["choices"][0]["text"] == "One two"

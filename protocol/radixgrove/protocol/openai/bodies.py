@@ -139,6 +139,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: TopLogprobs | None = None
     prefix_cache: bool | None = None  # ours: false bypasses the prefix cache
     # Prefixes are shared only among requests with the same one.
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
@@ -165,12 +166,10 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     ) = None
 
     # Not supported.
-    best_of: Any = None
     custom_logit_processor: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
     lora_path: Any = None
-    prompt_logprobs: Any = None
     spaces_between_special_tokens: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
@@ -196,6 +195,7 @@ class ChatBody(GenerationBody, kw_only=True):
 
     # Not supported.
     audio: Any = None
+    best_of: Any = None  # other than `n`
     chat_template: Any = None
     documents: Any = None
     echo: Any = None
@@ -209,6 +209,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)] | None = None
 
     # Not supported.
     prompt_embeds: Any = None
@@ -223,7 +224,6 @@ NEUTRAL: Neutral = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora_path": (),
-    "prompt_logprobs": (),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),

@@ -26,6 +26,7 @@ from radixgrove.protocol.openai.responses import (
     CustomOut,
     FunctionOut,
     Head,
+    PromptLogprobs,
     TokenLogprob,
     ToolCallOut,
     TopLogprob,
@@ -81,6 +82,7 @@ class Choice:
     logprobs: Logprobs | None
     token_ids: list[int] | msgspec.UnsetType
     prompt_token_ids: list[int] | msgspec.UnsetType
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnswerFormat(ABC):
@@ -153,6 +155,7 @@ class ChatFormat(AnswerFormat):
             ],
             usage=usage,
             prompt_token_ids=choices[0].prompt_token_ids,
+            prompt_logprobs=choices[0].prompt_logprobs,
         )
         return _encode(answer)
 
@@ -161,11 +164,11 @@ class ChatFormat(AnswerFormat):
             content=[
                 TokenLogprob(
                     token=token_text(item.token),
-                    logprob=_floored(item.logprob),
+                    logprob=floored(item.logprob),
                     bytes=list(item.token),
                     top_logprobs=[
                         TopLogprob(
-                            token=token_text(token), logprob=_floored(logprob), bytes=list(token)
+                            token=token_text(token), logprob=floored(logprob), bytes=list(token)
                         )
                         for token, logprob in item.top
                     ],
@@ -220,6 +223,7 @@ class CompletionFormat(AnswerFormat):
                     logprobs=choice.logprobs,  # type: ignore[arg-type]
                     token_ids=choice.token_ids,
                     prompt_token_ids=choice.prompt_token_ids,
+                    prompt_logprobs=choice.prompt_logprobs,
                 )
                 for choice in choices
             ],
@@ -238,11 +242,11 @@ class CompletionFormat(AnswerFormat):
                 result.token_logprobs.append(None)
                 result.top_logprobs.append(None)
                 continue
-            chosen = _floored(item.logprob)
+            chosen = floored(item.logprob)
             alternatives: dict[str, float] = {}
             for token, logprob in item.top:
                 # Tokens may share a text: the most probable one stands for it.
-                alternatives.setdefault(_marked(token), _floored(logprob))
+                alternatives.setdefault(_marked(token), floored(logprob))
             alternatives.setdefault(text, chosen)
             result.token_logprobs.append(chosen)
             result.top_logprobs.append(alternatives)
@@ -374,7 +378,7 @@ class StreamEncoder:
         return self._usage + _encode(usage) + b"}\n\n"
 
 
-def _floored(logprob: float) -> float:
+def floored(logprob: float) -> float:
     """A logprob that JSON can carry (also in place of NaN)."""
     return logprob if logprob > LOGPROB_FLOOR else LOGPROB_FLOOR
 

@@ -74,7 +74,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     sampling: SamplingParams  # of the first choice; `max_tokens` is settled by `sampling_for`
     max_tokens: int | None  # None: as many as fit
-    n: int
+    n: int  # choices of each prompt
+    shown: int  # of these, the most probable ones
+    shows_logprobs: bool
+    prompt_logprobs: int | None  # alternatives to each of the prompt's tokens, which are shown
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
@@ -217,6 +220,8 @@ def checked_chat(wire: ChatBody, limits: ModelLimits) -> ChatRequest:
         max_tokens, param = wire.max_tokens, "max_tokens"
     if max_tokens == 0:
         raise errors.invalid(f"'{param}' must be at least 1.", param)
+    if wire.best_of is not None and wire.best_of != (wire.n or 1):
+        raise errors.unsupported("best_of", "'best_of' is supported for text completions only.")
     continues = bool(wire.continue_final_message)
     if continues and wire.add_generation_prompt:
         raise errors.invalid(
@@ -228,7 +233,6 @@ def checked_chat(wire: ChatBody, limits: ModelLimits) -> ChatRequest:
         limits,
         max_tokens=max_tokens,
         logprobs=(wire.top_logprobs or 0) if wire.logprobs else None,
-        prompt_logprobs=None,
         prompt_param="messages",
     )
     kwargs = dict(wire.chat_template_kwargs or {})
@@ -266,12 +270,14 @@ def parse_completion(body: bytes, limits: ModelLimits) -> CompletionRequest:
         limits,
         max_tokens=max_tokens,
         logprobs=wire.logprobs,
-        prompt_logprobs=wire.logprobs if echo else None,
+        echoed_logprobs=wire.logprobs if echo else None,
+        best_of=wire.best_of,
         prompt_param="prompt",
     )
     if generation.n * len(prompts) > MAX_SEQUENCES:
         raise errors.invalid(
-            f"'n' times the number of prompts must be at most {MAX_SEQUENCES}.", "prompt"
+            f"'n', or 'best_of', times the number of prompts must be at most {MAX_SEQUENCES}.",
+            "prompt",
         )
     return CompletionRequest(model=model, prompts=prompts, generation=generation, echo=echo)
 
@@ -385,15 +391,18 @@ def _generation(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    prompt_logprobs: int | None,
     prompt_param: str,
+    echoed_logprobs: int | None = None,
+    best_of: int | None = None,
 ) -> Generation:
     stream = bool(wire.stream)
     if wire.stream_options is not None and not stream:
         raise errors.invalid("'stream_options' needs 'stream' to be true.", "stream_options")
-    n = wire.n or 1
-    if wire.best_of is not None and wire.best_of != n:
-        raise errors.unsupported("best_of", "'best_of' other than 'n' is not supported.")
+    if wire.prompt_logprobs is not None and stream:
+        raise errors.invalid("'prompt_logprobs' is not there in streams.", "prompt_logprobs")
+    shown = wire.n or 1
+    n = _sequences(best_of, shown, stream=stream)
+    scored_prompt = [k for k in (echoed_logprobs, wire.prompt_logprobs) if k is not None]
     min_tokens = wire.min_tokens or 0
     if min_tokens > (limits.max_model_len if max_tokens is None else max_tokens):
         raise errors.invalid("'min_tokens' must not exceed the tokens to generate.", "min_tokens")
@@ -415,11 +424,16 @@ def _generation(
             stop_token_ids=tuple(
                 valid_token_ids(wire.stop_token_ids or [], "stop_token_ids", limits.vocab_size)
             ),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            logprobs=0
+            if logprobs is None and n > shown
+            else logprobs,  # the best is chosen by them
+            prompt_logprobs=max(scored_prompt, default=None),
         ),
         max_tokens=max_tokens,
         n=n,
+        shown=shown,
+        shows_logprobs=logprobs is not None,
+        prompt_logprobs=wire.prompt_logprobs,
         stop=stop,
         stream=stream,
         include_usage=bool(options.include_usage),
@@ -437,6 +451,17 @@ def _generation(
         allowed_token_ids=_allowed_ids(wire.allowed_token_ids, limits.vocab_size),
         bad_words=tuple(wire.bad_words or ()),
     )
+
+
+def _sequences(best_of: int | None, shown: int, *, stream: bool) -> int:
+    """How many choices are generated to show that many."""
+    if best_of is None:
+        return shown
+    if best_of < shown:
+        raise errors.invalid("'best_of' must not be less than 'n'.", "best_of")
+    if best_of > shown and stream:
+        raise errors.invalid("'best_of' more than 'n' needs 'stream' to be false.", "best_of")
+    return best_of
 
 
 def _or(value: float | None, default: float) -> float:

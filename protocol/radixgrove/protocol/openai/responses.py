@@ -64,6 +64,18 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     text_offset: list[int] = []
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """Of one token at one place of a prompt, as vLLM has it."""
+
+    logprob: float
+    rank: int | None  # from 1 on; None: it is none of the most probable ones
+    decoded_token: str
+
+
+# At each place by token id: those of the prompt and its alternatives. The first has none.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
 # ---- whole responses -------------------------------------------------------------------------
 
 
@@ -111,6 +123,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Head(msgspec.Struct, kw_only=True):
@@ -128,6 +141,7 @@ class ChatCompletion(Head, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(Head, kw_only=True):

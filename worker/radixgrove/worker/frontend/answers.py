@@ -18,7 +18,7 @@ from radixgrove.protocol.openai.formats import (
     new_head,
 )
 from radixgrove.protocol.openai.requests import Request
-from radixgrove.protocol.openai.responses import Usage
+from radixgrove.protocol.openai.responses import PromptLogprobs, Usage
 from radixgrove.protocol.text.prompts import EncodedPrompt
 from radixgrove.worker.frontend.events import (
     CallArguments,
@@ -32,7 +32,7 @@ from radixgrove.worker.frontend.events import (
     Text,
 )
 from radixgrove.worker.frontend.generation import RequestInFlight
-from radixgrove.worker.frontend.logprobs import scored_bytes, scored_prompt
+from radixgrove.worker.frontend.logprobs import prompt_entries, scored_bytes, scored_prompt
 from radixgrove.worker.frontend.model import ServedModel
 from radixgrove.worker.frontend.sequence import Delta, Sequence
 from radixgrove.worker.messages import TokenLogprobs, Tokens
@@ -56,7 +56,7 @@ class Answer:
         self.echo = bool(request.echoed)
         # `max_tokens: 0` scores a prompt: what the engine samples beyond it is not shown.
         self.silent = generation.max_tokens == 0
-        self._scores = generation.sampling.logprobs is not None
+        self._scores = generation.shows_logprobs
         self._form = form
         self.head = new_head(
             form,
@@ -79,7 +79,7 @@ class Answer:
         async for batch in flight.deltas():
             for sequence, message, delta in batch:
                 choice = choices[sequence.index]
-                choice.scored += self._prompt_scores(sequence, message)
+                choice.prompt = choice.prompt or message.prompt_logprobs
                 for event in self._visible(delta):
                     choice.add(event)
         return self._whole(choices, self._usage(flight))
@@ -94,17 +94,31 @@ class Answer:
         choices = [
             Choice(
                 index=index,
-                text=self.echoed(index) + "".join(item.text),
+                text=self.echoed(place) + "".join(item.text),
                 reasoning="".join(item.reasoning),
                 calls=item.whole_calls(),
                 finish_reason=item.finish,
-                logprobs=self._logprobs(item.scored),
+                logprobs=self._logprobs(self._prompt_scores(place, item.prompt) + item.scored),
                 token_ids=item.token_ids if ids else msgspec.UNSET,
-                prompt_token_ids=self._prompt_ids(index) if ids else msgspec.UNSET,
+                prompt_token_ids=self._prompt_ids(place) if ids else msgspec.UNSET,
+                prompt_logprobs=self._prompt_entries(place, item.prompt),
             )
-            for index, item in enumerate(collected)
+            for index, (place, item) in enumerate(self._best(collected))
         ]
         return self._form.whole(self.head, choices, usage)
+
+    def _best(self, collected: list[Collected]) -> list[tuple[int, Collected]]:
+        """Those of each prompt that are shown, with their places among all."""
+        n, shown = self.generation.n, self.generation.shown
+        places = list(enumerate(collected))
+        if n == shown:
+            return places
+        groups = [places[begin : begin + n] for begin in range(0, len(places), n)]
+        return [
+            best
+            for group in groups
+            for best in sorted(group, key=lambda each: -each[1].mean_logprob)[:shown]
+        ]
 
     # ---- streams -----------------------------------------------------------------------------
 
@@ -160,7 +174,7 @@ class Answer:
         events = []
         index = sequence.index
         if self.echo and self._scores and message.prompt_logprobs is not None:
-            scores = self._logprobs(self._prompt_scores(sequence, message))
+            scores = self._logprobs(self._prompt_scores(index, message.prompt_logprobs))
             events.append(self._encoder.text(index, self.echoed(index), scores))
         for event in self._visible(delta):
             scored, ids = None, None
@@ -209,11 +223,26 @@ class Answer:
     def _prompt_ids(self, index: int) -> list[int]:
         return token_list(self.prompts[index // self.generation.n].token_ids)
 
-    def _prompt_scores(self, sequence: Sequence, message: Tokens) -> list[ScoredToken]:
-        if not self.echo or message.prompt_logprobs is None:
+    def _prompt_scores(
+        self, index: int, entries: list[TokenLogprobs | None] | None
+    ) -> list[ScoredToken]:
+        """Of an echoed prompt, with as many alternatives as the completion has."""
+        if not (self.echo and self._scores) or entries is None:
             return []
-        entries: list[TokenLogprobs | None] = message.prompt_logprobs
-        return scored_prompt(self._prompt_ids(sequence.index), entries, self.model.vocabulary)
+        most = self.generation.sampling.logprobs
+        own = [
+            None if each is None else TokenLogprobs(each.logprob, each.top[:most])
+            for each in entries
+        ]
+        return scored_prompt(self._prompt_ids(index), own, self.model.vocabulary)
+
+    def _prompt_entries(
+        self, index: int, entries: list[TokenLogprobs | None] | None
+    ) -> PromptLogprobs | msgspec.UnsetType:
+        most = self.generation.prompt_logprobs
+        if most is None or entries is None:
+            return msgspec.UNSET
+        return prompt_entries(self._prompt_ids(index), entries, most, self.model.vocabulary)
 
     def _logprobs(self, scored: list[ScoredToken]) -> Logprobs | None:
         if not self._scores:

@@ -342,7 +342,7 @@ class Frontend:
             stream=generation.stream,
         )
         answer = Answer(accepted.endpoint.form, request, accepted.prompts, self.model)
-        if answer.silent and generation.sampling.logprobs is None:
+        if answer.silent and generation.sampling.prompt_logprobs is None:
             await _send_without_engine(answer, send)
             return
         flight = RequestInFlight(

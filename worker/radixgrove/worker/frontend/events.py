@@ -7,6 +7,7 @@ pieces, `CallEnds`), and one `Finished`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from radixgrove.protocol.openai.formats import ToolCall
@@ -87,6 +88,13 @@ class Collected:
     calls: list[ToolCall] = field(default_factory=list)
     arguments: list[list[str]] = field(default_factory=list)  # of each call
     finish: str = ""
+    prompt: list[TokenLogprobs | None] | None = None  # of the prompt's tokens, where asked for
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens; one without any is worse than all others."""
+        found = [each.logprobs.logprob for each in self.scored if each.logprobs is not None]
+        return sum(found) / len(found) if found else -math.inf
 
     def add(self, event: Event) -> None:
         match event:
