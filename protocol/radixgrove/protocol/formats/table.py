@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from radixgrove.protocol.errors import InvalidInput
+from radixgrove.protocol.formats.response_template import calls_of, reasoning_of
 from radixgrove.protocol.formats.shapes import (
     CallIds,
     Calls,
@@ -19,6 +21,7 @@ from radixgrove.protocol.formats.shapes import (
 )
 
 AUTO, NONE = "auto", "none"
+DESCRIBED = "response_template"  # the name of a format that the checkpoint itself describes
 _THINK = Reasoning("<think>", "</think>", ends_at_calls=True)
 _BRACKETS = Reasoning("[THINK]", "[/THINK]")
 _THOUGHT = Reasoning("<|channel>thought\n", "<channel|>")
@@ -233,10 +236,14 @@ _TABLE = (
 FORMATS = {known.format.name: known.format for known in _TABLE}
 
 
-def choose_format(template: str | None, wanted: str = AUTO) -> Format:
+def choose_format(template: str | None, wanted: str = AUTO, described: Any = None) -> Format:
     """The format of a model by its chat template, or the one of this name.
 
     A block of reasoning is known where the template names its markers.
+
+    Args:
+        described: the checkpoint's `response_template`. Unless a name is given, what it says of
+            calls and reasoning goes before what the chat template does.
 
     Raises:
         UnknownFormatError: `wanted` is neither `auto`, `none` nor built in.
@@ -251,6 +258,11 @@ def choose_format(template: str | None, wanted: str = AUTO) -> Format:
         except KeyError:
             names = ", ".join((AUTO, NONE, *FORMATS))
             raise UnknownFormatError(f"output_format must be one of {names}") from None
+    reasoning = reasoning_of(described) or reasoning
+    calls = calls_of(described)
+    if calls is not None:
+        known_as = [form.name for form in FORMATS.values() if form.calls == calls]
+        return Format([*known_as, DESCRIBED][0], calls, reasoning)
     for known in _TABLE:
         if all(text in source for text in known.says):
             return replace(known.format, reasoning=reasoning)

@@ -212,7 +212,8 @@ class TokenizerFiles:
             UnknownFormatError: the setting names none.
         """
         wanted = self.contents.get(OUTPUT_FORMAT, AUTO.encode()).decode("utf-8", "replace")
-        return choose_format(self.tool_template() or self.chat_template(), wanted)
+        described = self.json(TOKENIZER_CONFIG).get("response_template")
+        return choose_format(self.tool_template() or self.chat_template(), wanted, described)
 
     @property
     def capabilities(self) -> list[str]:
