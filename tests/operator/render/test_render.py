@@ -427,6 +427,39 @@ def test_fields_of_chart_and_service_reach_the_pods_of_their_kind(kind: str) -> 
     assert template["metadata"]["labels"][names.MANAGED_BY] == names.MANAGER
 
 
+# ---- a chat template of the user's own -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "key"), [({}, "chat_template.jinja"), ({"key": "a.b"}, "a.b")])
+def test_a_chat_template_comes_from_a_config_map(given: dict[str, str], key: str) -> None:
+    model = {"source": "hf://org/model", "chatTemplate": {"configMap": "templates", **given}}
+    pod = worker(model=model)
+    (source,) = (v["configMap"] for v in pod["volumes"] if v["name"] == "chat-template")
+    assert source == {
+        "name": "templates",
+        "items": [{"key": key, "path": "chat_template.jinja"}],
+    }
+    (mount,) = (
+        mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "chat-template"
+    )
+    data = config_map_data(revision(model=model), "team-a.llama", CONFIG)
+    settings = WorkerSettings.model_validate(yaml.safe_load(data["worker.yaml"]))
+    assert settings.chat_template == f"{mount['mountPath']}/chat_template.jinja"
+    assert thaw(data) == revision(model=model)
+
+
+def test_without_one_nothing_is_mounted_for_it() -> None:
+    names_of_volumes = {volume["name"] for volume in worker()["volumes"]}
+    assert "chat-template" not in names_of_volumes
+    assert "chat_template" not in config_map_data(revision(), "s", CONFIG)["worker.yaml"]
+
+
+def test_two_chat_templates_are_refused() -> None:
+    model = {"source": "hf://org/model", "chatTemplate": {"configMap": "templates"}}
+    with pytest.raises(InvalidEngine, match=r"model\.chatTemplate"):
+        worker(model=model, engine={"settings": {"chat_template": "/elsewhere"}})
+
+
 # ---- what restarts a group -----------------------------------------------------------------------
 
 
@@ -464,6 +497,7 @@ def test_these_changes_restart_nothing(fields: dict[str, Any]) -> None:
         {"pods": {"workers": {"env": [{"name": "A", "value": "1"}]}}},
         {"podOverrides": {"spec": {"hostNetwork": True}}},
         {"model": {"source": "hf://org/model", "aliases": ["other"]}},
+        {"model": {"source": "hf://org/model", "chatTemplate": {"configMap": "templates"}}},
     ],
     ids=str,
 )

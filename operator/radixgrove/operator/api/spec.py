@@ -72,6 +72,18 @@ class CacheSpec(SpecModel):
     retain: bool = Field(False, description="Keep the claim when its last user is deleted.")
 
 
+class ConfigMapFile(SpecModel):
+    """A text in a ConfigMap of the service's namespace."""
+
+    config_map: ObjectName = Field(description="Name of the ConfigMap.")
+    key: str = Field(
+        "chat_template.jinja",
+        description="Key under which it has the text.",
+        pattern=r"^[-._a-zA-Z0-9]+$",
+        max_length=253,
+    )
+
+
 class Model(SpecModel):
     """Which model is served, and under which names."""
 
@@ -131,6 +143,11 @@ class Model(SpecModel):
     )
     aliases: list[ModelName] = Field([], description="Further names.", max_length=16)
     cache: CacheSpec = Field(CacheSpec(), description="Where a downloaded model is kept.")
+    chat_template: ConfigMapFile | None = Field(
+        None,
+        description="A chat template in place of the model's own. Groups read it when they start: "
+        "for another text name another ConfigMap.",
+    )
 
 
 class DeviceKind(StrEnum):

@@ -9,7 +9,7 @@ from typing import Any
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import Object, PodSpec
-from radixgrove.operator.api.spec import DeviceKind, Network, quantity
+from radixgrove.operator.api.spec import ConfigMapFile, DeviceKind, Network, quantity
 from radixgrove.operator.render.common import (
     Service,
     container_security_context,
@@ -24,6 +24,8 @@ from radixgrove.operator.render.common import (
 from radixgrove.operator.render.merge import CannotMerge, strategic_merge
 from radixgrove.operator.render.pods import with_fields
 from radixgrove.operator.render.revision import (
+    CHAT_TEMPLATE_DIRECTORY,
+    CHAT_TEMPLATE_FILE,
     DRAIN_TIMEOUT,
     MODEL_DIRECTORY,
     InvalidOverrides,
@@ -39,6 +41,7 @@ from radixgrove.protocol.settings import DType, Quantize, WorkerSettings
 
 WORKER_CONTAINER = "worker"
 MODEL_VOLUME = "model"
+CHAT_TEMPLATE_VOLUME = "chat-template"
 _ARGUMENTS = ["radixgrove", "worker", "--config", "/etc/radixgrove/worker.yaml"]
 _PROBE_PERIOD = 5
 _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
@@ -267,6 +270,8 @@ def _pod_spec(
     }
     items = [{"key": "worker.yaml", "path": "worker.yaml"}]
     spec["volumes"].append({"name": "config", "configMap": {"name": config_map, "items": items}})
+    if revision.chat_template is not None:
+        _mount_chat_template(spec, revision.chat_template)
     affinity = _affinity(service, revision, name, avoid)
     if affinity:
         spec["affinity"] = affinity
@@ -277,6 +282,18 @@ def _pod_spec(
     if revision.scheduler_name:
         spec["schedulerName"] = revision.scheduler_name
     return with_pod_defaults(spec, config)
+
+
+def _mount_chat_template(spec: Object, template: ConfigMapFile) -> None:
+    items = [{"key": template.key, "path": CHAT_TEMPLATE_FILE}]
+    source = {"name": template.config_map, "items": items}
+    spec["volumes"].append({"name": CHAT_TEMPLATE_VOLUME, "configMap": source})
+    mount = {
+        "name": CHAT_TEMPLATE_VOLUME,
+        "mountPath": CHAT_TEMPLATE_DIRECTORY,
+        "readOnly": True,
+    }
+    spec["containers"][0]["volumeMounts"].append(mount)
 
 
 def _container(service: Service, revision: Revision, name: str, config: OperatorConfig) -> Object:

@@ -20,6 +20,7 @@ from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.spec import (
     NO_FIELDS,
+    ConfigMapFile,
     DeviceKind,
     Engine,
     Hardware,
@@ -34,6 +35,8 @@ from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.settings import WorkerSettings
 
 MODEL_DIRECTORY = "/model"
+CHAT_TEMPLATE_DIRECTORY = "/chat-template"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 DRAIN_TIMEOUT = 120.0
 _STARTUP = 1800.0  # seconds for all that does not grow with the model
 _SLOW_READ = 100e6  # bytes/s of storage that many nodes read at once
@@ -98,6 +101,7 @@ class Revision(SpecModel):
     parallelism: Parallelism
     engine: Engine = Engine()
     startup: Startup = Startup()
+    chat_template: ConfigMapFile | None = None
     image: str = ""  # the resource's own
     topology_key: str | None = None
     scheduler_name: str | None = None
@@ -143,6 +147,7 @@ def revision_of(
         parallelism=spec.layout,
         engine=spec.engine,
         startup=spec.startup,
+        chat_template=spec.model.chat_template,
         image=spec.image or "",
         topology_key=spec.topology_key,
         scheduler_name=spec.scheduler_name,
@@ -186,6 +191,12 @@ def worker_settings(revision: Revision, service: str, config: OperatorConfig) ->
         "tp": revision.parallelism.tp,
         "weight_version": names.digest([revision.model.source, revision.model.revision]),
     }
+    if revision.chat_template is not None:
+        if "chat_template" in asked:
+            raise InvalidEngine(
+                "engine.settings.chat_template: model.chatTemplate names another one"
+            )
+        settings["chat_template"] = f"{CHAT_TEMPLATE_DIRECTORY}/{CHAT_TEMPLATE_FILE}"
     # Said only where it is more than the default: images of the release before do not know them.
     parallelism = revision.parallelism
     layout = {"pp": parallelism.pp, "dp": parallelism.dp, "ep": parallelism.ep}
