@@ -406,7 +406,14 @@ def modes(backend: str) -> list[Mode]:
 # Less than the prompts and their answers take, so that prefixes leave for the host and come back.
 HOST_TIER = {"host_cache_gib": 1.0, "kv_tokens": 4096}
 BFLOAT16 = "bfloat16"
-MODES = ["batched, eager", "one by one", "batched, graphs", "chunked", "host tier", BFLOAT16]
+MODES = {  # names on the command line
+    "eager": "batched, eager",
+    "one-by-one": "one by one",
+    "graphs": "batched, graphs",
+    "chunked": "chunked",
+    "host-tier": "host tier",
+    BFLOAT16: BFLOAT16,
+}
 
 
 def parallel_modes(backend: str, ranks: dict[str, Any]) -> list[Mode]:
@@ -603,8 +610,9 @@ def check_model(
             continue
         chosen = parallel_modes(backend, ranks) if several else modes(backend)
         if not first:
-            chosen = [mode for mode in chosen if mode[0] == "batched, graphs"]
-        chosen = [mode for mode in chosen if mode[0] in arguments.modes]
+            chosen = [mode for mode in chosen if mode[0] == MODES["graphs"]]
+        asked = [MODES[mode] for mode in arguments.modes]
+        chosen = [mode for mode in chosen if mode[0] in asked]
         if backend != "flashinfer":
             with report.guarded(f"{name} fp32 {backend}"):
                 check_float32(name, model_dir, backend, judge, chosen, report)
@@ -649,7 +657,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--transport", default="auto", choices=[t.value for t in Transport], help="between stages"
     )
-    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     arguments = parser.parse_args(argv)
     forbid_tf32()
     report = Report()
