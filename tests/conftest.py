@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -25,6 +26,9 @@ from radixgrove.worker.agent import demo_model
 if TYPE_CHECKING:
     from redis import Redis
 
+# Tests start hundreds of processes, which would each compile what they import.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # Else each of them, and each process that it starts, would compute with a thread a core.
     threads = len(os.sched_getaffinity(0)) // int(workers)
