@@ -19,7 +19,7 @@ Main = Callable[[list[str]], None]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # None of them starts a thread, opens a file or registers a metric of the product's worker.
-_CONTEXT.set_forkserver_preload(["radixgrove.router.server"])
+_CONTEXT.set_forkserver_preload(["radixgrove.router.server", "radixgrove.worker.engine.follower"])
 
 
 class Fork:

@@ -49,7 +49,7 @@ from radixgrove.worker.plan import (
 from radixgrove.worker.runtime import Runtime
 from tests.conftest import wait_until
 from tests.worker.execution import tiny
-from tests.worker.parallel.test_parallel import run_group, settings
+from tests.worker.parallel.ranks import run_group, settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DEVICES = pytest.mark.parametrize(
@@ -421,18 +421,12 @@ def test_memory_that_cannot_be_had_names_the_setting() -> None:
 def test_every_rank_copies_its_heads(tp: int, tmp_path: Path) -> None:
     tiny.save("llama", tmp_path / "model")
     Runtime(tmp_path, settings(tp, host_cache_gib=0.001), tmp_path / "model").write()
-    run_group(tmp_path, tp, _LEAD)
+    run_group(tmp_path, tp, lead)
 
 
-_LEAD = (
-    "import sys; from pathlib import Path\n"
-    "from tests.worker.execution.test_page_copier import lead\n"
-    "lead(Path(sys.argv[1]))"
-)
-
-
-def lead(directory: Path) -> None:
+def lead(arguments: list[str]) -> None:
     """Rank 0's process: a step behind a computed prefix, and one behind a loaded one."""
+    directory = Path(*arguments)
     runtime = Runtime.load(directory)
     executor, info = build_executor(
         runtime.settings, runtime.model_dir, lambda phase: None, runtime_dir=directory

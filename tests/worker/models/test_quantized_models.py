@@ -27,7 +27,7 @@ from radixgrove.worker.plan import Executor
 from tests.worker.execution import reference, tiny
 from tests.worker.execution.driver import Driver, greedy
 from tests.worker.models import quantized
-from tests.worker.parallel.test_parallel import generate
+from tests.worker.parallel.ranks import generate
 
 BLOCK = 16
 KINDS = quantized.kinds(BLOCK)

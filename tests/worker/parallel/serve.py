@@ -6,7 +6,6 @@ what `Served` has.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from radixgrove.worker.runtime import Runtime
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.scheduler import Scheduler
 from tests.worker.execution import tiny
+from tests.worker.parallel.ranks import leading
 
 
 @dataclass
@@ -134,15 +134,15 @@ def crowded() -> list[list[Submit]]:
 CASES = {"mixed": mixed, "crowded": crowded}
 
 
-def lead(directory: Path, case: str) -> Served:
-    runtime = Runtime.load(directory)
-    executor, _ = build_executor(
-        runtime.settings, runtime.model_dir, lambda phase: None, runtime_dir=directory
-    )
+def lead(arguments: list[str]) -> None:
+    """Rank 0's process: prints what it served."""
+    directory, case = arguments
+    executor = leading(Path(directory))
     try:
-        return serve(executor, runtime.settings, CASES[case]())
+        served = serve(executor, Runtime.load(Path(directory)).settings, CASES[case]())
     finally:
         executor.close()
+    print(msgspec.json.encode(served).decode())
 
 
 def alone(settings: WorkerSettings, model_dir: Path, case: str) -> Served:
@@ -151,7 +151,3 @@ def alone(settings: WorkerSettings, model_dir: Path, case: str) -> Served:
         return serve(executor, settings, CASES[case]())
     finally:
         executor.close()
-
-
-if __name__ == "__main__":
-    sys.stdout.buffer.write(msgspec.json.encode(lead(Path(sys.argv[1]), sys.argv[2])))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,36 +12,20 @@ from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.parallel.experts import ExpertPlacement
 from radixgrove.worker.parallel.group import Shard
 from radixgrove.worker.runtime import Runtime
-from tests.checkout import ROOT
 from tests.worker.execution import reference, tiny
 from tests.worker.execution.driver import Driver, greedy
-from tests.worker.parallel.test_parallel import settings
+from tests.worker.parallel.ranks import leading, run_group, settings
 
 # Long and short ones; each is cut into chunks, and all are decoded together.
 PROMPTS = tiny.prompts()[2:6]
 TOKENS = 12
 
 
-_LEAD = (
-    "import sys; from pathlib import Path\n"
-    "from tests.worker.parallel.test_experts import lead\n"
-    "lead([Path(name) for name in sys.argv[1:]])"
-)
-_FOLLOW = (
-    "import sys; from pathlib import Path\n"
-    "from radixgrove.worker.engine.follower import run_follower\n"
-    "sys.exit(max(run_follower(Path(name), 1) for name in sys.argv[1:]))"
-)
-
-
-def lead(directories: list[Path]) -> None:
+def lead(directories: list[str]) -> None:
     """Rank 0's process: prints what the group of each directory says, one after the other."""
     texts = []
     for directory in directories:
-        runtime = Runtime.load(directory)
-        executor, _ = build_executor(
-            runtime.settings, runtime.model_dir, lambda phase: None, runtime_dir=directory
-        )
+        executor = leading(Path(directory))
         results = Driver(executor).generate(PROMPTS, greedy(TOKENS), chunk=20)
         texts.append([result.tokens for result in results])
         executor.close()
@@ -60,24 +42,11 @@ def test_two_ranks_say_what_transformers_says(tmp_path: Path) -> None:
             directory = tmp_path / f"{kind}-{ep}"
             directory.mkdir()
             Runtime(directory, settings(2, ep=ep), tmp_path / kind).write()
-            directories.append(str(directory))
+            directories.append(directory)
             expected.append(reference.greedy(model, PROMPTS, TOKENS))
-    with subprocess.Popen([sys.executable, "-c", _FOLLOW, *directories]) as follower:
-        try:
-            leader = subprocess.run(
-                [sys.executable, "-c", _LEAD, *directories],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=240,
-            )
-            assert leader.returncode == 0, leader.stderr
-            assert follower.wait(30) == 0
-        finally:
-            follower.kill()
-    for directory, texts, wanted in zip(
-        directories, json.loads(leader.stdout), expected, strict=True
-    ):
+    first, *more = directories
+    answers = json.loads(run_group(first, 2, lead, more=tuple(more)))
+    for directory, texts, wanted in zip(directories, answers, expected, strict=True):
         assert texts == wanted, directory
 
 

@@ -26,8 +26,8 @@ from tests.worker.parallel.machines import (
     network,
     served_model,
 )
+from tests.worker.parallel.ranks import settings
 from tests.worker.parallel.serve import serve, submit
-from tests.worker.parallel.test_parallel import settings
 
 TOKENS = 12
 PROMPTS = tiny.prompts()[:5]

@@ -9,13 +9,9 @@ import pytest
 
 from radixgrove.worker.runtime import Runtime
 from tests.worker.execution import tiny
-from tests.worker.parallel.serve import Answer, Served, alone
-from tests.worker.parallel.test_parallel import run_group, settings
+from tests.worker.parallel.ranks import run_group, settings
+from tests.worker.parallel.serve import Answer, Served, alone, lead
 
-_LEAD = (
-    "import runpy, sys\n"
-    "runpy.run_module('tests.worker.parallel.serve', run_name='__main__', alter_sys=True)"
-)
 # A pool of so few tokens that ten requests of 100 do not fit, and a chunk's worth a step.
 CROWDED = {"kv_tokens": 512, "max_step_tokens": 48, "max_model_len": 256}
 
@@ -25,7 +21,7 @@ def group(directory: Path, model_dir: Path, case: str, **changes: object) -> Ser
     group_settings = settings(**changes)  # type: ignore[arg-type]
     Runtime(directory, group_settings, model_dir).write()
     ranks = group_settings.tp * group_settings.pp
-    return msgspec.json.decode(run_group(directory, ranks, _LEAD, case), type=Served)
+    return msgspec.json.decode(run_group(directory, ranks, lead, case), type=Served)
 
 
 def assert_same(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
