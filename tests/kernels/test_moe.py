@@ -41,6 +41,9 @@ WAYS = {
     "pairs": ExpertChoice(
         pairs=ExpertPairs(PairsConfig(rows=32, block_k=32), PairsConfig(rows=32, block_k=16))
     ),
+    "whole-pairs": ExpertChoice(
+        pairs=ExpertPairs(PairsConfig(rows=16, block_k=128), PairsConfig(rows=32, block_k=64))
+    ),
     "small-tiles": ExpertChoice(
         tiles=ExpertTiles(
             16, TileConfig(block_n=32, block_k=16), TileConfig(block_n=32, block_k=32)
@@ -58,7 +61,7 @@ WAYS = {
 
 def tokens_for(way: str, tokens: int, device: torch.device) -> int:
     """Few in the interpreter, where a program takes milliseconds, for the way with many of them."""
-    return tokens if device.type == "cuda" or way != "pairs" else min(tokens, 10)
+    return tokens if device.type == "cuda" or "pairs" not in way else min(tokens, 10)
 
 
 def random_logits(tokens: int, experts: int, device: torch.device) -> Tensor:
@@ -175,9 +178,10 @@ def float8(
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "some-elsewhere"])
-@pytest.mark.parametrize("block", [None, (16, 32)], ids=["rows", "blocks"])
+@pytest.mark.parametrize("block", [None, (16, 32), (8, 32)], ids=["rows", "blocks", "low-blocks"])
 @pytest.mark.parametrize("way", WAYS)
 def test_float8_experts_are_widened(
     way: str,

@@ -449,10 +449,7 @@ def _by_pairs(
         hidden,
         TOP_K=top_k,
         **_scale_options(weights.gate_up),
-        ROWS=own.rows,
-        BLOCK_K=own.block_k,
-        STAGES=own.stages,
-        num_warps=own.warps,
+        **_pairs_options(own, weights.gate_up, inner),
         **pdl(x),
     )
     own = config.down
@@ -467,13 +464,11 @@ def _by_pairs(
         hidden,
         inner,
         TOP_K=top_k,
+        SLOTS=next_power_of_2(top_k),
         RESIDUAL=residual is not None,
         PLACES=weights.router.places is not None,
         **_scale_options(weights.down),
-        ROWS=own.rows,
-        BLOCK_K=own.block_k,
-        STAGES=own.stages,
-        num_warps=own.warps,
+        **_pairs_options(own, weights.down, hidden),
         **pdl(x),
     )
     return out
@@ -570,18 +565,38 @@ def _scale_options(weight: Weight) -> dict[str, int]:
     return {"SCALED": weight.scales is not None, "HIGH": high, "WIDE": wide}
 
 
+def _pairs_options(config: PairsConfig, weight: Weight, rows: int) -> dict[str, int]:
+    """As `_tile_options`."""
+    return {
+        "ONE_BLOCK": _in_one_block(config.rows, weight, rows),
+        "ROWS": config.rows,
+        "BLOCK_K": config.block_k,
+        "ONE_TILE": config.block_k >= weight.shape[1],
+        "STAGES": config.stages,
+        "num_warps": config.warps,
+    }
+
+
 def _tile_options(config: TileConfig, weight: Weight, rows: int) -> dict[str, int]:
     """For a tile of a weight whose parts, gate and up, have so many rows."""
-    high, wide = weight.block or (0, H_WIDTH)
+    wide = weight.block[1] if weight.block else H_WIDTH
     # A step along K is within one block, and one group of quantized inputs.
     return {
         "BLOCK_N": config.block_n,
         "BLOCK_K": gcd(config.block_k, wide, H_WIDTH),
-        "ONE_BLOCK": high > 0 and high % config.block_n == 0 and rows % high == 0,
+        "ONE_BLOCK": _in_one_block(config.block_n, weight, rows),
         "GROUP": config.group,
         "STAGES": config.stages,
         "num_warps": config.warps,
     }
+
+
+def _in_one_block(height: int, weight: Weight, rows: int) -> bool:
+    """Whether so many rows, from a multiple of them on, are in one block of the weight's scales, in
+    all of its parts, which have `rows`."""
+    return (
+        weight.block is not None and weight.block[0] % height == 0 and rows % weight.block[0] == 0
+    )
 
 
 def _dynamic(weight: Weight) -> Weight:

@@ -18,6 +18,7 @@ import torch
 
 from radixgrove.kernels import moe
 from radixgrove.kernels.autotune import fastest, keep, tuned_path
+from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.moe import (
     GROUPED,
     ExpertChoice,
@@ -30,9 +31,13 @@ from radixgrove.kernels.moe import (
 
 # Token counts that are measured; others take the next larger one's choice.
 EXPERT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-PAIRS_CANDIDATES = tuple(
-    PairsConfig(rows=rows, block_k=block_k, warps=4)
-    for rows, block_k in ((4, 512), (8, 256), (8, 512), (4, 1024))
+# Some of them take whole rows of the usual experts at once.
+PAIRS_CANDIDATES, FLOAT8_PAIRS_CANDIDATES = (
+    tuple(PairsConfig(rows=rows, block_k=block_k, warps=warps) for rows, block_k, warps in options)
+    for options in (
+        ((4, 512, 4), (8, 256, 4), (8, 512, 4), (4, 1024, 4), (2, 1024, 4), (2, 2048, 4)),
+        ((4, 1024, 4), (8, 512, 4), (8, 1024, 8), (2, 1024, 4), (2, 2048, 4), (4, 2048, 4)),
+    )
 )
 # Few pairs: the weights' tile counts, and how much of them is on its way. Many: tensor cores do.
 _LOW = (
@@ -159,7 +164,7 @@ def search(tokens: int, weights: ExpertWeights, pick: Pick) -> ExpertChoice:
     if tokens <= _MAX_PAIR_TOKENS:
         pairs = ExpertPairs()
         for product in ("gate_up", "down"):
-            tried = [_with_pairs(pairs, product, config) for config in PAIRS_CANDIDATES]
+            tried = [_with_pairs(pairs, product, config) for config in _pairs(weights)]
             pairs = pick(tried).pairs or pairs
         found.append(ExpertChoice(pairs=pairs))
     for block_m in _heights(tokens, weights):
@@ -175,7 +180,7 @@ def candidates(tokens: int, weights: ExpertWeights) -> Iterator[ExpertChoice]:
     """Every kernel that `search` may time, in few choices."""
     yield moe.default_choice(tokens, weights)
     if tokens <= _MAX_PAIR_TOKENS:
-        for config in PAIRS_CANDIDATES:
+        for config in _pairs(weights):
             yield ExpertChoice(pairs=ExpertPairs(config, config))
     for block_m in _heights(tokens, weights):
         ups, downs = _fitting(block_m, 2, weights), _fitting(block_m, 1, weights)
@@ -184,6 +189,12 @@ def candidates(tokens: int, weights: ExpertWeights) -> Iterator[ExpertChoice]:
             yield ExpertChoice(tiles=ExpertTiles(block_m, *pair))
     if not weights.gate_up.quantized:
         yield GROUPED
+
+
+def _pairs(weights: ExpertWeights) -> tuple[PairsConfig, ...]:
+    """A step along K has about as many bytes whatever the weights are."""
+    float8 = weights.gate_up.payload.dtype == FLOAT8
+    return FLOAT8_PAIRS_CANDIDATES if float8 else PAIRS_CANDIDATES
 
 
 def _with_pairs(pairs: ExpertPairs, product: str, config: PairsConfig) -> ExpertChoice:
@@ -240,7 +251,7 @@ def _kind(weights: ExpertWeights) -> str:
 
 def _path(weights: ExpertWeights) -> Path:
     tiles = FLOAT8_TILE_CANDIDATES if weights.quantizes_inputs else TILE_CANDIDATES
-    what = (_FORMAT, EXPERT_BUCKETS, PAIRS_CANDIDATES, tiles)
+    what = (_FORMAT, EXPERT_BUCKETS, _pairs(weights), tiles)
     return tuned_path("experts", weights.gate_up.device, _kind(weights), repr(what))
 
 
