@@ -8,7 +8,6 @@ import json
 import math
 import resource
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -518,6 +517,25 @@ async def test_a_router_without_descriptors_blames_no_replica(
     text = (await router.get("/metrics")).body.decode()
     assert "replica_failures_total{" not in text
     assert 'retries_total{reason="no_resources"}' in text
+
+
+def _thrifty_main(arguments: list[str]) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (48, most))
+    router_main(arguments)
+
+
+async def test_a_router_opens_as_many_connections_as_the_system_allows(
+    make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    """Soft limits are made for others: 1,024 descriptors are 500 streams."""
+    replica = await make_replica()
+    router = await make_router(replicas=[f"{MODEL}={replica.url}"], main=_thrifty_main)
+    hoard = [await asyncio.open_connection("127.0.0.1", router.port) for _ in range(64)]
+    answer = await asyncio.wait_for(router.complete(prompt(1)), 20)
+    assert answer.status == 200
+    for _, writer in hoard:
+        writer.close()
 
 
 async def test_a_replica_whose_tokenizer_is_not_there_sees_no_key_of_a_client(

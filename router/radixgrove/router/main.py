@@ -20,6 +20,7 @@ from radixgrove.service.auth import ApiKeys, KeyFileError
 from radixgrove.service.directories import private_directory
 from radixgrove.service.listening import check_management, listen
 from radixgrove.service.liveness import tick
+from radixgrove.service.processes import take_descriptors
 from radixgrove.service.redis_rules import RedisAddress
 from radixgrove.service.supervisor import Supervised
 
@@ -35,6 +36,7 @@ class RouterStartError(StartFailed):
 
 def run(settings: RouterSettings) -> int:
     """Runs the router until SIGTERM or SIGINT; returns the exit code."""
+    take_descriptors()
     if settings.processes == 1:
         return run_process(settings, 0, None)
     logs.configure(settings.log_level.value, json=settings.log_json)

@@ -1,9 +1,11 @@
-"""Processes that never outlive the one that started them."""
+"""What a process gets from the system: an end with the one that started it, and descriptors."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 from collections.abc import Callable
 
@@ -25,3 +27,13 @@ def die_with(parent: int) -> Callable[[], None]:
             os._exit(1)
 
     return set_up
+
+
+def take_descriptors() -> None:
+    """Opens as many files as the system allows this process, and those that it starts.
+
+    A request through a router takes two; the usual soft limit, made for `select`, is 1,024.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a sandbox may refuse it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

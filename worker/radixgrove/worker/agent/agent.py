@@ -28,6 +28,7 @@ from radixgrove.service.directories import private_directory
 from radixgrove.service.listening import BindingError, check_management
 from radixgrove.service.liveness import tick
 from radixgrove.service.probing import is_ready
+from radixgrove.service.processes import take_descriptors
 from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import demo_model, management, model_files
 from radixgrove.worker.agent.engines import Engine, total
@@ -77,6 +78,7 @@ class Modules:
 def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
     """Run a worker until SIGTERM or SIGINT has drained it; returns the exit code."""
     logs.configure(settings.log_level, json=settings.log_json)
+    take_descriptors()
     # Until the event loop takes over, SIGTERM must still unwind: a conversion may be running.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
