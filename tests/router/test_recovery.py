@@ -8,6 +8,7 @@ import json
 import math
 import resource
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -313,6 +314,30 @@ async def test_answers_that_are_held_whole_are_bounded_together(
             await attempt(200_000)
     finally:
         sending.close()
+
+
+async def test_a_whole_answer_that_is_not_read_ends_as_a_stream_does(
+    make_router: MakeRouter,
+) -> None:
+    """Until then it counts as an answer that is held."""
+    body = b'{"text":"%b"}' % (b"x" * (16 << 20))
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    asked = json.dumps(completion(prompt(1))).encode()
+    async with foreign(head % len(body) + body) as replica:
+        router = await make_router(replicas=[replica.url], idle_timeout=1.0)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            client.connect(("127.0.0.1", router.port))
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%b" % (len(asked), asked)
+            )
+            left = f'radixgrove_router_requests_total{{model="{MODEL}",status="499"}}'
+
+            async def given_up() -> bool:
+                return await router.metric(left) == 1
+
+            await eventually(given_up, what="the end of the request")
 
 
 @pytest.mark.parametrize("last_words", [b"", overloaded("The engine has stopped.").event()])

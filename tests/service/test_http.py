@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from radixgrove.service import asgi
+from radixgrove.service import asgi, http
 from radixgrove.service.asgi import Receive, Scope, Send
+from radixgrove.service.server import Server
+from tests.router.harness import eventually
 from tests.service.serving import exchange, serving
 
 H2C = (
@@ -26,6 +32,20 @@ LENGTH = b"content-length: %d\r\n\r\n" % len(BODY) + BODY
 CHUNKS = b"4\r\n" + BODY[:4] + b"\r\nb\r\n" + BODY[4:] + b"\r\n0\r\n\r\n"
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n" + CHUNKS
 LAST = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+LARGE = 16 << 20  # more than the system's buffers take
+
+
+@pytest.fixture
+def unread() -> Iterator[socket.socket]:
+    """A client that reads when the test says so."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        client.setblocking(False)
+        yield client
+
+
+def connections(server: Server) -> list[Any]:
+    return list(server._server.server_state.connections)
 
 
 async def mirror(scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,3 +107,46 @@ async def test_a_head_without_a_body_leaves_at_once() -> None:
         answer = await exchange(server, b"HEAD /x HTTP/1.1\r\nhost: x\r\n\r\n", closing=False)
     assert answer.startswith(b"HTTP/1.1 200 OK")
     assert answer.endswith(b"\r\n\r\n")
+
+
+# ---- clients that do not read --------------------------------------------------------------------
+
+
+async def test_a_large_answer_stays_its_senders_until_its_client_has_read(
+    unread: socket.socket,
+) -> None:
+    """Who sends it counts what it takes: a connection does not."""
+    answered = asyncio.Event()
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        await asgi.respond(send, 200, b"x" * LARGE)
+        answered.set()
+
+    async with serving(large) as server:
+        await asyncio.get_running_loop().sock_connect(unread, ("127.0.0.1", server.port))
+        unread.send(LAST)
+        await eventually(lambda: any(c.flow.write_paused for c in connections(server)))
+        (connection,) = connections(server)
+        assert not answered.is_set()
+        assert connection.transport.get_write_buffer_size() < 2 * asgi.PART_BYTES
+        read = 0
+        while part := await asyncio.get_running_loop().sock_recv(unread, 1 << 20):
+            read += len(part)
+        assert read > LARGE
+        assert answered.is_set()
+
+
+async def test_a_connection_that_ends_does_not_wait_for_its_client_for_ever(
+    unread: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "CLOSE_SECONDS", 0.2)
+
+    async def breaks_off(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * LARGE, "more_body": True})
+
+    async with serving(breaks_off) as server:
+        await asyncio.get_running_loop().sock_connect(unread, ("127.0.0.1", server.port))
+        unread.send(LAST)
+        await eventually(lambda: any(c.transport.is_closing() for c in connections(server)))
+        await eventually(lambda: not connections(server), what="the connection's end")

@@ -459,7 +459,12 @@ class RouterSettings(Settings):
         gt=0,
         le=86400,
     )
-    idle_timeout: float = _field(120.0, "Seconds between two bytes of a stream.", gt=0, le=86400)
+    idle_timeout: float = _field(
+        120.0,
+        "Seconds between two bytes of a stream, or of an answer that its client reads.",
+        gt=0,
+        le=86400,
+    )
     retries: int = _field(
         2,
         "How often a request that failed at a replica goes to another before the first byte; "

@@ -41,6 +41,7 @@ from radixgrove.service.asgi import (
     header,
     read_body,
     require_content_type,
+    split,
     state,
 )
 from radixgrove.service.guard import PRINCIPAL
@@ -211,7 +212,7 @@ class Proxy:
             raise answer
         exchange.over = True
         await self._start(exchange, answer.status, answer.headers)
-        await exchange.send({"type": "http.response.body", "body": answer.body})
+        await self._pass_on_whole(exchange, answer.body)
         return answer.status
 
     async def _place(self, exchange: _Exchange) -> Placement | None:
@@ -299,7 +300,7 @@ class Proxy:
                     return 502
             else:
                 exchange.over = True
-                await exchange.send({"type": "http.response.body", "body": answer.body})
+                await self._pass_on_whole(exchange, answer.body)
             replica.breaker.succeeded()
             if attempt.cached_tokens is not None:
                 metrics.REPORTED_TOKENS.labels(model).inc(attempt.cached_tokens)
@@ -350,15 +351,20 @@ class Proxy:
             await self._pass_on(exchange, rest)
         return False
 
-    async def _pass_on(self, exchange: _Exchange, part: bytes) -> None:
-        """A part of a stream.
+    async def _pass_on_whole(self, exchange: _Exchange, body: bytes) -> None:
+        """Returns when the client has read all but the end. Raises as `_pass_on`."""
+        for part, more in split(body):
+            await self._pass_on(exchange, part, more)
+
+    async def _pass_on(self, exchange: _Exchange, part: bytes, more: bool = True) -> None:
+        """A part of an answer.
 
         Raises:
             ClientDisconnected: the client does not read.
         """
         try:
             async with asyncio.timeout(self._settings.idle_timeout):
-                await exchange.send({"type": "http.response.body", "body": part, "more_body": True})
+                await exchange.send({"type": "http.response.body", "body": part, "more_body": more})
         except TimeoutError:
             raise ClientDisconnected from None
 

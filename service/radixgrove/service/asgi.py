@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -42,6 +42,8 @@ FIELDS = "log_fields"  # a dict; what a handler adds appears in the access log l
 ON_DISCONNECT = "on_disconnect"  # see service/http.py
 RELEASE_BODY = "release_body"  # to be called once the request's body is needed no more
 ANSWERED = "answered"  # true: the framework answered a failure, which it raises nevertheless
+
+PART_BYTES = 256 << 10  # of a body that are written before its reader has to keep up
 
 EXPOSED_HEADERS = (REQUEST_ID_HEADER, "retry-after", "x-should-retry")  # to scripts of web pages
 QUIET_PATHS = frozenset({"/livez", "/health", "/readyz", "/metrics"})
@@ -123,6 +125,16 @@ def require_content_type(scope: Scope, *accepted: str) -> str:
     return media_type
 
 
+def split(body: bytes) -> Iterator[tuple[bytes, bool]]:
+    """A body in parts, and whether more follow.
+
+    A connection takes the next part once its client has read: a large body that is written at once
+    would lie in the connection, which neither counts it nor gives the client up.
+    """
+    for start in range(0, max(1, len(body)), PART_BYTES):
+        yield body[start : start + PART_BYTES], start + PART_BYTES < len(body)
+
+
 async def respond(
     send: Send,
     status: int,
@@ -130,7 +142,7 @@ async def respond(
     content_type: str = "application/json",
     headers: list[tuple[bytes, bytes]] | None = None,
 ) -> None:
-    """Send a complete response."""
+    """Send a complete response; returns when the client has read all but the end of it."""
     await send(
         {
             "type": "http.response.start",
@@ -142,7 +154,8 @@ async def respond(
             ],
         }
     )
-    await send({"type": "http.response.body", "body": body})
+    for part, more in split(body):
+        await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
 async def respond_error(send: Send, error: ApiError) -> None:

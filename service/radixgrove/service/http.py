@@ -3,8 +3,9 @@
 uvicorn bounds neither the size of a request's headers nor the time that headers and body may take,
 and answers malformed requests in plain text, without an id or a line in the access log. It loses
 the body of a request that offers to speak another protocol (`Upgrade: h2c`, as every Java client
-does), writes the head of a response apart from its body, and reports a lost connection only to an
-application that waits in `receive`.
+does), writes the head of a response apart from its body, keeps a connection that it has closed for
+as long as the client does not read, and reports a lost connection only to an application that
+waits in `receive`.
 
 Which request and response a connection is at, only uvicorn's `cycle` and `pipeline` know: they are
 read here, never written.
@@ -38,6 +39,7 @@ from radixgrove.service.tracing import (
 )
 
 MAX_HEADER_BYTES = 64 << 10  # request line and headers
+CLOSE_SECONDS = 60.0  # for a client to read the rest of what was written, once a connection ends
 _OFFERS = frozenset({b"upgrade", b"http2-settings"})  # headers, and tokens of `Connection`
 
 
@@ -96,8 +98,11 @@ class _JoinedWrites(asyncio.Transport):
         self._expects_head = False
 
     def close(self) -> None:
+        """Ends the connection once its client has read what was written, or will not."""
         self._flush()
         self._transport.close()
+        if self.get_write_buffer_size():
+            self._loop.call_later(CLOSE_SECONDS, self._transport.abort)
 
     def abort(self) -> None:
         self._transport.abort()
@@ -110,6 +115,9 @@ class _JoinedWrites(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self._transport.resume_reading()
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._transport.get_extra_info(name, default)

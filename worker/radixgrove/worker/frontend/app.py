@@ -372,7 +372,7 @@ class Frontend:
                     await self._stream(answer, flight, send, accepted.headers)
                 else:
                     body = await answer.collect(flight)
-                    await asgi.respond(send, 200, body, headers=accepted.headers)
+                    await asgi.respond(_timed(send, flight), 200, body, headers=accepted.headers)
             self._count_tokens(flight, scope)
         finally:
             self._flights.discard(flight)
@@ -422,6 +422,7 @@ class Frontend:
             _StreamFailed: the failure has been reported inside the stream.
         """
         started = False
+        timed = _timed(send, flight)
         try:
             async with contextlib.aclosing(answer.stream(flight)) as events:
                 async for chunk in events:
@@ -434,9 +435,7 @@ class Frontend:
                                 "headers": [*_EVENT_STREAM, *headers],
                             }
                         )
-                    flight.sending_since = time.monotonic()
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    flight.sending_since = None
+                    await timed({"type": "http.response.body", "body": chunk, "more_body": True})
         except ClientDisconnected:
             raise
         except Exception as error:
@@ -507,6 +506,17 @@ async def _watch(receive: Receive, flight: RequestInFlight) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     flight.signal(Signal.DISCONNECTED)
+
+
+def _timed(send: Send, flight: RequestInFlight) -> Send:
+    """Notes since when a message waits: the request of a client that does not read is ended."""
+
+    async def timed(message: asgi.Message) -> None:
+        flight.sending_since = time.monotonic()
+        await send(message)
+        flight.sending_since = None
+
+    return timed
 
 
 async def _send_without_engine(answer: Answer, send: Send) -> None:
