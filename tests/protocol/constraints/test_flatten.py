@@ -65,6 +65,7 @@ def test_what_rules_are_made_of(lark: str, texts: list[str], others: list[str]) 
         ('start: "a")', "not expected"),
         ("start", "must be a ':'"),
         ('start: "\\q"', "escape"),
+        ("start: /a b/x", "flag"),
         ('start: "a".."bc"', "range"),
     ],
 )

@@ -146,8 +146,9 @@ class _Reader:
             return self._string(text)
         if kind == "regex":
             body, _, flags = text[1:].rpartition("/")
-            flags = "".join(flag for flag in flags if flag in "ims")
-            return f"(?{flags}:{body})"
+            if not set(flags) <= set("imsu"):
+                raise ConstraintError(f"{text[:32]!r} has a flag that is not supported")
+            return f"(?{flags.replace('u', '')}:{body})"
         if kind == "name":
             return self._grammar.rule(text, self._above)
         raise ConstraintError(f"{text[:32]!r} is not expected")
