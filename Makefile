@@ -16,7 +16,7 @@ DRILLS ?= drill
 MINUTES ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run smoke test test-drills soak check mutants lint format bench lock clean
+.PHONY: help setup setup-dev run smoke test test-slow test-drills soak check mutants lint format bench lock clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -33,8 +33,11 @@ run: setup ## a local cluster: two replicas, three demonstration requests, then 
 smoke: setup ## the same, checked, and gone afterwards
 	@$(BIN)/python -m tools.smoke
 
-test: setup-dev ## all tests that need neither a GPU nor Kubernetes
+test: setup-dev ## all tests that need neither a GPU nor Kubernetes (all but the slow ones)
 	$(BIN)/python -m pytest $(SPREAD)
+
+test-slow: setup-dev ## those of them that take half a minute each
+	$(BIN)/python -m pytest -m "slow and not (gpu or cluster or drill)" $(SPREAD)
 
 test-drills: setup-dev ## each ordinary fault beside a load, RECORD= a directory for the figures
 	$(BIN)/python -m pytest -m "$(DRILLS)" tests/drills $(if $(RECORD),--record-drills $(RECORD),$(SPREAD))
@@ -45,7 +48,7 @@ soak: setup-dev ## an hour of faults at random times before real workers, MINUTE
 check: lint ## lint, and the tests that touch what differs from SINCE (main)
 	@tests=$$($(BIN)/python -m tools.touched --since $(SINCE)); \
 	if [ -z "$$tests" ]; then echo "no test touches what differs from $(SINCE)"; \
-	else $(BIN)/python -m pytest $(SPREAD) $$tests; fi
+	else $(BIN)/python -m pytest $(SPREAD) $$tests || [ $$? = 5 ]; fi # 5: all of them are of other targets
 
 mutants: setup-dev ## put thirty small faults into the code, and see which the tests catch
 	$(BIN)/python -m tools.mutants draw mutants.json --seed $(SEED)

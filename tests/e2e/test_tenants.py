@@ -8,6 +8,7 @@ from that tenant's own past alone. The control run shares the cache: there the o
 from __future__ import annotations
 
 import random
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
 
 from tests.e2e.conftest import MODEL, UpProcess
+from tests.worker.execution import tiny
 
 PAGE = 16
 KV_TOKENS = 1024
@@ -82,13 +85,25 @@ class Client:
         return min(longest, len(prompt_ids) - 1) // PAGE * PAGE
 
 
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, demo_model_dir: Path) -> Path:
+    """A small model with the demo model's tokenizer: what counts is which pages are found."""
+    directory = tmp_path_factory.mktemp("models") / MODEL
+    vocab = Tokenizer.from_file(str(demo_model_dir / "tokenizer.json")).get_vocab_size()
+    tiny.save("llama", directory, vocab_size=vocab, max_position_embeddings=512)
+    for file in demo_model_dir.glob("*token*"):
+        shutil.copy(file, directory)
+    return directory
+
+
 @contextmanager
-def cluster(tmp_path: Path, *arguments: str) -> Iterator[UpProcess]:
+def cluster(tmp_path: Path, model_dir: Path, *arguments: str) -> Iterator[UpProcess]:
     keys = tmp_path / "keys"
     keys.write_text("".join(f"{tenant}: key-{tenant}\n" for tenant in TENANTS))
     options = ("--api-keys-file", str(keys), "--replicas", "1", "--max-model-len", "512")
     pool = ("--kv-tokens", str(KV_TOKENS))
-    up = UpProcess(tmp_path / "log", (*options, *pool, *arguments))
+    model = ("--model", str(model_dir))
+    up = UpProcess(tmp_path / "log", (*model, *options, *pool, *arguments))
     try:
         up.start()
         yield up
@@ -105,10 +120,10 @@ def engine_counter(up: UpProcess, name: str) -> float:
 
 @pytest.mark.parametrize(("host_gib", "rounds"), [(0, 4), (0.25, 2)], ids=["device", "host tier"])
 def test_private_caches_show_nothing_of_each_other(
-    host_gib: float, rounds: int, tmp_path: Path, demo_model_dir: Path
+    host_gib: float, rounds: int, tmp_path: Path, model_dir: Path
 ) -> None:
     order = random.Random(7)
-    with cluster(tmp_path, "--host-cache-gib", str(host_gib)) as up:
+    with cluster(tmp_path, model_dir, "--host-cache-gib", str(host_gib)) as up:
         clients = {tenant: Client(up, tenant) for tenant in TENANTS}
         clients["alice, salted"] = Client(up, "alice", salt="pepper")
         texts: dict[str, set[str]] = defaultdict(set)
@@ -135,9 +150,8 @@ def test_private_caches_show_nothing_of_each_other(
             assert not any(secret in answer for secret in strangers for answer in answers)
 
 
-@pytest.mark.slow
-def test_shared_cache_does_show_it(tmp_path: Path, demo_model_dir: Path) -> None:
-    with cluster(tmp_path, "--sharing", "shared") as up:
+def test_shared_cache_does_show_it(tmp_path: Path, model_dir: Path) -> None:
+    with cluster(tmp_path, model_dir, "--sharing", "shared") as up:
         alice, bob = Client(up, "alice"), Client(up, "bob")
         assert alice.ask(PROMPTS[0]).cached_tokens == 0
         assert bob.ask(PROMPTS[0]).cached_tokens > 0

@@ -480,11 +480,12 @@ if __name__ == "__main__":
     elif sys.argv[1:] == ["products"]:
         launch_products(1024, 3072, 4096, 2048, 151936)  # Qwen3-0.6B
         launch_products(4096, 14336, 6144, 4096, 128256)  # Llama-3.1-8B
+    elif sys.argv[1:] == ["float32"]:
+        launch_all(torch.float32)
+        launch_paged(torch.float32, FLOAT8)
     else:
         launch_all(torch.bfloat16)
-        launch_all(torch.float32)
-        for dtype in (torch.bfloat16, torch.float32):
-            launch_paged(dtype, FLOAT8)
+        launch_paged(torch.bfloat16, FLOAT8)
         launch_float8(4096)
         launch_sampling()
         launch_smallest()

@@ -40,6 +40,16 @@ KERNELS = {
     "sort_kernel",
     "_thresholds_kernel",
 }
+# Sampling reads float32 whatever the model's dtype; the others are of bfloat16 alone.
+NOT_OF_FLOAT32 = {
+    "_mask_tokens_kernel",
+    "_penalize_kernel",
+    "_quantize_kernel",
+    "_race_kernel",
+    "_race_winner_kernel",
+    "_skinny_kernel",
+    "_thresholds_kernel",
+}
 SHARED_MEMORY_BYTES = 232_448  # a block's limit on compute capability 9.0
 
 
@@ -70,6 +80,17 @@ def compiled(cache: Path, *arguments: str) -> list[tuple[str, int, int, int]]:
 def test_kernels_compile_for_hopper(cache: Path) -> None:
     kernels = compiled(cache)
     assert {name for name, *_ in kernels} == KERNELS
+    assert_they_fit(kernels)
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper_in_float32(cache: Path) -> None:
+    kernels = compiled(cache, "float32")
+    assert {name for name, *_ in kernels} == KERNELS - NOT_OF_FLOAT32
+    assert_they_fit(kernels)
+
+
+def assert_they_fit(kernels: list[tuple[str, int, int, int]]) -> None:
     for name, _registers, _stack, shared in kernels:
         assert shared <= SHARED_MEMORY_BYTES, f"{name} needs {shared} bytes of shared memory"
 

@@ -80,12 +80,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe")
 
 
-def save(kind: str, directory: Path) -> Any:
+def save(kind: str, directory: Path, **sizes: int) -> Any:
     """Write the model of `kind` into `directory`; the transformers model itself."""
     import transformers
 
     name, changes = KINDS[kind]
-    config = getattr(transformers, f"{name}Config")(**{**_SIZES, **changes})
+    config = getattr(transformers, f"{name}Config")(**{**_SIZES, **changes, **sizes})
     torch.manual_seed(len(kind))
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     # Norms and biases start at one and zero, where a mistake in their use would not show.
