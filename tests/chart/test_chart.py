@@ -17,7 +17,7 @@ from radixgrove.operator.api import crd, metrics, names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.kube import admission, rbac
 from radixgrove.operator.kube.keys import REDIS_USERS
-from radixgrove.protocol.settings import RouterSettings
+from radixgrove.protocol.settings import RouterSettings, RoutingPolicy
 from tests.chart import foreign
 from tests.checkout import ROOT
 
@@ -719,6 +719,12 @@ def test_an_image_that_names_its_registry_is_taken_from_there(repository: str, i
     assert container["image"] == f"{image}:8-bookworm"
     operator = find(objects, "Deployment", "radixgrove-operator")["spec"]["template"]["spec"]
     assert operator["containers"][0]["image"].startswith("registry.example.com/ai/radixgrove/")
+
+
+def test_the_chart_knows_every_routing_policy() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    policy = schema["properties"]["router"]["properties"]["policy"]
+    assert set(policy["enum"]) == {policy.value for policy in RoutingPolicy}
 
 
 def test_every_value_has_a_schema() -> None:

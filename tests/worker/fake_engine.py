@@ -73,6 +73,7 @@ class FakeEngine:
     aborts: list[str] = field(default_factory=list)
     member: int = 0  # of its worker
     matched_tokens: int | None = 0  # of any prompt, as it says when asked; None: it does not say
+    waiting: int = 0  # for a row, as it says then
     infos: queue.SimpleQueue[PhaseReport | EngineInfo] = field(
         default_factory=queue.SimpleQueue
     )  # to be sent
@@ -99,7 +100,7 @@ class FakeEngine:
         self.cached_tokens = 0
         self.refuse = lambda _: None
         self.interrupt = lambda *_: None
-        self.matched_tokens = 0
+        self.matched_tokens = self.waiting = 0
         self.ends_by_grammar = False
         self.paused.clear()
         self.submits.clear()
@@ -162,6 +163,7 @@ class FakeEngine:
             matched_tokens=matched,
             queued_tokens=0,
             running=len(self.running),
+            waiting=self.waiting,
         )
 
     def _take(self, message: ToEngine) -> list[Tokens | Refused]:

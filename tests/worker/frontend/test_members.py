@@ -147,6 +147,25 @@ def test_the_shortest_context_of_the_members_is_the_workers(demo_model_dir: Path
         wait_until(lambda: length() == 700, what="what the smaller pool holds")
 
 
+def test_a_request_goes_to_a_free_row_before_it_goes_to_its_prefix(demo_model_dir: Path) -> None:
+    with running_frontend(demo_model_dir, dp=2) as frontend:
+        first, second = frontend.engines
+        for engine in frontend.engines:
+            engine.infos.put(EngineInfo(page_size=16, max_model_len=700, max_running=4))
+        with frontend.client() as client:
+            wait_until(
+                lambda: client.get("/v1/models").json()["data"][0]["max_model_len"] == 700,
+                what="what the engines said",
+            )
+        frontend.answer("Hello world")
+        first.matched_tokens, first.waiting = 64, 4
+        complete(frontend)
+        assert requests(frontend) == [0, 1]
+        second.waiting = 4
+        complete(frontend)
+        assert requests(frontend) == [1, 1], "without a row anywhere the prefix decides"
+
+
 def test_with_one_member_all_are_lost(demo_model_dir: Path) -> None:
     with running_frontend(demo_model_dir, dp=2) as frontend:
         frontend.answer("never ends")

@@ -165,6 +165,7 @@ class Peeked(msgspec.Struct, tag="peeked", kw_only=True):
     matched_tokens: int  # cached, in either tier, or being computed for another request
     queued_tokens: int  # prompt tokens that other requests have yet to prefill
     running: int  # requests that hold a row
+    waiting: int = 0  # for one
 
 
 class EngineState(StrEnum):

@@ -94,6 +94,7 @@ class EngineClient:
         self.on_gone: Callable[[], None] = lambda: None
         self._addresses = (engine_socket, frontend_socket)
         self.sent_tokens = 0  # to compute, of all prompts so far
+        self.sent_sequences = 0  # so far
         self._deliver: dict[str, Deliver] = {}
         self._unanswered: dict[str, _Unanswered] = {}
         self._unanswered_bytes = 0
@@ -164,6 +165,7 @@ class EngineClient:
             raise errors.rate_limited(1)
         self._send(message)
         self._deliver.update(deliver)
+        self.sent_sequences += len(deliver)
         domain = first.domain if first.cache is CacheMode.USE else ""  # else it leaves nothing
         self._expect(first.request_id, size, first.token_ids, domain)
         self.sent_tokens += max(0, len(first.token_ids) // TOKEN_BYTES - matched_tokens)

@@ -3,7 +3,8 @@
 A router says which member it chose. A request without a choice goes where it is cheapest, by the
 same cost that routers reckon with: each engine is asked how much of the prompt it has, and how busy
 it is. One that does not say so in time is judged by its last pulse, and by the prompts that are on
-their way to it.
+their way to it. Where all rows of an engine are taken a request would wait for one to end, which no
+prefix makes up for: one with a row to spare goes before it.
 """
 
 from __future__ import annotations
@@ -128,15 +129,17 @@ class Members:
             return Chosen(engines[0])
         if not engines:
             raise errors.overloaded("The engine is not ready.", retry_after=5)
-        sent = [engine.sent_tokens for engine in engines]
+        sent = [(engine.sent_tokens, engine.sent_sequences) for engine in engines]
         asked = [engine.peek(prompt, domain) for engine in engines]
         waiting = [future for future in asked if future is not None]
         if waiting:
             await asyncio.wait(waiting, timeout=PEEK_SECONDS)
         offers = []
-        for engine, future, before in zip(engines, asked, sent, strict=True):
+        for engine, future, (tokens, sequences) in zip(engines, asked, sent, strict=True):
             said = future.result() if future is not None and future.done() else None
-            offers.append(_offer(engine, said, engine.sent_tokens - before, prompt, domain))
+            since = _Sent(engine.sent_tokens - tokens, engine.sent_sequences - sequences)
+            offers.append(_offer(engine, said, since, prompt, domain))
+        offers = [offer for offer in offers if offer.has_row] or offers
         lowest = min(offer.cost for offer in offers)
         best = random.choice([offer for offer in offers if offer.cost <= lowest])
         return Chosen(best.engine, best.matched_tokens)
@@ -147,28 +150,36 @@ class _Offer:
     engine: EngineClient
     matched_tokens: int
     cost: float
+    has_row: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What this frontend has sent to an engine since it asked: tokens to compute, and sequences."""
+
+    tokens: int
+    sequences: int
 
 
 def _offer(
-    engine: EngineClient, said: Peeked | None, sent_since: int, prompt: bytes, domain: str
+    engine: EngineClient, said: Peeked | None, since: _Sent, prompt: bytes, domain: str
 ) -> _Offer:
-    """What a prompt costs there.
-
-    Args:
-        said: the engine's answer; None: it has none yet.
-        sent_since: tokens to compute that this frontend has sent there since it asked.
-    """
+    """What a prompt costs there; `said`: the engine's answer; None: it has none yet."""
     stats, info = engine.liveness.stats, engine.info
     measured = (stats.prefill_rate if stats else 0.0) or (
         info.prefill_tokens_per_second if info else 0.0
     )
     token_ms = 1000.0 / (measured or DEFAULT_TOKENS_PER_SECOND)
-    matched, queued, running = engine.awaited_tokens(prompt, domain), sent_since, 0
+    matched = engine.awaited_tokens(prompt, domain)
+    queued, running, taken = since.tokens, 0, since.sequences
     if said is not None:
         matched = max(matched, said.matched_tokens)
         queued, running = queued + said.queued_tokens, said.running
+        taken += said.running + said.waiting
     elif stats is not None:
         queued, running = queued + stats.waiting_tokens + stats.prefill_backlog, stats.running
+        taken += stats.running + stats.waiting
     load_ms = (queued + running * DECODE_TOKENS) * token_ms
     tokens = len(prompt) // TOKEN_BYTES
-    return _Offer(engine, matched, cost(load_ms, tokens, matched, token_ms))
+    has_row = info is None or not info.max_running or taken < info.max_running
+    return _Offer(engine, matched, cost(load_ms, tokens, matched, token_ms), has_row)

@@ -135,7 +135,7 @@ class Scheduler:
             steps=self.memory.timeline.collected,
             step_remaining=step_remaining,
             running=len(self._batch.active),
-            waiting=len(self._lifecycle.requests) - len(self._batch.active),
+            waiting=self._waiting,
             waiting_tokens=self._queue.tokens,
             prefill_backlog=self._batch.prefill_backlog,
             pages_total=pool.num_pages,
@@ -164,7 +164,12 @@ class Scheduler:
             matched_tokens=self._admission.cached_tokens(scope, peek.token_ids),
             queued_tokens=self._admission.queued_tokens + self._batch.prefill_backlog,
             running=len(self._batch.active),
+            waiting=self._waiting,
         )
+
+    @property
+    def _waiting(self) -> int:
+        return len(self._lifecycle.requests) - len(self._batch.active)
 
     def check(self) -> None:
         """Raises PoolError or InvariantError when a page, lock or counter is out of place."""
