@@ -60,9 +60,13 @@ WRONG: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         ['"localhost/radixgrove/worker:typo" is not present', "named by image"],
     ),
     "shape": (
-        {"hardware": {**GPU, "nodes": 2}, "podOverrides": {}},
+        {
+            "hardware": {**GPU, "nodes": 4},
+            "parallelism": {"pp": 2, "dp": 2},
+            "podOverrides": {},
+        },
         "UnsupportedShape",
-        ["pp 2 stages", "spread the model over one node with tp"],
+        ["4 ranks on 4 nodes in dp 2 members", "a member beside others is on one machine"],
     ),
     "too-many-gpus": (
         {"hardware": {**GPU, "gpusPerNode": 2 * GPUS}, "podOverrides": {}},
