@@ -77,6 +77,18 @@ def test_cuda_pool_takes_what_the_fraction_leaves() -> None:
     assert tokens % SHAPE.page_size == 0
 
 
+def test_ranks_that_share_a_device_have_room_for_each_others_pools() -> None:
+    beside = replace(USE, other=USE.other + USE.weights)  # of the other rank, whose own is as large
+    alone = cuda_kv_tokens(settings(memory_fraction=0.9), SHAPE, USE, wanted=1 << 30)
+    tokens = cuda_kv_tokens(settings(memory_fraction=0.9), SHAPE, beside, 1 << 30, ranks=2)
+    pools = 2 * tokens * SHAPE.bytes_per_token
+    both = 2 * (USE.weights + USE.activations + USE.graphs) + USE.other
+    assert pools <= int(80 * GIB * 0.9) - both
+    assert tokens < alone / 2
+    with pytest.raises(MemoryShortage, match="are free"):
+        cuda_kv_tokens(settings(kv_tokens=alone), SHAPE, beside, wanted=1 << 30, ranks=2)
+
+
 def test_a_pool_is_no_larger_than_all_rows_at_full_length_need() -> None:
     assert cuda_kv_tokens(settings(), SHAPE, USE, wanted=1000) == 1008
     assert cpu_kv_tokens(settings(), SHAPE, 100, ranks=1) == 112

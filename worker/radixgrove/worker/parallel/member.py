@@ -150,6 +150,8 @@ def _stage_links(
     layout: Layout, place: Place, device: torch.device, activity: Activity, nccl: bool
 ) -> StageLinks:
     """Each with a group of its own, so that no send waits for another neighbour's."""
+    if nccl:  # torch warns that sends of one group wait for each other, as these are meant to
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     before = after = None
     for stage in range(1, layout.pp):
         for shard in range(layout.tp):
