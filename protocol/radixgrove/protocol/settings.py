@@ -268,6 +268,12 @@ class WorkerSettings(Settings):
         10.0, "Seconds after which a step means a stuck rank; scaled up on a CPU.", gt=0
     )
 
+    compare_ranks: bool = _field(
+        False,
+        "For debugging: ranks compare digests of each step's plan and samples; the first step that "
+        "differs is named, and ends the group.",
+    )
+
     max_model_len: int | None = _field(
         None,
         "Longest prompt + output, in tokens; default: the model's, if the KV pool holds it.",

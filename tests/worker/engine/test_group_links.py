@@ -13,6 +13,7 @@ from radixgrove.worker.engine import group_links
 from radixgrove.worker.engine.group_links import FollowerLink, LeaderLinks
 from radixgrove.worker.engine.orders import (
     Alive,
+    Compared,
     End,
     Failed,
     Launch,
@@ -157,6 +158,34 @@ def test_a_step_past_its_deadline_is_the_fault_of_who_waits_for_no_other(
     assert group.loss() == "rank 1 (machine 1) did not end a step within 0 s"
 
 
+@pytest.mark.parametrize(
+    ("ended", "names"),
+    [
+        ((1, 0, 0), "rank 1 (machine 1)"),
+        ((1, 1, 0), "rank 2 (machine 2)"),
+        ((0, 0, 0), "rank 0 (machine 0)"),
+    ],
+)
+def test_of_stages_that_launched_a_step_the_first_that_has_not_ended_it_is_named(
+    ended: tuple[int, int, int], names: str, quick: None, group: Group
+) -> None:
+    group.links.steps_ended = lambda: ended[0]
+    beating = threading.Event()
+
+    def beat() -> None:
+        while not beating.wait(0.05):
+            for rank, peer in group.ranks.items():
+                peer.say(Progress(1, waits=False, ended=ended[rank]))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    group.launch(seconds=0.3)
+    loss = group.loss()
+    beating.set()
+    thread.join()
+    assert loss == f"{names} did not end a step within 0 s"
+
+
 def test_rank_0_itself_may_be_the_one_that_hangs(
     quick: None, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +196,25 @@ def test_rank_0_itself_may_be_the_one_that_hangs(
     group.links.send(Sample())
     wait_until(lambda: bool(group.given_up), what="the end of the process")
     assert group.given_up == ["rank 0 (machine 0) did not end a step within 0 s"]
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (Compared(1, b"plan", b"other"), "in step 1 rank 2 (machine 2) drew other tokens"),
+        (Compared(1, b"other", b"drawn"), "in step 1 rank 2 (machine 2) ran another plan"),
+    ],
+)
+def test_ranks_that_differ_are_named_with_the_step(
+    said: Compared, words: str, group: Group
+) -> None:
+    group.launch()
+    group.links.agreement.expect(Compared(0, b"", b""))
+    for rank, peer in group.ranks.items():
+        peer.say(Compared(0, b"", b"of no stage but the last" if rank == 1 else b""))
+        peer.say(said if rank == 2 else Compared(1, b"plan", b""))
+    group.links.agreement.expect(Compared(1, b"plan", b"drawn"))
+    assert group.loss() == words
 
 
 def test_a_main_thread_that_hangs_is_ended(quick: None, group: Group) -> None:

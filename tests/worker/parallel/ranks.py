@@ -48,11 +48,13 @@ def follow(arguments: list[str]) -> None:
 
 
 @contextmanager
-def followers(directory: Path, ranks: int, *more: Path) -> Iterator[list[Fork]]:
+def followers(
+    directory: Path, ranks: int, *more: Path, main: Main = follow
+) -> Iterator[list[Fork]]:
     """Ranks 1 and up, of the group in `directory` and then of `more`."""
     directories = [str(each) for each in (directory, *more)]
     processes = [
-        Fork(follow, [str(rank), *directories], directory / f"rank-{rank}.log")
+        Fork(main, [str(rank), *directories], directory / f"rank-{rank}.log")
         for rank in range(1, ranks)
     ]
     try:
@@ -64,12 +66,17 @@ def followers(directory: Path, ranks: int, *more: Path) -> Iterator[list[Fork]]:
 
 
 def run_group(
-    directory: Path, ranks: int, lead: Main, *arguments: str, more: tuple[Path, ...] = ()
+    directory: Path,
+    ranks: int,
+    lead: Main,
+    *arguments: str,
+    more: tuple[Path, ...] = (),
+    others: Main = follow,
 ) -> str:
     """What rank 0 prints, which is `lead` of the directories and the arguments; all ranks must end
     well. (Rank 0 has a process, too: a process can be in one group only.)"""
     log = directory / "rank-0.log"
-    with followers(directory, ranks, *more) as processes:
+    with followers(directory, ranks, *more, main=others) as processes:
         leader = Fork(lead, [str(directory), *map(str, more), *arguments], log)
         try:
             assert leader.wait(240) == 0, log.read_text()

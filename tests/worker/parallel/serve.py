@@ -1,8 +1,4 @@
-"""Requests through a scheduler and an executor, without HTTP: what a group says, and one process.
-
-`python -m tests.worker.parallel.serve RUNTIME_DIR CASE` is rank 0 of a group: it prints as JSON
-what `Served` has.
-"""
+"""Requests through a scheduler and an executor, without HTTP: what a group and one process say."""
 
 from __future__ import annotations
 
@@ -12,17 +8,20 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
+from torch import Tensor
 
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.worker.engine.executor import build_executor
+from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.messages import EngineState, Submit, TokenLogprobs, Tokens
 from radixgrove.worker.plan import Executor
 from radixgrove.worker.runtime import Runtime
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.scheduler import Scheduler
 from tests.worker.execution import tiny
-from tests.worker.parallel.ranks import leading
+from tests.worker.parallel.ranks import follow, leading
 
 
 @dataclass
@@ -41,6 +40,7 @@ class Served:
     evicted_pages: int = 0
     loaded_pages: int = 0
     most_in_flight: int = 0
+    pages: dict[str, int] = field(default_factory=dict)  # by the cached tokens up to their end
 
 
 def serve(executor: Executor, settings: WorkerSettings, waves: list[list[Submit]]) -> Served:
@@ -56,7 +56,20 @@ def serve(executor: Executor, settings: WorkerSettings, waves: list[list[Submit]
     stats = scheduler.stats(EngineState.READY, 0, None)
     served.preemptions, served.evicted_pages = stats.preemptions, stats.evicted_pages
     served.loaded_pages = stats.loaded_pages
+    served.pages = _cached_pages(scheduler)
     return served
+
+
+def _cached_pages(scheduler: Scheduler) -> dict[str, int]:
+    found = {}
+    for node in scheduler.memory.tree.nodes():
+        before, above = b"", node.parent
+        while above is not None:
+            before, above = above.key + before, above.parent
+        each = len(node.key) // max(1, node.size)
+        for index, page in enumerate(node.pages):
+            found[(before + node.key[: (index + 1) * each]).hex()] = page
+    return found
 
 
 def _run(scheduler: Scheduler, executor: Executor, served: Served) -> None:
@@ -134,9 +147,39 @@ def crowded() -> list[list[Submit]]:
 CASES = {"mixed": mixed, "crowded": crowded}
 
 
+def whole_pool(directory: Path, tp: int, pp: int) -> Tensor:
+    """What the ranks of a group have left, put together."""
+    pools = [torch.load(_pool_file(directory, rank)) for rank in range(tp * pp)]
+    stages = [torch.cat(pools[first : first + tp], dim=-2) for first in range(0, len(pools), tp)]
+    return torch.cat(stages)
+
+
+def _pool_file(directory: Path, rank: int) -> Path:
+    return directory / f"pool-{rank}.pt"
+
+
+def _keep_pool(directory: Path, rank: int) -> None:
+    """Let this process leave its pool in the directory when it closes its runner."""
+    close = Runner.close
+
+    def keep(runner: Runner) -> None:
+        torch.save(runner._attention.pool, _pool_file(directory, rank))
+        close(runner)
+
+    Runner.close = keep  # type: ignore[method-assign]
+
+
+def follow_and_keep(arguments: list[str]) -> None:
+    """As `follow`, of one group; it leaves its pool in the directory."""
+    rank, directory = arguments
+    _keep_pool(Path(directory), int(rank))
+    follow(arguments)
+
+
 def lead(arguments: list[str]) -> None:
-    """Rank 0's process: prints what it served."""
+    """Rank 0's process: prints what it served, and leaves its pool in the directory."""
     directory, case = arguments
+    _keep_pool(Path(directory), 0)
     executor = leading(Path(directory))
     try:
         served = serve(executor, Runtime.load(Path(directory)).settings, CASES[case]())
@@ -145,9 +188,11 @@ def lead(arguments: list[str]) -> None:
     print(msgspec.json.encode(served).decode())
 
 
-def alone(settings: WorkerSettings, model_dir: Path, case: str) -> Served:
+def alone(settings: WorkerSettings, model_dir: Path, case: str) -> tuple[Served, Tensor]:
+    """What one process says, and its pool."""
     executor, _ = build_executor(settings, model_dir, lambda phase: None)
+    assert isinstance(executor, Runner)
     try:
-        return serve(executor, settings, CASES[case]())
+        return serve(executor, settings, CASES[case]()), executor._attention.pool
     finally:
         executor.close()

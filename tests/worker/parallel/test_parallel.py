@@ -10,13 +10,15 @@ import pytest
 
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.worker.engine.executor import build_executor
+from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.parallel.crew import meet
 from radixgrove.worker.parallel.rendezvous import RankMissing
+from radixgrove.worker.plan import StepResult
 from radixgrove.worker.runtime import Runtime
 from tests.forks import Fork
 from tests.worker.execution import tiny
 from tests.worker.execution.driver import Driver, greedy
-from tests.worker.parallel.ranks import followers, generate, leading, settings
+from tests.worker.parallel.ranks import follow, followers, generate, leading, settings
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,42 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     last = log.read_text().splitlines()[-1]
     assert "RankMissing" in last
     assert "rank 1" in last
+
+
+def test_a_rank_that_draws_other_tokens_is_named_with_the_step(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path / "model")
+    directory = tmp_path / "run"
+    directory.mkdir()
+    log = directory / "rank-0.log"
+    Runtime(directory, settings(2, compare_ranks=True), tmp_path / "model").write()
+    with followers(directory, 2, main=follow_at_odds):
+        leader = Fork(lead_for_long, [str(directory)], log)
+        try:
+            assert leader.wait(120) == 1
+        finally:
+            leader.kill()
+    assert "in step 3 rank 1 drew other tokens" in log.read_text().splitlines()[-1]
+
+
+def follow_at_odds(arguments: list[str]) -> None:
+    """Another rank's process; in one step its sampler is at odds with the others'."""
+    collect = Runner.collect
+
+    def at_odds(runner: Runner) -> StepResult:
+        result = collect(runner)
+        if result.step_id == 3:
+            result.tokens[0] += 1
+        return result
+
+    Runner.collect = at_odds  # type: ignore[method-assign]
+    follow(arguments)
+
+
+def lead_for_long(arguments: list[str]) -> None:
+    """Rank 0's process: more steps than it takes to find out."""
+    driver = Driver(leading(Path(*arguments)))
+    while True:
+        driver.generate([[1, 2, 3]], greedy(64))
 
 
 def lead_then_kill(arguments: list[str]) -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from radixgrove.worker.runtime import Runtime
 from tests.worker.execution import tiny
 from tests.worker.parallel.ranks import run_group, settings
-from tests.worker.parallel.serve import Answer, Served, alone, lead
+from tests.worker.parallel.serve import Answer, Served, alone, follow_and_keep, lead, whole_pool
 
 # A pool of so few tokens that ten requests of 100 do not fit, and a chunk's worth a step.
 CROWDED = {"kv_tokens": 512, "max_step_tokens": 48, "max_model_len": 256}
@@ -21,7 +22,8 @@ def group(directory: Path, model_dir: Path, case: str, **changes: object) -> Ser
     group_settings = settings(**changes)  # type: ignore[arg-type]
     Runtime(directory, group_settings, model_dir).write()
     ranks = group_settings.tp * group_settings.pp
-    return msgspec.json.decode(run_group(directory, ranks, lead, case), type=Served)
+    printed = run_group(directory, ranks, lead, case, others=follow_and_keep)
+    return msgspec.json.decode(printed, type=Served)
 
 
 def assert_same(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
@@ -41,12 +43,19 @@ def assert_same(answers: dict[str, Answer], expected: dict[str, Answer]) -> None
 def test_stages_say_what_one_process_says(kind: str, tp: int, pp: int, tmp_path: Path) -> None:
     """Untied and tied, with and without norms of q and k; one layer a stage with three."""
     tiny.save(kind, tmp_path / "model")
-    limits = {"max_step_tokens": 64}
-    expected = alone(settings(1, **limits), tmp_path / "model", "mixed")
+    limits = {"max_step_tokens": 64, "compare_ranks": True}
+    expected, pool = alone(settings(1, **limits), tmp_path / "model", "mixed")
     served = group(tmp_path / "run", tmp_path / "model", "mixed", tp=tp, pp=pp, **limits)
     assert_same(served.answers, expected.answers)
     assert served.most_in_flight == pp + 1
     assert any(answer.cached_tokens for answer in served.answers.values())
+    # What is cached is the same, page by page, put together over the ranks.
+    cached = served.pages.keys() & expected.pages.keys()
+    assert len(cached) > 0.9 * len(expected.pages)
+    whole = whole_pool(tmp_path / "run", tp, pp)
+    for chain in cached:
+        page, other = served.pages[chain], expected.pages[chain]
+        torch.testing.assert_close(whole[:, :, page], pool[:, :, other], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("host_cache_gib", [0, 0.01])
@@ -55,7 +64,7 @@ def test_a_small_pool_preempts_and_evicts_and_says_the_same(
 ) -> None:
     tiny.save("llama", tmp_path / "model")
     limits = {**CROWDED, "host_cache_gib": host_cache_gib}
-    expected = alone(settings(1, **limits), tmp_path / "model", "crowded")
+    expected, _ = alone(settings(1, **limits), tmp_path / "model", "crowded")
     served = group(tmp_path / "run", tmp_path / "model", "crowded", tp=1, pp=2, **limits)
     for request_id, answer in served.answers.items():
         assert answer.tokens == expected.answers[request_id].tokens, request_id

@@ -45,7 +45,8 @@ def build_executor(
         runner, info = build_rank(settings, model_dir, report, rank, group.form)
     except RuntimeError as error:
         raise group.blame(error) from error
-    return GroupExecutor(runner, group.links, step_allowance(settings, info)), info
+    allowance = step_allowance(settings, info)
+    return GroupExecutor(runner, group.links, allowance, compare=settings.compare_ranks), info
 
 
 class _Group:

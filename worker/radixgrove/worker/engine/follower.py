@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import time
+from collections import deque
 from pathlib import Path
 from queue import Empty
 
@@ -13,22 +15,28 @@ import torch
 
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.service import logs
+from radixgrove.worker.engine.agreement import plan_digest, samples_digest
 from radixgrove.worker.engine.ending import give_up
 from radixgrove.worker.engine.group_links import FollowerLink
 from radixgrove.worker.engine.links import tell_joined
-from radixgrove.worker.engine.orders import Forward, Launch, Returned, Sample
+from radixgrove.worker.engine.orders import (
+    Compared,
+    Forward,
+    Launch,
+    Returned,
+    Sample,
+    Step,
+)
 from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.messages import PhaseReport
 from radixgrove.worker.parallel.crew import meet
 from radixgrove.worker.parallel.member import Member, StorePlace, form, leave, reach_store
 from radixgrove.worker.parallel.rendezvous import JoinRefused, RankMissing
+from radixgrove.worker.plan import StepPlan
 from radixgrove.worker.runtime import Runtime
 
 logger = logging.getLogger(__name__)
-
-# Between looks at whether a step has ended on the device; an order wakes sooner.
-_POLL_SECONDS = 20e-6
 
 
 def run_follower(runtime_dir: Path, rank: int) -> int:
@@ -42,7 +50,7 @@ def run_follower(runtime_dir: Path, rank: int) -> int:
     try:
         runner, _ = build_rank(settings, runtime.model_dir, _log, rank, group.form)
         tell_joined(runtime)
-        _follow(runner, group.link)
+        _Follower(runner, group.link, compare=settings.compare_ranks).run()
         group.close()
         runner.close()
         leave()
@@ -100,28 +108,53 @@ def _log(phase: PhaseReport) -> None:
     logger.debug("%s", phase.message)
 
 
-def _follow(runner: Runner, link: FollowerLink) -> None:
-    """Carry out each order as it comes; collect the oldest step when no more may be in flight, or,
-    where its results are the member's, when it has ended."""
-    speaks = runner.member.speaks
-    while True:
-        if speaks and runner.has_ended:
-            link.send_result(runner.collect())
-            continue
-        try:
-            order = link.next_order(_POLL_SECONDS if speaks and runner.in_flight else None)
-        except Empty:
-            continue
-        if order is None:
-            return
-        if runner.in_flight == runner.info.depth and not isinstance(order, Sample):
-            runner.collect()
+class _Follower:
+    """Carries out each order as it comes."""
+
+    def __init__(self, runner: Runner, link: FollowerLink, *, compare: bool) -> None:
+        self._runner = runner
+        self._link = link
+        self._speaks = runner.member.speaks
+        self._plans: deque[bytes] | None = deque() if compare else None  # digests, of steps
+        warmed_up = runner.steps_ended
+        link.steps_ended = lambda: runner.steps_ended - warmed_up
+
+    def run(self) -> None:
+        """Until the group ends. A step is collected when no more may be in flight, or, where its
+        results are looked at, when it has ended."""
+        runner, looks = self._runner, self._speaks or self._plans is not None
+        while True:
+            if looks and runner.has_ended:
+                self._collect()
+                continue
+            try:
+                order = self._link.next_order(wait=not (looks and runner.in_flight))
+            except Empty:
+                time.sleep(0)  # lets the thread run that receives orders
+                continue
+            if order is None:
+                return
+            if runner.in_flight == runner.info.depth and not isinstance(order, Sample):
+                self._collect()
+            self._carry_out(order)
+            self._link.carried_out()
+
+    def _collect(self) -> None:
+        result = self._runner.collect()
+        if self._speaks:
+            self._link.send_result(result)
+        if self._plans is not None:
+            plan, samples = self._plans.popleft(), samples_digest(result.tokens)
+            self._link.compare(Compared(result.step_id, plan, samples))
+
+    def _carry_out(self, order: Step | StorePlace) -> None:
+        runner = self._runner
         match order:
             case Launch(plan, returned):
-                _take_back(runner, returned)
+                self._begin(plan, returned)
                 runner.launch(plan)
             case Forward(plan, returned):
-                _take_back(runner, returned)
+                self._begin(plan, returned)
                 runner.forward(plan)
             case Sample(masked, masks):
                 if masked:
@@ -130,9 +163,9 @@ def _follow(runner: Runner, link: FollowerLink) -> None:
                 runner.sample(masked)
             case StorePlace():
                 raise RuntimeError("the group has been formed already")
-        link.carried_out()
 
-
-def _take_back(runner: Runner, returned: list[Returned]) -> None:
-    for each in returned:
-        runner.take_back(each.rows, each.tokens)
+    def _begin(self, plan: StepPlan, returned: list[Returned]) -> None:
+        for each in returned:
+            self._runner.take_back(each.rows, each.tokens)
+        if self._plans is not None:
+            self._plans.append(plan_digest(plan))

@@ -18,12 +18,14 @@ from queue import SimpleQueue
 import msgspec
 
 from radixgrove.service.liveness import WatchClock
+from radixgrove.worker.engine.agreement import Agreement
 from radixgrove.worker.engine.orders import (
     BEAT_SECONDS,
     SEND_SECONDS,
     SILENCE_SECONDS,
     START_SILENCE_SECONDS,
     Alive,
+    Compared,
     End,
     Failed,
     Order,
@@ -47,6 +49,10 @@ _ANSWER_SECONDS = 1.0  # for the cause of a failed collective to show
 GiveUp = Callable[[str], None]  # ends the process; the text names who is lost
 
 
+def _none() -> int:
+    return 0
+
+
 @dataclass(slots=True)
 class _Peer:
     """What rank 0 knows of another rank."""
@@ -55,6 +61,7 @@ class _Peer:
     signs: int = 0  # frames received
     orders: int = 0
     waits: bool = False
+    ended: int = 0
     gone: bool = False
     last_words: str | None = None
 
@@ -86,7 +93,12 @@ class LeaderLinks:
     def __init__(self, crew: Crew, give_up: GiveUp) -> None:
         self.crew = crew
         self.activity = Activity()  # of rank 0's main thread; replaced once it has groups
+        self.steps_ended: Callable[[], int] = _none  # on its device; replaced once it runs steps
         self.serving = False  # the start is over: ranks answer at once from here on
+        # For debugging: of what ranks say in that case.
+        others, layout = crew.channels.keys(), crew.layout
+        sampling = [rank for rank in others if layout.place(rank).stage == layout.pp - 1]
+        self.agreement = Agreement(others, sampling, crew.name)
         self._give_up = give_up
         self._peers = {rank: _Peer(channel) for rank, channel in crew.channels.items()}
         self._changed = threading.Condition()
@@ -189,9 +201,12 @@ class LeaderLinks:
                 match report:
                     case Progress():
                         peer.orders, peer.waits = report.orders, report.waits
+                        peer.ended = report.ended
                     case Sampled():
                         self._results.append(report.result)
                         self._changed.notify_all()
+                    case Compared():
+                        self.agreement.hear(rank, report)
                     case Failed():
                         peer.last_words = report.error
 
@@ -208,7 +223,12 @@ class LeaderLinks:
             if now - beaten >= BEAT_SECONDS:
                 beaten = now
                 self._beat(alive)
-            lost = self._fallen() or self._silent(signs, now) or self._overdue(oldest, now)
+            lost = (
+                self._fallen()
+                or self._silent(signs, now)
+                or self._overdue(oldest, now)
+                or self.agreement.difference
+            )
             if lost and not self._ended.is_set():
                 self._judge(lost)
                 return
@@ -256,8 +276,19 @@ class LeaderLinks:
             behind.insert(0, own)
             if not self.activity.waits:
                 stuck.insert(0, own)
-        names = self._names(stuck or behind or [own])
+        names = self._names(stuck or behind or self._unfinished())
         return f"{names} did not end a step within {allowance:.0f} s"
+
+    def _unfinished(self) -> list[int]:
+        """Where all have launched the oldest step: the ranks of the first stage whose device has
+        not done it, for those of later stages wait for them."""
+        crew = self.crew
+        ended = {crew.leader: self.steps_ended()}
+        ended |= {rank: peer.ended for rank, peer in self._peers.items()}
+        hanging = [rank for rank, steps in ended.items() if steps <= self._flights.collected]
+        stages = {rank: crew.layout.place(rank).stage for rank in hanging}
+        first = min(stages.values(), default=0)
+        return [rank for rank in hanging if stages[rank] == first] or [crew.leader]
 
     def _judge(self, lost: str) -> None:
         with self._changed:
@@ -279,6 +310,7 @@ class FollowerLink:
     def __init__(self, crew: Crew, give_up: GiveUp) -> None:
         self.crew = crew
         self.activity = Activity()  # of the main thread; replaced once it has groups
+        self.steps_ended: Callable[[], int] = _none  # on its device; replaced once it runs steps
         self._channel = crew.channels[crew.leader]
         self._give_up = give_up
         self._orders: SimpleQueue[Step | StorePlace | End | None] = SimpleQueue()
@@ -293,17 +325,17 @@ class FollowerLink:
 
     # ---- the main thread -------------------------------------------------------------------------
 
-    def next_order(self, seconds: float | None = None) -> Step | StorePlace | None:
-        """Wait for rank 0's next order; None when the group ends.
+    def next_order(self, *, wait: bool = True) -> Step | StorePlace | None:
+        """Rank 0's next order, or None when the group ends.
 
         Args:
-            seconds: to wait at most; None: until it comes.
+            wait: until it comes.
 
         Raises:
-            Empty: it has not come in time.
+            Empty: it has not come yet.
             RankMissing: rank 0 is lost.
         """
-        order = self._orders.get(timeout=seconds)
+        order = self._orders.get(block=wait)
         if order is None:
             self._ended.set()
             raise RankMissing(self._lost)
@@ -318,6 +350,10 @@ class FollowerLink:
     def send_result(self, result: StepResult) -> None:
         """Raises ChannelError."""
         self._channel.send(self._encoder.encode(Sampled(result)), SEND_SECONDS)
+
+    def compare(self, step: Compared) -> None:
+        """Raises ChannelError."""
+        self._channel.send(self._encoder.encode(step), SEND_SECONDS)
 
     def fail(self, error: Exception) -> None:
         """Say the last words."""
@@ -349,7 +385,7 @@ class FollowerLink:
         signs = _Watched(since=clock.now())
         while not self._ended.wait(BEAT_SECONDS):
             with suppress(ChannelError):  # the reader finds out, or the silence does
-                beat = Progress(self._done, self.activity.waits)
+                beat = Progress(self._done, self.activity.waits, self.steps_ended())
                 self._channel.send(self._encoder.encode(beat), BEAT_SECONDS)
             limit = SILENCE_SECONDS if self._started else START_SILENCE_SECONDS
             if signs.age(self._signs, clock.now()) > limit:

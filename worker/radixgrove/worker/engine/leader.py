@@ -9,10 +9,12 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from radixgrove.worker.engine.agreement import plan_digest, samples_digest
 from radixgrove.worker.engine.group_links import LeaderLinks
-from radixgrove.worker.engine.orders import Forward, Launch, Returned, Sample
+from radixgrove.worker.engine.orders import Compared, Forward, Launch, Returned, Sample
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.parallel.member import leave
+from radixgrove.worker.parallel.rendezvous import RankMissing
 from radixgrove.worker.plan import ExecutorInfo, StepPlan, StepResult
 
 
@@ -24,11 +26,17 @@ class GroupExecutor:
     """
 
     def __init__(
-        self, runner: Runner, links: LeaderLinks, allowance: Callable[[int], float]
+        self,
+        runner: Runner,
+        links: LeaderLinks,
+        allowance: Callable[[int], float],
+        *,
+        compare: bool = False,
     ) -> None:
         """
         Args:
             allowance: seconds that a step of so many tokens may take.
+            compare: with what other ranks run and draw.
         """
         self._runner = runner
         self._links = links
@@ -37,6 +45,9 @@ class GroupExecutor:
         self._masks: NDArray[np.int32] | None = None  # of the step that is yet to be sampled
         self._sampled_rows: deque[list[int]] = deque()  # of steps in a pipeline
         self._returned: list[Returned] = []
+        self._plans: deque[bytes] | None = deque() if compare else None  # digests, of steps
+        warmed_up = runner.steps_ended
+        links.steps_ended = lambda: runner.steps_ended - warmed_up
         links.serving = True
 
     @property
@@ -58,6 +69,8 @@ class GroupExecutor:
             run(plan)
         if self._in_pipeline:
             self._sampled_rows.append(plan.sampled_rows())
+        if self._plans is not None:
+            self._plans.append(plan_digest(plan))
 
     def masks(self, count: int, words: int) -> NDArray[np.int32]:
         self._masks = self._runner.masks(count, words)
@@ -86,8 +99,16 @@ class GroupExecutor:
             result = self._links.await_result()
             if rows:
                 self._returned.append(Returned(rows, result.tokens))
+        if self._plans is not None:
+            self._compare(self._plans.popleft(), result)
         self._links.collected()
         return result
+
+    def _compare(self, plan: bytes, result: StepResult) -> None:
+        agreement = self._links.agreement
+        agreement.expect(Compared(result.step_id, plan, samples_digest(result.tokens)))
+        if agreement.difference is not None:
+            raise RankMissing(agreement.difference)
 
     def copies_ended(self) -> tuple[int, int]:
         return self._runner.copies_ended()

@@ -58,6 +58,7 @@ class Progress(msgspec.Struct, array_like=True, tag=True):
 
     orders: int  # steps' orders that it has carried out
     waits: bool  # for another rank, at this moment
+    ended: int = 0  # steps that its device has done
 
 
 class Sampled(msgspec.Struct, array_like=True, tag=True):
@@ -66,10 +67,18 @@ class Sampled(msgspec.Struct, array_like=True, tag=True):
     result: StepResult
 
 
+class Compared(msgspec.Struct, array_like=True, tag=True):
+    """For debugging: digests of what a rank ran and drew in a step."""
+
+    step_id: int
+    plan: bytes
+    samples: bytes
+
+
 class Failed(msgspec.Struct, array_like=True, tag=True):
     """A rank's last words."""
 
     error: str
 
 
-Report = Progress | Sampled | Failed
+Report = Progress | Sampled | Compared | Failed

@@ -67,6 +67,10 @@ class _InFlight:
     prompts: list[_PromptLogprobs]
     done: torch.cuda.Event | None
 
+    @property
+    def has_ended(self) -> bool:
+        return self.done is None or self.done.query()  # type: ignore[no-untyped-call]
+
 
 def _kept(items: list[T], bounds: list[int], counts: list[int]) -> list[list[T]]:
     """Of `items`, `bounds[i]` for row i, those that are the row's: its first `counts[i]`."""
@@ -142,6 +146,7 @@ class Runner:
         self._mixed: MixedGraphs | None = None
         self._forwarded: _Forwarded | None = None
         self._in_flight: deque[_InFlight] = deque()
+        self._collected = 0  # steps
         self.expert_load: ExpertLoad | None = None
         if model.expert_load is not None:
             self.expert_load = ExpertLoad(model.expert_load)
@@ -362,12 +367,17 @@ class Runner:
     @property
     def has_ended(self) -> bool:
         """Whether there is a step to collect, and without a wait."""
-        oldest = self._in_flight[0] if self._in_flight else None
-        return oldest is not None and (oldest.done is None or oldest.done.query())  # type: ignore[no-untyped-call]
+        return bool(self._in_flight) and self._in_flight[0].has_ended
+
+    @property
+    def steps_ended(self) -> int:
+        """Since the start, those of the warm-up included; any thread may ask."""
+        return self._collected + sum(step.has_ended for step in list(self._in_flight))
 
     def collect(self) -> StepResult:
         """See `Executor.collect`."""
         step = self._in_flight.popleft()
+        self._collected += 1
         if step.done is not None:
             self._wait(step.done)
         bounds, samples = step.plan.bounds, step.samples.tolist()
