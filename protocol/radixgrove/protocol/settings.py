@@ -348,6 +348,13 @@ class WorkerSettings(Settings):
     grammar_timeout: float = _field(
         2.0, "Seconds to compile what an answer must be, before 400.", gt=0, le=600
     )
+    grammar_jump: int = _field(
+        0,
+        "Text of so many tokens or more that a grammar leaves no choice about comes at once, "
+        "computed as a prompt is; 0: token by token.",
+        ge=0,
+        le=1024,
+    )
     grammar_threads: int | None = _field(
         None,
         "Threads of the engine that compute which tokens may come next; by default one for each "

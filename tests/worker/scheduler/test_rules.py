@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import threading
+from random import Random
 from typing import Any
 
 import jsonschema
@@ -16,7 +17,15 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from radixgrove.protocol.constraints import constraint, grammar
 from radixgrove.protocol.constraints.constraint import ConstraintError, Form
 from radixgrove.protocol.constraints.grammar import build_matcher, compile_constraint
-from radixgrove.worker.messages import Finish, RefusalReason, Refused, TokenRules, Tokens
+from radixgrove.worker.messages import (
+    CacheMode,
+    Finish,
+    ReasoningRule,
+    RefusalReason,
+    Refused,
+    TokenRules,
+    Tokens,
+)
 from radixgrove.worker.scheduler import grammars as building
 from radixgrove.worker.scheduler.grammars import LoadTokenizer
 from radixgrove.worker.scheduler.request import RequestState
@@ -24,6 +33,7 @@ from radixgrove.worker.scheduler.rules import SequenceRules, fill_masks, mask_wo
 from tests.conftest import wait_until
 from tests.grammars import EOS, TEXTS, decode, encode, tokenizer
 from tests.worker.scheduler.harness import Harness, request
+from tests.worker.scheduler.test_properties import check_empty
 
 VOCAB = len(TEXTS)
 SCHEMA = {
@@ -218,6 +228,40 @@ def test_aborted_requests_leave_no_matcher() -> None:
     assert rules_left(run) == 0
 
 
+@pytest.mark.parametrize("jump", [0, 2])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_crowd_of_all_kinds_leaves_no_matcher_and_no_page(depth: int, jump: int) -> None:
+    """Bound rows and free ones, some behind reasoning, while memory is short and clients leave."""
+    draw = Random(depth)
+    run = harness(depth, num_pages=36, max_model_len=120, watermark=0.0, grammar_jump=jump)
+    run.scheduler._admission.estimator.share = 0.0  # believe in short answers
+    forms = ["(<[0-9]{3}> or ){5}", "[a-c]{30}", "x|y"]
+    asked: dict[str, str | None] = {}
+    left = set()
+    for number in range(60):
+        name, form = f"r{number}", draw.choice([*forms, None])
+        rules = None if form is None else rules_of(form)
+        if rules is not None and draw.random() < 0.3:
+            rules.reasoning = ReasoningRule(end=encode(">")[0], open=True, budget=draw.randrange(5))
+        asked[name] = form if rules is None or rules.reasoning is None else None
+        run.submit(request(name, encode(f"say {number}"), 60, stop=(EOS,), rules=rules))
+        wait_for_grammars(run)
+        for _ in range(draw.randrange(8)):
+            run.step()
+        if draw.random() < 0.3:
+            gone = draw.choice(sorted(asked))
+            left.add(gone)
+            run.abort(gone)
+    run_all(run)
+    assert run.stats().preemptions > 0 or jump  # which ends answers sooner
+    for name, form in asked.items():
+        end = run.ended[name]
+        if form is not None and name not in left:
+            assert isinstance(end, Tokens)
+            assert re.fullmatch(form, answer(run, name))
+    check_empty(run)
+
+
 def test_a_matcher_that_fails_ends_its_request_with_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -237,6 +281,62 @@ def test_a_matcher_that_fails_ends_its_request_with_an_error(
     assert "state" not in end.detail
     assert re.fullmatch("[0-9]{50}", answer(run, "few"))
     assert rules_left(run) == 0
+
+
+# ---- text that comes at once ---------------------------------------------------------------------
+
+FORCED = "(<[0-9]{2}> and so on and so forth, ){3}"
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_row_tokens": 3}, {"micro_batches": 2}], ids=str)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_text_without_a_choice_comes_at_once_and_changes_no_answer(
+    depth: int, changes: dict[str, Any]
+) -> None:
+    answers, steps = [], []
+    for jump in (0, 6):
+        run = harness(depth, grammar_jump=jump, **changes)
+        for i in range(5):
+            rules = rules_of(FORCED if i else "[a-z]{40}")
+            run.submit(request(f"r{i}", encode(f"say {i}"), 150, stop=(EOS,), rules=rules))
+        run_all(run)
+        answers.append([answer(run, f"r{i}") for i in range(5)])
+        steps.append(run.stats().steps)
+        assert all(re.fullmatch(FORCED, answer(run, f"r{i}")) for i in range(1, 5))
+        longest = max(len(message.token_ids) for message in run.messages["r1"])  # type: ignore[union-attr]
+        assert longest == (len("> and so on and so forth, <") if jump else min(longest, 3))
+        assert run.stats().generated_tokens == sum(len(run.tokens[f"r{i}"]) for i in range(5))
+        check_empty(run)
+    assert answers[0] == answers[1]
+    assert steps[1] < steps[0]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4, 9, 10, 28, 29, 30])
+def test_text_that_comes_at_once_ends_where_the_request_does(limit: int) -> None:
+    run = harness(grammar_jump=2)
+    run.submit(request("r", encode("say"), limit, rules=rules_of(FORCED)))
+    run_all(run)
+    assert len(run.tokens["r"]) == limit
+    assert run.ended["r"].finish is Finish.LENGTH  # type: ignore[union-attr]
+    check_empty(run)
+
+
+def test_a_stop_token_within_text_that_would_come_at_once_ends_the_answer() -> None:
+    run = harness(grammar_jump=2)
+    stop = encode("f")[0]
+    run.submit(request("r", encode("say"), 100, stop=(stop,), rules=rules_of(FORCED)))
+    run_all(run)
+    assert answer(run, "r").endswith(" and so on and so f")
+    assert run.ended["r"].stop_token == stop  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 1}, {"cache": CacheMode.BYPASS}], ids=str)
+def test_where_it_would_cost_something_text_comes_token_by_token(fields: dict[str, Any]) -> None:
+    run = harness(grammar_jump=2)
+    run.submit(request("r", encode("say"), 100, stop=(EOS,), rules=rules_of(FORCED), **fields))
+    run_all(run)
+    assert re.fullmatch(FORCED, answer(run, "r"))
+    assert all(len(message.token_ids) <= 1 for message in run.messages["r"])  # type: ignore[union-attr]
 
 
 # ---- grammars on their way -----------------------------------------------------------------------

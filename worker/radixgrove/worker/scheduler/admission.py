@@ -348,15 +348,18 @@ class Admission:
         )
 
     def preempt(self, active: RunningRequest) -> None:
-        request = active.request
+        self.give_back(active.request)
+        self.estimator.preempted()
+        self._counters.preemptions += 1
+
+    def give_back(self, request: Request) -> None:
+        """A request's row and pages; it waits again, first in line."""
         self.free_row(request)
         request.become(RequestState.PREEMPTED)
         request.fetched = False
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()
         self._queue.put_back(request)
-        self.estimator.preempted()
-        self._counters.preemptions += 1
 
 
 def _end(node: TreeNode | None) -> int:

@@ -40,6 +40,7 @@ class SchedulerConfig:
     queue_timeout: float = 120.0
     grammar_timeout: float = 2.0
     grammar_threads: int | None = None
+    grammar_jump: int = 0  # fewest tokens of a text that comes at once; 0: none does
 
     def __post_init__(self) -> None:
         """Raises ValueError when a request could be admitted that can never finish."""
@@ -91,6 +92,7 @@ class SchedulerConfig:
             queue_timeout=settings.queue_timeout,
             grammar_timeout=settings.grammar_timeout,
             grammar_threads=settings.grammar_threads,
+            grammar_jump=settings.grammar_jump,
         )
 
 

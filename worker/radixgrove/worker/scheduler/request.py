@@ -55,7 +55,13 @@ _NEXT: dict[RequestState, frozenset[RequestState]] = {
         {RequestState.PREEMPTED, RequestState.FINISHED, RequestState.ABORTED, RequestState.REFUSED}
     ),
     RequestState.PREEMPTED: frozenset(
-        {RequestState.AWAITING_KV, RequestState.PREFILL, RequestState.ABORTED, RequestState.REFUSED}
+        {
+            RequestState.AWAITING_KV,
+            RequestState.PREFILL,
+            RequestState.FINISHED,  # by what its grammar adds by itself
+            RequestState.ABORTED,
+            RequestState.REFUSED,
+        }
     ),
     RequestState.FINISHED: frozenset(),
     RequestState.ABORTED: frozenset(),

@@ -12,6 +12,7 @@ from radixgrove.worker.messages import Finish, RefusalReason, TokenLogprobs, Tok
 from radixgrove.worker.plan import INVALID_TOKEN, StepPlan, StepResult
 from radixgrove.worker.scheduler.admission import Admission
 from radixgrove.worker.scheduler.batch import Batch, StepDraft
+from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.counters import Counters
 from radixgrove.worker.scheduler.grammars import Grammars
 from radixgrove.worker.scheduler.lifecycle import Lifecycle
@@ -90,7 +91,10 @@ class Results:
         lifecycle: Lifecycle,
         grammars: Grammars,
         counters: Counters,
+        config: SchedulerConfig,
     ) -> None:
+        self._least_forced = config.grammar_jump
+        self._reads_cache = config.prefix_cache
         self._grammars = grammars
         self._memory = memory
         self._batch = batch
@@ -159,7 +163,29 @@ class Results:
             rules, new = ruled.rules, tokens[ruled.index]
             if rules is not None and new:
                 rules.consume(new)
-                self._goes_on(ruled.active.request, rules)
+                if self._goes_on(ruled.active.request, rules) and self._least_forced:
+                    self._jump(ruled.active, rules)
+
+    def _jump(self, active: RunningRequest, rules: SequenceRules) -> None:
+        """Tokens that are forced come at once: the row is given back, and the request comes behind
+        them as one that was preempted does. What steps in flight sample for the row is the first of
+        these tokens, and is discarded."""
+        request = active.request
+        if request.wants_logprobs or not (request.reads_cache and self._reads_cache):
+            return  # logprobs come of sampling, and without the cache all would be computed anew
+        room = request.limit - len(request.output) - 1  # a last one is sampled
+        tokens = rules.forced()[: max(0, room)]
+        stop = next((n for n, token in enumerate(tokens) if token in request.stop_ids), None)
+        tokens = tokens[:stop]
+        if len(tokens) < self._least_forced:
+            return
+        self._admission.give_back(request)
+        rules.consume(tokens)
+        request.output += tokens
+        self._counters.generated_tokens += len(tokens)
+        message = Tokens(request_id=request.request_id, token_ids=tokens)
+        self._lifecycle.outbox.put(request.frontend, message)
+        self._goes_on(request, rules)
 
     def _goes_on(self, request: Request, rules: SequenceRules) -> bool:
         """Whether its rules leave a request anything to say; else it has ended."""

@@ -109,6 +109,15 @@ class SequenceRules:
             and self.error is None
         )
 
+    def forced(self) -> list[int]:
+        """The tokens that come next whatever the model would have: the grammar leaves no choice.
+        Rules that ban tokens might, so that there are none beside those."""
+        if self.phase is not Phase.BOUND or self.matcher is None or self.matcher.is_error():
+            return []
+        if self.rules.allowed is not None or self.rules.banned:
+            return []
+        return self.matcher.compute_ff_tokens()
+
     @property
     def error(self) -> str | None:
         """Why the matcher failed, in words for a client; it stays so."""

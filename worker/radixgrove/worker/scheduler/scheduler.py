@@ -90,6 +90,7 @@ class Scheduler:
             self._lifecycle,
             self.grammars,
             self.counters,
+            config,
         )
 
     # ---- what others may ask ---------------------------------------------------------------------
