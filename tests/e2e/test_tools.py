@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -30,18 +33,21 @@ ASKED: list[Any] = [{"role": "user", "content": "Plan a trip. " * 40}]
 
 
 @pytest.fixture(scope="module")
-def client(
-    tmp_path_factory: pytest.TempPathFactory, demo_model_dir: Path
-) -> Iterator[openai.OpenAI]:
+def up(tmp_path_factory: pytest.TempPathFactory, demo_model_dir: Path) -> Iterator[UpProcess]:
     directory = tmp_path_factory.mktemp("tools")
     template = directory / "tools.jinja"
     template.write_text(TEMPLATE)
     up = UpProcess(directory / "log", ("--replicas", "1", "--chat-template", str(template)))
     try:
         up.start()
-        yield openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", timeout=120, max_retries=0)
+        yield up
     finally:
         up.kill()
+
+
+@pytest.fixture(scope="module")
+def client(up: UpProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", timeout=120, max_retries=0)
 
 
 def calls_of(message: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -136,3 +142,128 @@ def test_langchain_binds_tools(client: openai.OpenAI) -> None:
     Visit.model_validate(arguments)
     structured: Any = model.with_structured_output(Visit, method="function_calling")
     assert isinstance(structured.invoke("Plan a trip."), Visit)
+
+
+def test_openai_agents(client: openai.OpenAI) -> None:
+    import agents
+
+    agents.set_tracing_disabled(True)
+    model = agents.OpenAIChatCompletionsModel(
+        MODEL, openai.AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0)
+    )
+    booked: list[Visit] = []
+
+    @agents.function_tool
+    def visit(city: Literal["Paris", "Rome"], nights: Annotated[int, Field(ge=1, le=30)]) -> str:
+        """Books a visit."""
+        booked.append(Visit(city=city, nights=nights))
+        return "Booked."
+
+    booking: Any = agents.Agent(
+        name="Booking",
+        model=model,
+        tools=[visit],
+        model_settings=agents.ModelSettings(
+            tool_choice="required", parallel_tool_calls=False, max_tokens=200
+        ),
+        tool_use_behavior="stop_on_first_tool",
+    )
+    planning: Any = agents.Agent(
+        name="Planning",
+        model=model,
+        output_type=Visit,
+        model_settings=agents.ModelSettings(max_tokens=200),
+    )
+
+    async def run() -> None:  # in one event loop, to which its client is bound
+        answer = await agents.Runner.run(booking, "Plan a trip.")
+        assert answer.final_output == "Booked."
+        assert len(booked) == 1
+        running = agents.Runner.run_streamed(booking, "Plan a trip.")
+        async for _ in running.stream_events():
+            pass
+        assert running.final_output == "Booked."
+        assert len(booked) == 2
+        planned = await agents.Runner.run(planning, "Plan a trip.")
+        assert isinstance(planned.final_output, Visit)
+
+    asyncio.run(run())
+
+
+def test_pydantic_ai(client: openai.OpenAI) -> None:
+    import pydantic_ai
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=str(client.base_url), api_key="none")
+    model = OpenAIChatModel(MODEL, provider=provider)
+    settings: Any = {"max_tokens": 200}
+
+    async def run() -> None:
+        for output in (Visit, pydantic_ai.NativeOutput(Visit)):
+            agent: Any = pydantic_ai.Agent(model, output_type=output, model_settings=settings)
+            answer = await agent.run("Plan a trip.")
+            assert isinstance(answer.output, Visit)
+            assert answer.usage.output_tokens > 0
+            async with agent.run_stream("Plan a trip.") as running:
+                assert isinstance(await running.get_output(), Visit)
+
+    asyncio.run(run())
+
+
+def test_litellm(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # nothing is fetched
+    import litellm
+
+    body: dict[str, Any] = {
+        **{"model": f"openai/{MODEL}", "api_base": str(client.base_url), "api_key": "none"},
+        **{"messages": ASKED, "max_tokens": 200, "seed": 5},
+    }
+    called = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
+    whole: Any = litellm.completion(**body, **called)
+    ((name, arguments),) = calls_of(whole.choices[0].message)
+    assert name == "visit"
+    Visit.model_validate(arguments)
+    assert whole.choices[0].finish_reason == "tool_calls"
+    chunks = list(litellm.completion(**body, **called, stream=True))
+    streamed: Any = litellm.stream_chunk_builder(chunks)
+    assert calls_of(streamed.choices[0].message) == [(name, arguments)]
+    text: Any = litellm.completion(**body, response_format=Visit)
+    Visit.model_validate_json(text.choices[0].message.content)
+
+
+def test_a_replica_that_dies_within_a_call_completes_none(up: UpProcess) -> None:
+    """The last test of this file: the cluster has no other replica."""
+    text = {"type": "string", "minLength": 4000}
+    parameters = {"type": "object", "properties": {"text": text}, "required": ["text"]}
+    body = {
+        "model": MODEL,
+        "messages": ASKED,
+        "tools": [{"type": "function", "function": {"name": "write", "parameters": parameters}}],
+        "tool_choice": "required",
+        "stream": True,
+    }
+    arguments, reasons, errors, done, killed = "", set(), [], False, False
+    with (
+        contextlib.suppress(httpx.RemoteProtocolError),  # the connection ends behind the error
+        httpx.stream("POST", f"{up.url}/v1/chat/completions", json=body, timeout=60) as answer,
+    ):
+        for line in answer.iter_lines():
+            data = line.removeprefix("data: ")
+            done |= data == "[DONE]"
+            if not data.startswith("{"):
+                continue
+            event = json.loads(data)
+            errors += [event["error"]] if "error" in event else []
+            for choice in event.get("choices", ()):
+                reasons.add(choice["finish_reason"])
+                for call in choice["delta"].get("tool_calls", ()):
+                    arguments += call["function"]["arguments"]
+            if len(arguments) > 20 and not killed:
+                up.find("radixgrove.worker.engine.loop").kill()
+                killed = True
+    assert killed
+    assert len(arguments) < 4000
+    assert len(errors) == 1
+    assert reasons == {None}
+    assert not done
