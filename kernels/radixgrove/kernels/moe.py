@@ -42,6 +42,7 @@ MAX_GROUPS = 16
 _CHUNK_PAIRS = 256
 _CHUNK_SCORES = 16384
 _LEAST_STEP = 16  # along K, of a product on tensor cores
+_TILE_BYTES = 256  # of weights that a thread has in registers at once
 # Columns of `silu(gate) * up` that share a scale where it is quantized; float8 weights with blocks
 # have them as wide, or their inputs are not.
 H_WIDTH = 128
@@ -436,7 +437,7 @@ def _by_pairs(
     config: ExpertPairs,
 ) -> Tensor:
     (tokens, hidden), top_k = x.shape, routed.ids.shape[1]
-    inner = weights.down.shape[1]
+    inner, slots = weights.down.shape[1], next_power_of_2(top_k)
     h = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
     own = config.gate_up
     gate_up_pairs_kernel[(cdiv(inner, own.rows), tokens * top_k)](
@@ -449,7 +450,7 @@ def _by_pairs(
         hidden,
         TOP_K=top_k,
         **_scale_options(weights.gate_up),
-        **_pairs_options(own, weights.gate_up, inner),
+        **_pairs_options(own, weights.gate_up, inner, 2),
         **pdl(x),
     )
     own = config.down
@@ -464,11 +465,11 @@ def _by_pairs(
         hidden,
         inner,
         TOP_K=top_k,
-        SLOTS=next_power_of_2(top_k),
+        SLOTS=slots,
         RESIDUAL=residual is not None,
         PLACES=weights.router.places is not None,
         **_scale_options(weights.down),
-        **_pairs_options(own, weights.down, hidden),
+        **_pairs_options(own, weights.down, hidden, slots),
         **pdl(x),
     )
     return out
@@ -565,13 +566,15 @@ def _scale_options(weight: Weight) -> dict[str, int]:
     return {"SCALED": weight.scales is not None, "HIGH": high, "WIDE": wide}
 
 
-def _pairs_options(config: PairsConfig, weight: Weight, rows: int) -> dict[str, int]:
-    """As `_tile_options`."""
+def _pairs_options(config: PairsConfig, weight: Weight, rows: int, tiles: int) -> dict[str, int]:
+    """As `_tile_options`; a program may load so many tiles at once."""
+    size = tiles * config.rows * config.block_k * weight.payload.element_size()
+    fits = size <= 32 * config.warps * _TILE_BYTES
     return {
         "ONE_BLOCK": _in_one_block(config.rows, weight, rows),
         "ROWS": config.rows,
         "BLOCK_K": config.block_k,
-        "ONE_TILE": config.block_k >= weight.shape[1],
+        "ONE_TILE": fits and config.block_k >= weight.shape[1],
         "STAGES": config.stages,
         "num_warps": config.warps,
     }

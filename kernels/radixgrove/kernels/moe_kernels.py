@@ -337,7 +337,7 @@ def down_pairs_kernel(
     """One program: some outputs of one token, over all of its experts in their order.
 
     With `ONE_TILE` a row of the weight is one step: those of all experts are on their way before
-    the kernel before has ended, since routing came before it.
+    the kernel before has ended, since routing came before that one.
     """
     token = tl.program_id(1)
     first = tl.program_id(0) * ROWS
