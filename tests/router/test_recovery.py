@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from radixgrove.protocol.openai.errors import ApiError, overloaded, timed_out
 from radixgrove.protocol.settings import RouterSettings
-from radixgrove.router import upstream
+from radixgrove.router import encoding, upstream
 from radixgrove.router.__main__ import main as router_main
 from radixgrove.router.main import RouterStartError, check
 from radixgrove.router.recovery import (
@@ -561,6 +561,24 @@ async def test_a_router_opens_as_many_connections_as_the_system_allows(
     assert answer.status == 200
     for _, writer in hoard:
         writer.close()
+
+
+def _unprepared_main(arguments: list[str]) -> None:
+    def unforeseen(*_: object) -> None:
+        raise KeyError("a field that only newer workers write")
+
+    encoding.PromptEncoder = unforeseen  # type: ignore[assignment,misc]
+    router_main(arguments)
+
+
+async def test_a_tokenizer_that_fails_unforeseen_ends_no_router(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    await make_replica(redis_url=redis_server.url)
+    router = await make_router(redis_server, main=_unprepared_main)
+    assert (await router.complete(prompt(1))).status == 200
+    await eventually(lambda: "its workers tokenize" in router.log.read_text())
+    assert (await router.complete(prompt(1))).status == 200
 
 
 async def test_a_replica_whose_tokenizer_is_not_there_sees_no_key_of_a_client(

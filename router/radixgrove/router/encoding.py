@@ -241,6 +241,8 @@ class Encoders:
                 return model
         except ValueError as error:
             logger.warning("the tokenizer of service %s: %s", service.name, error)
+        except Exception:  # of one service, whatever it is: other services go on
+            logger.exception("the tokenizer of service %s cannot be used", service.name)
         logger.error("service %s has no tokenizer: its workers tokenize", service.name)
         if len(self._retry_at) >= MAX_DOMAINS:
             self._retry_at.clear()
