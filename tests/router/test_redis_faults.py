@@ -13,6 +13,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import redis
 
 from radixgrove.protocol import index
 from radixgrove.protocol.blocks import members
@@ -20,6 +21,7 @@ from radixgrove.protocol.keys import ServiceKeys, router_key, services_key
 from radixgrove.protocol.registry import Lease, Registration
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import fleet, janitor, metrics
+from radixgrove.router.demand import DemandReport
 from radixgrove.router.exposition import metrics_text
 from radixgrove.router.fleet import Fleet
 from radixgrove.router.janitor import Janitor
@@ -276,6 +278,53 @@ async def test_a_shared_set_of_the_wrong_type_leaves_what_is_known(
 
 async def _seen_again(router: Router, server: RedisServer) -> bool:
     return await _has_states(router, {"r0": "ready"}) and not _leases_ran_out(server)
+
+
+async def test_a_worker_that_cannot_join_the_shared_set_has_its_lease_all_the_same(
+    redis_server: RedisServer,
+) -> None:
+    """Routers with a model table do not need the set; it is joined once that can be."""
+    client, services = redis_server.client, services_key(PREFIX)
+    client.set(services, "no set")
+    async with running(redis_server.url) as engine:
+        await eventually(lambda: engine.publisher.status().registered, what="the registration")
+        generation = engine.publisher.status().generation
+        client.delete(services)
+        await eventually(lambda: client.smembers(services) == {b"default"}, what="the service")
+        assert engine.publisher.status().generation == generation
+
+
+async def test_listed_services_are_cleaned_up_beside_a_shared_set_of_the_wrong_type(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(janitor, "LEASE_GRACE_SECONDS", 0.0)
+    client = redis_server.client
+    keys, _ = register(redis_server, "s0", 1)
+    client.delete(services_key(PREFIX))
+    client.set(services_key(PREFIX), "no set")
+    async with linked(redis_server.url) as link:
+        tidy = Janitor(link, PREFIX, lambda: ["s0"])
+        await eventually(lambda: _cleaned(tidy, client, keys), what="the end of its keys")
+
+
+async def _cleaned(tidy: Janitor, client: redis.Redis, keys: ServiceKeys) -> bool:
+    await tidy.clean()
+    return not client.exists(keys.leases, keys.replicas, keys.identity)
+
+
+async def test_a_demand_that_redis_refuses_leaves_others_alone(redis_server: RedisServer) -> None:
+    """What holds requests for a service that sleeps is what wakes it."""
+    client = redis_server.client
+    demands = [ServiceKeys(PREFIX, name).demand for name in ("aaa", "bbb")]
+    services = [Service(name, [name], held=1) for name in ("aaa", "bbb")]
+    client.set(demands[0], "no hash")
+    report = DemandReport(PREFIX, "router")
+    async with linked(redis_server.url) as link:
+        await report.send(link, services)
+        assert client.hkeys(demands[1]) == [b"router"]
+        client.delete(demands[0])
+        await report.send(link, services)
+        assert client.hkeys(demands[0]) == [b"router"]
 
 
 # ---- every key has an end ----------------------------------------------------------------------

@@ -85,7 +85,11 @@ class Janitor:
     async def _names(self) -> set[str]:
         if self._service is not None:
             return {self._service}
-        names, unreadable = await self._directory.services()
+        try:
+            names, unreadable = await self._directory.services()
+        except RedisRefused as error:
+            self._complaints.say("services", f"the services cannot be read from Redis: {error}")
+            return set(self._listed())
         if unreadable:  # no part of ours writes such a name
             await self._link.call("SREM", services_key(self._prefix), *unreadable)
         return names.union(self._listed())

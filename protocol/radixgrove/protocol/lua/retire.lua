@@ -4,6 +4,7 @@
 -- Returns 1 when the service is gone, 0 when it has generations.
 if redis.call('HLEN', KEYS[1]) > 0 then return 0 end
 local own = tonumber(ARGV[2])
-if KEYS[own + 1] then redis.call('SREM', KEYS[own + 1], ARGV[1]) end
+-- A key of another type there keeps nothing of this service.
+if KEYS[own + 1] then redis.pcall('SREM', KEYS[own + 1], ARGV[1]) end
 redis.call('UNLINK', unpack(KEYS, 1, own))
 return 1

@@ -103,6 +103,7 @@ class Publisher:
         self._generation = ""
         self._registered_ms = 0
         self._registered = False
+        self._joined = False  # the set of services
         self._superseded = False
         self._draining = False  # by itself
         self._told_to_drain = False  # by a router, until it says otherwise
@@ -249,6 +250,8 @@ class Publisher:
         now = time.monotonic()
         if self._stats_fresh or now >= self._next_heartbeat:
             await self._heartbeat(now)
+        if self._registered and not self._joined:
+            await self._join_services()
         if self._registered and not self._superseded:
             await self._send_admitted()
             if self._feed.synchronised:
@@ -287,6 +290,7 @@ class Publisher:
                 f"service {registration.service!r} refuses this replica: "
                 + disagreement(registration.identity(), theirs)
             )
+        self._joined = False
         await self._join_services()
         self._lose_track("registered anew")
         self._registered = True
@@ -301,13 +305,19 @@ class Publisher:
         )
 
     async def _join_services(self) -> None:
-        """Where the operator keeps the list of services, a worker may not change it."""
+        """Where the operator keeps the list of services, a worker may not change it.
+
+        A list that cannot be changed costs no lease: routers with a model table do not need it.
+        """
         key, service = services_key(self._prefix), self._registration.service
         try:
             await self._link.call("SADD", key, service)
         except RedisRefused as refusal:
             if refusal.code != "NOPERM":
-                raise
+                text = f"not among the services of routers without a model table: {refusal}"
+                self._complaints.say("services", text)
+                return
+        self._joined = True
 
     def _report(self) -> LoadReport:
         stats = self._stats
