@@ -209,6 +209,53 @@ def test_completions_echo_and_lists(client: openai.OpenAI) -> None:
     assert answer.choices[1].text.startswith("Red, green,")
 
 
+def test_the_best_completions_are_those_with_the_highest_mean_logprob(
+    client: openai.OpenAI,
+) -> None:
+    body: dict[str, Any] = {
+        **{"model": MODEL, "prompt": ["One, two,", "Red,"], "max_tokens": 8},
+        **{"seed": 3, "temperature": 1.5},
+    }
+
+    def texts(of_choices: Any) -> list[str]:
+        return [choice.text for choice in of_choices]
+
+    def mean(choice: Any) -> float:
+        return float(sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs))
+
+    every = client.completions.create(**body, n=4, logprobs=0)
+    best = client.completions.create(**body, n=2, best_of=4)
+    expected = [
+        *sorted(every.choices[:4], key=mean, reverse=True)[:2],
+        *sorted(every.choices[4:], key=mean, reverse=True)[:2],
+    ]
+    assert texts(best.choices) == texts(expected)
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None for choice in best.choices)
+    assert best.usage is not None
+    assert best.usage == every.usage
+
+
+def test_logprobs_of_prompts_are_those_of_an_echo(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": MODEL, "prompt": "One, two, three", "max_tokens": 1}
+    echoed = client.completions.create(**body, echo=True, logprobs=2).choices[0].logprobs
+    asked: Any = client.completions.create(**body, extra_body={"prompt_logprobs": 2})
+    entries = asked.choices[0].prompt_logprobs
+    assert echoed is not None
+    assert entries[0] is None
+    tokens, logprobs = echoed.tokens or [], echoed.token_logprobs or []
+    for entry, token, logprob in zip(entries[1:], tokens[1:], logprobs[1:], strict=False):
+        own = next(each for each in entry.values() if each["decoded_token"] == token)
+        assert own["logprob"] == pytest.approx(logprob, abs=1e-3)
+        assert {1, 2} <= {each["rank"] for each in entry.values()}
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    chat: Any = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+    assert all(len(entry) == 1 for entry in chat.prompt_logprobs[1:])
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "parameter"),
     [
