@@ -15,7 +15,6 @@ BATCH_MEMBERS = 128  # of an event batch: one script call stays far below a mill
 SNAPSHOT_CHUNK_MEMBERS = 512
 
 OK = b"OK"
-RESYNC = b"RESYNC"  # a gap: the worker must send a snapshot
 UNKNOWN = b"UNKNOWN"  # the generation is not registered (any more): register again
 SUPERSEDED = b"SUPERSEDED"  # another process registered under the same replica id
 DRAINING = b"DRAINING"

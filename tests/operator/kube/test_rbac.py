@@ -44,7 +44,8 @@ Case = tuple[rbac.Permission, str]
 # The owner's Deployment is the chart's; leases have their own test below.
 CASES = [
     (permission, verb)
-    for permission, verb in rbac.single_verbs()
+    for permission in rbac.PERMISSIONS
+    for verb in permission.verbs
     if rbac.OWNER not in permission.names and permission.resource != "leases"
 ]
 

@@ -7,7 +7,7 @@ discloses nothing) cannot be limited to a name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -111,13 +111,6 @@ def rules(
             rule["resourceNames"] = [replacements[name] for name in permission.names]
         found.append(rule)
     return found
-
-
-def single_verbs() -> Iterator[tuple[Permission, str]]:
-    """Each verb by itself, for tests that take one away."""
-    for permission in PERMISSIONS:
-        for verb in permission.verbs:
-            yield permission, verb
 
 
 def chart_file() -> str:
