@@ -7,8 +7,8 @@ COMPILE := uv pip compile --universal --generate-hashes --no-header --quiet
 CLUSTER_PYTHON := $(BIN)/python
 # Tests and clusters start hundreds of processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
-# A process of tests for each core, files whole as far as that keeps all busy.
-SPREAD ?= --numprocesses logical --maxprocesses 8 --dist worksteal
+# Three processes of tests for two cores, files whole as far as that keeps all busy.
+SPREAD ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 SINCE ?= main
 SEED ?= 1
 # Of make test-drills: "drill and not slow" is what fits six minutes.
