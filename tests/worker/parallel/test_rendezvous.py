@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -295,3 +296,25 @@ def test_a_peer_keeps_its_name_when_its_connection_is_reset() -> None:
     with pytest.raises(ChannelError):
         channel.receive()
     assert channel.peer == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"port": 9}, True),
+        ({"cors_origins": ["https://a.example"]}, True),
+        ({"max_bodies_bytes": 1 << 30}, True),
+        ({"tools_strict": False}, True),
+        ({"grammar_threads": 1}, True),
+        ({"kv_dtype": "fp8_e4m3"}, False),
+        ({"max_step_tokens": 64}, False),
+    ],
+)
+def test_machines_agree_on_what_their_ranks_compute_and_not_on_what_frontends_do(
+    change: dict[str, Any], same: bool, tmp_path: Path
+) -> None:
+    one, other = (
+        Identity.of(WorkerSettings.model_validate(settings), tmp_path)
+        for settings in ({"nodes": 2, "pp": 2}, {"nodes": 2, "pp": 2, **change})
+    )
+    assert (one.settings == other.settings) == same
