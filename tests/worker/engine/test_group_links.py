@@ -254,6 +254,26 @@ def test_a_rank_that_hears_nothing_of_rank_0_ends(quick: None) -> None:
     assert given_up[0].startswith("rank 0 (machine 0) has said nothing")
 
 
+def test_a_rank_that_hangs_while_the_group_ends_is_ended(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_links, "_END_SECONDS", 0.2)
+    _link, host, given_up = follower()
+    host.send(msgspec.msgpack.encode(End()), 1.0)
+    wait_until(lambda: bool(given_up), what="the end of the process")
+
+
+def test_a_rank_that_hears_of_the_end_goes_by_itself(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_links, "_END_SECONDS", 0.2)
+    link, host, given_up = follower()
+    host.send(msgspec.msgpack.encode(End()), 1.0)
+    assert link.next_order() is None
+    link._reader.join(5.0)
+    assert given_up == []
+
+
 def test_a_rank_says_how_far_it_is() -> None:
     link, host, _ = follower()
     link.carried_out()

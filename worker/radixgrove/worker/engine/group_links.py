@@ -44,6 +44,7 @@ from radixgrove.worker.plan import StepResult
 _LOOK_SECONDS = 0.25
 _SYMPTOMS_SECONDS = 0.3  # after the first sign of a loss: of several, the cause is named
 _RETURN_SECONDS = 2.0  # for the main thread to find out by itself
+_END_SECONDS = 3.0  # for the main thread to hear of the end, which may wait for a rank that is lost
 _ANSWER_SECONDS = 1.0  # for the cause of a failed collective to show
 
 GiveUp = Callable[[str], None]  # ends the process; the text names who is lost
@@ -320,7 +321,9 @@ class FollowerLink:
         self._started = False  # the first step has come
         self._lost: str | None = None
         self._ended = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._heard = threading.Event()  # the main thread knows that it is over
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         threading.Thread(target=self._watch, daemon=True).start()
 
     # ---- the main thread -------------------------------------------------------------------------
@@ -340,6 +343,7 @@ class FollowerLink:
             self._ended.set()
             raise RankMissing(self._lost)
         if isinstance(order, End):
+            self._heard.set()
             return None
         self._started = self._started or isinstance(order, Step)
         return order
@@ -362,6 +366,7 @@ class FollowerLink:
 
     def close(self) -> None:
         self._ended.set()
+        self._heard.set()
         self._channel.close()
 
     # ---- threads ---------------------------------------------------------------------------------
@@ -376,7 +381,8 @@ class FollowerLink:
                 return
             self._signs += 1
             if isinstance(order, End):
-                self._ended.set()
+                self._end(order)
+                return
             if not isinstance(order, Alive):
                 self._orders.put(order)
 
@@ -391,6 +397,13 @@ class FollowerLink:
             if signs.age(self._signs, clock.now()) > limit:
                 self._lose(f"{self.crew.name(self.crew.leader)} has said nothing for {limit:.0f} s")
                 return
+
+    def _end(self, order: End) -> None:
+        """Rank 0 ends the group, which it also does when another rank is lost."""
+        self._ended.set()
+        self._orders.put(order)
+        if not self._heard.wait(_END_SECONDS):
+            self._give_up("the group has ended, and a step here has not")
 
     def _lose(self, why: str) -> None:
         """Rank 0 is lost: end the main thread, with the process if it hears nothing any more."""
