@@ -125,45 +125,63 @@ def _host_memory(
 
 def _start(loaded: LoadedModel) -> tuple[Runner, EngineInfo]:
     """Size the pool, warm up, capture, measure."""
-    settings, config, model = loaded.settings, loaded.config, loaded.model
-    device, member = model.device, loaded.member
+    _ready_memory(loaded)
+    longest, kv_tokens = _sizes(loaded)
+    # On CUDA the trial has said already which attention backend it is.
+    silent = loaded.model.device.type == "cuda"
+    runner, backend = loaded.assemble(
+        kv_tokens // loaded.settings.page_size,
+        longest,
+        _nothing if silent else loaded.report,
+        loaded.memory,
+    )
+    _capture(loaded, runner, backend)
+    info = _measure(loaded, runner, backend, longest)
+    limit_collectives(loaded.limits.step_timeout)
+    return runner, info
+
+
+def _ready_memory(loaded: LoadedModel) -> None:
+    """That of the host tier, and what ranks share."""
     if loaded.memory is not None:
         # CUDA locks memory under locks of its own, which would distort what is measured below.
         locking = f"locking {loaded.memory.bytes.nbytes / GIB:.1f} GiB for the host tier"
         loaded.memory.wait(lambda done: loaded.say(EngineState.LOADING, locking, done))
-    if rows := member.tensor.use_peer_memory(config.hidden_size, model.dtype):
+    tensor, model = loaded.member.tensor, loaded.model
+    if rows := tensor.use_peer_memory(loaded.config.hidden_size, model.dtype):
         loaded.say(EngineState.WARMING_UP, f"all-reduce over peer memory up to {rows} tokens")
-    longest = choose_length(settings.max_model_len, config)
+
+
+def _sizes(loaded: LoadedModel) -> tuple[int, int]:
+    """The longest request and the pool, in tokens; both are reported."""
+    asked, model = loaded.settings.max_model_len, loaded.model
+    longest = choose_length(asked, loaded.config)
     kv_tokens = _kv_tokens(loaded, longest)
-    fitting = fit_length(settings.max_model_len, longest, kv_tokens)
+    fitting = fit_length(asked, longest, kv_tokens)
     if fitting < longest:
         shortened = (
             f"max_model_len {fitting:,}: the KV pool holds no more; the model's is {longest:,}"
         )
         loaded.say(EngineState.WARMING_UP, shortened)
         longest = fitting
-    weights = model.weights_bytes
     loaded.say(
         EngineState.WARMING_UP,
         describe(
-            weights,
+            model.weights_bytes,
             loaded.shape,
             kv_tokens,
             longest,
-            member.layout.size,
+            loaded.member.layout.size,
             loaded.host_pages,
             model.expert_bytes,
             model.float8_bytes,
         ),
     )
-    # On CUDA the trial has said already which attention backend it is.
-    silent = device.type == "cuda"
-    runner, backend = loaded.assemble(
-        kv_tokens // settings.page_size,
-        longest,
-        _nothing if silent else loaded.report,
-        loaded.memory,
-    )
+    return longest, kv_tokens
+
+
+def _capture(loaded: LoadedModel, runner: Runner, backend: str) -> None:
+    """Graphs of what steps repeat, where the device has them."""
 
     def say_captured(text: str, done: float) -> None:
         loaded.say(EngineState.CAPTURING, text, done)
@@ -171,26 +189,32 @@ def _start(loaded: LoadedModel) -> tuple[Runner, EngineInfo]:
     batches, steps = loaded.graph_sizes(backend)
     if batches:
         runner.capture(batches, say_captured)
-    if device.type == "cuda":  # before small steps with chunks have graphs that large ones lack
+    # Before small steps with chunks have graphs that large ones lack.
+    if loaded.model.device.type == "cuda":
         rehearse_decodes(runner, loaded.limits.max_step_tokens)
     if steps:
         runner.capture_mixed(steps, say_captured)
+
+
+def _measure(loaded: LoadedModel, runner: Runner, backend: str, longest: int) -> EngineInfo:
+    """How fast it is, and all else that a worker says of its engine."""
+    model, member = loaded.model, loaded.member
+    device = model.device
     # Stages work on several steps at once: the slowest sets the pace.
     speed = measure_prefill(runner, loaded.limits.max_step_tokens, device)
     speed = float(member.minimum(int(speed))) if member.stages > 1 else speed
     host_speed = runner.measure_host()
     if runner.expert_load is not None:
         runner.expert_load.clear()
-    limit_collectives(loaded.limits.step_timeout)
-    return runner, EngineInfo(
+    return EngineInfo(
         num_pages=runner.info.num_pages,
-        page_size=settings.page_size,
+        page_size=loaded.settings.page_size,
         max_model_len=longest,
         max_running=loaded.limits.max_running,
-        vocab_size=config.vocab_size,
+        vocab_size=loaded.config.vocab_size,
         dtype=str(model.dtype).removeprefix("torch."),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        weights_bytes=weights,
+        weights_bytes=model.weights_bytes,
         kv_bytes_per_token=loaded.shape.bytes_per_token,
         attention_backend=backend,
         prefill_tokens_per_second=speed,
