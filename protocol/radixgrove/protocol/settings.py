@@ -127,6 +127,7 @@ class StepLimits(NamedTuple):
 
 ON_CUDA = StepLimits(max_running=256, max_step_tokens=8192)
 ON_CPU = StepLimits(max_running=32, max_step_tokens=512)
+_LEAST_STEP_TOKENS = 512  # of a stage's step on CUDA
 # On a CPU, which others may use too, a step may be this many times slower than warm-up measured.
 CPU_STEP_SLACK = 12.0
 
@@ -290,8 +291,8 @@ class WorkerSettings(Settings):
     )
     max_step_tokens: int | None = _field(
         None,
-        f"Tokens of one step, prefill chunks included ({ON_CUDA.max_step_tokens} on CUDA, "
-        f"{ON_CPU.max_step_tokens} on CPU).",
+        f"Tokens of one step, prefill chunks included ({ON_CUDA.max_step_tokens} on CUDA, a part "
+        f"of that with stages; {ON_CPU.max_step_tokens} on CPU).",
         ge=1,
         le=1 << 20,
     )
@@ -420,11 +421,11 @@ class WorkerSettings(Settings):
 
     def step_limits(self, *, on_cpu: bool) -> StepLimits:
         """As set, else the device's defaults."""
-        defaults = ON_CPU if on_cpu else ON_CUDA
-        return StepLimits(
-            self.max_running or defaults.max_running,
-            self.max_step_tokens or defaults.max_step_tokens,
-        )
+        running, tokens = ON_CPU if on_cpu else ON_CUDA
+        if self.pp > 1 and not on_cpu:
+            # So that chunks of a long prompt are in all stages at once.
+            tokens = max(_LEAST_STEP_TOKENS, tokens // (2 * self.pp))
+        return StepLimits(self.max_running or running, self.max_step_tokens or tokens)
 
 
 class RouterSettings(Settings):

@@ -1,0 +1,25 @@
+"""Defaults that depend on the device, and on what a group looks like."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixgrove.protocol.settings import WorkerSettings
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_a_long_prompt_is_in_all_stages_of_gpus_at_once(pp: int) -> None:
+    """Of 8,192 tokens: in chunks of so many, its last leaves the last stage after these many
+    shares of the time that one stage of all layers takes."""
+    tokens = WorkerSettings(pp=pp).step_limits(on_cpu=False).max_step_tokens
+    chunks = -(-8192 // tokens)
+    assert (chunks + pp - 1) / (chunks * pp) <= 0.65
+
+
+def test_steps_are_as_large_as_set_and_as_the_device_likes_without_stages() -> None:
+    assert WorkerSettings().step_limits(on_cpu=False).max_step_tokens == 8192
+    assert WorkerSettings(pp=64).step_limits(on_cpu=False).max_step_tokens == 512
+    assert WorkerSettings(pp=2).step_limits(on_cpu=True) == WorkerSettings().step_limits(
+        on_cpu=True
+    )
+    assert WorkerSettings(pp=2, max_step_tokens=64).step_limits(on_cpu=False).max_step_tokens == 64
