@@ -49,8 +49,9 @@ def _import_flashinfer() -> ModuleType:
 class _PlanSpace:
     """Where plans live: an integer workspace on the device and pinned copies of it.
 
-    A plan is written to pinned memory and copied asynchronously. With two steps in flight the copy
-    of the step before may still be waiting, so consecutive plans take turns between two copies.
+    A plan is written to pinned memory and copied asynchronously. With steps in flight the copy of
+    the step before may still be waiting, so consecutive plans take turns between two copies; where
+    more steps are in flight, as in a pipeline, one waits for the step before the last.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,10 +59,16 @@ class _PlanSpace:
         self._pinned = [
             torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
         ]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
     def lend(self, wrapper: Any) -> None:
         """Make the next `plan` of `wrapper` use this space."""
+        before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        before.record()
+        self._copied[self._turn ^ 1] = before
+        if (copied := self._copied[self._turn]) is not None:
+            copied.synchronize()
         wrapper._int_workspace_buffer = self._device_buffer
         wrapper._pin_memory_int_workspace_buffer = self._pinned[self._turn]
         self._turn ^= 1
