@@ -556,9 +556,12 @@ async def test_a_router_opens_as_many_connections_as_the_system_allows(
     """Soft limits are made for others: 1,024 descriptors are 500 streams."""
     replica = await make_replica()
     router = await make_router(replicas=[f"{MODEL}={replica.url}"], main=_thrifty_main)
+    request = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
     hoard = [await asyncio.open_connection("127.0.0.1", router.port) for _ in range(64)]
-    answer = await asyncio.wait_for(router.complete(prompt(1)), 20)
-    assert answer.status == 200
+    for reader, writer in hoard:
+        writer.write(request)
+        assert await asyncio.wait_for(reader.readuntil(b"\r\n"), 20) == b"HTTP/1.1 200 OK\r\n"
+    assert (await router.complete(prompt(1))).status == 200
     for _, writer in hoard:
         writer.close()
 
