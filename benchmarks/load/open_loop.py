@@ -11,25 +11,16 @@ goes to the worker.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from benchmarks import results
 from benchmarks.engine.workloads import Item, Workload
-from benchmarks.load.serving import METRICS, write_trace
-from benchmarks.load.worker_process import (
-    RADIXGROVE,
-    Worker,
-    find_config,
-    running_worker,
-    write_model,
-)
+from benchmarks.load.serving import METRICS, bench_serve, write_trace
+from benchmarks.load.worker_process import find_config, running_worker, write_model
 
 RUN_SECONDS = 300.0
 MEAN_INPUT, MEAN_OUTPUT, MOST_TOKENS = 960, 262, 8000  # means of what is kept: about 920, 260
@@ -52,37 +43,6 @@ def conversations(requests: int, seed: int = 0) -> Workload:
     return Workload("conversations", items)
 
 
-def run_once(
-    worker: Worker, model: str, trace: Path, rate: float, processes: int
-) -> dict[str, Any]:
-    """The figures of `radixgrove bench serve`.
-
-    Raises:
-        RuntimeError: it failed, or a request did.
-    """
-    figures = trace.with_suffix(".figures")
-    figures.unlink(missing_ok=True)
-    worker.flush_cache()
-    options = {
-        "--url": worker.url,
-        "--model": model,
-        "--trace": trace,
-        "--rate": rate,
-        "--processes": processes,
-        "--seed": 0,
-        "--results": figures,
-    }
-    command = [*RADIXGROVE, "bench", "serve", *(str(p) for pair in options.items() for p in pair)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
-    if done.returncode or not figures.exists():
-        raise RuntimeError(f"bench serve failed: {done.stdout}{done.stderr}")
-    rows = map(json.loads, figures.read_text().splitlines())
-    clients: dict[str, Any] = {row["metric"]: row["value"] for row in rows}
-    if clients["failed"]:
-        raise RuntimeError(f"{clients['failed']} requests failed: {done.stdout}")
-    return clients
-
-
 def measure(name: str, config_dir: Path, arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="radixgrove-open-loop-") as scratch:
         model_dir = Path(scratch)
@@ -98,7 +58,14 @@ def measure(name: str, config_dir: Path, arguments: argparse.Namespace) -> None:
         ) as worker:
             device = worker.engine_info()["device"]
             for rate in arguments.rate:
-                clients = run_once(worker, name, trace, rate, arguments.processes)
+                clients = bench_serve(
+                    worker,
+                    name,
+                    trace,
+                    seconds=RUN_SECONDS,
+                    rate=rate,
+                    processes=arguments.processes,
+                )
                 common = {
                     "benchmark": "serving",
                     "model": name,

@@ -83,6 +83,33 @@ def write_trace(workload: Workload, requests: int | None, vocab_size: int, path:
             file.write(json.dumps(line) + "\n")
 
 
+def bench_serve(
+    worker: Worker, name: str, trace: Path, *, seconds: float = RUN_SECONDS, **options: object
+) -> dict[str, float]:
+    """Flush the cache, and send the requests of a trace; figures by their names.
+
+    Args:
+        options: of `radixgrove bench serve`.
+
+    Raises:
+        RuntimeError: it failed, or a request did.
+    """
+    figures = trace.with_suffix(".figures")
+    figures.unlink(missing_ok=True)
+    worker.flush_cache()
+    options |= {"url": worker.url, "model": name, "trace": trace, "seed": 0, "results": figures}
+    flags = [part for key, value in options.items() for part in (f"--{key}", str(value))]
+    command = [*RADIXGROVE, "bench", "serve", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    if done.returncode or not figures.exists():
+        raise RuntimeError(f"bench serve failed: {done.stdout}{done.stderr}")
+    rows = map(json.loads, figures.read_text().splitlines())
+    found: dict[str, float] = {row["metric"]: row["value"] for row in rows}
+    if found["failed"]:
+        raise RuntimeError(f"{found['failed']:.0f} requests failed: {done.stdout}")
+    return found
+
+
 def run_once(
     worker: Worker, name: str, workload: Workload, trace: Path, arguments: argparse.Namespace
 ) -> Run:
@@ -91,30 +118,19 @@ def run_once(
         RuntimeError: a request failed, or got fewer tokens than it asked for.
     """
     expected = sum(item.max_tokens for item in workload.items[: arguments.requests])
-    figures = trace.with_suffix(".figures")
-    figures.unlink(missing_ok=True)
-    worker.flush_cache()
     before = worker.usage()
-    options = {
-        "--url": worker.url,
-        "--model": name,
-        "--trace": trace,
-        "--concurrency": len(workload.items),
-        "--temperature": workload.temperature,
-        "--processes": arguments.processes,
-        "--seed": 0,
-        "--results": figures,
-    }
-    command = [*RADIXGROVE, "bench", "serve", *(str(p) for pair in options.items() for p in pair)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
-    if done.returncode or not figures.exists():
-        raise RuntimeError(f"bench serve failed: {done.stdout}{done.stderr}")
+    clients = bench_serve(
+        worker,
+        name,
+        trace,
+        concurrency=len(workload.items),
+        temperature=workload.temperature,
+        processes=arguments.processes,
+    )
     used = worker.usage().since(before)
-    rows = map(json.loads, figures.read_text().splitlines())
-    clients: dict[str, float] = {row["metric"]: row["value"] for row in rows}
     tokens = clients["output throughput"] * clients["duration"]
-    if clients["failed"] or round(tokens) != expected:
-        raise RuntimeError(f"{round(tokens)} tokens instead of {expected}: {done.stdout}")
+    if round(tokens) != expected:
+        raise RuntimeError(f"{round(tokens)} tokens instead of {expected}")
     return Run(clients, used)
 
 
