@@ -29,7 +29,7 @@ def served(cluster: Cluster, mounts: Mounts, name: str, **parallelism: int) -> I
     service = Served(cluster.kubectl, demo.NAMESPACE, name)
     changes: dict[str, Any] = {
         "hardware": TWO_NODES,
-        "parallelism": parallelism,
+        "parallelism": {"tp": 1, **parallelism},
         "engine": ENGINE,
         "recovery": groups.RECOVERY,
         "rollout": SURGE,

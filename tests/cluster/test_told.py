@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "shape": (
         {
             "hardware": {**GPU, "nodes": 4},
-            "parallelism": {"pp": 2, "dp": 2},
+            "parallelism": {"tp": 1, "pp": 2, "dp": 2},
             "podOverrides": {},
         },
         "UnsupportedShape",
