@@ -280,8 +280,8 @@ class CublasLt:
         """`x @ weight.T`, summed in float32, on the current stream; may be captured in a graph.
 
         Args:
-            x: [T, K] contiguous; weight: [N, K] contiguous; both bfloat16, float16 or float8, whose
-                sums are in the tensor cores' fast accumulation: fewer bits than float32.
+            x: [T, K] contiguous; weight: [N, K] contiguous; both bfloat16, float16 or float8.
+                Sums of float8 are in the tensor cores' fast accumulation: fewer bits than float32.
             config: of `candidates`, for the same N, K and dtypes, and for about as many tokens.
             residual: [T, N] contiguous, x's dtype, added to, in place, and returned.
             out: [T, N] contiguous, x's dtype or float32, where to write without `residual`;
