@@ -160,55 +160,47 @@ def gated(gate, up, out_ptr):
 
 
 @jit
-def _widened(
-    w,
-    scale_ptr,
-    row,
-    column,
-    k,
-    SCALED: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS_IN_BLOCK: tl.constexpr,
-):
-    """A tile of the weight as float32, times its blocks' scales if each row has its own."""
-    w = w.to(tl.float32)
-    if SCALED and WIDE > 0 and not ROWS_IN_BLOCK:
-        scales = scale_ptr + (row // HIGH)[:, None] * tl.cdiv(k, WIDE) + (column // WIDE)[None, :]
-        w *= tl.load(scales, mask=(column < k)[None, :], other=0.0)
-    return w
-
-
-@jit
 def _inputs(x_ptr, column, k):
     """[1, K] of one token as float32, without its scales."""
     return tl.load(x_ptr + column, mask=column < k, other=0.0).to(tl.float32)[None, :]
 
 
 @jit
-def _scaled_parts(
-    sums,
+def _sums(
+    w,
+    x,
     w_scale_ptr,
     x_scale_ptr,
     row,
+    first_row,
     offset,
     k,
+    SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     X_PARTS: tl.constexpr,
     ROWS_IN_BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Sums of eight columns each, times the scales of the parts of x and of the weight's blocks
-    that they are in, where all rows from `row` on share these."""
+    """[N, K / 8]: sums of eight products each, of a tile of the weight with columns from `offset`
+    on, times the scales of their blocks and of the parts of x.
+
+    Where all rows from `first_row` on share blocks, a scale is loaded once for eight columns.
+    """
+    w = w.to(tl.float32)
+    if SCALED and WIDE > 0 and not ROWS_IN_BLOCK:
+        column = offset + tl.arange(0, BLOCK_K)
+        scales = w_scale_ptr + (row // HIGH)[:, None] * tl.cdiv(k, WIDE) + (column // WIDE)[None, :]
+        w *= tl.load(scales, mask=(column < k)[None, :], other=0.0)
+    sums = folded(w * x)
     if X_PARTS or ROWS_IN_BLOCK:
-        column = offset + tl.arange(0, BLOCK_K // 8) * 8
-        inside = column < k
+        eight = offset + tl.arange(0, BLOCK_K // 8) * 8
+        inside = eight < k
         scales = tl.full((BLOCK_K // 8,), 1.0, dtype=tl.float32)
         if X_PARTS:
-            scales = tl.load(x_scale_ptr + column // WIDE, mask=inside, other=0.0)
+            scales = tl.load(x_scale_ptr + eight // WIDE, mask=inside, other=0.0)
         if ROWS_IN_BLOCK:
-            blocks = w_scale_ptr + row // HIGH * tl.cdiv(k, WIDE) + column // WIDE
+            blocks = w_scale_ptr + first_row // HIGH * tl.cdiv(k, WIDE) + eight // WIDE
             scales *= tl.load(blocks, mask=inside, other=0.0)
         sums *= scales[None, :]
     return sums
@@ -269,18 +261,20 @@ def _gemv_kernel(
             inside = column < k
             x = _inputs(x_ptr, column, k)
             w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
-            w = _widened(w, w_scale_ptr, source, column, k, SCALED, HIGH, WIDE, ROWS_IN_BLOCK)
             if NORM:
                 squares += folded(x * x)
                 norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
                 x *= norm.to(tl.float32)[None, :]
-            total += _scaled_parts(
-                folded(w * x),
+            total += _sums(
+                w,
+                x,
                 w_scale_ptr,
                 x_scale_ptr,
+                source,
                 own,
                 offset,
                 k,
+                SCALED,
                 HIGH,
                 WIDE,
                 X_PARTS,
@@ -289,16 +283,16 @@ def _gemv_kernel(
             )
             if SILU:
                 u = tl.load(upper + offset, mask=inside[None, :], other=0.0)
-                u = _widened(
-                    u, w_scale_ptr, source + n, column, k, SCALED, HIGH, WIDE, ROWS_IN_BLOCK
-                )
-                upper_total += _scaled_parts(
-                    folded(u * x),
+                upper_total += _sums(
+                    u,
+                    x,
                     w_scale_ptr,
                     x_scale_ptr,
-                    n + own,
+                    source + n,
+                    own + n,
                     offset,
                     k,
+                    SCALED,
                     HIGH,
                     WIDE,
                     X_PARTS,
@@ -309,14 +303,16 @@ def _gemv_kernel(
     if NORM:
         squares += folded(x * x)
         x *= tl.load(norm_ptr + lane, mask=lane < k, other=0.0).to(tl.float32)[None, :]
-    w = _widened(tile, w_scale_ptr, source, lane, k, SCALED, HIGH, WIDE, ROWS_IN_BLOCK)
-    total += _scaled_parts(
-        folded(w * x),
+    total += _sums(
+        tile,
+        x,
         w_scale_ptr,
         x_scale_ptr,
+        source,
         own,
         0,
         k,
+        SCALED,
         HIGH,
         WIDE,
         X_PARTS,
@@ -326,16 +322,16 @@ def _gemv_kernel(
     y = tl.sum(total, axis=1)
     upper_y = y
     if SILU:
-        u = _widened(
-            upper_tile, w_scale_ptr, source + n, lane, k, SCALED, HIGH, WIDE, ROWS_IN_BLOCK
-        )
-        upper_total += _scaled_parts(
-            folded(u * x),
+        upper_total += _sums(
+            upper_tile,
+            x,
             w_scale_ptr,
             x_scale_ptr,
-            n + own,
+            source + n,
+            own + n,
             0,
             k,
+            SCALED,
             HIGH,
             WIDE,
             X_PARTS,

@@ -29,10 +29,9 @@ from radixgrove.kernels.moe_kernels import (
     down_tiles_kernel,
     gate_up_pairs_kernel,
     gate_up_tiles_kernel,
-    route_kernel,
-    sort_kernel,
 )
 from radixgrove.kernels.quantize import product_reference, quantize
+from radixgrove.kernels.routing_kernels import route_kernel, sort_kernel
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
 
