@@ -5,8 +5,10 @@
 Each fault gets a group of its own: a stage on each machine, which is a network namespace (root),
 and clients that ask without a pause. The fault takes a random rank: SIGKILL, SIGSTOP, or its
 machine's link, whose packets are dropped or whose address goes. Then every process of the group
-must be gone in time, the last lines of machine 0 name the rank, and no answer stopped as if it were
-whole. One line is printed for each fault; one of all of a kind is recorded.
+must be gone in time with the ports it listened on, the last lines of machine 0 name the rank, and
+every request that was accepted has an answer or an error: none stopped as if it were whole, and
+none lost its connection without a word while machine 0 could be reached. One line is printed for
+each fault; one of all of a kind is recorded.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks import results
+from tests.drills.load import Answer, End, judge
 from tests.worker.execution import tiny
 from tests.worker.parallel.machines import MachineProcess, Network, group, network, served_model
 
@@ -38,6 +41,7 @@ STEP_TIMEOUT = 3.0  # as `machines` sets it
 IN_TIME = {"kill": 10.0, "freeze": 10.0 + STEP_TIMEOUT, "cut": 10.0 + STEP_TIMEOUT}  # seconds
 GIVEN_UP = 60.0
 SETTLED = 2.0  # seconds of load before a fault
+UNREACHABLE = "unreachable"  # no connection was accepted
 _LAST = 8  # lines of a machine
 
 
@@ -56,14 +60,15 @@ class Load:
             stream = rng.random() < 0.5
             prompt = rng.choice(tiny.prompts()[:6])
             try:
-                end = self._ask(prompt, tokens, stream)
-            except (OSError, http.client.HTTPException):
-                end = "broken off"
+                end = self._ask(prompt, tokens, stream).value
+            except OSError:
+                end = UNREACHABLE
             self.ends[end] += 1
-            if end not in ("whole", "short"):
+            if end != End.WHOLE.value:
                 self.over.wait(0.1)
 
-    def _ask(self, prompt: list[int], tokens: int, stream: bool) -> str:
+    def _ask(self, prompt: list[int], tokens: int, stream: bool) -> End:
+        """Raises OSError: no connection is accepted."""
         body = {
             "model": "m",
             "prompt": prompt,
@@ -73,31 +78,28 @@ class Load:
         }
         connection = http.client.HTTPConnection(self.machine.address, self.machine.port, timeout=20)
         try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/completions", json.dumps(body), headers)
-            answer = connection.getresponse()
-            content = answer.read()
+            connection.connect()
+            answer = _exchange(connection, json.dumps(body))
         finally:
             connection.close()
-        if answer.status != 200:
-            return "refused"
-        return _judge_stream(content, tokens) if stream else _judge(content, tokens)
+        end, texts = judge(answer, None, stream=stream)
+        short = end is End.WHOLE and len(texts[0].split()) < tokens
+        return End.TRUNCATED if short else end
 
 
-def _judge(content: bytes, tokens: int) -> str:
-    text = json.loads(content)["choices"][0]["text"]
-    return "whole" if len(text.split()) == tokens else "short"
-
-
-def _judge_stream(content: bytes, tokens: int) -> str:
-    events = [line[6:] for line in content.decode().splitlines() if line.startswith("data: ")]
-    if events[-1:] != ["[DONE]"]:
-        return "cut"
-    chunks = [json.loads(event) for event in events[:-1]]
-    if any("error" in chunk for chunk in chunks):
-        return "error event"
-    text = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
-    return "whole" if len(text.split()) == tokens else "short"
+def _exchange(connection: http.client.HTTPConnection, body: str) -> Answer:
+    answer = Answer()
+    try:
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer.status = response.status
+        while part := response.read1():
+            answer.raw += part
+        if response.length:  # of a body with a length, the end of which `read1` takes for its own
+            answer.broken = f"{response.length} bytes are missing"
+    except (OSError, http.client.HTTPException) as error:
+        answer.broken = repr(error)
+    return answer
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,14 @@ class Outcome:
     seconds: float  # until the last process of the group had gone
     in_time: bool
     named: bool
-    left: list[str]  # processes
+    left: list[str]  # processes, and ports that are listened on
+    silent: int  # requests that ended without an answer or an error
     ends: Counter[str]  # of requests
     said: str  # by each machine at last
 
     @property
     def passed(self) -> bool:
-        return self.in_time and self.named and not self.left and not self.ends["short"]
+        return self.in_time and self.named and not self.left and not self.silent
 
 
 def kill(rank: int, machines: list[MachineProcess], net: Network) -> str:
@@ -164,12 +167,23 @@ def play(kind: str, machines_count: int, rank: int, model_dir: Path) -> Outcome:
             time.sleep(0.05)
         seconds = time.monotonic() - began
         left = [" ".join(process.cmdline()) for process in family if _runs(process)]
+        left += [port for prefix in net.prefixes for port in _listening(prefix)]
         load.over.set()
         for client in clients:
             client.join()
         said = [_last_lines(machine) for machine in machines]
         named = re.search(name, said[0]) is not None
-        return Outcome(seconds, seconds <= IN_TIME[kind], named, left, load.ends, "\n".join(said))
+        in_time = seconds <= IN_TIME[kind]
+        silent = load.ends[End.TRUNCATED.value]
+        if kind != "cut":  # which may take machine 0 away from its clients
+            silent += load.ends[End.LOST.value]
+        return Outcome(seconds, in_time, named, left, silent, load.ends, "\n".join(said))
+
+
+def _listening(prefix: list[str]) -> list[str]:
+    """Sockets that a machine listens on."""
+    command = [*prefix, "ss", "-Hltn"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 def _last_lines(machine: MachineProcess) -> str:
@@ -207,7 +221,8 @@ def main(argv: list[str] | None = None) -> int:
                 failed += not outcome.passed
                 print(
                     f"{'ok  ' if outcome.passed else 'FAIL'} {kind} rank {rank} of {machines}: "
-                    f"{outcome.seconds:.1f} s, {len(outcome.left)} left, {dict(outcome.ends)}",
+                    f"{outcome.seconds:.1f} s, {len(outcome.left)} left, {outcome.silent} silent, "
+                    f"{dict(outcome.ends)}",
                     flush=True,
                 )
                 if not outcome.passed:
@@ -231,7 +246,8 @@ def _record(kind: str, outcomes: list[Outcome], directory: Path) -> None:
             "unit": "groups",
             "faults": len(outcomes),
             "slowest_s": round(max(outcome.seconds for outcome in outcomes), 1),
-            "processes_left": sum(len(outcome.left) for outcome in outcomes),
+            "processes_and_ports_left": sum(len(outcome.left) for outcome in outcomes),
+            "ended_silently": sum(outcome.silent for outcome in outcomes),
             "requests": dict(ends),
         }
     )
