@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from radixgrove.worker.liveness import SILENCE, START_SILENCE, Liveness
@@ -25,12 +23,10 @@ class Watcher:
 
     def watch(self, seconds: float) -> str | None:
         """The first problem seen within that time."""
-        return self._until(self.now + seconds, self.liveness.problem)
-
-    def _until(self, end: float, look: Callable[[], str | None]) -> str | None:
+        end = self.now + seconds
         while self.now < end:
             self.now += 0.25
-            if problem := look():
+            if problem := self.liveness.problem():
                 return problem
         return None
 
@@ -88,7 +84,7 @@ def test_a_watcher_that_slept_looks_again_before_it_judges(
     """A laptop that was closed, a frozen container: nothing could give a sign of life."""
     watcher.liveness.take(stats(1, left=left))
     watcher.now += 8 * 3600.0
-    assert watcher.liveness.problem(stopped=True) is None
+    assert watcher.liveness.problem() is None
     assert watcher.watch(1.0) is None
     watcher.liveness.take(stats(2, steps=1))
     assert watcher.liveness.ready()
@@ -99,13 +95,6 @@ def test_an_engine_that_is_still_silent_after_the_sleep_is_stuck(watcher: Watche
     watcher.liveness.take(stats(1))
     watcher.now += 8 * 3600.0
     assert watcher.watch(SILENCE + 1) == "its scheduler has not ticked for 5.2 s"
-
-
-def test_a_stopped_process_is_stuck_without_waiting_for_a_far_deadline(watcher: Watcher) -> None:
-    watcher.liveness.take(stats(1, left=120.0))
-    end = watcher.now + SILENCE + 1
-    problem = watcher._until(end, lambda: watcher.liveness.problem(stopped=True))
-    assert problem == "its scheduler has not ticked for 5.2 s"
 
 
 def test_a_start_may_take_long_while_it_reports_progress(watcher: Watcher) -> None:

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.checkout import ROOT
+from tests.conftest import wait_until
 from tests.worker.spoken import Spoken
 
 HERE = Path(__file__).parent
@@ -55,6 +56,18 @@ class AgentProcess(Spoken):
 
     def child(self, module: str) -> psutil.Process:
         return next(child for child in self.children if module in child.cmdline())
+
+    def rank(self, rank: int) -> psutil.Process:
+        """Its process, once it runs."""
+
+        def found() -> list[psutil.Process]:
+            children = psutil.Process(self.process.pid).children()
+            return [
+                c for c in children if "fake_engine" in c.cmdline() and c.cmdline()[-1] == str(rank)
+            ]
+
+        wait_until(lambda: bool(found()), what=f"rank {rank}")
+        return found()[0]
 
     def end(self, deadline: float = 60.0) -> int:
         """Wait for the exit; everything it started must be gone by then."""

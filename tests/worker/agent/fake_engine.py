@@ -1,9 +1,9 @@
 """A process with the fake engine, for the agent's tests: it pulses, and misbehaves on request.
 
 Run as `python -m fake_engine RUNTIME_DIR RANK`. Files in the runtime directory's parent steer it:
-`chatty` makes it print 2 MB, `die-at-start` makes it exit with an error. A message `Abort` of one
-of `_STEPS` makes it announce a step of so many seconds and never finish it. What it receives is
-appended to `engine-heard` there.
+`chatty` makes it print 2 MB, `die-at-start` makes it exit with an error, `load-forever` keeps it
+from getting ready. A message `Abort` of one of `_STEPS` makes it announce a step of so many seconds
+and never finish it. What it receives is appended to `engine-heard` there.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def main() -> None:
     if (notes / "chatty").exists():
         for number in range(20_000):
             print(f"line {number}", "x" * 100, flush=True)
+    while (notes / "load-forever").exists():
+        time.sleep(1)
     tell_joined(runtime)
     place = Layout.of(runtime.settings).place(rank)
     if not place.leads:

@@ -71,9 +71,7 @@ def test_status_names_the_lost_rank_while_the_worker_ends(start_agent: StartAgen
     agent = start_agent(tp=2)
     agent.wait_ready()
     (agent.notes / "busy").touch()  # the frontend still has requests, which are to hear of it
-    rank = next(
-        c for c in agent.children if "fake_engine" in c.cmdline() and c.cmdline()[-1] == "1"
-    )
+    rank = agent.rank(1)
     rank.kill()
     wait_until((agent.notes / "draining").exists, what="the frontend's end")
     status = agent.manage("GET", "/status")[1]
@@ -85,9 +83,7 @@ def test_status_names_the_lost_rank_while_the_worker_ends(start_agent: StartAgen
 def test_dead_second_rank_is_named(start_agent: StartAgent) -> None:
     agent = start_agent(tp=2)
     agent.wait_ready()
-    rank = next(
-        c for c in agent.children if "fake_engine" in c.cmdline() and c.cmdline()[-1] == "1"
-    )
+    rank = agent.rank(1)
     rank.kill()
     assert agent.end(deadline=10) == 1
     assert f"engine rank 1 (process {rank.pid}) was killed" in agent.output
@@ -125,12 +121,20 @@ def test_a_stopped_rank_of_the_second_member_ends_the_group_and_is_named(
 ) -> None:
     agent = start_agent(dp=2)
     agent.wait_ready()
-    rank = next(
-        c for c in agent.children if "fake_engine" in c.cmdline() and c.cmdline()[-1] == "1"
-    )
+    rank = agent.rank(1)
     rank.send_signal(signal.SIGSTOP)
     assert agent.end() == 4
     assert f"engine rank 1 (process {rank.pid}) is stuck" in agent.output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_while_it_loads_is_named(rank: int, start_agent: StartAgent) -> None:
+    agent = start_agent("load-forever", tp=2)
+    engine = agent.rank(rank)
+    engine.suspend()
+    assert agent.end(deadline=15) == 4
+    named = f"engine rank {rank} (process {engine.pid}) is stuck: it has been stopped"
+    assert named in agent.output
 
 
 def test_dead_frontend_takes_the_worker_down(start_agent: StartAgent) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-import psutil
 import pytest
 
 from tests.conftest import find_free_port, wait_until
@@ -25,19 +24,6 @@ def start_machines(start_agent: StartAgent) -> Callable[..., list[AgentProcess]]
         return [start_agent(**settings, node_rank=node) for node in (0, 1)]
 
     return start
-
-
-def rank_of(agent: AgentProcess, rank: int) -> psutil.Process:
-    """Its process, once it runs."""
-
-    def found() -> list[psutil.Process]:
-        children = psutil.Process(agent.process.pid).children()
-        return [
-            c for c in children if "fake_engine" in c.cmdline() and c.cmdline()[-1] == str(rank)
-        ]
-
-    wait_until(lambda: bool(found()), what=f"rank {rank}")
-    return found()[0]
 
 
 def test_the_engine_of_another_machine_is_heard_and_spoken_to(
@@ -63,7 +49,7 @@ def test_a_rank_that_is_killed_ends_both_machines_and_is_named_with_its_own(
 ) -> None:
     first, second = start_machines()
     first.wait_ready()
-    rank = rank_of(second, 1)
+    rank = second.rank(1)
     rank.kill()
     assert [agent.end(deadline=15) for agent in (first, second)] == [1, 1]
     named = f"engine rank 1 (process {rank.pid}) was killed by SIGKILL"
@@ -74,7 +60,7 @@ def test_a_rank_that_is_killed_ends_both_machines_and_is_named_with_its_own(
 def test_machines_end_with_the_first(start_machines: Callable[..., list[AgentProcess]]) -> None:
     first, second = start_machines()
     first.wait_ready()
-    rank = rank_of(first, 0)
+    rank = first.rank(0)
     rank.kill()
     assert [agent.end(deadline=15) for agent in (first, second)] == [1, 1]
     assert f"machine 0 ended the group: engine rank 0 (process {rank.pid})" in second.output
@@ -119,7 +105,7 @@ def test_a_rank_that_was_stopped_is_named_as_stuck_though_it_is_killed(
     agent = start_agent(
         pp=2, nodes=2, node_rank=1, master=f"127.0.0.1:{find_free_port()}", internal_key="a key"
     )
-    rank = rank_of(agent, 1)
+    rank = agent.rank(1)
     rank.suspend()
     assert agent.end() == 4
     errors = [line for line in agent.lines if " ERROR " in line]

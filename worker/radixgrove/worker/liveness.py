@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from radixgrove.service.liveness import Clock, WatchClock
 from radixgrove.worker.messages import EngineState, Stats
@@ -69,18 +68,14 @@ class Liveness:
             return now <= self._deadline
         return now - self._ticked <= FRESH
 
-    def problem(self, *, stopped: bool = False) -> str | None:
-        """Why the engine must be given up, or None.
-
-        `stopped`: the kernel says that a rank's process does not run (SIGSTOP, a debugger), so a
-        deadline that is still far away need not be waited for.
-        """
+    def problem(self) -> str | None:
+        """Why the engine must be given up, or None."""
         now, stats = self._clock.now(), self.stats
         if stats is None or stats.state is not EngineState.READY:
             if now - self._heard > START_SILENCE:
                 return f"it has shown no progress of its start for {now - self._heard:.0f} s"
             return None
-        if self._deadline is not None and not stopped:
+        if self._deadline is not None:
             late = now - self._deadline
             if late > self._grace:
                 return f"step {stats.steps + 1} is {late:.1f} s past its deadline"
@@ -89,13 +84,3 @@ class Liveness:
         if silence > SILENCE:
             return f"its scheduler has not ticked for {silence:.1f} s"
         return None
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the kernel holds the process (state T); False for one that is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    # The name in parentheses may itself contain spaces and parentheses.
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")

@@ -32,6 +32,7 @@ from radixgrove.service.processes import take_descriptors
 from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import demo_model, management, model_files
 from radixgrove.worker.agent.engines import Engine, total
+from radixgrove.worker.agent.halted import Halted
 from radixgrove.worker.agent.machine import Machine, wait_to_be_replaced
 from radixgrove.worker.agent.machines import Machines
 from radixgrove.worker.agent.preparation import (
@@ -45,7 +46,6 @@ from radixgrove.worker.agent.preparation import (
 )
 from radixgrove.worker.agent.probes import Marker
 from radixgrove.worker.agent.progress import ready_line
-from radixgrove.worker.liveness import is_stopped
 from radixgrove.worker.messages import FlushCache, Stats
 from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.runtime import Runtime
@@ -238,8 +238,10 @@ class Agent:
 
     async def _watch(self) -> None:
         """Ends with an AgentError when a rank is stuck, after killing it."""
+        halted = Halted()
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
+            self._stuck = halted.find(part.child for part in self._ranks)
             for engine in self.engines:
                 self._stuck = self._stuck or _verdict(engine)
             if self._stuck is not None:
@@ -355,16 +357,14 @@ def _end_of(task: asyncio.Task[None]) -> AgentError:
 
 def _verdict(engine: Engine) -> AgentError | None:
     """Which rank of a member is stuck, if one is."""
-    ranks = [part.child for part in engine.ranks]
-    held = [child for child in ranks if child.running and is_stopped(child.pid)]
-    problem = engine.liveness.problem(stopped=bool(held))
+    problem = engine.liveness.problem()
     if problem is None:
         return None
-    if not ranks:
+    if not engine.ranks:
         place = engine.leader
         text = f"engine rank {place.rank} (machine {place.node}) is stuck: {problem}"
         return AgentError(text, exit_codes.STUCK)
-    culprit = held[0] if held else ranks[0]
+    culprit = engine.ranks[0].child
     text = f"{culprit.name} (process {culprit.pid}) is stuck: {problem}; killed it"
     return AgentError(text, exit_codes.STUCK)
 

@@ -23,15 +23,15 @@ import zmq.asyncio
 from radixgrove.protocol.settings import LogLevel, WorkerSettings, reveal
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.listening import listen_for_management
-from radixgrove.service.liveness import WatchClock, tick
+from radixgrove.service.liveness import tick
 from radixgrove.service.management import ManagementApi
 from radixgrove.service.server import Server
 from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import probes
+from radixgrove.worker.agent.halted import Halted
 from radixgrove.worker.agent.machines import join_machine_0
 from radixgrove.worker.agent.preparation import AgentError, worker_part
 from radixgrove.worker.agent.relay import Relay
-from radixgrove.worker.liveness import SILENCE, is_stopped
 from radixgrove.worker.messages import EngineState, PhaseReport, ToAgent
 from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.runtime import Runtime
@@ -149,21 +149,16 @@ class Machine:
                     self._marker.set()
 
     async def _watch(self) -> None:
-        """Ends with an AgentError when a rank does not run, which can notice nothing itself."""
-        clock = WatchClock()
-        since: dict[str, float] = {}
+        """Ends with an AgentError when a rank is held by the kernel."""
+        halted = Halted()
+        children = [supervised.child for supervised in self._children]
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            now = clock.now()
-            for child in (supervised.child for supervised in self._children):
-                if not (child.running and is_stopped(child.pid)):
-                    since.pop(child.name, None)
-                elif now - since.setdefault(child.name, now) > SILENCE:
-                    text = f"{child.name} (process {child.pid}) is stuck: it has been stopped"
-                    # Kept first: the death that we cause must not pass for the reason.
-                    self._stuck = AgentError(text, exit_codes.STUCK)
-                    await asyncio.gather(*(each.child.kill() for each in self._children))
-                    raise self._stuck
+            # Kept first: the death that we cause must not pass for the reason.
+            self._stuck = halted.find(children)
+            if self._stuck is not None:
+                await asyncio.gather(*(child.kill() for child in children))
+                raise self._stuck
 
     async def _until_end(self, tasks: list[asyncio.Task[None]]) -> None:
         """Return when every rank has ended in order; raise when one has not."""
