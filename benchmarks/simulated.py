@@ -2,9 +2,10 @@
 
 It speaks the worker's side of the protocol (envelopes, tokenizer files, registration, cache events
 through the real `Publisher`), and plain JSON for any other router. Hits are counted by itself, from
-the text of the prompt (64 characters a block), alike for every router before it.
+the text of the prompt (64 characters a block), alike for every router before it. `/stats` has the
+counters of each member of its group.
 
-    python -m benchmarks.simulated --port 8100 [--redis redis://…] [--block-ms 1]
+    python -m benchmarks.simulated --port 8100 [--redis redis://…] [--block-ms 1] [--dp 2]
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ class SimulatedReplica:
             self._tasks.append(asyncio.create_task(self._pulse()))
 
     def registration(self) -> Registration:
-        group = self._replica_id or f"127.0.0.1:{self.port}"
+        group = self._replica_id or f"127.0.0.1:{self.members[0].port}"
         return Registration(
             replica_id=member_id(group, self._dp_rank, self._dp),
             group=group,
@@ -289,7 +290,8 @@ class SimulatedReplica:
             data = [{"id": model, "object": "model"} for model in self.models]
             await _answer(send, 200, msgspec.json.encode({"object": "list", "data": data}))
         elif path == "/stats":
-            await _answer(send, 200, msgspec.json.encode(vars(self.counters) | {"bodies": None}))
+            stats = [vars(member.counters) | {"bodies": None} for member in self.members]
+            await _answer(send, 200, msgspec.json.encode(stats))
         elif path == "/tokenize":  # vllm-router asks the workers
             body = msgspec.json.decode(await _body(receive))
             ids = TOKENIZER.encode(body.get("prompt") or "", add_special_tokens=False).ids
@@ -467,20 +469,24 @@ def _cut(send: Any) -> None:
 
 
 async def _main(arguments: argparse.Namespace) -> None:
-    replica = SimulatedReplica(
-        port=arguments.port,
-        redis_url=arguments.redis,
-        block_ms=arguments.block_ms,
-        capacity=arguments.capacity,
-        max_model_len=arguments.max_model_len,
-        replica_id=arguments.replica_id,
-    )
-    await replica.start()
+    options = {
+        "redis_url": arguments.redis,
+        "block_ms": arguments.block_ms,
+        "capacity": arguments.capacity,
+        "max_model_len": arguments.max_model_len,
+        "replica_id": arguments.replica_id,
+        "dp": arguments.dp,
+    }
+    first = SimulatedReplica(port=arguments.port, **options)
+    members = [first, *(SimulatedReplica(host=first, **options) for _ in range(1, arguments.dp))]
+    for member in members:
+        await member.start()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await stop.wait()
-    await replica.stop()
+    for member in reversed(members):
+        await member.stop()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -490,6 +496,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--redis")
     parser.add_argument("--replica-id")
+    parser.add_argument("--dp", type=int, default=1, help="members; the capacity is of each")
     parser.add_argument("--block-ms", type=float, default=1.0)
     parser.add_argument("--capacity", type=int, default=10_000)
     parser.add_argument("--max-model-len", type=int, default=1 << 20)

@@ -92,6 +92,11 @@ def prefill_32x8k() -> Workload:
     return Workload("prefill_32x8k", items, counts_input=True)
 
 
+def prefill_1x8k() -> Workload:
+    """One request of 8,192 in and 1 out: its time to the first token; counts input tokens."""
+    return Workload("prefill_1x8k", [Item(_tokens(random.Random(0), 8192), 1)], counts_input=True)
+
+
 def shared_prefix() -> Workload:
     """32 groups of 16 requests: 2,048 tokens of the group's, 128 own, 128 out; shuffled."""
     rng = random.Random(0)
@@ -112,6 +117,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
         bs64_decode,
         bs256_decode,
         prefill_32x8k,
+        prefill_1x8k,
         shared_prefix,
     )
 }

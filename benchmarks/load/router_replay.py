@@ -6,7 +6,7 @@ prefill first in first out at a set cost a block, and count their own hits, alik
 Requests are sent at a fixed rate, whatever comes back.
 
     python -m benchmarks.load.router_replay --trace TRACE.jsonl [--peers-venv VENV]
-        [--subjects radixgrove,smg] [--requests 4000] [--rate 120] [--replicas 4]
+        [--subjects radixgrove,smg] [--requests 4000] [--rate 120] [--replicas 4] [--dp 2]
         [--id-tokens 512 --capacity 320000 --block-ms 0.25 --rate 15]
 """
 
@@ -98,11 +98,11 @@ def measure(subject: str, trace: list[list[int]], options: argparse.Namespace) -
         redis_url = None
         if subject.startswith("radixgrove"):
             redis_url = stack.enter_context(redis_server())
-        ports = [free_port() for _ in range(options.replicas)]
+        ports = [free_port() for _ in range(options.replicas // options.dp)]
         for port in ports:
             command = [sys.executable, "-m", "benchmarks.simulated"]
             command += ["--port", str(port), "--block-ms", str(options.block_ms)]
-            command += ["--capacity", str(options.capacity)]
+            command += ["--capacity", str(options.capacity), "--dp", str(options.dp)]
             if redis_url:
                 command += ["--redis", redis_url]
             stack.enter_context(process(command, options.log))
@@ -115,7 +115,7 @@ def measure(subject: str, trace: list[list[int]], options: argparse.Namespace) -
         before = running.cpu_seconds()
         ttft, failures = uvloop.run(replay(running.port, trace, options.rate))
         cpu = running.cpu_seconds() - before
-        stats = [json.load(urllib.request.urlopen(url + "/stats")) for url in urls]
+        stats = [each for url in urls for each in json.load(urllib.request.urlopen(url + "/stats"))]
     blocks, hits = sum(s["blocks"] for s in stats), sum(s["hits"] for s in stats)
     work = [s["blocks"] - s["hits"] for s in stats]
     imbalance = max(work) * len(work) / max(1, sum(work))
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--rate", type=float, default=120.0, help="requests a second")
     parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--dp", type=int, default=1, help="replicas that are one group's members")
     parser.add_argument("--capacity", type=int, default=10_000, help="blocks of a replica's cache")
     parser.add_argument("--block-ms", type=float, default=1.0, help="prefill cost of a block")
     parser.add_argument("--id-tokens", type=int, default=BLOCK_TOKENS, help="of each hash id")
@@ -137,14 +138,18 @@ def main() -> None:
     options = parser.parse_args()
     if options.id_tokens < BLOCK_TOKENS or options.id_tokens % BLOCK_TOKENS:
         parser.error(f"--id-tokens must be a multiple of {BLOCK_TOKENS}")
+    if options.replicas % options.dp:
+        parser.error("--dp must divide --replicas")
     trace = load_trace(options.trace, options.requests, options.id_tokens // BLOCK_TOKENS)
     subjects = options.subjects.split(",") if options.subjects else ["radixgrove"]
     if not options.subjects:
         subjects += available_peers(options.peers_venv)
+    groups = f" in groups of {options.dp}" if options.dp > 1 else ""
     workload = (
         f"{options.trace.stem}, {options.id_tokens} tokens an id, "
         f"{len(trace)} requests at {options.rate:g}/s, "
-        f"{options.replicas} replicas x {options.capacity} blocks, {options.block_ms:g} ms/block"
+        f"{options.replicas} replicas{groups} x {options.capacity} blocks, "
+        f"{options.block_ms:g} ms/block"
     )
     rows = []
     for subject in subjects:

@@ -18,6 +18,7 @@ from benchmarks.engine import workloads
         ("bs64_decode", 64, 8_192, 32_768),
         ("bs256_decode", 256, 32_768, 65_536),
         ("prefill_32x8k", 32, 262_144, 32),
+        ("prefill_1x8k", 1, 8_192, 1),
         ("shared_prefix", 512, 1_114_112, 65_536),
     ],
 )

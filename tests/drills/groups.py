@@ -175,7 +175,7 @@ def play(kind: str, machines_count: int, rank: int, model_dir: Path) -> Outcome:
         named = re.search(name, said[0]) is not None
         in_time = seconds <= IN_TIME[kind]
         silent = load.ends[End.TRUNCATED.value]
-        if kind != "cut":  # which may take machine 0 away from its clients
+        if (kind, rank) != ("cut", 0):  # which takes machine 0 away from its clients
             silent += load.ends[End.LOST.value]
         return Outcome(seconds, in_time, named, left, silent, load.ends, "\n".join(said))
 
