@@ -146,8 +146,7 @@ class Subject:
             for index in group:
                 self._submit(str(index), prompts[index], SamplingParams(seed=index, **sampling))
             while scheduler.has_work:
-                if self.engine.launch():
-                    self.engine.complete()
+                self.engine.turn()
                 for output in scheduler.take_outputs().get(0, []):
                     self._take(output, found)
         self.counters.cached_tokens += counted.cached_tokens

@@ -80,8 +80,8 @@ def run_engine(engine: BenchmarkEngine, workload: CpuWorkload) -> tuple[float, P
             domain="public",
         )
         engine.scheduler.submit(submit, time.time())
-    while engine.launch():
-        engine.complete()
+    while engine.scheduler.has_work:
+        engine.turn()
         for output in engine.scheduler.take_outputs().get(0, []):
             if not isinstance(output, Tokens):
                 raise RuntimeError(f"refused: {output.detail}")

@@ -39,7 +39,7 @@ from radixgrove.protocol.settings import (
     WorkerSettings,
 )
 from radixgrove.worker.engine.offline import OfflineEngine
-from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, Tokens
+from radixgrove.worker.messages import EngineInfo, PhaseReport, Submit, TokenRules, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,11 @@ class BenchmarkEngine(OfflineEngine):
         super().__init__(settings, model_dir, show_phase)
         self.start_seconds = time.perf_counter() - begin
 
-    def submit(self, workload: Workload) -> None:
+    def submit(self, workload: Workload, first: int = 0) -> None:
+        """Requests, numbered from `first`."""
         now = time.time()
         vocabulary = self.info.vocab_size
-        for index, item in enumerate(workload.items):
+        for index, item in enumerate(workload.items, first):
             token_ids = np.array(item.token_ids, dtype="<i4") % vocabulary
             sampling = SamplingParams(
                 max_tokens=item.max_tokens, seed=index, temperature=workload.temperature
@@ -75,6 +76,7 @@ class BenchmarkEngine(OfflineEngine):
                     token_ids=token_ids.tobytes(),
                     sampling=sampling,
                     domain="public",
+                    rules=None if item.grammar is None else TokenRules(grammar=item.grammar),
                 ),
                 now,
             )
@@ -89,18 +91,18 @@ class BenchmarkEngine(OfflineEngine):
         counters = self.scheduler.counters
         cached, preemptions = counters.cached_tokens, counters.preemptions
         self.submit(workload)
-        steps = tokens = 0
+        timeline = self.scheduler.memory.timeline
+        before, tokens = timeline.collected, 0
         begin = time.perf_counter()
-        while self.launch():
-            self.complete()
-            steps += 1
+        while self.scheduler.has_work:
+            self.turn()
             tokens += count_tokens(self.scheduler.take_outputs())
         seconds = time.perf_counter() - begin
         if tokens != workload.output_tokens:
             raise RuntimeError(f"{tokens} output tokens instead of {workload.output_tokens}")
         return Measured(
             seconds,
-            steps,
+            timeline.collected - before,
             counters.cached_tokens - cached,
             counters.preemptions - preemptions,
         )

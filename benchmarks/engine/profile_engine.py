@@ -36,7 +36,7 @@ from benchmarks.engine.offline import (
 )
 from benchmarks.engine.workloads import WORKLOADS, Workload
 
-PHASES = ("schedule", "launch", "collect", "complete", "deliver")
+PHASES = ("schedule", "launch", "mask", "collect", "complete", "deliver")
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -58,22 +58,41 @@ class Phases:
 def run_steps(engine: BenchmarkEngine, phases: Phases, count: int) -> int:
     """Up to `count` turns of the engine's loop; how many there were."""
     scheduler, executor, depth = engine.scheduler, engine.executor, engine.executor.info.depth
+
+    def collect() -> None:
+        with phases.timed("collect"):
+            result = executor.collect()
+        with phases.timed("complete"):
+            scheduler.complete(result)
+
+    def sample() -> bool:
+        """A step under masks, its forward being launched; whether one before was collected."""
+        collected = False
+        while scheduler.masks_await_tokens:
+            collect()
+            collected = True
+        with phases.timed("mask"):
+            masked = scheduler.fill_masks(executor.masks)
+        with phases.timed("launch"):
+            executor.sample(masked)
+        return collected
+
     begin = time.perf_counter()
     done = 0
     while done < count:
-        while scheduler.in_flight < depth:
+        collected = False
+        while scheduler.in_flight < depth and not collected:
             with phases.timed("schedule"):
                 plan = scheduler.schedule(time.time())
             if plan is None:
                 break
             with phases.timed("launch"):
-                executor.launch(plan)
-        if not scheduler.in_flight:
-            break
-        with phases.timed("collect"):
-            result = executor.collect()
-        with phases.timed("complete"):
-            scheduler.complete(result)
+                executor.forward(plan) if scheduler.masked else executor.launch(plan)
+            collected = scheduler.masked and sample()
+        if not collected:
+            if not scheduler.in_flight:
+                break
+            collect()
         with phases.timed("deliver"):
             count_tokens(scheduler.take_outputs())
         done += 1

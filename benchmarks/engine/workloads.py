@@ -22,6 +22,7 @@ class Item:
     token_ids: list[int]
     max_tokens: int
     shared: int = 0  # leading tokens that other requests of its group have too
+    grammar: str | None = None  # of its output, as llguidance takes it: one that ends no sooner
 
 
 @dataclass(frozen=True, slots=True)

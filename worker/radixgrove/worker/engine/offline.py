@@ -28,7 +28,7 @@ from radixgrove.worker.runtime import Runtime
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.scheduler import Scheduler
 
-_COPYING_SECONDS = 0.001  # requests wait for copies from the host alone
+_WAITING_SECONDS = 0.001  # for copies from the host alone, or for grammars
 
 
 def _no_report(phase: PhaseReport) -> None:
@@ -41,8 +41,8 @@ class OfflineEngine:
         with OfflineEngine(WorkerSettings(), Path("path/to/model")) as engine:
             answers = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=16, seed=0))
 
-    Prompts share cached prefixes, within a call and from call to call. `launch` and `complete` are
-    the turns of the engine's loop, for callers with requests of their own in `scheduler`.
+    Prompts share cached prefixes, within a call and from call to call. `turn` is one turn of the
+    engine's loop, for callers with requests of their own in `scheduler`.
     """
 
     def __init__(
@@ -113,40 +113,45 @@ class OfflineEngine:
                     refusals.append(f"prompt {output.request_id}: {output.detail}")
             if not self.scheduler.has_work:
                 break
-            if self.launch():
-                self.complete()
-            else:
-                time.sleep(_COPYING_SECONDS)
+            self.turn()
         if refusals:
             raise InvalidInput("; ".join(refusals))
         return answers
 
-    def launch(self) -> int:
-        """Fill the executor up to its depth; how many steps are in flight then."""
-        collected = False
-        while self.scheduler.in_flight < self.executor.info.depth and not collected:
+    def turn(self) -> None:
+        """Fill the executor up to its depth, then take in the oldest step; where there is none, as
+        while a grammar is being built, wait a moment."""
+        if self._launch():
+            return
+        if self.scheduler.in_flight:
+            self._complete()
+        else:
+            time.sleep(_WAITING_SECONDS)
+
+    def _launch(self) -> bool:
+        """Whether a step was taken in on the way."""
+        while self.scheduler.in_flight < self.executor.info.depth:
             self.scheduler.copies_ended(*self.executor.copies_ended())
             plan = self.scheduler.schedule(time.monotonic())
             if plan is None:
                 break
-            if self.scheduler.masked:
-                collected = self._launch_in_two(plan)
-            else:
+            if not self.scheduler.masked:
                 self.executor.launch(plan)
-        return self.scheduler.in_flight
+            elif self._launch_in_two(plan):
+                return True
+        return False
 
     def _launch_in_two(self, plan: StepPlan) -> bool:
-        """A step under masks; whether a step before it was collected on the way."""
+        """A step under masks; whether a step before it was taken in on the way."""
         self.executor.forward(plan)
         collected = False
         while self.scheduler.masks_await_tokens:
-            self.complete()
+            self._complete()
             collected = True
         self.executor.sample(self.scheduler.fill_masks(self.executor.masks))
         return collected
 
-    def complete(self) -> None:
-        """Wait for the oldest step."""
+    def _complete(self) -> None:
         self.scheduler.complete(self.executor.collect())
 
     def close(self) -> None:
