@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jsonschema import Draft7Validator, Draft202012Validator
 
+from radixgrove.protocol.constraints.constraint import json_schema
+from radixgrove.protocol.constraints.grammar import build_matcher, compile_constraint
 from radixgrove.protocol.constraints.rewrite import rewrite
+from tests.grammars import byte_tokenizer
 
 NAMES = ("a", "b", "c")
 plain = st.sampled_from([None, True, False, 0, 1, 2.5, 10, "", "a", "ab", "b-]^", "é"])
@@ -32,7 +36,7 @@ simple: st.SearchStrategy[Any] = st.one_of(
     st.fixed_dictionaries({"exclusiveMaximum": st.sampled_from([0, 2.5])}),
     st.fixed_dictionaries({"maxLength": st.integers(0, 2)}),
     st.fixed_dictionaries({"minItems": st.integers(0, 2)}),
-    st.fixed_dictionaries({"pattern": st.just("^a")}),
+    st.fixed_dictionaries({"type": st.just("string"), "pattern": st.sampled_from(["^a", "^b-"])}),
 )
 
 
@@ -42,6 +46,7 @@ def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         "type": types,
         "properties": st.dictionaries(st.sampled_from(NAMES), inner, min_size=1, max_size=2),
         "required": names,
+        "additionalProperties": st.booleans(),
         "not": inner,
         "if": inner,
         "then": inner,
@@ -101,6 +106,8 @@ def test_dependencies_of_older_drafts_are_the_same(needed: Any, instances: list[
         {"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"minimum": 5}}},
         {"if": {"properties": {"a": {"const": 1}}, "required": ["a"]}, "then": {"required": ["b"]}},
         {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"oneOf": [{"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "^b"}]},
+        {"oneOf": [{"type": "string", "pattern": "c"}, {"const": 1}, {"type": "null"}]},
         {"dependentRequired": {"a": ["b"]}},
         {"dependencies": {"a": {"required": ["b"]}}},
         {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True},
@@ -112,6 +119,38 @@ def test_these_keywords_are_gone(schema: dict[str, Any]) -> None:
     text = str(rewrite(schema))
     for keyword in ("'not'", "'if'", "'then'", "'oneOf'", "'depend", "'uniqueItems'"):
         assert keyword not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        ("host-name", ["a.example"], ["-a"]),
+        ("path", ["/a b", ""], []),
+        ("byte", ["", "YQ==", "YWI=", "YWJj"], ["YQ=", "a", "YQ===", "YWJj YWJj"]),
+        (
+            "uri-reference",
+            ["", "/a?b#c", "a/b", "//h:8/x", "http://[::1]:80/", "mailto:a@b", "?q"],
+            ["a b", "#a\\b", ":a", "1:b", "http://[::1/", "%zz", "é"],
+        ),
+        ("iri", ["http://é.example/?é#é", "urn:é:1"], ["/é", "é", "http://a b"]),
+        ("iri-reference", ["/é", "#é"], ["#é\\b"]),
+        ("uri-template", ["http://x/{a:1}/{b}", "{?x,y*}", "é"], ["{a", "{}", "{a:0}", "a b"]),
+        ("json-pointer", ["", "/", "/a/0", "/a~1b", '/"'], ["a", "#/", "/~2", "/~"]),
+        ("relative-json-pointer", ["1", "0/a", "0#", "120/a"], ["/a", "-1", "0##", "01", ""]),
+    ],
+)
+def test_formats_that_are_said_as_patterns(name: str, valid: list[str], invalid: list[str]) -> None:
+    schema = {"type": "string", "format": name}
+    for strict in (schema, {"anyOf": [schema, {"type": "null"}]}):
+        asked = json_schema(json.dumps(strict).encode(), "schema", strict=True)
+        matcher = build_matcher(
+            compile_constraint(asked, byte_tokenizer(), 0).grammar, byte_tokenizer()
+        )
+        for text in valid + invalid:
+            tokens = list(json.dumps(text, ensure_ascii=False).encode())
+            own = matcher.deep_copy()
+            obeys = own.validate_tokens(tokens) == len(tokens) and own.consume_tokens(tokens)
+            assert (obeys and own.is_accepting()) == (text in valid), text
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,8 @@ def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: 
         except ConstraintError as error:
             if error.code == UNSATISFIABLE:
                 raise
+            if isinstance(error, UnenforceableError):
+                unenforceable = error  # what is in the way once the rest is said otherwise
     if constraint.strict:
         raise unenforceable
     if differs:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import pairwise, permutations
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
-from radixgrove.protocol.constraints.schema import resolve
+from radixgrove.protocol.constraints.disjoint import Prover
+from radixgrove.protocol.constraints.schema import TYPES, resolve, type_of
+from radixgrove.protocol.constraints.string_formats import ANY_TEXT, OLDER, PATTERNS
 
 Schema = dict[str, Any] | bool
 
-TYPES = ("null", "boolean", "number", "string", "array", "object")
 # Larger results would take longer to compile than they are worth.
-_MOST_BRANCHES = 6  # of a `oneOf` that is written out
+_MOST_OVERLAPS = 72  # of the branches of a `oneOf`: those of nine, each with each
 _MOST_VALUES = 5  # of items that are unique: 326 arrays
 _MOST_NEGATED = 2000  # keywords, those of references again and again
 
@@ -47,6 +48,7 @@ def rewrite(schema: Any) -> Any:
 class _Rewriter:
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._prover = Prover(root)
         self._left = _MOST_NEGATED
         self._pointed = _is_pointed_into(root)
         self._negating: set[str] = set()  # references on the way
@@ -60,6 +62,7 @@ class _Rewriter:
             *self._conditional(out),
             *self._exclusive(out),
             *self._dependent(out),
+            *_formatted(out),
         ]
         added += self._unique(out)
         added = [part for part in added if part is not True]
@@ -123,19 +126,34 @@ class _Rewriter:
         return [any_of([all_of(holds), all_of(fails)])]
 
     def _exclusive(self, out: dict[str, Any]) -> list[Schema]:
+        """Each branch without those that it may hold together with; none if they exclude each
+        other."""
         branches = out.get("oneOf")
-        if not isinstance(branches, list) or not 1 <= len(branches) <= _MOST_BRANCHES:
+        if not isinstance(branches, list) or not branches:
             return []
-        negations = [self.negation(branch) for branch in branches]
-        known = [negation for negation in negations if negation is not None]
-        if len(known) < len(branches):
+        rest = {key: value for key, value in out.items() if key != "oneOf"}
+        overlaps = self._overlaps(branches, rest)
+        negations = {place: self.negation(branches[place]) for place in set().union(*overlaps)}
+        if sum(map(len, overlaps)) > _MOST_OVERLAPS or None in negations.values():
             return []
         del out["oneOf"]
         return [
             any_of(
-                [all_of([branch, *known[:i], *known[i + 1 :]]) for i, branch in enumerate(branches)]
+                [
+                    all_of([branch, *(negations[other] for other in sorted(others))])
+                    for branch, others in zip(branches, overlaps, strict=True)
+                ]
             )
         ]
+
+    def _overlaps(self, branches: list[Any], rest: dict[str, Any]) -> list[set[int]]:
+        """The branches that each may hold together with."""
+        found: list[set[int]] = [set() for _ in branches]
+        for one, other in combinations(range(len(branches)), 2):
+            if not self._prover.disjoint([rest, branches[one]], [branches[other]]):
+                found[one].add(other)
+                found[other].add(one)
+        return found
 
     def _dependent(self, out: dict[str, Any]) -> list[Schema]:
         added = []
@@ -248,6 +266,20 @@ class _Rewriter:
         return any_of(found)
 
 
+def _formatted(out: dict[str, Any]) -> list[Schema]:
+    name = out.get("format")
+    if not isinstance(name, str):
+        return []
+    if name in OLDER:
+        out["format"] = OLDER[name]
+    elif name in ANY_TEXT:
+        del out["format"]
+    elif name in PATTERNS:
+        del out["format"]
+        return [{"pattern": PATTERNS[name]}]
+    return []
+
+
 def any_of(schemas: list[Any]) -> Schema:
     """What holds where one of them does."""
     if any(schema is True for schema in schemas):
@@ -340,22 +372,6 @@ def _is_pointed_into(root: Any) -> bool:
         elif isinstance(part, list):
             parts += part
     return False
-
-
-def type_of(value: Any) -> str:
-    """A JSON value's type, one of `TYPES`."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int() | float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
 
 
 def _of_types(types: set[str]) -> Schema:

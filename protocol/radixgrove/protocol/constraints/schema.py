@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 from radixgrove.protocol.constraints.constraint import TOO_LARGE, ConstraintError
 
+TYPES = ("null", "boolean", "number", "string", "array", "object")
 # To compile an object takes time by the square of its properties, half a second for 2,000. The sum
 # over a schema is bounded: 2,828 properties in one object, or 2,000 each in two.
 _MOST_SQUARES = 8_000_000
@@ -131,3 +132,19 @@ def resolve(schema: Any, reference: str) -> Any:
         else:
             return True
     return found
+
+
+def type_of(value: Any) -> str:
+    """A JSON value's type, one of `TYPES`."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
