@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from functools import cache
 from typing import Any
 
@@ -18,12 +19,12 @@ from radixgrove.protocol.constraints import constraint
 from radixgrove.protocol.constraints.constraint import ConstraintError
 from radixgrove.protocol.constraints.grammar import build_matcher, load_tokenizer, token_of
 from radixgrove.protocol.formats.grammar import CallGrammar, Extent, ToolError, compile_calls
-from radixgrove.protocol.formats.shapes import LooseBody, PythonBody
+from radixgrove.protocol.formats.shapes import Calls, LooseBody, PythonBody
 from radixgrove.protocol.formats.table import FORMATS
 from radixgrove.protocol.openai.tools import Tool
 from radixgrove.worker.frontend.detokenize import _byte_of_character
 from radixgrove.worker.frontend.markers import Markers
-from tests.worker.frontend.samples import PROPERTIES, SAMPLES, Turn, read
+from tests.worker.frontend.samples import PROPERTIES, SAMPLES, TEXT, Turn, read
 
 EOS = 256
 SCHEMA = {
@@ -47,13 +48,14 @@ TOOLS = (tool("weather", SCHEMA), tool("now", {"type": "object", "additionalProp
 
 
 @cache
-def vocabulary(name: str) -> tuple[Tokenizer, LLTokenizer, Markers]:
-    """A token a byte, and the markers of a format."""
+def vocabulary(name: str, special: bool = False) -> tuple[Tokenizer, LLTokenizer, Markers]:
+    """A token a byte, and the markers of a format, as special tokens or others."""
     tokenizer = Tokenizer(models.BPE(vocab=_byte_of_character(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<eos>", normalized=False)])
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in FORMATS[name].all_markers])
+    markers = [AddedToken(text, normalized=False) for text in FORMATS[name].all_markers]
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(markers)
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     return (
         tokenizer,
@@ -156,7 +158,38 @@ def test_other_names_do_not_pass(name: str) -> None:
     assert not takes(matcher_of(name, tools=sample_tools()), ids)
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"llama3", "llama4"}))
+def _begins_with_a_token(name: str) -> bool:
+    calls = FORMATS[name].calls
+    if not isinstance(calls, Calls) or calls.bare:
+        return False
+    return calls.trigger.strip() in FORMATS[name].all_markers
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special", "added"])
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "deepseek-v4.1", "kimi-k3"])
+def test_where_no_single_token_begins_calls_they_come_behind_any_text(
+    name: str, special: bool
+) -> None:
+    tokenizer, known, _ = vocabulary(name, special)
+    calls = FORMATS[name].calls
+    assert calls is not None
+    wanted = CallGrammar(calls, TOOLS, True, True, Extent.ANSWER)
+    grammar = compile_calls(wanted, known, 2).grammar
+    where = r'<[^<]*where.*?parameter>\n|<\|open\|>argument key="where.*?argument<\|sep\|>'
+    sample = re.sub(where, "", SAMPLES[name].replace(TEXT, "Paris"))
+    sample = sample.removeprefix("<|open|>response<|sep|>")  # a prompt may end in it
+    for text, passes in (
+        ("Is 1 < 2? ", True),
+        ("", True),
+        ("Is 1 < 2? " + sample, True),
+        (sample, True),
+        ("So: " + sample.replace("now", "how"), False),
+    ):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert takes(build_matcher(grammar, known), ids) == passes, text
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if _begins_with_a_token(name)])
 def test_behind_the_trigger_the_same_holds(name: str) -> None:
     calls = FORMATS[name].calls
     assert calls is not None

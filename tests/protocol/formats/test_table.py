@@ -37,6 +37,7 @@ def test_published_templates(model: str) -> None:
         ("<｜DSML｜function_calls>", "deepseek-v3.2"),
         ("<｜DSML｜tool_calls>", "deepseek-v4"),
         ("<|tool_calls_section_begin|>", "kimi-k2"),
+        ("<|open|>message role={{ role }}<|sep|>", "kimi-k3"),
         ("<|channel|>final<|message|>", "gpt-oss"),
         ("<|tool_call>call:{{ name }}<tool_call|>", "gemma4"),
         ("<|tool_call_start|>", "lfm2"),

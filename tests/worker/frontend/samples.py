@@ -64,6 +64,20 @@ def _dsml(section: str, space: str) -> str:
     return f"<{tag}{section}>\n{calls}</{tag}{section}>"
 
 
+def _xtml() -> str:
+    where = '{"a": [1, true, null, "}"]}'
+    rows = "".join(
+        f'<|open|>argument key="{k}" type="{t}"<|sep|>{v}<|close|>argument<|sep|>'
+        for k, t, v in (("city", "string", TEXT), ("days", "number", 3), ("where", "object", where))
+    )
+    return (
+        "<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>"
+        f'<|open|>call tool="weather" index="1"<|sep|>{rows}<|close|>call<|sep|>'
+        '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|><|close|>message<|sep|>"
+    )
+
+
 _DEEPSEEK = "<｜tool▁call▁begin｜>%s<｜tool▁call▁end｜>"
 SAMPLES: dict[str, str] = {
     "hermes": "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in _json()),
@@ -103,6 +117,7 @@ SAMPLES: dict[str, str] = {
         for i, (name, a) in enumerate((("weather", ARGUMENTS), ("now", "{}")))
     )
     + "<|tool_calls_section_end|>",
+    "kimi-k3": _xtml(),
     "gemma4": f"<|tool_call>{_LOOSE}<tool_call|><|tool_call>call:now{{}}<tool_call|>".replace(
         "QT", '<|"|>'
     ),

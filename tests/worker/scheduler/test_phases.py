@@ -62,6 +62,14 @@ def test_reasoning_is_ended_at_its_budget() -> None:
         assert re.fullmatch(rf"#{NUMBER}", text)
 
 
+def test_the_end_of_reasoning_may_be_several_tokens() -> None:
+    rules = reasoning(open=True, budget=7, tail=tuple(encode("!a")))
+    rules.allowed = (*FEW, EOS)
+    found = texts(answers(rules))
+    assert all(re.fullmatch(rf"[^#]{{0,7}}#!a{NUMBER}", text) for text in found)
+    assert len({text.index("#") for text in found}) > 1
+
+
 def test_a_budget_needs_no_grammar() -> None:
     rules = TokenRules(reasoning=ReasoningRule(end=END, open=True, budget=3))
     run = answers(rules)

@@ -347,12 +347,13 @@ def test_a_request_waits_for_its_grammar_and_holds_up_no_other() -> None:
     run = harness(load=load_once(ready))
     run.submit(request("ruled", encode("a"), 40, rules=rules_of("[0-9]{20}")))
     run.submit(request("free", encode("b"), 40))
-    assert run.stats().waiting == 2
+    assert (run.stats().waiting, run.stats().awaiting_grammar) == (2, 1)
     while "free" not in run.ended:
         assert run.step()
     assert run.scheduler._lifecycle.requests["ruled"].state is RequestState.AWAITING_GRAMMAR
     ready.set()
     run_all(run)
+    assert run.stats().awaiting_grammar == 0
     assert re.fullmatch("[0-9]{20}", answer(run, "ruled"))
 
 

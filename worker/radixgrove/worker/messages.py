@@ -44,6 +44,7 @@ class ReasoningRule(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A block of reasoning, in which no grammar holds: it begins behind it."""
 
     end: int  # the token that ends it
+    tail: tuple[int, ...] = ()  # those that belong to its end and follow that one
     open: bool = False  # the prompt ends within it
     begin: int | None = None  # the token that begins it, where no grammar holds yet
     budget: int | None = None  # tokens in it, after which it is ended
@@ -209,6 +210,7 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True):
     finished: int = 0
     aborted: int = 0
     matchers: int = 0  # of requests with rules, alive
+    awaiting_grammar: int = 0  # of `waiting`: their grammar is being built
 
 
 # ---- to the agent ----------------------------------------------------------------------------

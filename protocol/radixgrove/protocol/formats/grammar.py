@@ -26,6 +26,7 @@ from radixgrove.protocol.constraints.grammar import (
     compile_grammar,
     token_of,
 )
+from radixgrove.protocol.constraints.schema import TYPES
 from radixgrove.protocol.formats.shapes import (
     Calls,
     Channels,
@@ -37,7 +38,7 @@ from radixgrove.protocol.formats.shapes import (
 )
 from radixgrove.protocol.openai.tools import INPUT, Tool
 
-_PLACES = re.compile(r"\{(name|id|number|key|string)\}")
+_PLACES = re.compile(r"\{(name|id|number|key|string|type)\}")
 _OF_ROOTS = ("$defs", "definitions", "x-guidance")  # of a schema, to which its parts refer
 _OF_TEXTS = frozenset({"minLength", "maxLength", "pattern", "format"})
 _ANY_OBJECT = '{"type":"object"}'
@@ -195,7 +196,7 @@ def compile_calls(wanted: CallGrammar, tokenizer: LLTokenizer, whitespace: int) 
     lark.rules.append(f"one: {' | '.join(names)}")
     start = _whole(lark, calls, wanted)
     if wanted.extent is Extent.ANSWER and wanted.text is not None:
-        start = f"({start}) | {lark.constraint('text', wanted.text)}"
+        start = f"({start}) | ({_framed(lark, calls, lark.constraint('text', wanted.text))})"
     elif wanted.extent is Extent.ANSWER:
         start = _or_any_text(lark, calls, wanted, start)
     head = [f"start: {start}", _MARKUP]
@@ -263,7 +264,14 @@ def _whole(lark: _Lark, calls: Calls, wanted: CallGrammar) -> str:
     again = f"(BLANKS? {begin} {one})*" if many else ""
     opening = "" if wanted.extent is Extent.REST else section
     closing = f"BLANKS? {section_end}" if section_end else ""
-    return f"{opening} BLANKS? {begin} {one} {again} {closing}"
+    whole = f"{opening} BLANKS? {begin} {one} {again} {closing}"
+    return _framed(lark, calls, "", whole) if wanted.extent is Extent.CALLS else whole
+
+
+def _framed(lark: _Lark, calls: Calls, text: str, whole: str = "") -> str:
+    """An answer's text, and its calls, with what may stand around them."""
+    begin, end, last = (f"({lark.literal(f)})?" if f else "" for f in (*calls.around, calls.last))
+    return f"{begin} {text} {end} {whole} {last}"
 
 
 def _or_any_text(lark: _Lark, calls: Calls, wanted: CallGrammar, whole: str) -> str:
@@ -272,11 +280,12 @@ def _or_any_text(lark: _Lark, calls: Calls, wanted: CallGrammar, whole: str) -> 
     if bare:
         lark.rules.append(rf"OTHER: /[^\{bare}](.|\n)*/")
         return f"({whole}) | OTHER"
-    trigger = calls.trigger.strip()
-    lark.rules.append(rf"before[lazy]: /(.|\n)*/ {json.dumps(trigger)}")
+    if calls.around[0]:  # markers that are no text
+        return _framed(lark, calls, "TEXT?", f"({whole})?")
+    before = lark.until("before", calls.trigger.strip())
     rest = _whole(lark, calls, dataclasses.replace(wanted, extent=Extent.REST))
     many = "*" if wanted.parallel and not calls.section[0] else "?"
-    return f"(before {rest}){many} TEXT?"
+    return f"({before} {rest}){many} TEXT?"
 
 
 def _schema_of(lark: _Lark, tool: Tool, *, schemas: bool, raw: bool = False) -> dict[str, Any]:
@@ -371,27 +380,48 @@ def _tagged(lark: _Lark, body: TaggedBody, tool: Tool, schema: dict[str, Any], n
         own = given if isinstance(given, dict) else {}
         texts = own.get("enum", [own["const"]] if "const" in own else [])
         if texts and all(isinstance(text, str) for text in texts):
-            string, value = "true", f"({' | '.join(map(json.dumps, texts))})"
-            value += " " + lark.literal(body.after)
+            types = ["string"]
+            value = f"({' | '.join(map(json.dumps, texts))}) {lark.literal(body.after)}"
         elif tool.input is not None:
-            string, value = "true", _raw_input(lark, body, tool, tool.input, rule)
+            types, value = ["string"], _raw_input(lark, body, tool, tool.input, rule)
         elif own.get("type") == "string":
             _check_text(lark, own, tool)
-            string, value = "true", lark.until(rule, body.after)
+            types, value = ["string"], lark.until(rule, body.after)
         else:
-            string = "false"
+            types = _types_of(own)
             value = f"{lark.schema(rule, context | own)} {lark.literal(body.after)}"
-        tag = f"{_filled(lark, body.before, key=key, string=string)} {value} BLANKS?"
+        tag = f"{_tag(lark, body, key, types)} {value} BLANKS?"
         parts.append(tag if key in required else f"({tag})?")
     if not properties and schema.get("additionalProperties") is not False:
         anything = lark.until(f"any_{number}", body.after)
         lark.rules.append(f"KEY_{number}: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/")
         before = _PLACES.split(body.before)
         head = lark.literal(before[0]) + f" KEY_{number} "
-        rest = body.before.split("{key}", 1)[1].replace("{string}", "true")
+        rest = body.before.split("{key}", 1)[1]
+        rest = rest.replace("{string}", "true").replace("{type}", "string")
         parts.append(f"({head} {lark.literal(rest)} {anything} BLANKS?)*")
     parts.append(lark.literal(body.footer.strip("\n")))
     return " ".join(part for part in parts if part)
+
+
+def _types_of(schema: dict[str, Any]) -> list[str]:
+    """Names of the types that a value which is no text may have, as tags have them."""
+    given = schema.get("type", TYPES)
+    names = [given] if isinstance(given, str) else given
+    numbers = ["number" if name == "integer" else name for name in names]
+    return [name for name in dict.fromkeys(numbers) if name != "string"] or ["null"]
+
+
+def _tag(lark: _Lark, body: TaggedBody, key: str, types: list[str]) -> str:
+    """What stands before a value of one of these types."""
+    if body.attributes:
+        key = key.replace("&", "&amp;").replace('"', "&quot;")
+    string = "true" if types == ["string"] else "false"
+    before, found, after = body.before.partition("{type}")
+    filled = _filled(lark, before, key=key, string=string)
+    if not found:
+        return filled
+    return f"{filled} ({' | '.join(map(json.dumps, types))}) {lark.literal(after)}"
 
 
 def _raw_input(lark: _Lark, body: TaggedBody, tool: Tool, given: Constraint, rule: str) -> str:

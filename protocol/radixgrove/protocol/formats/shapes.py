@@ -57,8 +57,8 @@ class NamedBody:
 class TaggedBody:
     """A header with the name, then each argument between tags, its value plain where it is a text.
 
-    `{key}` in `before` is an argument's name; `{string}` is `true` or `false`, whether the value is
-    a text; without it the tool's schema says so.
+    `{key}` in `before` is an argument's name. `{string}` is `true` or `false`, whether the value is
+    a text; `{type}` its type, `string` for a text; without either the tool's schema says so.
     """
 
     header: str
@@ -66,6 +66,7 @@ class TaggedBody:
     after: str
     footer: str
     newlines: bool  # a line break belongs to the tags on both sides of a value
+    attributes: bool = False  # names in tags are escaped, as in XML's attributes
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class Calls:
     """Where calls stand in the output.
 
     `section` is around all calls, `call` around each, either possibly empty. `bare` is the
-    character with which an answer begins that is nothing but calls, without any marker.
+    character with which an answer begins that is nothing but calls, without any marker. `around`
+    stands around an answer's text, before calls, and `last` behind all: they are no text.
     """
 
     body: Body
@@ -97,11 +99,18 @@ class Calls:
     section: tuple[str, str] = ("", "")
     bare: str = ""
     ids: CallIds = CallIds.LONG
+    around: tuple[str, str] = ("", "")
+    last: str = ""
 
     @property
     def trigger(self) -> str:
         """What begins calls; empty: only `bare` does."""
         return self.section[0] or self.call[0]
+
+    @property
+    def frames(self) -> tuple[str, ...]:
+        """What an answer has that is neither text nor calls."""
+        return tuple(text for text in (*self.around, self.last) if text)
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ class Format:
 
     @property
     def all_markers(self) -> tuple[str, ...]:
-        """Each once."""
+        """Each once; what has one of `markers` within it is none itself."""
         found = list(self.markers)
         if self.reasoning is not None:
             found += self.reasoning.markers
@@ -148,7 +157,8 @@ class Format:
             found += [self.calls.channel, self.calls.message, self.calls.end, self.calls.start]
         elif self.calls is not None:
             found += [text.strip() for text in (*self.calls.section, *self.calls.call)]
-        return tuple(dict.fromkeys(text for text in found if text))
+        made = {text for text in found for part in self.markers if part in text and part != text}
+        return tuple(dict.fromkeys(text for text in found if text and text not in made))
 
     def __str__(self) -> str:
         thoughts = "no reasoning"

@@ -137,6 +137,28 @@ _TABLE = (
     ),
     _Known(
         Format(
+            "kimi-k3",
+            Calls(
+                TaggedBody(
+                    header='call tool="{name}" index="{number}"<|sep|>',
+                    before='<|open|>argument key="{key}" type="{type}"<|sep|>',
+                    after="<|close|>argument<|sep|>",
+                    footer="",
+                    newlines=False,
+                    attributes=True,
+                ),
+                call=("<|open|>", "<|close|>call<|sep|>"),
+                section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+                around=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+                last="<|close|>message<|sep|>",
+            ),
+            Reasoning("<|open|>think<|sep|>", "<|close|>think<|sep|>", ends_at_calls=True),
+            markers=("<|open|>", "<|close|>", "<|sep|>"),
+        ),
+        ("<|open|>", "<|sep|>"),
+    ),
+    _Known(
+        Format(
             "gpt-oss",
             Channels(
                 channel="<|channel|>",
@@ -254,7 +276,7 @@ def choose_format(template: str | None, wanted: str = AUTO, described: Any = Non
     reasoning = next((each for each in _REASONINGS if each.end in source), None)
     if wanted != AUTO:
         try:
-            return replace(FORMATS[wanted], reasoning=reasoning)
+            return _with(FORMATS[wanted], reasoning)
         except KeyError:
             names = ", ".join((AUTO, NONE, *FORMATS))
             raise UnknownFormatError(f"output_format must be one of {names}") from None
@@ -265,5 +287,10 @@ def choose_format(template: str | None, wanted: str = AUTO, described: Any = Non
         return Format([*known_as, DESCRIBED][0], calls, reasoning)
     for known in _TABLE:
         if all(text in source for text in known.says):
-            return replace(known.format, reasoning=reasoning)
+            return _with(known.format, reasoning)
     return Format(NONE, reasoning=reasoning)
+
+
+def _with(form: Format, reasoning: Reasoning | None) -> Format:
+    """A format with the reasoning that a template has, if it has none of its own."""
+    return form if form.reasoning is not None else replace(form, reasoning=reasoning)

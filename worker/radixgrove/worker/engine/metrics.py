@@ -62,6 +62,9 @@ class EngineMetrics:
             "host_pages_total": gauge("host_pages", "Pages of the host tier."),
             "host_pages_used": gauge("host_used_pages", "Pages of the host tier that hold KV."),
             "matchers": gauge("matchers", "Live sequences with rules for their tokens."),
+            "awaiting_grammar": gauge(
+                "grammar_waiting_requests", "Waiting requests whose grammar is being built."
+            ),
         }
         self._counters = {
             "steps": counter("steps", "Steps computed."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Callable, Generator, Mapping
@@ -31,6 +32,7 @@ _FIELDS = {
     "number": r"(?P<number>\d+)",
     "key": r"(?P<key>[^\n<>\ufdd2-\ufdef]+?)",
     "string": r"(?P<string>true|false)",
+    "type": r"(?P<type>[a-z]+)",
 }
 _KEYS = ("name", "arguments", "parameters", "type", "id")  # of calls as JSON
 _PYTHON = re.compile(r"\\|['\"]|[()\[\]{}]")
@@ -241,12 +243,17 @@ class CallReader:
                 break
             if end and (yield from scanner.at(end)):
                 break
+            if scanner.closed and end.startswith(scanner.text[scanner.pos :]):
+                raise Ended  # within what ends the call
             found = yield from self._header(before)
-            key = found["key"]
+            key = html.unescape(found["key"]) if body.attributes else found["key"]
             types = types_of(properties.get(key))
             is_text = types == {"string"}
             if "string" in before.groupindex:
                 is_text = found["string"] == "true"
+                types = {"string"} if is_text else ALL_TYPES
+            elif "type" in before.groupindex:
+                is_text = found["type"] == "string"
                 types = {"string"} if is_text else ALL_TYPES
             yield CallArguments(number, f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from radixgrove.protocol.formats.grammar import CallGrammar, Extent
-from radixgrove.protocol.formats.shapes import Channels, Format, JsonBody
+from radixgrove.protocol.formats.shapes import Calls, Channels, Format, JsonBody
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.requests import ChatRequest
 from radixgrove.protocol.openai.tools import ToolMode
@@ -64,10 +64,11 @@ def plan_rules(
     if isinstance(calls, Channels):
         return _of_messages(request, calls, schemas=schemas)
     if tools is not None and calls is not None:
-        trigger = markers.first(calls.trigger)
-        begins = None if calls.bare else trigger  # bare calls begin without it
+        trigger = markers.tokens(calls.trigger)
+        # Bare calls begin without it, and of several tokens the first may begin something else.
+        begins = trigger[0] if len(trigger) == 1 and not calls.bare else None
         if tools.mode is ToolMode.NONE:
-            banned = () if trigger is None else ((trigger,),)
+            banned = (trigger[:2],) if trigger else ()
         else:
             constraint = request.generation.constraint
             extent = _extent(tools.mode, begins, free=constraint is None)
@@ -81,7 +82,7 @@ def plan_rules(
     if bound or request.max_reasoning_tokens is not None:
         reasoning = _reasoning(request, form, markers, thoughts)
     if reasoning is not None and bound and not triggers:
-        reasoning.banned = tuple(eos_ids)
+        reasoning.banned += tuple(eos_ids)
     return RulePlan(grammar, reasoning, triggers, again, banned)
 
 
@@ -109,22 +110,27 @@ def _reasoning(
 ) -> ReasoningRule | None:
     if form.reasoning is None or thoughts is Thoughts.CLOSED:
         return None
-    end = markers.ids.get(form.reasoning.markers[1])
+    end = markers.tokens(form.reasoning.end)
     begin = markers.first(form.reasoning.begin)
-    if end is None or begin is None:
+    opened = thoughts is Thoughts.OPEN
+    around = markers.tokens(form.calls.around[0]) if isinstance(form.calls, Calls) else ()
+    if around and not opened:
+        return None  # the prompt says whether the model reasons; its first token says nothing
+    if not end or begin is None:
         if request.max_reasoning_tokens is not None:
             raise errors.unsupported("max_reasoning_tokens")
-        if thoughts is Thoughts.OPEN:
+        if opened:
             param = "tools" if request.generation.constraint is None else "response_format"
             raise errors.unsupported(
                 param, f"'{param}' is not supported where this model reasons: turn that off."
             )
         return None
-    opened = thoughts is Thoughts.OPEN
     return ReasoningRule(
-        end=end,
+        end=end[0],
+        tail=end[1:],
         open=opened,
         begin=None if opened else begin,
         budget=request.max_reasoning_tokens,
         calls=form.reasoning.ends_at_calls,
+        banned=around[:1],  # an answer that begins before the block has ended
     )

@@ -39,6 +39,16 @@ class Markers:
         }
         texts = sorted(map(re.escape, known), key=len, reverse=True)
         self._finder = re.compile("|".join(texts)) if texts else None
+        self._tokenizer = tokenizer
+
+    def tokens(self, text: str) -> tuple[int, ...]:
+        """Of a text of the format that begins with a marker, without blanks around it; else ()."""
+        text = text.strip()
+        if text in self.ids:
+            return (self.ids[text],)
+        if self.first(text) is None:
+            return ()
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def first(self, text: str) -> int | None:
         """The token with which a text of the format begins, if that is a marker."""

@@ -61,6 +61,8 @@ class OutputParser:
         self._channels = form.calls if isinstance(form.calls, Channels) else None
         self._calls = form.calls if isinstance(form.calls, Calls) and offered is not None else None
         self._calls_tools = offered is not None
+        frames = form.calls.frames if isinstance(form.calls, Calls) else ()
+        self._frames = [markers.trimmed(text) for text in frames]
         self._hide = skip_special_tokens
         self._in_reasoning = in_reasoning
         self._scanner = Scanner()
@@ -119,6 +121,8 @@ class OutputParser:
                 found = yield from self._content()
                 if found == "":
                     break
+                if found in self._frames:
+                    continue
                 if self._reasoning is not None and found == self._markers.trimmed(
                     self._reasoning.begin
                 ):
@@ -135,7 +139,7 @@ class OutputParser:
     def _content(self) -> Generator[Part | None, None, str]:
         """Content up to what begins reasoning or calls, which is returned; empty: the end."""
         scanner = self._scanner
-        triggers = []
+        triggers = list(self._frames)
         if self._reasoning is not None:
             triggers.append(self._markers.trimmed(self._reasoning.begin))
         if self._calls is not None and self._calls.trigger:
@@ -147,7 +151,8 @@ class OutputParser:
                 yield from self._say(found.start())
                 scanner.pos = found.end()
                 return found[0]
-            held = 0 if scanner.closed else _overlap(scanner.text, triggers)
+            # Part of a frame at the output's end is no text.
+            held = _overlap(scanner.text, self._frames if scanner.closed else triggers)
             yield from self._say(len(scanner.text) - held)
             if scanner.closed:
                 return ""
@@ -176,10 +181,10 @@ class OutputParser:
         assert self._reasoning is not None
         self._in_reasoning = True
         trimmer = _Trimmer(fresh=True)
-        call = ""
+        behind = self._frames[:1]
         if self._calls is not None and self._reasoning.ends_at_calls:
-            call = self._markers.trimmed(self._calls.trigger)
-        marker = call if call in self._markers.chars.values() else ""
+            behind.append(self._markers.trimmed(self._calls.trigger))
+        marker = next((t[0] for t in behind if t[:1] in self._markers.chars.values()), "")
         for piece in self._to_the_end(self._markers.trimmed(self._reasoning.end), marker):
             if piece is None:
                 yield None

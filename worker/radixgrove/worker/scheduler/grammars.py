@@ -81,6 +81,12 @@ class Grammars:
     def building(self) -> bool:
         return bool(self._builds)
 
+    @property
+    def awaited(self) -> int:
+        """Requests that wait for a grammar."""
+        waiting = (request for build in self._builds.values() for request in build.waiting)
+        return sum(request.state is RequestState.AWAITING_GRAMMAR for request in waiting)
+
     def enter(self, request: Request) -> None:
         """A request waits in the queue: give it its rules, or let it wait for those too."""
         rules = request.submit.rules

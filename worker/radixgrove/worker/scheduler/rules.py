@@ -30,6 +30,7 @@ class Phase(Enum):
 
     BEGIN = "begin"  # the output may begin with a block of reasoning
     REASONING = "reasoning"  # any token but those that would end the answer too early
+    CLOSING = "closing"  # the next of the tokens with which the block of reasoning ends
     FREE = "free"  # any token, up to a trigger
     BOUND = "bound"  # what the grammar allows
 
@@ -45,6 +46,7 @@ class SequenceRules:
     longer: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     phase: Phase = field(init=False)
     thought: int = 0  # tokens within the block of reasoning
+    closed: int = 0  # tokens of the end's tail
 
     def __post_init__(self) -> None:
         reasoning = self.rules.reasoning
@@ -82,9 +84,14 @@ class SequenceRules:
             assert reasoning is not None
             self.thought += 1
             if token == reasoning.end:
-                self.phase = self._answering
+                self.phase = Phase.CLOSING if reasoning.tail else self._answering
             elif reasoning.calls and token in triggers:
                 self.phase = Phase.BOUND
+        elif self.phase is Phase.CLOSING:
+            assert reasoning is not None
+            self.closed += 1
+            if self.closed == len(reasoning.tail):
+                self.phase = self._answering
         elif self.phase is Phase.FREE:
             if token in triggers:
                 self.phase = Phase.BOUND
@@ -134,6 +141,10 @@ class SequenceRules:
         reasoning = self.rules.reasoning
         if self.phase is Phase.BEGIN and reasoning is not None and reasoning.begin is not None:
             _allow(mask, reasoning.begin)
+        if self.phase is Phase.CLOSING and reasoning is not None:
+            mask[:] = 0
+            _allow(mask, reasoning.tail[self.closed])
+            return True
         if self.phase is Phase.REASONING and reasoning is not None:
             if reasoning.budget is not None and self.thought >= reasoning.budget:
                 mask[:] = 0

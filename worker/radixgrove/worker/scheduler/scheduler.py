@@ -150,6 +150,7 @@ class Scheduler:
             finished=counters.finished,
             aborted=counters.aborted,
             matchers=self.grammars.live,
+            awaiting_grammar=self.grammars.awaited,
             host_pages_total=0 if host is None else host.pool.num_pages,
             host_pages_used=0 if host is None else host.pool.num_pages - host.pool.free,
             host_cached_tokens=counters.host_cached_tokens,
