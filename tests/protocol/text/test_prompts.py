@@ -307,8 +307,20 @@ def test_tool_calls_need_a_template_that_shows_them() -> None:
     encoder = PromptEncoder(llama_like(shows))
     assert encoder.render(chat(messages)).replace("\ufdd0", "") == 'xf{"a": "</s>"}42'
     assert 2 not in ids_of(encoder.encode_chat(chat(messages)))
+    call["function"] = {"name": "f", "arguments": "no </s> JSON"}
+    messages[2]["tool_call_id"] = "unknown"
+    text = encoder.render(chat(messages)).replace("\ufdd0", "")
+    assert text == 'xf"no </s> JSON"42', "what is no JSON is shown as the text that it is"
+    assert 2 not in ids_of(encoder.encode_chat(chat(messages)))
     hides = PromptEncoder(llama_like("{{ messages[0].content }}"))
     assert refused(hides, chat(messages)).param == "messages[1].tool_calls"
+
+
+def test_tools_need_a_template_that_shows_them() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = chat([{"role": "user", "content": "x"}], tools=tools)
+    error = refused(PromptEncoder(llama_like("{{ messages[0].content }}")), asked)
+    assert (error.param, error.message) == ("tools", "This model's chat template has no tools.")
 
 
 # ---- length and vocabulary -----------------------------------------------------------------------
