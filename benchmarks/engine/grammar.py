@@ -1,27 +1,31 @@
 """How well and how fast JSON schemas are enforced, over a corpus of schemas with instances.
 
-    python -m benchmarks.engine.grammar CORPUS [--model DIR] [--strict] [--most N] [--failures]
+    python -m benchmarks.engine.grammar CORPUS [--model DIR] [--strict] [--part K/N] [--failures]
 
-CORPUS has a record a line: `schema`, and `tests`, a list of `data` and `valid` (MaskBench's form).
-A schema is *right* if every instance is accepted or not as it should be, *refused* if it is not
-compiled, and *wrong* otherwise. Times are CPU time of one thread: a compile includes its first
-mask, a mask is that of one position of an instance.
+CORPUS has a record a line: `schema`, and `tests`, a list of `data` and `valid`; or it is a folder
+of such records, a file each (`maskbench/data` of guidance-ai/jsonschemabench). Those without tests
+do not count. A schema is *right* if every instance is accepted or not as it should be, *refused* if
+it is not compiled, and *wrong* otherwise. Times are CPU time of one thread: a compile includes its
+first mask, a mask is that of one position of an instance.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
+from benchmarks import results
 from radixgrove.protocol.constraints import constraint
 from radixgrove.protocol.constraints.constraint import ConstraintError
 from radixgrove.protocol.constraints.grammar import build_matcher, compile_constraint
@@ -41,14 +45,35 @@ class Tally:
     failures: list[str] = field(default_factory=list)
 
 
-def records(corpus: Path, most: int | None) -> Iterator[dict[str, Any]]:
+def records(corpus: Path, part: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """Of those with tests each n-th, from the k-th on: `part` is (k, n)."""
+    number, parts = part
+    return islice(filter(_has_tests, _all_records(corpus)), number - 1, None, parts)
+
+
+def _all_records(corpus: Path) -> Iterator[dict[str, Any]]:
+    if corpus.is_dir():
+        for path in sorted(corpus.glob("*.json")):
+            yield {"name": path.stem, **json.loads(path.read_bytes())}
+        return
     with corpus.open() as lines:
-        for number, line in enumerate(lines):
-            if number == most:
-                return
-            record = json.loads(line)
-            if record.get("tests"):
-                yield record
+        yield from map(json.loads, lines)
+
+
+def _has_tests(record: dict[str, Any]) -> bool:
+    return bool(record.get("tests"))
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """`2/6` as (2, 6).
+
+    Raises:
+        ValueError: it is none.
+    """
+    number, parts = (int(each) for each in text.split("/"))
+    if not 1 <= number <= parts:
+        raise ValueError(text)
+    return number, parts
 
 
 def judge(record: dict[str, Any], tokenizer: LLTokenizer, strict: bool, tally: Tally) -> None:
@@ -105,28 +130,42 @@ def main() -> None:
         "--model", type=Path, help="directory of the tokenizer's model; default: the demo model"
     )
     parser.add_argument("--strict", action="store_true", help="refuse what is not enforced")
-    parser.add_argument("--most", type=int, help="schemas to try")
+    parser.add_argument(
+        "--part", type=part_of, default=(1, 1), metavar="K/N", help="of N, the K-th"
+    )
     parser.add_argument("--failures", action="store_true", help="list what is not right")
     arguments = parser.parse_args()
     tokenizer = tokenizer_of(arguments.model or demo_model.ensure())
     tally = Tally()
-    for record in records(arguments.corpus, arguments.most):
+    for record in records(arguments.corpus, arguments.part):
         judge(record, tokenizer, arguments.strict, tally)
     total = sum(tally.outcomes.values())
     if arguments.failures:
         print("\n".join(tally.failures))
-    result = {
+    right = round(100 * tally.outcomes["right"] / max(total, 1), 2)
+    found = {
         "schemas": total,
-        "strict": arguments.strict,
         "vocabulary": tokenizer.vocab_size,
         **tally.outcomes,
-        "right_percent": round(100 * tally.outcomes["right"] / max(total, 1), 1),
         **tally.instances,
         "compile_ms": quantiles(tally.compiles),
         "mask_ms": quantiles(tally.masks),
-        "reasons": dict(tally.reasons.most_common(25)),
     }
-    print(json.dumps(result))
+    print(json.dumps({"right_percent": right, **found, "reasons": tally.reasons.most_common(25)}))
+    results.record(
+        {
+            "benchmark": "grammar",
+            "workload": f"{arguments.corpus.stem}, {'strict' if arguments.strict else 'lenient'}",
+            "part": "/".join(map(str, arguments.part)),
+            "model": (arguments.model or demo_model.ensure()).name,
+            "subject": f"llguidance {importlib.metadata.version('llguidance')}",
+            "metric": "right",
+            "value": right,
+            "unit": "%",
+            "device": "cpu",
+            **found,
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+"""Whether what a model writes under a schema obeys it, though it talks nonsense.
+
+    python -m benchmarks.correctness.obedience CORPUS [--schemas 300] [--part K/N]
+
+CORPUS is as for `benchmarks.engine.grammar`; schemas that are refused when strict do not count.
+Each is answered once by the model, the demo model unless `--model` names another; an answer that
+ends by itself is judged by `jsonschema`. Answers that `max_tokens` cuts are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+
+from benchmarks import results
+from benchmarks.engine.grammar import WHITESPACE, part_of, records
+from radixgrove.protocol.constraints.constraint import ConstraintError, json_schema
+from radixgrove.protocol.constraints.grammar import compile_constraint
+from radixgrove.protocol.model.directory import ModelDirectory
+from radixgrove.protocol.openai.sampling import SamplingParams
+from radixgrove.protocol.settings import Device, WorkerSettings
+from radixgrove.worker.agent import demo_model
+from radixgrove.worker.engine.offline import OfflineEngine
+from radixgrove.worker.engine.tokenizer import tokenizer_of
+from radixgrove.worker.messages import Finish, Submit, TokenRules, Tokens
+
+PROMPT = "Give me an example, as JSON."
+
+
+def enforced(
+    corpus: Path, model_dir: Path, schemas: int, part: tuple[int, int]
+) -> list[tuple[str, Any, str]]:
+    """Name, schema and grammar of each k-th of the first so many that are not refused."""
+    tokenizer = tokenizer_of(model_dir)
+    found = []
+    for record in records(corpus, (1, 1)):
+        if len(found) == schemas:
+            break
+        text = json.dumps(record["schema"], ensure_ascii=False).encode()
+        try:
+            asked = json_schema(text, "schema", strict=True)
+            grammar = compile_constraint(asked, tokenizer, WHITESPACE).grammar
+        except ConstraintError:
+            continue
+        found.append((str(record.get("name", "")), record["schema"], grammar))
+    number, parts = part
+    return list(islice(found, number - 1, None, parts))
+
+
+def answers(
+    engine: OfflineEngine, grammars: list[str], prompt: list[int], sampling: SamplingParams
+) -> list[tuple[list[int], Finish | None]]:
+    """What each grammar's row has written, and why it ended.
+
+    Raises:
+        RuntimeError: a request was refused, or failed.
+    """
+    for number, grammar in enumerate(grammars):
+        submit = Submit(
+            request_id=str(number),
+            frontend=0,
+            token_ids=np.asarray(prompt, dtype="<i4").tobytes(),
+            sampling=msgspec.structs.replace(sampling, seed=number),
+            domain="public",
+            rules=TokenRules(grammar=grammar),
+        )
+        engine.scheduler.submit(submit, 0.0)
+    tokens: list[list[int]] = [[] for _ in grammars]
+    finishes: list[Finish | None] = [None] * len(grammars)
+    while engine.scheduler.has_work:
+        engine.turn()
+        for output in engine.scheduler.take_outputs().get(0, []):
+            number = int(output.request_id)
+            if not isinstance(output, Tokens):
+                raise RuntimeError(f"schema {number} failed: {output.detail}")
+            tokens[number] += output.token_ids
+            finishes[number] = output.finish
+    return list(zip(tokens, finishes, strict=True))
+
+
+def mistake(schema: Any, text: str) -> str | None:
+    """Why a text is no value of the schema."""
+    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    try:
+        kind(schema, format_checker=jsonschema.FormatChecker()).validate(json.loads(text))
+    except (ValueError, jsonschema.ValidationError) as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("--model", type=Path, help="default: the demo model")
+    parser.add_argument("--schemas", type=int, default=300)
+    parser.add_argument("--part", type=part_of, default=(1, 1), metavar="K/N", help="K-th of N")
+    parser.add_argument("--temperature", type=float, default=1.5)
+    parser.add_argument("--max-tokens", type=int, default=384)
+    parser.add_argument("--device", default="auto", choices=[d.value for d in Device])
+    arguments = parser.parse_args(argv)
+    model_dir = arguments.model or demo_model.ensure()
+    cases = enforced(arguments.corpus, model_dir, arguments.schemas, arguments.part)
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    eos_ids = ModelDirectory.load(model_dir).eos_ids
+    sampling = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        seed=0,
+        temperature=arguments.temperature,
+        stop_token_ids=tuple(eos_ids),
+    )
+    settings = WorkerSettings(
+        device=Device(arguments.device), max_model_len=1024, kv_tokens=1 << 16, max_running=64
+    )
+    counted: Counter[str] = Counter()
+    with OfflineEngine(settings, model_dir) as engine:
+        grammars = [grammar for _, _, grammar in cases]
+        written = answers(engine, grammars, tokenizer.encode(PROMPT).ids, sampling)
+    for (name, schema, _), (tokens, finish) in zip(cases, written, strict=True):
+        if finish is Finish.LENGTH:
+            counted["cut"] += 1
+            continue
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        wrong = mistake(schema, text)
+        counted["wrong" if wrong else "obeys"] += 1
+        if wrong:
+            print(f"{name}: {wrong}: {text[:300]}")
+    print(dict(counted))
+    ended = counted["obeys"] + counted["wrong"]
+    results.record(
+        {
+            "benchmark": "obedience",
+            "workload": f"{arguments.corpus.stem}, temperature {arguments.temperature}",
+            "part": "/".join(map(str, arguments.part)),
+            "model": model_dir.name,
+            "subject": "radixgrove",
+            "metric": "obeys",
+            "value": round(100 * counted["obeys"] / max(ended, 1), 2),
+            "unit": "%",
+            "schemas": len(cases),
+            **counted,
+        }
+    )
+    return 1 if counted["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
