@@ -16,7 +16,7 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, permutations
 from pathlib import Path
@@ -42,9 +42,9 @@ class Question:
     answer: list[dict[str, dict[str, list[Any]]]] | None
 
 
-def questions(folder: Path, rows: int) -> Iterator[Question]:
+def questions(folder: Path, categories: Sequence[str], rows: int) -> Iterator[Question]:
     """So many of each category."""
-    for category in CATEGORIES:
+    for category in categories:
         name = f"BFCL_v4_{category}.json"
         answers = folder / "possible_answer" / name
         known = {each["id"]: each["ground_truth"] for each in _lines(answers)}
@@ -161,20 +161,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("data", type=Path)
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1/")
     parser.add_argument("--model", help="default: the first that the server lists")
+    parser.add_argument("--category", nargs="+", default=CATEGORIES, choices=CATEGORIES)
     parser.add_argument("--rows", type=int, default=50, help="of each category")
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=256)
     arguments = parser.parse_args(argv)
     url = arguments.url.rstrip("/") + "/"
     model = arguments.model or httpx.get(f"{url}models").json()["data"][0]["id"]
-    asked = list(questions(arguments.data, arguments.rows))
+    asked = list(questions(arguments.data, arguments.category, arguments.rows))
     counted = asyncio.run(run(asked, url, model, arguments.at_once, arguments.max_tokens))
     print(json.dumps(counted, indent=1))
     share = counted["obey"] / max(counted["calls"], 1)
     results.record(
         {
             "benchmark": "tool_calls",
-            "workload": f"BFCL v4, {len(asked)} rows, required",
+            "workload": f"BFCL v4 {' '.join(arguments.category)}, {len(asked)} rows, required",
             "model": model,
             "subject": "radixgrove",
             "metric": "obey",
