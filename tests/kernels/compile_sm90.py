@@ -163,7 +163,10 @@ def launch_all(dtype: torch.dtype) -> None:
     addresses, counts = zeros(2, kind=torch.int64), zeros(all_reduce.PROGRAMS, kind=torch.int32)
     for rows_reduced in (1, 64, 256):
         part = zeros(rows_reduced, hidden)
-        all_reduce.all_reduce(part, part.clone(), addresses, addresses.clone(), counts, 1 << 20, 0)
+        exchange = addresses, addresses.clone(), counts, 1 << 20, 0
+        all_reduce.all_reduce(part, part.clone(), *exchange)
+        normed = part.clone(), part.clone(), zeros(hidden), 1e-6
+        all_reduce.all_reduce_norm(part, *normed, *exchange)
     launch_paged(dtype, dtype)
     launch_linear(dtype, hidden)
     launch_experts(dtype)

@@ -25,6 +25,7 @@ def run_rank(rank: int, directory: Path) -> None:
     """One rank's process: sums of many sizes in turn, each checked against NCCL's."""
     from torch import distributed
 
+    from radixgrove.kernels.norm import rms_norm_reference
     from radixgrove.worker.parallel.custom_all_reduce import PeerAllReduce
 
     device = torch.device("cuda", rank)
@@ -45,14 +46,24 @@ def run_rank(rank: int, directory: Path) -> None:
         distributed.all_gather(parts, x, group=group)
         assert torch.equal(total, (parts[0].float() + parts[1].float()).to(x.dtype))
 
+    weight = torch.rand(4096, device=device).bfloat16()
     for rows in (1, 256, 3, 64, 1, 1, 200, 2, 17) * 20:
         x = torch.randn(rows, 4096, device=device, generator=generator).bfloat16()
         assert peer.takes(x)
         check(x, peer(x))
+        total, normed = peer.with_norm(x, weight, 1e-6)
+        check(x, total)
+        expected = rms_norm_reference(total, weight, 1e-6)
+        torch.testing.assert_close(normed, expected, rtol=1e-2, atol=1e-2)
     small, large = (torch.zeros(rows, 4096, device=device).bfloat16() for rows in (1, 128))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        totals = [peer(x) for x in (small, large, large, small)]
+        totals = [
+            peer(small),
+            peer.with_norm(large, weight, 1e-6)[0],
+            peer(large),
+            peer.with_norm(small, weight, 1e-6)[0],
+        ]
     for _ in range(50):
         for x in (small, large):
             x.normal_(generator=generator)

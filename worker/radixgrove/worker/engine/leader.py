@@ -55,17 +55,18 @@ class GroupExecutor:
         return self._runner.info
 
     def launch(self, plan: StepPlan) -> None:
-        self._start(plan, Launch(plan, self._take_back()), self._runner.launch)
+        self._start(Launch(plan, self._take_returned()), self._runner.launch)
 
     def forward(self, plan: StepPlan) -> None:
-        self._start(plan, Forward(plan, self._take_back()), self._runner.forward)
+        self._start(Forward(plan, self._take_returned()), self._runner.forward)
 
-    def _start(
-        self, plan: StepPlan, order: Launch | Forward, run: Callable[[StepPlan], None]
-    ) -> None:
+    def _start(self, order: Launch | Forward, run: Callable[[StepPlan], None]) -> None:
+        plan = order.plan
         self._links.launched(self._allowance(plan.num_tokens))
-        self._links.send(order)
+        self._links.send(order)  # first of all: the other ranks begin beside this one
         with self._blaming():
+            for each in order.returned:
+                self._runner.take_back(each.rows, each.tokens)
             run(plan)
         if self._in_pipeline:
             self._sampled_rows.append(plan.sampled_rows())
@@ -82,11 +83,9 @@ class GroupExecutor:
         with self._blaming():
             self._runner.sample(masked)
 
-    def _take_back(self) -> list[Returned]:
-        """Tokens that stages before the last are to know from here on; this one does."""
+    def _take_returned(self) -> list[Returned]:
+        """Tokens that stages before the last are to know from here on."""
         returned, self._returned = self._returned, []
-        for each in returned:
-            self._runner.take_back(each.rows, each.tokens)
         return returned
 
     def collect(self) -> StepResult:

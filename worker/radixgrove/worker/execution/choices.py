@@ -40,9 +40,11 @@ class Limits:
         depth = 2 if cuda and settings.overlap else 1
         return cls(
             *settings.step_limits(on_cpu=not cuda),
-            # A step for each stage, and one whose results are on the host.
+            # A step for each stage, and one whose results are on the host, or of prompts.
             depth=settings.pp + 1 if settings.pp > 1 else depth,
-            micro_batches=settings.pp + 1 if settings.pp > 1 else 1,
+            # One more would keep the stages busy while results are on the host, and every step of
+            # all rows would read the weights once more, which takes longer.
+            micro_batches=settings.pp,
             step_timeout=settings.step_timeout * (1.0 if cuda else CPU_STEP_SLACK),
         )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -45,6 +46,8 @@ _SAMPLING = tuple(
 _EAGER = EDITS | int(SamplingFeatures.LOGPROBS)
 # Smaller batches have nothing to gain from prefixes in common.
 _FEWEST_GROUPED = 4
+_REMEMBERED = 4  # batches that take turns, in a pipeline
+_Rows = tuple[int, list[int]]  # the table's `entered`, and rows: these requests
 Replay = Callable[[], None]
 Report = Callable[[str, float], None]
 
@@ -142,9 +145,8 @@ class DecodeGraphs:
         self._prefixes: PrefixInputs | None = None
         if attention.prefix_tile_rows > 1:
             self._prefixes = PrefixInputs(table, largest, attention.prefix_tile_rows)
-        # Whether the rows that were looked at last have prefixes in common.
-        self._grouped = False
-        self._looked_at: tuple[int, list[int]] = 0, []
+        self._grouped: _Rows | None = None  # whose prefixes `_prefixes` holds
+        self._ungrouped: deque[_Rows] = deque(maxlen=_REMEMBERED)  # have no prefixes in common
         self._forward: dict[tuple[int, bool], Replay] = {}
         self._sample: dict[tuple[int, int], Replay] = {}
 
@@ -288,7 +290,12 @@ class DecodeGraphs:
             return False
         # The same rows of the table may hold other requests than before.
         now = self._table.entered, rows
-        if now != self._looked_at:
-            self._looked_at = now
-            self._grouped = self._prefixes.fill(rows)
-        return self._grouped
+        if now == self._grouped:
+            return True
+        if now in self._ungrouped:
+            return False
+        grouped = self._prefixes.fill(rows)
+        self._grouped = now if grouped else None
+        if not grouped:
+            self._ungrouped.append(now)
+        return grouped

@@ -90,6 +90,10 @@ class _ResultCopies:
 
     def fetch(self, samples: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         """Samples on the host once the event, which ends the step, has happened."""
+        if not samples.numel():  # of a stage before the last
+            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ended.record()
+            return torch.empty_like(samples, device="cpu"), ended
         steps = torch.cuda.current_stream(samples.device)
         tokens = torch.empty_like(samples, device="cpu", pin_memory=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -159,6 +163,7 @@ class Runner:
         )
         graphs.capture(report)
         self._graphs = graphs
+        self.take_back([self._table.dummy_row], [0])  # so that its kernel is compiled
         return graphs
 
     def capture_mixed(self, sizes: list[int], report: Callable[[str, float], None]) -> MixedGraphs:
@@ -287,8 +292,9 @@ class Runner:
         """Tokens that a collected step sampled, one for each of `rows`, in a stage before the last,
         where `launch` has only counted them."""
         if rows and not self._member.is_last:
-            sampled = to_device(np.array([rows, tokens], dtype=np.int64), self._device)
-            self._table.append(sampled[0], sampled[1].clamp(min=0))
+            sampled = np.array([rows, tokens], dtype=np.int64)
+            np.maximum(sampled[1], 0, out=sampled[1])
+            self._table.append(*to_device(sampled, self._device))
 
     def _draw(
         self, plan: StepPlan, logits: Tensor, rows: Tensor, masks: TokenMasks | None

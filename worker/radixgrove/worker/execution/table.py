@@ -59,6 +59,9 @@ class RequestTable:
         self.entered = 0
         self._num_pages = [0] * max_rows
         self._device = device
+        # For tokens that came from another stage, one a row.
+        self._offsets = torch.arange(max_rows + 2, dtype=torch.int64, device=device)
+        self._ones = torch.ones(max_rows + 1, dtype=torch.int64, device=device)
 
     def apply(self, plan: StepPlan) -> None:
         """Enter the plan's shrunk rows, new rows and appended pages."""
@@ -112,8 +115,14 @@ class RequestTable:
     def append(self, rows: Tensor, sampled: Tensor) -> None:
         """Add each row's sample to its tokens; `rows` [S] int64, `sampled` [S] int64.
 
-        For a CPU; on CUDA the kernel that draws a sample adds it. `advance` does the host's part.
+        For a CPU, and for samples of another stage; elsewhere on CUDA the kernel that draws a
+        sample adds it. `advance` does the host's part.
         """
+        if rows.is_cuda:
+            count = len(rows)
+            bounds = self._offsets[: count + 1], self._ones[:count]
+            accept(sampled, *bounds, rows, self.history, most=1)
+            return
         known = self.lens.index_select(0, rows)
         flat = rows * self.tokens.shape[1] + known
         self.tokens.view(-1).index_copy_(0, flat, sampled.int())

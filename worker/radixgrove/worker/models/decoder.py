@@ -123,7 +123,7 @@ class DecoderLayer:
         qkv = stream.into(self._qkv, context, self._input_norm)
         attended = self._attend(qkv, context, wanted)
         if wanted is not None:
-            stream.select(wanted)
+            stream.select(wanted, context)
         if attended is None:
             return
         stream.add(self._output, attended, context)
@@ -317,7 +317,7 @@ class Decoder:
         for layer in self._layers[:-1]:
             layer(stream, context)
         self._layers[-1](stream, context, wanted)
-        return stream.value()
+        return stream.value(context)
 
     @property
     def embedding(self) -> Tensor | None:

@@ -131,7 +131,7 @@ class Linear:
             added_to: [T, in], to which `x` is added before the norm, in place.
             gated: SiLU-and-multiply the halves of `x`, [T, 2 in], first; where `ops.takes_gated`.
         """
-        reduce = self._row_parallel and context.group.size > 1
+        reduce = self.is_summed(context)
         # The sum over the ranks takes in the residual once, from rank 0.
         own = residual if not reduce or context.group.rank == 0 else None
         y = self.partial(
@@ -171,9 +171,13 @@ class Linear:
             gated=gated,
         )
 
+    def is_summed(self, context: StepContext) -> bool:
+        """Whether each rank has a part of the result."""
+        return self._row_parallel and context.group.size > 1
+
     def defers_residual(self, tokens: int, context: StepContext) -> bool:
         """Whether a product of `tokens` rows is better added to the residual by the next norm."""
-        if self.bias is not None or (self._row_parallel and context.group.size > 1):
+        if self.bias is not None or self.is_summed(context):
             return False
         return context.ops.defers_residual(tokens, self.weight)
 
@@ -243,18 +247,27 @@ class WidthNorms:
 class ResidualStream:
     """[T, hidden]: norms of it go into a layer's products, and their results are added to it.
 
-    An addition may be left to the norm after it, which reads the stream anyhow: with many tokens
-    that can cost less than adding at the end of the product.
+    Two things may be left to the norm after an addition, which reads the stream anyhow: the
+    addition itself, which with many tokens can cost less there than at the end of the product, and
+    the sum over the ranks.
     """
 
     def __init__(self, value: Tensor) -> None:
         self._value = value
-        self._pending: Tensor | None = None
+        self._pending: Tensor | None = None  # to be added
+        self._partial: Tensor | None = (
+            None  # to be summed over the ranks: the stream is in rank 0's
+        )
 
     def into(
         self, linear: Linear, context: StepContext, norm: Tensor, *, silu: bool = False
     ) -> Tensor:
         """`linear` of the stream's norm."""
+        if self._partial is not None and not linear.weight.quantized:
+            x = self._summed_norm(self._partial, context, norm)
+            if x is not None:
+                return linear(x, context, silu=silu)
+        self._sum(context)
         pending, self._pending = self._pending, None
         if pending is None:
             return linear(self._value, context, norm=norm, silu=silu)
@@ -262,6 +275,11 @@ class ResidualStream:
 
     def normed(self, context: StepContext, norm: Tensor) -> Tensor:
         """The stream's norm, for several products."""
+        if self._partial is not None:
+            x = self._summed_norm(self._partial, context, norm)
+            if x is not None:
+                return x
+        self._sum(context)
         if self._pending is None:
             return context.ops.rms_norm(self._value, norm, context.eps)
         x = context.ops.add_rms_norm(self._pending, self._value, norm, context.eps)
@@ -271,25 +289,45 @@ class ResidualStream:
     def add_partial(self, add: Callable[[Tensor | None], Tensor], context: StepContext) -> None:
         """Add what each rank has a part of: `add` takes the tensor to add its part to, which is
         the stream on rank 0, and none elsewhere."""
-        value = self.value()
-        self._value = context.group.all_reduce(add(value if context.group.rank == 0 else None))
+        value = self.value(context)
+        self._partial = add(value if context.group.rank == 0 else None)
 
     def add(self, linear: Linear, x: Tensor, context: StepContext, *, gated: bool = False) -> None:
         """Add `linear(x)`."""
         if linear.defers_residual(x.shape[0], context):
             self._pending = linear(x, context, gated=gated)
+        elif linear.is_summed(context):
+            self.add_partial(
+                lambda residual: linear.partial(x, context, residual=residual, gated=gated),
+                context,
+            )
         else:
             self._value = linear(x, context, residual=self._value, gated=gated)
 
-    def select(self, wanted: Tensor) -> None:
+    def select(self, wanted: Tensor, context: StepContext) -> None:
         """Go on with these positions only."""
-        self._value = self.value().index_select(0, wanted)
+        self._value = self.value(context).index_select(0, wanted)
 
-    def value(self) -> Tensor:
+    def value(self, context: StepContext) -> Tensor:
+        self._sum(context)
         if self._pending is not None:
             self._value.add_(self._pending)
             self._pending = None
         return self._value
+
+    def _sum(self, context: StepContext) -> None:
+        if self._partial is not None:
+            self._value = context.group.all_reduce(self._partial)
+            self._partial = None
+
+    def _summed_norm(self, partial: Tensor, context: StepContext, norm: Tensor) -> Tensor | None:
+        """The norm of the stream, and the sum over the ranks, where one kernel makes both."""
+        both = context.group.all_reduce_norm(partial, norm, context.eps)
+        if both is None:
+            return None
+        self._partial = None
+        self._value, x = both
+        return x
 
 
 class VocabTable:

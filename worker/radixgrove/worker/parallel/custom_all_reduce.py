@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from radixgrove.kernels.all_reduce import PROGRAMS, all_reduce
+from radixgrove.kernels.all_reduce import PROGRAMS, all_reduce, all_reduce_norm
 
 _MAX_BYTES = 4 << 20
 _CALLS = 20  # in one measurement
@@ -54,6 +54,13 @@ class PeerAllReduce:
         total = torch.empty_like(x)
         all_reduce(x, total, self._buffers, self._all_flags, self._meetings, self._half, self._rank)
         return total
+
+    def with_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The sum over the ranks of [T, hidden], and the RMSNorm of it."""
+        total, normed = torch.empty_like(x), torch.empty_like(x)
+        exchange = self._buffers, self._all_flags, self._meetings, self._half, self._rank
+        all_reduce_norm(x, total, normed, weight, eps, *exchange)
+        return total, normed
 
     def tune(self, hidden: int, other: Callable[[Tensor], object]) -> int:
         """Measure against `other` for batches of 1, 2, 4 … rows of `hidden`; every rank does so.

@@ -114,6 +114,14 @@ class TensorParallel:
             return self._peer(x)
         return self._all_reduce(x)
 
+    def all_reduce_norm(
+        self, x: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """The sum over the ranks of [T, hidden] and its RMSNorm, where one kernel makes both."""
+        if self._peer is None or not self._peer.takes(x):
+            return None
+        return self._peer.with_norm(x, weight, eps)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """[N, part] of each rank -> [N, size * part], in the order of the ranks."""
         if self._group is None:
