@@ -149,7 +149,7 @@ def test_a_row_in_lockstep_decodes_only_with_all_its_tokens_known(depth: int) ->
 
 @pytest.mark.parametrize("micro_batches", [2, 3])
 def test_micro_batches_are_level_and_take_turns(micro_batches: int) -> None:
-    harness = Harness(depth=micro_batches, micro_batches=micro_batches, max_step_tokens=64)
+    harness = Harness(depth=micro_batches + 1, micro_batches=micro_batches, max_step_tokens=64)
     for index in range(7):
         harness.submit(request(f"r{index}", prompt(index, 4), 8 if index < 3 else 30))
     for _ in range(8 * micro_batches):

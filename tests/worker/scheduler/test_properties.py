@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radixgrove.protocol.openai.sampling import SamplingParams
@@ -254,7 +254,46 @@ def check_empty(harness: Harness) -> None:
     assert harness.stats().matchers == 0
 
 
+def submitted(prompt: tuple[int, ...], allowed: tuple[int, ...] | None = None) -> Submitted:
+    return Submitted(
+        prompt=prompt,
+        max_tokens=0,
+        domain="public",
+        cache=CacheMode.USE,
+        priority=0,
+        stop=(),
+        patience=None,
+        logprobs=False,
+        prompt_logprobs=False,
+        lockstep=False,
+        allowed=allowed,
+    )
+
+
+# A row whose turn it is gives its pages to others, which are not in the step.
+ONE_ROW_A_STEP: dict[str, object] = {
+    "depth": 1,
+    "max_row_tokens": 4,
+    "micro_batches": 1,
+    "counts": None,
+    "max_step_tokens": 6,
+    "max_step_seconds": None,
+    "schedule_policy": SchedulePolicy.FCFS,
+    "eviction_policy": EvictionPolicy.LRU,
+    "prefix_cache": True,
+    "num_host_pages": 0,
+    "host_write_policy": HostWritePolicy.WRITE_THROUGH,
+}
+LONGEST_LAST = [
+    *[submitted((0,))] * 3,
+    submitted((1,) * 8 + (0,), allowed=(3, 7, 31, 32, 49)),
+    submitted((1,) * 18 + (0,)),
+    submitted((0,)),
+]
+
+
 @examples(60)
+@example(setup=ONE_ROW_A_STEP, wave=LONGEST_LAST)
 @given(setup=setups, wave=st.lists(submits, min_size=6, max_size=14))
 def test_more_load_than_memory_is_preempted_evicted_and_still_answered(
     setup: dict[str, object], wave: list[Submitted]

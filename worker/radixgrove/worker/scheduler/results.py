@@ -42,6 +42,7 @@ class _Flight:
     step_id: int
     chunks: list[tuple[RunningRequest, int]]  # with the end of each chunk
     sampled: list[RunningRequest]  # in the order of the result's tokens
+    first_tokens: int  # how many of them are at the end of their prefill; the others decode
     bounds: list[int]  # as in the plan
     held: list[RunningRequest]  # they may decode once the step is collected
     ruled: list[_Ruled]  # those of `sampled` that have rules
@@ -107,12 +108,18 @@ class Results:
     def in_flight(self) -> int:
         return len(self._flights)
 
+    @property
+    def decoding(self) -> int:
+        """Steps in flight that decode rows."""
+        return sum(len(flight.sampled) > flight.first_tokens for flight in self._flights)
+
     def expect(self, plan: StepPlan, step: StepDraft, held: list[RunningRequest]) -> None:
         """The step goes out."""
         chunks = [(active, chunk.start + chunk.length) for active, chunk in step.chunks]
         sampled, bounds = step.sampled, plan.bounds
         ruled = _ruled(sampled, bounds) if self._batch.ruled else []
-        self._flights.append(_Flight(plan.step_id, chunks, sampled, bounds, held, ruled))
+        first = len(sampled) - len(step.decodes)
+        self._flights.append(_Flight(plan.step_id, chunks, sampled, first, bounds, held, ruled))
 
     # ---- rules -----------------------------------------------------------------------------------
 

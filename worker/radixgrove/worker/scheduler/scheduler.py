@@ -209,6 +209,7 @@ class Scheduler:
         if self.grammars.building:
             self._settle_grammars(now)
         step = StepDraft(self.config.max_step_tokens)
+        preemptions = self.counters.preemptions
         if self._batch.active or self._queue:
             self._fill(step, now)
         else:
@@ -216,7 +217,8 @@ class Scheduler:
         self.memory.tree.residency.save_wanted()
         saves, loads = self.memory.take_copies()
         if not (step.decodes or step.chunks or saves or loads):
-            return None
+            # Where only rows were preempted whose turn it was, others can go on with their pages.
+            return self.schedule(now) if self.counters.preemptions > preemptions else None
         return self._launch(step, saves, loads)
 
     def _settle_grammars(self, now: float) -> None:
@@ -230,7 +232,8 @@ class Scheduler:
     def _fill(self, step: StepDraft, now: float) -> None:
         """Decodes first, then short prompts, prefill that has begun, and new requests."""
         preemptions = self.counters.preemptions
-        self._batch.add_decodes(step, self._admission.make_room)
+        if self._may_decode:
+            self._batch.add_decodes(step, self._admission.make_room)
         if self.config.max_step_seconds is not None:
             self._bound_time(step, self.config.max_step_seconds)
         # A preempted request would come straight back for the pages it just gave.
@@ -241,6 +244,16 @@ class Scheduler:
             admitted += self._admission.admit(step, now)
         if admitted:
             self._pace.admitted(admitted, now)
+
+    @property
+    def _may_decode(self) -> bool:
+        """Whether the next step may have rows that decode.
+
+        Rows of micro-batches that end in turns would stay in as many parts as there are steps in
+        flight: those that are back wait for those that come back next, so that parts grow level.
+        """
+        parts = self.config.micro_batches
+        return parts == 1 or self._results.decoding < parts
 
     def _bound_time(self, step: StepDraft, most: float) -> None:
         """Rows that decode wait for the end of the step: prefill gets the time that is left."""
