@@ -95,7 +95,7 @@ def _all_reduce_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: one slice of the tensor, which it exchanges with the same program of the peers."""
+    """One program: one slice of the tensor, exchanged with the same program of the peers."""
     program = tl.program_id(0)
     if PDL:
         gdc_wait()
