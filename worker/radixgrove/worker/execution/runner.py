@@ -26,7 +26,7 @@ from radixgrove.worker.execution.sampling.masks import MaskCopies, TokenMasks
 from radixgrove.worker.execution.sampling.sampler import Sampled, Sampler
 from radixgrove.worker.execution.sampling.state import SamplingState
 from radixgrove.worker.execution.table import RequestTable
-from radixgrove.worker.execution.transfer import to_device
+from radixgrove.worker.execution.transfer import PinnedRing
 from radixgrove.worker.messages import TokenLogprobs
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.parallel.member import Member
@@ -155,6 +155,11 @@ class Runner:
         if model.expert_load is not None:
             self.expert_load = ExpertLoad(model.expert_load)
         self._results = _ResultCopies(model.device) if model.device.type == "cuda" else None
+        self._returned: PinnedRing | None = None  # to stages before the last
+        if model.device.type == "cuda" and not self._member.is_last:
+            # Of so many collected steps one was launched after the first of them was taken back.
+            turns = info.depth + 2
+            self._returned = PinnedRing(2 * info.max_rows, turns, model.device)
 
     def capture(self, sizes: list[int], report: Callable[[str, float], None]) -> DecodeGraphs:
         """From now on decode-only steps of up to the largest of `sizes` rows are replayed."""
@@ -292,9 +297,10 @@ class Runner:
         """Tokens that a collected step sampled, one for each of `rows`, in a stage before the last,
         where `launch` has only counted them."""
         if rows and not self._member.is_last:
-            sampled = np.array([rows, tokens], dtype=np.int64)
-            np.maximum(sampled[1], 0, out=sampled[1])
-            self._table.append(*to_device(sampled, self._device))
+            packed = rows + [max(token, 0) for token in tokens]
+            ring = self._returned
+            sent = torch.tensor(packed) if ring is None else ring.send(packed)
+            self._table.append(sent[: len(rows)], sent[len(rows) :])
 
     def _draw(
         self, plan: StepPlan, logits: Tensor, rows: Tensor, masks: TokenMasks | None
