@@ -617,6 +617,58 @@ def test_a_service_that_starts_in_time_is_not_down() -> None:
         ({"route": {"enabled": True, "parentRefs": [{"namespace": "x"}]}}, r"parentRefs.*0.*name"),
         ({"ingress": {"enabled": True}}, r"ingress.*host"),
         ({"ingress": {"enabled": True, "host": "https://ai.example.com"}}, r"ingress.*host"),
+        ({"router": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "minReplicas"),
+        (
+            {
+                "router": {
+                    "autoscaling": {"enabled": True},
+                    "resources": {"requests": {"cpu": None}},
+                }
+            },
+            r"resources\.requests\.cpu",
+        ),
+        ({"router": {"service": {"annotations": {"a b": "x"}}}}, r"service.*annotations"),
+        ({"redis": {"maxmemory": "2gb"}}, r"redis\.maxmemory"),
+        ({"redis": {"resources": {"limits": {"memory": "1e3Ki"}}}}, r"limits.*memory"),
+        ({"redis": {"resources": {"limits": {"memory": 1000}}}}, r"redis\.maxmemory"),
+        ({"redis": {"tls": {"secret": "A_B"}}}, r"tls.*secret"),
+        ({"modelCache": {"size": "0"}}, r"modelCache.*size"),
+        (
+            {"route": {"enabled": True, "parentRefs": [{"name": "a", "sectionName": "A b"}]}},
+            "sectionName",
+        ),
+        ({"operator": {"hostPaths": ["/models/../etc"]}}, "hostPaths"),
+        ({"image": {"registry": "Registry/AI"}}, r"image.*registry"),
+        ({"pods": {"tolerations": [{"key": "a", "operator": "Exists", "value": "x"}]}}, "value"),
+        ({"pods": {"tolerations": [{"operator": "Equal"}]}}, r"tolerations.*0"),
+        (
+            {"pods": {"tolerations": [{"key": "a", "tolerationSeconds": 5}]}},
+            r"tolerations.*0",
+        ),
+        ({"pods": {"nodeSelector": {"a b": "x"}}}, "nodeSelector"),
+        ({"pods": {"nodeSelector": {"a": "x y"}}}, "nodeSelector"),
+        ({"pods": {"routers": {"labels": {"a": "x y"}}}}, "labels"),
+        ({"pods": {"routers": {"env": [{"name": "A=B", "value": "1"}]}}}, r"env.*0.*name"),
+        (
+            {"pods": {"routers": {"volumeMounts": [{"name": "v", "mountPath": "x"}]}}},
+            "mountPath",
+        ),
+        (
+            {
+                "pods": {
+                    "routers": {
+                        "topologySpreadConstraints": [
+                            {
+                                "maxSkew": 0,
+                                "topologyKey": "zone",
+                                "whenUnsatisfiable": "DoNotSchedule",
+                            }
+                        ]
+                    }
+                }
+            },
+            "maxSkew",
+        ),
         (
             {"monitoring": {"labels": {"app.kubernetes.io/name": "x"}}},
             r"monitoring.*labels.*app.kubernetes.io.*name",

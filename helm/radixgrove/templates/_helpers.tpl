@@ -48,6 +48,13 @@ One image: registry, repository, and a digest or else a tag. A repository with a
 {{- end -}}
 {{- end -}}
 
+{{- /* Bytes of a size as Kubernetes (`1536Mi`) or Redis (`1gb`) writes it. */ -}}
+{{- define "radixgrove.bytes" -}}
+{{- $units := dict "k" 1e3 "kb" 1024 "ki" 1024 "m" 1e6 "mb" 1048576 "mi" 1048576 "g" 1e9 "gb" 1073741824 "gi" 1073741824 "t" 1e12 "ti" 1099511627776 -}}
+{{- $unit := regexFind "[A-Za-z]+$" . | lower -}}
+{{- mulf (regexFind "^[0-9.]+" . | float64) (index $units $unit | default 1 | float64) -}}
+{{- end -}}
+
 {{- define "radixgrove.pod-security" -}}
 runAsNonRoot: true
 runAsUser: 10001
