@@ -167,3 +167,40 @@ def test_tools_and_calls(model: str) -> None:
     expected = theirs(source, conversation, tools=tools)
     assert ours(source, written, tools=tools) == expected
     assert '"name": "f"' in expected
+
+
+CALL_FORMS = {
+    "an object": "{{ m.content }}|{{ c.function.name }} {{ c.function.arguments | tojson }}",
+    "text": "{{ m.content }}|{{ c.function.name + ' ' + c.function.arguments }}",
+    "an object, where the content is none": (
+        "{% if m.content is none %}"
+        "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endif %}"
+    ),
+    "text, where the content is none": (
+        "{% if m.content is none %}{{ c.function.name + c.function.arguments }}{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("form", CALL_FORMS)
+def test_calls_come_in_the_form_that_a_template_takes(form: str) -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        + CALL_FORMS[form]
+        + "{% endfor %}{% endfor %}"
+    )
+    call = {"id": "123456789", "type": "function"}
+    arguments = {"a": "ü"}
+    written = json.dumps(arguments, ensure_ascii=False)
+    taken = written if "text" in form else arguments
+    content = None if "none" in form else ""
+
+    def conversation(content: str | None, arguments: Any) -> list[dict[str, Any]]:
+        function = {"name": "f", "arguments": arguments}
+        calls = [call | {"function": function}]
+        return [TURNS[0], {"role": "assistant", "content": content, "tool_calls": calls}]
+
+    expected = theirs(source, conversation(content, taken))
+    assert "f" in expected
+    for given in (None, ""):
+        assert ours(source, conversation(given, written)) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer
 
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.directory import DamagedFileError, ModelDirectory
+from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.protocol.text.prompts import PromptEncoder
 from radixgrove.protocol.text.tokenizer import SpecialTokens, TokenizerFiles
 from tests.protocol.model.small_tokenizer import write_tokenizer
@@ -181,3 +183,27 @@ def test_tokens_of_all_files_are_found_in_prompts(tmp_path: Path) -> None:
     write_qwen(tmp_path, added_tokens_decoder=decoder(QWEN))
     encoder = PromptEncoder(TokenizerFiles.load(tmp_path))
     assert encoder.special.ids == QWEN
+
+
+def test_a_template_of_requests_with_tools_has_a_file_of_its_own(tmp_path: Path) -> None:
+    write_llama(tmp_path, chat_template="of the config")
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    files = TokenizerFiles.load(tmp_path)
+    assert files.chat_template() == theirs.get_chat_template() == "plain"
+    assert files.tool_template() == theirs.get_chat_template(tools=[{}]) == "{{ tools }}"
+    assert TokenizerFiles(files.contents).digest == files.digest
+    setting = tmp_path / "mine.jinja"
+    setting.write_text("mine")
+    chosen = TokenizerFiles.load(tmp_path, WorkerSettings(chat_template=str(setting)))
+    assert (chosen.chat_template(), chosen.tool_template()) == ("mine", None)
+
+
+def test_files_are_read_as_python_writes_them(tmp_path: Path) -> None:
+    """Its encoder writes NaN and Infinity; an editor may put a byte order mark before them."""
+    write_llama(tmp_path, model_max_length=math.inf, eos_token="</s>")
+    config = CONFIG | {"time_step_limit": [0.0, math.inf], "aux": math.nan}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8-sig")
+    assert ModelDirectory.load(tmp_path).eos_ids == (257,)

@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from radixgrove.worker.agent.preparation import onednn_caches, openmp_waiting
+from radixgrove.service import exit_codes
+from radixgrove.worker.agent.preparation import (
+    AgentError,
+    onednn_caches,
+    openmp_waiting,
+    resolve_model,
+)
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
@@ -65,3 +72,23 @@ with torch.inference_mode():
     ).stdout
     before, after = map(int, shown.split())
     assert after - before < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ((), "has no config.json"),
+        (("adapter_config.json", "tokenizer.json"), "adapter"),
+        (("snapshots",), "below snapshots/"),
+        (("config.json", "tokenizer.model"), "save_pretrained"),
+    ],
+    ids=str,
+)
+def test_a_directory_that_is_no_models_is_called_what_it_is(
+    there: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    with pytest.raises(AgentError, match=words) as refused:
+        resolve_model(str(tmp_path))
+    assert refused.value.code == exit_codes.MODEL

@@ -219,6 +219,17 @@ def test_a_single_file_goes_before_an_index(tmp_path: Path) -> None:
     assert_same_texts(tmp_path, model)
 
 
+def test_a_model_saved_without_its_head(tmp_path: Path) -> None:
+    """As embedding models are published: the body's own names, and a head that is tied to it."""
+    model = tiny.save("llama3-rope", tmp_path)
+    model.model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+    assert_same_texts(tmp_path, model)
+
+
 def test_a_tied_table_saved_as_head_alone(tmp_path: Path) -> None:
     model = tiny.save("llama3-rope", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from radixgrove.protocol.model.config import ModelConfig, ModelError, parse_config
 from radixgrove.protocol.text.tokenizer import (
     TOKENIZER_JSON,
     Prompting,
     TokenizerError,
     TokenizerFiles,
+    json_object,
 )
 
 CONFIG = "config.json"
@@ -91,12 +90,14 @@ def read_json(path: Path, most_bytes: int) -> dict[str, Any]:
         DamagedFileError: it cannot be read, is larger than `most_bytes`, or is not a JSON object.
     """
     try:
-        if path.stat().st_size > most_bytes:
-            raise DamagedFileError(f"{path} is larger than {most_bytes} bytes")
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        content = path.read_bytes() if path.stat().st_size <= most_bytes else None
     except OSError as error:
         raise DamagedFileError(f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    if content is None:
+        raise DamagedFileError(f"{path} is larger than {most_bytes} bytes")
+    try:
+        return json_object(content)
+    except ValueError as error:
         raise DamagedFileError(f"{path} is not a JSON object: {error}") from error
 
 

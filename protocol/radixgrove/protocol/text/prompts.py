@@ -322,29 +322,34 @@ class PromptEncoder:
             if message.tool_call_id is not None:
                 result["tool_call_id"] = guard(message.tool_call_id)
             if message.tool_calls:
+                if not result["content"]:
+                    result["content"] = template.empty_content
                 result["tool_calls"] = [
                     {
                         "id": guard(call.id or ""),
                         "type": "function",
-                        "function": self._called(call, guard),
+                        "function": self._called(template, call, guard),
                     }
                     for call in message.tool_calls
                 ]
         return result
 
-    def _called(self, call: ToolCall, guard: Callable[[str], str]) -> dict[str, Any]:
+    def _called(
+        self, template: ChatTemplate, call: ToolCall, guard: Callable[[str], str]
+    ) -> dict[str, Any]:
         """A call's name and arguments; of a custom tool, as the model sees that one."""
         if call.function is not None:
-            arguments = self._arguments(call.function.arguments)
-            return {"name": guard(call.function.name), "arguments": arguments}
-        assert call.custom is not None
-        return {
-            "name": guard(call.custom.name),
-            "arguments": {INPUT: self._guard(call.custom.input)},
-        }
+            name, arguments = call.function.name, call.function.arguments
+        else:
+            assert call.custom is not None
+            name = call.custom.name
+            arguments = msgspec.json.encode({INPUT: call.custom.input}).decode()
+        return {"name": guard(name), "arguments": self._arguments(template, arguments)}
 
-    def _arguments(self, text: str) -> Any:
-        """Arguments as an object where they are one: templates print them as JSON."""
+    def _arguments(self, template: ChatTemplate, text: str) -> Any:
+        """Arguments as an object, where they are one and the template takes it."""
+        if not template.takes_objects:
+            return self._guard(text)
         try:
             return guard_values(msgspec.json.decode(text, type=dict[str, Any]), self._guard)
         except (msgspec.DecodeError, RecursionError):
@@ -484,10 +489,11 @@ def _content(message: ChatMessage, guard: Callable[[str], str], takes_parts: boo
 
 def _mark_end(message: dict[str, Any]) -> None:
     """Put `END` behind a message's text; the blank after it shows whether the template trims."""
-    if isinstance(message["content"], str):
-        message["content"] += END + " "
-    elif message["content"]:
-        message["content"][-1]["text"] += END + " "
+    content = message["content"]
+    if not isinstance(content, list):
+        message["content"] = (content or "") + END + " "
+    elif content:
+        content[-1]["text"] += END + " "
 
 
 def _added_before(tokenizer: Tokenizer) -> list[int]:

@@ -31,6 +31,9 @@ RESERVED_VARIABLES = frozenset(
     | {"bos_token", "eos_token", "pad_token", "unk_token", "raise_exception", "strftime_now"}
 )
 _PROBE = "radixgrove probe"
+_CALLED = "radixgrove_function"
+_CALL_ID = "radixcall"  # nine letters, which Mistral's templates insist on
+_ASKING = {"role": "user", "content": "?"}
 _PRINTED_PARTS = ("'text'", '"text"', "&#39;text&#39;", "&#34;text&#34;")
 # Switches that clients send to every model; turned off they ask for nothing where unknown.
 THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
@@ -110,6 +113,10 @@ class ChatTemplate:
         self.knows_tool_calls = "tool_calls" in source
         self.knows_developer = "developer" in source
         self.takes_parts = self._takes_parts()
+        self.empty_content: str | None = ""
+        self.takes_objects = True
+        if self.knows_tool_calls:
+            self.empty_content, self.takes_objects = self._form_of_calls()
 
     def _takes_parts(self) -> bool:
         """Whether it renders a content given as a list of parts, rather than print the list."""
@@ -119,6 +126,25 @@ class ChatTemplate:
         except (TemplateRefusal, TemplateFailure):
             return False
         return _PROBE in text and not any(printed in text for printed in _PRINTED_PARTS)
+
+    def _form_of_calls(self) -> tuple[str | None, bool]:
+        """What stands for the content of a message that has calls alone, and whether their
+        arguments are an object: the first form that the template shows whole.
+
+        Some show calls where the content is none only, and some print arguments as text.
+        """
+        for arguments in ({_PROBE: 1}, f'{{"{_PROBE}": 1}}'):
+            for content in ("", None):
+                function = {"name": _CALLED, "arguments": arguments}
+                call = {"id": _CALL_ID, "type": "function", "function": function}
+                message = {"role": "assistant", "content": content, "tool_calls": [call]}
+                try:
+                    text = self.render([_ASKING, message], None, False, {})
+                except (TemplateRefusal, TemplateFailure):
+                    continue
+                if _CALLED in text and _PROBE in text:
+                    return content, not isinstance(arguments, str)
+        return "", True
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keep what the template reads.

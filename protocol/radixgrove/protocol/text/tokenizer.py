@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+TOOL_TEMPLATE = "tool_use.jinja"
+# What a directory does not have at its top: templates beside the default one.
+_PLACES = {TOOL_TEMPLATE: f"additional_chat_templates/{TOOL_TEMPLATE}"}
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"  # of old directories: text → id
 # No file of the model: what a worker's setting says of how it writes, where it says anything.
@@ -33,6 +37,7 @@ TOKENIZER_FILES = (
     TOKENIZER_JSON,
     TOKENIZER_CONFIG,
     CHAT_TEMPLATE,
+    TOOL_TEMPLATE,
     SPECIAL_TOKENS_MAP,
     ADDED_TOKENS,
     OUTPUT_FORMAT,
@@ -78,12 +83,13 @@ class TokenizerFiles:
         Raises:
             TokenizerError: one that is needed is missing, or `prompting` names a file that is.
         """
-        paths = [model_dir / name for name in TOKENIZER_FILES]
+        paths = [model_dir / _PLACES.get(name, name) for name in TOKENIZER_FILES]
         contents = {path.name: path.read_bytes() for path in paths if path.is_file()}
         contents.pop(OUTPUT_FORMAT, None)
         if prompting is not None and prompting.output_format != AUTO:
             contents[OUTPUT_FORMAT] = prompting.output_format.encode()
         if prompting is not None and prompting.chat_template is not None:
+            contents.pop(TOOL_TEMPLATE, None)
             try:
                 contents[CHAT_TEMPLATE] = Path(prompting.chat_template).read_bytes()
             except OSError as error:
@@ -110,8 +116,8 @@ class TokenizerFiles:
         if content is None:
             return {}
         try:
-            return msgspec.json.decode(content, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return json_object(content)
+        except ValueError as error:
             raise TokenizerError(f"{name} is not a JSON object") from error
 
     def tokenizer(self) -> Tokenizer:
@@ -235,15 +241,36 @@ class TokenizerFiles:
 
     def _templates(self) -> dict[str, str]:
         """By name; most models have a default one alone."""
-        source = self.contents.get(CHAT_TEMPLATE)
-        if source is not None:
-            return {"default": source.decode("utf-8", "replace")}
+        files = {"default": CHAT_TEMPLATE, "tool_use": TOOL_TEMPLATE}
+        written = {
+            name: self.contents[file].decode("utf-8", "replace")
+            for name, file in files.items()
+            if file in self.contents
+        }
+        if written:
+            return written
         configured = self.json(TOKENIZER_CONFIG).get("chat_template")
         if isinstance(configured, list):  # older files: [{"name": …, "template": …}, …]
             named = {item.get("name"): item.get("template") for item in configured}
         else:
             named = {"default": configured}
         return {name: text for name, text in named.items() if isinstance(text, str)}
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """The object in a file of a model, as transformers reads it: with `NaN` and `Infinity`, which
+    Python writes and JSON does not have, and behind a byte order mark.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        found = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"it is a {type(found).__name__}")
+    return found
 
 
 def _text_of(token: Any) -> str | None:

@@ -24,6 +24,17 @@ _SPINS = 1000
 # Products that torch and oneDNN keep prepared, each in a cache of its own: one for every shape of a
 # weight and count of tokens. By default 1,024, which take 1.4 MiB each with 960 × 576 in float32.
 _ONEDNN_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+# What a model's directory must have, and what others that people name have instead.
+_NEEDED = {
+    "config.json": {
+        "adapter_config.json": ": it is an adapter (LoRA); merge it into its model and save that",
+        "snapshots": ": it is the hub's cache of a model; name the directory below snapshots/",
+    },
+    "tokenizer.json": {
+        "tokenizer.model": ", but a tokenizer.model: AutoTokenizer of transformers converts it "
+        "(from_pretrained, save_pretrained)",
+    },
+}
 
 
 class AgentError(StartFailed):
@@ -140,9 +151,10 @@ def resolve_model(model: str) -> Path:
             f"model {model!r} is not a directory: pass a local Hugging Face directory, or `demo`",
             exit_codes.MODEL,
         )
-    for name in ("config.json", "tokenizer.json"):
+    for name, instead in _NEEDED.items():
         if not (path / name).is_file():
-            raise AgentError(f"model directory {model!r} has no {name}", exit_codes.MODEL)
+            hint = next((text for file, text in instead.items() if (path / file).exists()), "")
+            raise AgentError(f"model directory {model!r} has no {name}{hint}", exit_codes.MODEL)
     return path.resolve()
 
 

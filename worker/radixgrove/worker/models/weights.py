@@ -21,6 +21,7 @@ from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
 
 _ROWS_AT_ONCE = 4096  # when two copies of a vocabulary are compared, or float8 is filled
 _NAMED = 3  # of the tensors that are missing
+_BODY = "model."  # before the names of all tensors but the head's
 
 
 def load_safetensors(
@@ -122,7 +123,10 @@ def _refuse_missing(parts: Sequence[WeightPart]) -> None:
 
 
 class _Checkpoint:
-    """Tensors of a directory by name, each as the safetensors slice of its open file."""
+    """Tensors of a directory by name, each as the safetensors slice of its open file.
+
+    One that was saved without its head has names without the `model.` of all others.
+    """
 
     def __init__(self, model_dir: Path, stack: ExitStack) -> None:
         self._files: dict[str, Any] = {}
@@ -134,15 +138,21 @@ class _Checkpoint:
                 raise ModelError(f"cannot read {path}: {error}") from error
             found = file.keys() if tensors is None else tensors.intersection(file.keys())
             self._files.update(dict.fromkeys(found, file))
+        self._bare = not any(name.startswith(_BODY) for name in self._files)
+
+    def _saved(self, name: str) -> str:
+        return name.removeprefix(_BODY) if self._bare else name
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return self._saved(name) in self._files
 
     def __getitem__(self, name: str) -> Any:
+        name = self._saved(name)
         return self._files[name].get_slice(name)
 
     def read(self, name: str) -> Tensor:
         """The whole tensor."""
+        name = self._saved(name)
         return self._files[name].get_tensor(name)  # type: ignore[no-any-return]
 
 
