@@ -86,6 +86,10 @@ def test_a_relayed_error_is_left_alone() -> None:
     assert call(relaying).content == body
 
 
+def test_a_byte_order_mark_is_no_part_of_a_body() -> None:
+    assert call(echo, content="\ufeff{}".encode()).content == b"{}"
+
+
 def test_bodies_are_bounded_declared_or_not() -> None:
     assert call(echo, content=b"x" * 100).content == b"x" * 100
     assert error_of(call(echo, content=b"x" * 101))["code"] == "request_too_large"

@@ -7,6 +7,7 @@ has a request id, OpenAI's error shape and one access log line.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
@@ -40,6 +41,7 @@ REQUEST_ID = "request_id"
 TRACE = "trace"  # a tracing.TraceContext
 FIELDS = "log_fields"  # a dict; what a handler adds appears in the access log line
 ON_DISCONNECT = "on_disconnect"  # see service/http.py
+READER_LAGS = "reader_lags"  # says whether what is sent now has to wait for the client to read
 RELEASE_BODY = "release_body"  # to be called once the request's body is needed no more
 ANSWERED = "answered"  # true: the framework answered a failure, which it raises nevertheless
 
@@ -68,7 +70,8 @@ def state(scope: Scope) -> dict[str, Any]:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The whole request body; `BodyLimit` bounds it.
+    """The whole request body; `BodyLimit` bounds it. A byte order mark before it, as clients on
+    Windows write one, is left out.
 
     Raises:
         ClientDisconnected: the client went away first.
@@ -81,7 +84,8 @@ async def read_body(receive: Receive) -> bytes:
             raise ClientDisconnected
         chunks.append(message.get("body", b""))
         more = message.get("more_body", False)
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    return body.removeprefix(codecs.BOM_UTF8)
 
 
 class WhileConnected:
@@ -114,11 +118,14 @@ class WhileConnected:
 
 
 def require_content_type(scope: Scope, *accepted: str) -> str:
-    """The media type of the request, which must be one of `accepted`.
+    """The media type of the request, which must be one of `accepted`, and not compressed.
 
     Raises:
         ApiError: 415.
     """
+    encoding = header(scope, "content-encoding")
+    if encoding and encoding.strip().lower() != "identity":
+        raise errors.compressed(encoding)
     media_type = (header(scope, "content-type") or "").partition(";")[0].strip().lower()
     if media_type not in accepted:
         raise errors.unsupported_media_type(accepted[0])

@@ -50,6 +50,17 @@ def test_max_tokens_is_what_fits() -> None:
         assert error.value.code == "context_length_exceeded"
 
 
+def test_whole_numbers_may_have_a_point() -> None:
+    """As Lua, MATLAB and spreadsheets write them."""
+    body = b'{"model": "m", "prompt": "x", "max_tokens": 16.0, "n": 2.00, "temperature": 1.0}'
+    generation = parse_completion(body, LIMITS).generation
+    assert (generation.max_tokens, generation.n) == (16, 2)
+    for number in ("16.5", "1e1", "-1.0", "16.0, x", "16.0, " + '"x": ' + "[" * 100_000):
+        with pytest.raises(ApiError) as refused:
+            parse_completion(body.replace(b"16.0", number.encode()), LIMITS)
+        assert refused.value.param == "max_tokens"
+
+
 def test_every_sequence_has_a_seed_of_its_own() -> None:
     generation = chat(seed=-1, n=3).generation
     seeds = [generation.sampling_for(5, number, ()).seed for number in range(3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from typing import Any
@@ -298,6 +299,13 @@ def test_body_limit_and_content_type(frontend: Frontend) -> None:
         error_of(chunked, 413)
         error_of(client.post("/v1/completions", data={"model": MODEL}), 415)
         error_of(client.post("/v1/completions", content=b"{}"), 415)
+        packed = client.post(
+            "/v1/completions",
+            content=gzip.compress(b"{}"),
+            headers={"content-type": "application/json", "content-encoding": "gzip"},
+        )
+        assert error_of(packed, 415)["code"] == "unsupported_content_encoding"
+        assert packed.headers["accept-encoding"] == "identity"
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,15 @@ def unsupported_media_type(expected: str = "application/json") -> ApiError:
     return ApiError(415, f"The content type must be '{expected}'.", code="unsupported_media_type")
 
 
+def compressed(encoding: str) -> ApiError:
+    return ApiError(
+        415,
+        f"A body in the content encoding '{shorten(encoding, 32)}' is not read: send it as it is.",
+        code="unsupported_content_encoding",
+        headers={"accept-encoding": "identity"},
+    )
+
+
 def unauthorized(given: bool) -> ApiError:
     text = (
         "Incorrect API key provided."

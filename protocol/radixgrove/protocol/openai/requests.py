@@ -285,12 +285,14 @@ def parse_completion(body: bytes, limits: ModelLimits) -> CompletionRequest:
 # ---- decoding --------------------------------------------------------------------------------
 
 _LOCATION = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_FLOAT_FOR_INT = ("Expected `int`, got `float`", "Expected `int | null`, got `float`")
+_WHOLE = re.compile(rb"(-?[0-9]{1,19})\.0+")
 _MISSING = re.compile(r"^Object missing required field `([^`]+)`$")
 _NOT_A_NUMBER = re.compile(rb'"([A-Za-z_]{1,64})"\s*:\s*-?$')
 
 
 def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
-    """Read a body off the wire.
+    """Read a body off the wire; `16.0` is an integer too, which some languages write so.
 
     Raises:
         ApiError: 400, naming the field where it can.
@@ -304,9 +306,27 @@ def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
     except RecursionError:
         raise errors.invalid("The request body is nested too deeply.") from None
     except msgspec.ValidationError as error:
-        raise _named(str(error), body) from None
+        text = str(error)
+        whole = _with_whole_numbers(body) if text.startswith(_FLOAT_FOR_INT) else body
+        if whole == body:
+            raise _named(text, body) from None
+        return decode(decoder, whole)
     except msgspec.DecodeError as error:
         raise _malformed(body, str(error)) from None
+
+
+def _with_whole_numbers(body: bytes) -> bytes:
+    """The body with its own fields' whole numbers written as such; the same where it has none, or
+    is malformed behind the first of them."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return body
+    whole = {name: _WHOLE.fullmatch(value) for name, value in fields.items()}
+    if not any(whole.values()):
+        return body
+    numbers = {name: int(found[1]) for name, found in whole.items() if found}
+    return msgspec.json.encode({**fields, **numbers})
 
 
 def _named(text: str, body: bytes) -> errors.ApiError:
