@@ -36,9 +36,14 @@ CONFIG = {
 FILES = {
     "config.json": json.dumps(CONFIG).encode(),
     "model-00001-of-00001.safetensors": WEIGHTS,
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    ).encode(),
     "tokenizer.json": b"{}",
     "tokenizer/tokenizer.json": b"{}",
     "pytorch_model.bin": b"the same weights again",
+    "consolidated.safetensors": b"and again, in one piece",
+    "original/model.safetensors": b"and again, elsewhere",
     "README.md": b"read me",
 }
 
@@ -71,7 +76,13 @@ def fetched(into: Path) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
-WANTED = {name: FILES[name] for name in FILES if not name.endswith((".bin", ".md"))}
+UNWANTED = {
+    "pytorch_model.bin",
+    "consolidated.safetensors",
+    "original/model.safetensors",
+    "README.md",
+}
+WANTED = {name: content for name, content in FILES.items() if name not in UNWANTED}
 
 
 def test_a_branch_is_resolved_to_its_commit(hub: Hub, said: Path) -> None:
@@ -232,6 +243,8 @@ def test_two_jobs_on_one_claim_download_once(hub: Hub, said: Path, tmp_path: Pat
     [
         (lambda hub: setattr(hub, "token", "secret"), "Unauthorized"),
         (lambda hub: hub.files.pop("model-00001-of-00001.safetensors"), "ModelNotFound"),
+        (lambda hub: hub.files.pop("model.safetensors.index.json"), "ModelNotFound"),
+        (lambda hub: hub.files.update({"model.safetensors.index.json": b"{}"}), "ModelCorrupt"),
         (lambda hub: hub.files.update({"../../evil.json": b"x"}), "ModelCorrupt"),
     ],
 )
@@ -241,6 +254,13 @@ def test_failures_are_named_for_the_condition(
     prepare(hub)
     assert run(tmp_path / "m") == download.HOPELESS, "the Job gives up at once"
     assert json.loads(said.read_text())["reason"] == reason
+
+
+def test_one_file_of_weights_needs_no_index(hub: Hub, said: Path, tmp_path: Path) -> None:
+    hub.files["model.safetensors"] = hub.files.pop("model-00001-of-00001.safetensors")
+    assert run(tmp_path / "m") == 0
+    weights = {name for name in fetched(tmp_path / "m") if name.endswith(".safetensors")}
+    assert weights == {"model.safetensors"}
 
 
 def test_the_token_is_used(

@@ -30,7 +30,13 @@ from typing import IO
 
 from radixgrove.operator.fetch.sources import FetchError, RemoteFile, Source, open_source
 from radixgrove.protocol.model.config import ModelError
-from radixgrove.protocol.model.directory import CONFIG, load_config
+from radixgrove.protocol.model.directory import (
+    CONFIG,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    load_config,
+    weight_files,
+)
 from radixgrove.protocol.model.fit import Intended, check_fit
 from radixgrove.protocol.text.tokenizer import TOKENIZER_JSON
 from radixgrove.service import logs
@@ -58,10 +64,12 @@ def download(source: Source, into: Path, intended: Intended | None = None) -> in
         if final.exists():
             logger.info("everything is there already")
             return _size(final)
+        incoming.mkdir(exist_ok=True)
         files = wanted(source.files())
-        _check_space(incoming, files)
         if intended is not None:
             _check_config(source, files, incoming, intended)
+        files = _named(source, files, incoming)
+        _check_space(incoming, files)
         for number, remote in enumerate(files, 1):
             logger.info("%d/%d %s, %d bytes", number, len(files), remote.path, remote.size)
             _fetch(source, remote, incoming)
@@ -77,7 +85,7 @@ def _size(directory: Path) -> int:
 def wanted(files: list[RemoteFile]) -> list[RemoteFile]:
     """Weights, tokenizer and settings; not the same weights in other formats.
 
-    Raises FetchError when there is nothing to serve, or a name that would leave the directory.
+    Raises FetchError at a name that would leave the directory.
     """
     if len(files) > _LARGEST_COUNT:
         raise FetchError("ModelTooLarge", f"{len(files)} files are more than {_LARGEST_COUNT}")
@@ -88,9 +96,31 @@ def wanted(files: list[RemoteFile]) -> list[RemoteFile]:
             raise FetchError("ModelCorrupt", f"the source names a file outside: {remote.path!r}")
         if path.suffix in _WANTED and not path.parts[0].startswith("."):
             chosen.append(remote)
-    if not any(remote.path.endswith(".safetensors") for remote in chosen):
-        raise FetchError("ModelNotFound", "the source holds no .safetensors file")
     return chosen
+
+
+def _named(source: Source, files: list[RemoteFile], incoming: Path) -> list[RemoteFile]:
+    """Without weights that no worker reads: the same ones in one piece
+    (`consolidated.safetensors`), an adapter, another model in a folder.
+
+    Raises FetchError where some that one reads are missing.
+    """
+    by_path = {remote.path: remote for remote in files}
+    named = {WEIGHTS}
+    if WEIGHTS not in by_path and WEIGHTS_INDEX in by_path:
+        _fetch(source, by_path[WEIGHTS_INDEX], incoming)
+        try:
+            named = set(weight_files(incoming))
+        except ModelError as error:
+            raise FetchError("ModelCorrupt", str(error).replace(f"{incoming}/", "")) from error
+    if missing := sorted(named - by_path.keys()):
+        index = "" if WEIGHTS_INDEX in by_path else f", and no {WEIGHTS_INDEX}"
+        raise FetchError("ModelNotFound", f"the source holds no {missing[0]}{index}")
+    return [
+        remote
+        for remote in files
+        if remote.path in named or not remote.path.endswith(".safetensors")
+    ]
 
 
 def _check_config(
@@ -162,7 +192,6 @@ def _append(source: Source, remote: RemoteFile, part: Path) -> None:
 
 
 def _check_space(incoming: Path, files: list[RemoteFile]) -> None:
-    incoming.mkdir(exist_ok=True)
     missing = sum(
         remote.size
         for remote in files
