@@ -205,7 +205,6 @@ def enter(row: int, length: int, pages: list[int]) -> NewRow:
 def chunk_behind(pages: list[int], step_id: int, **copies: object) -> StepPlan:
     return StepPlan(
         step_id=step_id,
-        freed_rows=[1],
         new_rows=[enter(1, PREFIX + REST, pages + TAIL)],
         prefills=[PrefillChunk(1, PREFIX, REST, True)],
         **copies,  # type: ignore[arg-type]
@@ -215,7 +214,6 @@ def chunk_behind(pages: list[int], step_id: int, **copies: object) -> StepPlan:
 def decode_behind(pages: list[int], step_id: int, **copies: object) -> StepPlan:
     return StepPlan(
         step_id=step_id,
-        freed_rows=[1],
         new_rows=[enter(1, PREFIX + 1, pages + TAIL)],
         decodes=[1],
         **copies,  # type: ignore[arg-type]

@@ -104,6 +104,7 @@ class FakeExecutor:
         self.info = info
         self._count = count
         self.launched_steps = 0
+        self.running: set[int] = set()  # rows that the scheduler has not released
         self.poison: int | None = None  # what attends to this token becomes NaN
         self.closed = False
         self.masked_rows = 0
@@ -133,9 +134,6 @@ class FakeExecutor:
         self.launched_steps += 1
         for shrunk in plan.shrunk_rows:
             self._shrink(shrunk)
-        for row in plan.freed_rows:
-            assert all(row not in step.rows for step in self._flights), f"row {row} is in use"
-            del self._rows[row]
         for save in plan.saves:
             self._start_save(save)
         for load in plan.loads:
@@ -298,7 +296,7 @@ class FakeExecutor:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _enter(self, new: NewRow) -> None:
-        assert new.row not in self._rows, f"row {new.row} was not freed"
+        assert all(new.row not in step.rows for step in self._flights), f"row {new.row} is in use"
         assert 0 <= new.row < self.info.max_rows
         tokens = np.frombuffer(new.token_ids, dtype="<i4").tolist()
         computed = len(new.pages) * self.info.page_size
@@ -333,8 +331,8 @@ class FakeExecutor:
         junk = np.arange(end, most)
         self._kv_tokens[np.array(state.pages)[junk // size], junk % size] = _JUNK
         written = set(state.pages[state.computed // size : -(-most // size)])
-        others = (other for key, other in self._rows.items() if key != row)
-        assert all(written.isdisjoint(other.pages) for other in others), "others share the page"
+        others = (self._rows[key].pages for key in self.running - {row})
+        assert all(written.isdisjoint(pages) for pages in others), "others share the page"
         step.rows.add(row)
         step.read.update(used)
         step.written |= written

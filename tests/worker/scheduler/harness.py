@@ -143,6 +143,8 @@ class Harness:
             assert plan.num_tokens <= self.config.max_step_tokens
             self.plans.append(plan)
             self._check_lockstep(plan)
+            active = self.scheduler._batch.active.values()
+            self.executor.running = {running.row for running in active}
             if self.scheduler.masked:
                 self._launch_in_two(plan)
             else:

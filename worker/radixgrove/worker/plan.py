@@ -2,7 +2,7 @@
 
 The scheduler never sees a tensor; the execution never sees a request. A *row* is a slot of the
 device's request table: its tokens (`rows x max_model_len` int32), its page table and its sampling
-state live on the device from `NewRow` until the row is named in `freed_rows`. Plans carry only what
+state live on the device from its `NewRow` until the next one of the row. Plans carry only what
 changed. The same plan, as msgpack, drives every rank of a group.
 
 Tokens of a step: the plan gives each sampled row a *bound* b of at most k tokens
@@ -92,15 +92,14 @@ class ShrunkRow(msgspec.Struct, array_like=True):
 class StepPlan(msgspec.Struct, kw_only=True):
     """One forward pass over prefill chunks and decodes together.
 
-    Applied in this order: `shrunk_rows`, `freed_rows`, `new_rows`, `appended_pages`, then the
-    forward. A decode begins with the last token that the row's table holds, which may be a sample
-    of the previous step that has not reached the host yet. `decodes` keeps its order from step to
-    step where it can, so that the device reuses its inputs.
+    Applied in this order: `shrunk_rows`, `new_rows`, `appended_pages`, then the forward. A decode
+    begins with the last token that the row's table holds, which may be a sample of the previous
+    step that has not reached the host yet. `decodes` keeps its order from step to step where it
+    can, so that the device reuses its inputs.
     """
 
     step_id: int
     shrunk_rows: list[ShrunkRow] = []
-    freed_rows: list[int] = []
     new_rows: list[NewRow] = []
     appended_pages: list[tuple[int, int]] = []  # (row, page), in table order
     prefills: list[PrefillChunk] = []

@@ -16,14 +16,12 @@ from radixgrove.worker.scheduler.request import Request, RunningRequest
 
 
 class RowTable:
-    """Rows of the device's request table. A released row is reusable behind its fence, and is named
-    in the `freed_rows` of the first plan after that."""
+    """Rows of the device's request table. A released row is reusable behind its fence."""
 
     def __init__(self, max_rows: int, timeline: Timeline) -> None:
         self._clock = timeline
         self._free = list(range(max_rows - 1, -1, -1))
         self._retired: dict[int, list[int]] = {}  # fence step -> rows
-        self._unannounced: list[int] = []
 
     @property
     def free(self) -> int:
@@ -35,21 +33,12 @@ class RowTable:
     def release(self, row: int) -> None:
         fence = self._clock.launched
         if fence <= self._clock.collected:
-            self._reuse([row])
+            self._free.append(row)
         else:
             self._retired.setdefault(fence, []).append(row)
 
     def collect(self, step_id: int) -> None:
-        self._reuse(self._retired.pop(step_id, []))
-
-    def announce(self) -> list[int]:
-        """Rows that the device may forget; each is returned once."""
-        rows, self._unannounced = self._unannounced, []
-        return rows
-
-    def _reuse(self, rows: list[int]) -> None:
-        self._free += rows
-        self._unannounced += rows
+        self._free += self._retired.pop(step_id, [])
 
 
 class KVMemory:

@@ -292,7 +292,6 @@ class Scheduler:
         plan = StepPlan(
             step_id=timeline.launched,
             shrunk_rows=self._batch.take_shrunk(),
-            freed_rows=self.memory.rows.announce(),
             new_rows=step.new_rows,
             appended_pages=step.appended,
             prefills=[chunk for _, chunk in step.chunks],
