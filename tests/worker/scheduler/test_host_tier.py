@@ -437,4 +437,6 @@ def test_random_use_comes_to_all_that_may_go_wrong() -> None:
         }
         harness = run_all(setup, random_use(random))
         met.update(case for case, happened in _CASES.items() if happened(harness))
-    assert all(met[case] >= 3 for case in _CASES), met
+        if all(met[case] >= 3 for case in _CASES):
+            return
+    pytest.fail(f"of 120 histories, so many come to each: {met}")
