@@ -437,10 +437,10 @@ async def test_headers_that_reveal_are_for_those_who_may_ask(
         assert name not in silent.headers
 
 
-async def test_prompts_never_reach_the_log(
+async def test_the_log_says_where_a_request_was_and_never_its_prompt(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:
-    replica = await make_replica(redis_url=redis_server.url)
+    replica = await make_replica(redis_url=redis_server.url, replica_id="r0")
     router = await make_router(redis_server, log_json=True, log_level="debug")
     canary = prompt(4711)
     assert (await router.complete(canary)).status == 200
@@ -448,12 +448,16 @@ async def test_prompts_never_reach_the_log(
     replica.behaviour.break_after = 0
     assert (await router.complete(canary)).status == 502
 
-    def statuses() -> list[int]:
-        lines = [json.loads(line) for line in router.log.read_text().splitlines()]
-        return [line["status"] for line in lines if line.get("path") == "/v1/completions"]
+    def lines() -> list[dict[str, Any]]:
+        logged = [json.loads(line) for line in router.log.read_text().splitlines()]
+        return [line for line in logged if line.get("path") == "/v1/completions"]
 
-    await eventually(lambda: len(statuses()) == 3, what="the lines of the access log")
-    assert statuses() == [200, 400, 502]
+    await eventually(lambda: len(lines()) == 3, what="the lines of the access log")
+    assert [line["status"] for line in lines()] == [200, 400, 502]
+    served, refused, _ = lines()
+    assert (served["replica"], served["matched_tokens"], served["host_tokens"]) == ("r0", 0, 0)
+    assert served["expected_ms"] > 0
+    assert "replica" not in refused
     assert canary[:16] not in router.log.read_text()
 
 

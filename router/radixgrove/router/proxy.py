@@ -288,7 +288,10 @@ class Proxy:
             seconds = time.perf_counter() - exchange.arrived
             metrics.soon(metrics.FIRST_BYTE_SECONDS.labels(model).observe, seconds)
             state(exchange.scope)[FIELDS].update(
-                replica=replica.id, matched_tokens=decision.matched_tokens
+                replica=replica.id,
+                matched_tokens=decision.matched_tokens,
+                host_tokens=decision.host_tokens,
+                expected_ms=round(decision.time_ms, 1),
             )
             if exchange.started and not attempt.streams:
                 await self._end_stream(exchange, answer)
