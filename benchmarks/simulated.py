@@ -354,8 +354,7 @@ class SimulatedReplica:
             "prompt_tokens_details": {"cached_tokens": cached * BLOCK_TOKENS},
         }
         if not body.get("stream"):
-            for _ in range(behaviour.tokens):
-                await asyncio.sleep(behaviour.token_seconds)
+            await asyncio.sleep(behaviour.tokens * behaviour.token_seconds)
             if behaviour.break_after is not None:
                 _cut(send)
                 await asyncio.Event().wait()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from radixgrove.router.__main__ import main as router_main
 from tests.conftest import RedisServer, find_free_port
 from tests.forks import Main
 from tests.router.harness import Router, SimulatedReplica
+from tests.router.mains import busy_main
 
 MakeReplica = Callable[..., Awaitable[SimulatedReplica]]
 MakeRouter = Callable[..., Awaitable[Router]]
@@ -39,7 +39,7 @@ async def make_router(tmp_path: Path) -> AsyncIterator[MakeRouter]:
             redis: RedisServer | None = None,
             *,
             ready: bool = True,
-            main: Main = router_main,
+            main: Main = busy_main,
             **settings: Any,
         ) -> Router:
             if redis is not None:

@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 
 from benchmarks.simulated import INTERNAL_KEY, MODEL, SimulatedReplica, block_text
-from radixgrove.router.__main__ import main as router_main
 from tests.forks import Fork, Main
+from tests.router.mains import busy_main
 
 __all__ = [
     "INTERNAL_KEY",
@@ -85,7 +85,7 @@ class Router:
     port: int
     management_port: int
     settings: dict[str, Any]
-    main: Main = router_main
+    main: Main = busy_main
     process: subprocess.Popen[bytes] | Fork | None = None
     session: aiohttp.ClientSession | None = None
     log: Path = field(init=False)

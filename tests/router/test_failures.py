@@ -28,6 +28,7 @@ from tests.router.harness import (
     eventually,
     prompt,
 )
+from tests.router.mains import forgetful_main
 
 
 @pytest.fixture
@@ -287,7 +288,7 @@ async def test_model_whose_replicas_are_gone_is_away_and_not_unknown(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:
     replica = await make_replica(redis_url=redis_server.url)
-    router = await make_router(redis_server, queue_timeout=0.2)
+    router = await make_router(redis_server, queue_timeout=0.2, main=forgetful_main)
     assert (await router.complete(prompt(1))).status == 200
     await replica.stop()  # it takes its registration back
 

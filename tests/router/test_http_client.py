@@ -96,10 +96,10 @@ async def post(pool: Pool, url: str, seconds: float = 5.0) -> Connection:
 async def read(answer: Connection, seconds: float = 5.0) -> bytes:
     """The rest of the body."""
     deadline = asyncio.get_running_loop().time() + seconds
-    whole = b""
+    chunks = []
     while chunk := await answer.read(deadline):
-        whole += chunk
-    return whole
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 async def test_request_goes_out_whole_and_connections_are_reused() -> None:

@@ -523,7 +523,7 @@ async def test_a_router_without_descriptors_blames_no_replica(
         r, w = await asyncio.open_connection("127.0.0.1", router.port)
         hoard.append(w)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.2):
+            async with asyncio.timeout(0.05):
                 assert await r.read() == b""
                 break
     body = b'{"model": "simulated", "prompt": "abc ", "max_tokens": 2}'

@@ -20,7 +20,7 @@ from radixgrove.protocol.blocks import members
 from radixgrove.protocol.keys import ServiceKeys, router_key, services_key
 from radixgrove.protocol.registry import Lease, Registration
 from radixgrove.protocol.settings import RouterSettings
-from radixgrove.router import fleet, janitor, metrics
+from radixgrove.router import fleet, janitor, metrics, registered
 from radixgrove.router.demand import DemandReport
 from radixgrove.router.exposition import metrics_text
 from radixgrove.router.fleet import Fleet
@@ -220,6 +220,7 @@ async def test_services_are_looked_at_side_by_side(redis_server: RedisServer) ->
 async def test_counts_of_replicas_and_models_that_are_gone_end(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(registered, "REMEMBER_SECONDS", 1.0)
     monkeypatch.setattr(fleet, "MEMORY_SECONDS", 0.0)
     monkeypatch.setattr(fleet, "MODEL_MEMORY_SECONDS", 0.0)
     async with linked(redis_server.url) as link:
