@@ -91,8 +91,8 @@ def _shared(namespace: str, config: OperatorConfig) -> str:
     """What the namespace has in common with others; "": nothing."""
     if namespace == config.namespace:
         return (
-            "services in the operator's own namespace hold the keys of the installation: whoever "
-            "may make pods there can answer for every model"
+            "services in the operator's own namespace hold the keys of the installation: "
+            "everyone who may make pods there can answer for every model"
         )
     if not config.redis.users:
         return (

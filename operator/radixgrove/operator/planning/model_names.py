@@ -3,7 +3,7 @@
 Every service answers to scoped names, `NAMESPACE/NAME`, for its resource's name and for each name
 that it wants; no other namespace can have those. Of bare names:
 
-- a name in use stays with the service that has it, whoever else comes to want it;
+- a name in use stays with the service that has it, though others come to want it;
 - a name that is given up, since its service is gone, suspended or named otherwise, goes to another
   service of the same namespace at once, and to another namespace only after `hold` seconds;
 - a name that is free goes to the oldest service that wants it.

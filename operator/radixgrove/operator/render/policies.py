@@ -71,7 +71,7 @@ def router_network_policy(service: Service, config: OperatorConfig) -> Object:
 def redis_network_policy(namespaces: Collection[str], config: OperatorConfig) -> Object:
     """Workers and dedicated routers of namespaces with services reach the chart's Redis.
 
-    Where policies are switched off, one that is there already keeps nobody out.
+    Where policies are switched off, one that is there already closes nothing.
     """
     selector = {"key": NAMESPACE_NAME, "operator": "In", "values": sorted(namespaces)}
     component = {"key": names.COMPONENT, "operator": "In", "values": [names.WORKER, names.ROUTER]}

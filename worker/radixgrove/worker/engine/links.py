@@ -104,7 +104,7 @@ def lost_output(request_id: str) -> Refused:
 
 
 def tell_joined(runtime: Runtime) -> None:
-    """A rank's start is over, which the agents of machines other than the first are told."""
+    """Say that a rank's start is over, to the agent of a machine other than the first."""
     if runtime.settings.node_rank == 0:
         return
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
