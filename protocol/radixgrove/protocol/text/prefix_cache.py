@@ -36,8 +36,6 @@ class PrefixCache:
         self._pieces: OrderedDict[tuple[int, str], Piece] = OrderedDict()
         self._serial = 0
         self._lock = threading.Lock()
-        self.hits = 0
-        self.misses = 0
 
     @property
     def size(self) -> int:
@@ -66,8 +64,6 @@ class PrefixCache:
                 path = piece.serial
             for key in reversed(keys):
                 self._pieces.move_to_end(key)
-            self.hits += len(found)
-            self.misses += len(texts) - len(found)
         return found
 
     def extend(
