@@ -25,19 +25,13 @@ from torch import Tensor
 from benchmarks.correctness.gpu_correctness import (
     DEFAULT,
     GREEDY,
-    MODELS,
     NEW_TOKENS,
-    Generated,
-    Judge,
-    Report,
-    Subject,
-    add_model_options,
-    chosen_models,
     forbid_tf32,
-    kl_estimate,
-    make_prompts,
     scored,
 )
+from benchmarks.correctness.judge import Judge, Report, kl_estimate
+from benchmarks.correctness.models import MODELS, add_model_options, chosen_models, make_prompts
+from benchmarks.correctness.subject import Generated, Subject
 from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.settings import DType, KVDType
 
