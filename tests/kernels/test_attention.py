@@ -12,8 +12,9 @@ from radixgrove.kernels import attention, decode
 from radixgrove.kernels.decode import MAX_PROGRAMS, DecodeConfig, DecodeWorkspace
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.rope import rope_store_reference
+from radixgrove.worker.attention import decode as paged_decode
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch, PaddedBatch
-from radixgrove.worker.attention.decode import FUSED_ROWS, PagedDecode
+from radixgrove.worker.attention.decode import PagedDecode
 from tests.conftest import examples
 from tests.kernels.helpers import PAGED_DTYPES, PagedKv, assert_close
 
@@ -519,10 +520,15 @@ def test_our_decode_takes_projections_where_nothing_is_prefilled(
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS[1:])
-@pytest.mark.parametrize(("rows", "takes"), [(FUSED_ROWS, True), (FUSED_ROWS + 1, False)])
+@pytest.mark.parametrize(("rows", "takes"), [(9, True), (10, False)])
 def test_our_decode_takes_projections_of_few_rows(
-    backend_name: str, rows: int, takes: bool, device: torch.device
+    backend_name: str,
+    rows: int,
+    takes: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(paged_decode, "FUSED_ROWS", 9)
     lengths = [1 + 5 * index % 37 for index in range(rows)]
     kv = PagedKv.random(
         lengths, page_size=16, kv_heads=1, head_dim=64, dtype=torch.bfloat16, device=device
