@@ -93,7 +93,8 @@ def render(
     documents = []
     for path, text in sorted(texts(values, name, namespace).items()):
         if path.endswith(".yaml"):
-            documents += [document for document in yaml.safe_load_all(text) if document]
+            parsed = yaml.load_all(text, Loader=yaml.CSafeLoader)  # ten times as fast as in Python
+            documents += [document for document in parsed if document]
     return documents
 
 
