@@ -6,7 +6,7 @@ _HEX = "[0-9A-Fa-f]"
 _ESCAPED = f"%{_HEX}{{2}}"
 _DELIMITERS = "!$&'()*+,;="
 # Characters beyond ASCII that an IRI may have.
-_BEYOND = r"\u00A0-\uD7FF\uF900-\uFDCF\uFDF0-\uFFEF"
+_BEYOND = r"\u00A0-\uD7FF\uF900-\uFDCF\uFDF0-\uFFEF" + "\U00010000-\U000efffd"
 
 
 def _ipv6() -> str:
@@ -25,7 +25,8 @@ def _reference(beyond: str, *, relative: bool) -> str:
     """Of RFC 3986, or of 3987 with characters beyond ASCII."""
     plain = rf"A-Za-z0-9\-._~{beyond}{_DELIMITERS}"
     segment = f"(?:[{plain}:@]|{_ESCAPED})"
-    host = rf"(?:\[{_ipv6()}\]|(?:[{plain}]|{_ESCAPED})*)"
+    future = rf"[Vv]{_HEX}+\.[{plain}:]+"
+    host = rf"(?:\[(?:{_ipv6()}|{future})\]|(?:[{plain}]|{_ESCAPED})*)"
     authority = f"(?:(?:[{plain}:]|{_ESCAPED})*@)?{host}(?::[0-9]*)?"
     absolute = f"/(?:{segment}+(?:/{segment}*)*)?"
     rest = f"(?://{authority}(?:/{segment}*)*|{absolute}|{{}})?"
@@ -40,7 +41,7 @@ def _reference(beyond: str, *, relative: bool) -> str:
 _POINTER = "(?:/(?:[^~/]|~[01])*)*"
 _VARIABLE = f"(?:[A-Za-z0-9_]|{_ESCAPED})(?:\\.?(?:[A-Za-z0-9_]|{_ESCAPED}))*"
 _VARIABLE += r"(?::[1-9][0-9]{0,3}|\*)?"
-_LITERAL = r"""[^\x00-\x20"'%<>\\^`{|}\x7F]"""
+_LITERAL = r"""[^\x00-\x20"%<>\\^`{|}\x7F]"""
 
 PATTERNS = {
     "uri-reference": _reference("", relative=True),
