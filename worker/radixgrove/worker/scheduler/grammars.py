@@ -21,7 +21,13 @@ from radixgrove.protocol.constraints.constraint import ConstraintError
 from radixgrove.protocol.constraints.grammar import build_matcher, compiler_threads
 from radixgrove.service.machine import cores
 from radixgrove.worker.scheduler.request import Request, RequestState
-from radixgrove.worker.scheduler.rules import Masks, SequenceRules, fill_masks, mask_words
+from radixgrove.worker.scheduler.rules import (
+    Masks,
+    SequenceRules,
+    consume_all,
+    fill_masks,
+    mask_words,
+)
 
 LoadTokenizer = Callable[[], LLTokenizer]
 
@@ -124,6 +130,10 @@ class Grammars:
                 waiting = []
             build.waiting = waiting
         return settled
+
+    def consume(self, entries: list[tuple[SequenceRules, list[int]]]) -> None:
+        """See `consume_all`."""
+        consume_all(self._executor, entries)
 
     def fill(self, entries: list[tuple[SequenceRules, list[int]]], masks: Masks) -> None:
         """See `fill_masks`."""

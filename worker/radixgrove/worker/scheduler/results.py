@@ -156,22 +156,27 @@ class Results:
             return []
         masks = buffer(len(live), self._grammars.words)
         self._grammars.fill([(rules, []) for _, rules in live], masks)
-        for (ruled, rules), mask in zip(live, masks, strict=True):
+        for row, (ruled, rules) in enumerate(live):
             request = ruled.active.request
-            if not self._goes_on(request, rules):
+            if rules.stopped and not self._goes_on(request, rules):
                 continue
-            if not rules.restrict(mask, request.output):
+            if rules.restricts and not rules.restrict(masks[row], request.output):
                 self._fail(request, "no token is allowed by all rules")
         return [ruled.position for ruled, _ in live]
 
     def _follow(self, flight: _Flight, tokens: list[list[int]]) -> None:
         """Rules of the rows that go on follow their new tokens."""
-        for ruled in flight.ruled:
-            rules, new = ruled.rules, tokens[ruled.index]
-            if rules is not None and new:
-                rules.consume(new)
-                if self._goes_on(ruled.active.request, rules) and self._least_forced:
-                    self._jump(ruled.active, rules)
+        live = [
+            (ruled.active, rules, new)
+            for ruled in flight.ruled
+            if (new := tokens[ruled.index]) and (rules := ruled.rules) is not None
+        ]
+        self._grammars.consume([(rules, new) for _, rules, new in live])
+        for active, rules, _ in live:
+            if rules.stopped and not self._goes_on(active.request, rules):
+                continue
+            if self._least_forced:
+                self._jump(active, rules)
 
     def _jump(self, active: RunningRequest, rules: SequenceRules) -> None:
         """Tokens that are forced come at once: the row is given back, and the request comes behind

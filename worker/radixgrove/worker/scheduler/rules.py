@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from radixgrove.protocol.constraints.grammar import refusal
 from radixgrove.worker.messages import TokenRules
 
+# To wake threads takes as long as some tokens.
+_FEWEST_BESIDE = 4
+
 # [rows, words] int32: bit t % 32 of word t // 32 says whether token t may come.
 Masks = NDArray[np.int32]
 
@@ -44,12 +47,15 @@ class SequenceRules:
     base: Masks | None = None  # [words]: what may come whatever came before, but for the grammar
     # Banned sequences of several tokens, by their last but one.
     longer: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    restricts: bool = field(init=False)  # there are rules beside the grammar
     phase: Phase = field(init=False)
     thought: int = 0  # tokens within the block of reasoning
     closed: int = 0  # tokens of the end's tail
 
     def __post_init__(self) -> None:
         reasoning = self.rules.reasoning
+        plain = self.rules.allowed is None and not self.rules.banned
+        self.restricts = reasoning is not None or not plain
         self.phase = self._answering
         if reasoning is not None and (reasoning.open or reasoning.begin is not None):
             self.phase = Phase.REASONING if reasoning.open else Phase.BEGIN
@@ -105,6 +111,16 @@ class SequenceRules:
         if self.rules.again and self.matcher.is_stopped() and self.error is None:
             self.matcher.reset()
             self.phase = Phase.FREE
+
+    @property
+    def follows_alone(self) -> bool:
+        """Whether all that is to be done for a new token is that the matcher consumes it."""
+        return self.phase is Phase.BOUND and not self.rules.again and self.matcher is not None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its grammar is at its end, or its matcher has failed."""
+        return self.matcher is not None and self.matcher.is_stopped()
 
     @property
     def ended(self) -> bool:
@@ -175,6 +191,23 @@ class SequenceRules:
         return base
 
 
+def consume_all(
+    executor: LLExecutor, entries: Sequence[tuple[SequenceRules, Sequence[int]]]
+) -> None:
+    """Sequences got these tokens; matchers that get one each consume it beside each other."""
+    together: list[tuple[LLMatcher, int]] = []
+    for rules, tokens in entries:
+        if len(tokens) == 1 and rules.follows_alone and rules.matcher is not None:
+            together.append((rules.matcher, tokens[0]))
+        else:
+            rules.consume(tokens)
+    if len(together) >= _FEWEST_BESIDE:
+        executor.consume_token_par(together)
+    else:
+        for matcher, token in together:
+            matcher.consume_token(token)
+
+
 def fill_masks(
     executor: LLExecutor, entries: Sequence[tuple[SequenceRules, Sequence[int]]], masks: Masks
 ) -> None:
@@ -191,7 +224,7 @@ def fill_masks(
     ahead: list[tuple[LLMatcher, int, list[int]]] = []
     for rules, proposed in entries:
         rows = 1 + len(proposed)
-        if not rules.binds or rules.matcher is None or rules.ended or rules.error is not None:
+        if not rules.binds or rules.matcher is None or rules.stopped:
             masks[first : first + rows] = -1
         elif proposed:
             masks[first : first + rows] = -1

@@ -59,27 +59,30 @@ class MaskCopies:
         self._turn = 0
         self._filled = self._host[0]
         self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def rows(self, count: int, words: int) -> NDArray[np.int32]:
         """[count, words] for the next step, which nothing in flight reads."""
         self._turn = (self._turn + 1) % len(self._host)
         buffer = self._host[self._turn]
         if buffer.shape[0] < count or buffer.shape[1] != words:
-            on_cuda = self._device.type == "cuda"
             size = 1 << (count - 1).bit_length(), words
-            buffer = torch.empty(size, dtype=torch.int32, pin_memory=on_cuda)
+            buffer = torch.empty(size, dtype=torch.int32, pin_memory=self._stream is not None)
             self._host[self._turn] = buffer
-            self._copies[self._turn] = torch.empty_like(buffer, device=self._device)
+            if self._stream is not None:
+                # Memory of the copies' own stream: kernels that used another stream's before, like
+                # those of the forward that runs now, might write to it after the copy.
+                with torch.cuda.stream(self._stream):
+                    self._copies[self._turn] = torch.empty_like(buffer, device=self._device)
         self._filled = buffer[:count]
         rows: NDArray[np.int32] = self._filled.numpy()
         return rows
 
     def send(self, positions: Sequence[int]) -> TokenMasks:
         """What was filled, where the current stream can read it."""
-        if self._device.type == "cpu":
-            return TokenMasks(self._filled, positions)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            return TokenMasks(self._filled, positions)
         copy = self._copies[self._turn][: len(self._filled)]
         with torch.cuda.stream(self._stream):
             copy.copy_(self._filled, non_blocking=True)
