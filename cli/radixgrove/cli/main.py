@@ -20,6 +20,11 @@ _COMMANDS = {
     "drain": ("drain", "drain", "Let a replica finish and send it nothing new."),
     "undrain": ("drain", "undrain", "Send a drained replica requests again."),
     "doctor": ("doctor", "doctor", "Check this machine and the configuration."),
+    "compile-kernels": (
+        "compile_kernels",
+        "compile_kernels_command",
+        "Compile attention for GPUs that need not be here.",
+    ),
     "config": ("config", "config", "Show settings and where each came from."),
     "bench": ("bench", "bench", "Measure a running endpoint."),
     "completion": ("completion", "completion", "Print the completion script of a shell."),

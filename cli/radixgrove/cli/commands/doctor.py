@@ -14,15 +14,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from radixgrove.cli.configuration import redact, show
 from radixgrove.cli.redis_server import HOW_TO_GET, find_binary
 from radixgrove.cli.resolving import UpParts, resolve_part
-from radixgrove.protocol.settings import AttentionChoice, Device, RouterSettings, WorkerSettings
+from radixgrove.protocol.settings import (
+    AttentionChoice,
+    Device,
+    DType,
+    KVDType,
+    RouterSettings,
+    WorkerSettings,
+)
 from radixgrove.service import exit_codes
 from radixgrove.service.listening import bound_socket
+
+if TYPE_CHECKING:
+    from radixgrove.protocol.model.config import ModelConfig
 
 _LIBRARIES = (
     ("torch", "worker"),
@@ -39,6 +50,9 @@ _LIBRARIES = (
 )
 _MIN_REDIS = (6, 2)
 _UNTRIED_PYTHON = (3, 14)
+_HOPPER = 9  # major number of the compute capability
+_HOW_TO_COMPILE = "`radixgrove compile-kernels` compiles it, without a GPU"
+_HOW_TO_INSTALL = f"pip install 'radixgrove[cuda]'; then {_HOW_TO_COMPILE}"
 
 
 class Verdict(StrEnum):
@@ -119,20 +133,8 @@ def _machine() -> Iterable[Finding]:
 
 def _gpus(settings: WorkerSettings) -> Iterable[Finding]:
     """Of nvidia-smi: importing torch for this would take seconds and memory."""
-    binary = shutil.which("nvidia-smi")
-    gpus: list[str] = []
-    if binary is not None:
-        query = "--query-gpu=index,name,memory.total,memory.used,driver_version"
-        result = subprocess.run(
-            [binary, query, "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-        if result.returncode == 0:
-            gpus = result.stdout.strip().splitlines()
-    for line in gpus:
+    gpus = _visible_gpus()
+    for line, _ in gpus:
         yield Finding(Verdict.OK, "gpu", line)
     wanted = settings.device is Device.CUDA
     if not gpus:
@@ -140,22 +142,104 @@ def _gpus(settings: WorkerSettings) -> Iterable[Finding]:
         yield Finding(verdict, "gpu", "none: workers run on the CPU")
     elif settings.tp > len(gpus):
         yield Finding(Verdict.FAIL, "gpu", f"tp {settings.tp} needs more than {len(gpus)} GPUs")
-    yield _backend(settings, on_gpu=bool(gpus) and settings.device is not Device.CPU)
+    on_gpu = bool(gpus) and settings.device is not Device.CPU
+    yield _backend(settings, gpus[0][1] if on_gpu else None)
 
 
-def _backend(settings: WorkerSettings, *, on_gpu: bool) -> Finding:
-    """What attention runs on; of `auto`, what it takes here and what it would take on a GPU."""
+def _visible_gpus() -> list[tuple[str, int]]:
+    """What nvidia-smi says of each, and the major number of its compute capability."""
+    binary = shutil.which("nvidia-smi")
+    if binary is None:
+        return []
+    query = "--query-gpu=index,name,memory.total,memory.used,driver_version,compute_cap"
+    result = subprocess.run(
+        [binary, query, "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    if result.returncode != 0:
+        return []
+    lines = [line.rpartition(", ") for line in result.stdout.strip().splitlines()]
+    return [(line, int(capability.partition(".")[0])) for line, _, capability in lines]
+
+
+def _backend(settings: WorkerSettings, major: int | None) -> Finding:
+    """What attention runs on; without a GPU (`major` None) also what it would run on with Hopper's.
+
+    Decode is our own kernel whichever backend is named: they differ in how prompts are computed.
+    """
     chosen = settings.attention_backend
-    if chosen is AttentionChoice.FLASHINFER and importlib.util.find_spec("flashinfer") is None:
-        return Finding(Verdict.FAIL, "backend", "flashinfer: pip install 'radixgrove[cuda]'")
+    prefill = _prefill(settings, _HOPPER if major is None else major)
+    if chosen is AttentionChoice.FLASHINFER:
+        verdict = Verdict.OK if prefill.by_flashinfer else Verdict.FAIL
+        return Finding(verdict, "backend", f"attention flashinfer: {prefill.why}")
     if chosen is not AttentionChoice.AUTO:
-        return Finding(Verdict.OK, "backend", f"attention {chosen}")
-    preferred = (AttentionChoice.FLASHINFER, AttentionChoice.TRITON)
-    fastest = next((b for b in preferred if importlib.util.find_spec(b)), AttentionChoice.TORCH)
-    if on_gpu:
-        return Finding(Verdict.OK, "backend", f"attention auto: {fastest}")
-    text = f"attention auto: {AttentionChoice.TORCH} here, {fastest} on a GPU"
-    return Finding(Verdict.OK, "backend", text)
+        other = f"; auto takes flashinfer: {prefill.why}" if prefill.by_flashinfer else ""
+        return Finding(Verdict.OK, "backend", f"attention {chosen}, as set{other}")
+    ours = AttentionChoice.TRITON if importlib.util.find_spec("triton") else AttentionChoice.TORCH
+    fastest = AttentionChoice.FLASHINFER if prefill.by_flashinfer else ours
+    if major is None:
+        text = f"attention auto: {AttentionChoice.TORCH} here, {fastest} on a GPU ({prefill.why})"
+        return Finding(Verdict.OK, "backend", text)
+    verdict = Verdict.OK if prefill.by_flashinfer or not prefill.can_improve else Verdict.WARN
+    return Finding(verdict, "backend", f"attention auto: {fastest} ({prefill.why})")
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """What computes prompts on a GPU where it may be chosen, and why."""
+
+    by_flashinfer: bool
+    why: str
+    can_improve: bool = False
+
+
+def _prefill(settings: WorkerSettings, major: int) -> _Prefill:
+    from radixgrove.worker.attention import flashinfer_kernels as flashinfer
+
+    if settings.kv_dtype is KVDType.FP8_E4M3:
+        return _Prefill(False, "FlashInfer does not read KV in float8")
+    config = _config(settings)
+    dtype = str(settings.dtype)
+    if settings.dtype is DType.AUTO:
+        dtype = config.dtype if config is not None else "bfloat16"
+    dims = flashinfer.HEAD_DIMS if config is None else (config.head_dim,)
+    kernels = [k for dim in dims if (k := flashinfer.kernel_of(major, dtype, dim)) is not None]
+    if not kernels:
+        dim = f" of head dimension {config.head_dim}" if config is not None else ""
+        return _Prefill(False, f"FlashInfer has no kernels for {dtype}{dim}")
+    if not flashinfer.is_installed():
+        return _Prefill(False, f"FlashInfer is not installed: {_HOW_TO_INSTALL}", True)
+    compiled = [kernel for kernel in kernels if flashinfer.prebuilt_library(kernel) is not None]
+    if compiled:
+        return _Prefill(True, f"compiled before the start: {'; '.join(map(str, compiled))}")
+    toolkit = flashinfer.find_toolkit()
+    what = "; ".join(map(str, kernels))
+    if toolkit is not None:
+        by = f"compiled at the first start, for minutes, by the nvcc of {toolkit.home}"
+        return _Prefill(True, f"{by}: {what}; {_HOW_TO_COMPILE}")
+    return _Prefill(
+        False,
+        f"no FlashInfer kernel is compiled ({what}) and no nvcc is here; {_HOW_TO_COMPILE}",
+        True,
+    )
+
+
+def _config(settings: WorkerSettings) -> ModelConfig | None:
+    """The model's; None where it is not there, or not one that is served."""
+    from radixgrove.protocol.model.config import ModelError
+    from radixgrove.protocol.model.directory import load_config
+    from radixgrove.worker.agent.demo_model import NAME, default_cache_dir
+
+    demo = settings.model == "demo"
+    try:
+        return load_config(
+            default_cache_dir() / NAME if demo else Path(settings.model).expanduser()
+        )
+    except ModelError:
+        return None
 
 
 def _host_cache(settings: WorkerSettings) -> Iterable[Finding]:

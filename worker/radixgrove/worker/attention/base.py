@@ -73,6 +73,7 @@ class AttentionBackend(ABC):
 
     # Decode rows of which a prefix in common is read at once; fewer than 2: batches have none.
     prefix_tile_rows = 1
+    about = ""  # which kernels it has, for people; known after `warm_up`
 
     def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
         self.pool = pool

@@ -1,4 +1,4 @@
-"""Attention with FlashInfer's kernels (Ye et al. 2025): bfloat16, float16; compiled on first use.
+"""Attention with FlashInfer's kernels (Ye et al. 2025) in bfloat16 and float16.
 
 Prefill chunks of eager steps take its prefill kernels (FA3 on Hopper), planned once a step from the
 host's mirrors: the paged one behind a cached prefix, with page lists flattened on the device, and
@@ -9,10 +9,7 @@ Decode rows take our own kernel, which has every GQA group size and needs no pla
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from types import ModuleType
 from typing import Any, Unpack
 
 import numpy as np
@@ -20,30 +17,24 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import ops
-from radixgrove.protocol.errors import LibraryError
 from radixgrove.worker.attention.base import AttentionBatch, Geometry
 from radixgrove.worker.attention.decode import DecodingBackend
+from radixgrove.worker.attention.flashinfer_kernels import (
+    FlashInferUnavailable,
+    compiling,
+    find_toolkit,
+    import_flashinfer,
+    kernel_of,
+    specification,
+    wait_reporting,
+)
 
 log = logging.getLogger(__name__)
 
 # Split-KV partial sums of one layer: what FlashInfer's own schedule needs for 128 query heads.
 _FLOAT_WORKSPACE_BYTES = 384 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
-_DTYPES = (torch.bfloat16, torch.float16)
 Report = Callable[[str, float | None], None]
-
-
-class FlashInferUnavailable(LibraryError, RuntimeError):
-    """FlashInfer cannot serve here; the message says why in a line for people."""
-
-
-def _import_flashinfer() -> ModuleType:
-    try:
-        import flashinfer
-    except Exception as error:  # its imports fail in many ways, not only ImportError
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise FlashInferUnavailable(f"FlashInfer cannot be imported: {reason[0]}") from error
-    return flashinfer  # type: ignore[no-any-return]
 
 
 class _PlanSpace:
@@ -85,21 +76,24 @@ class FlashInferAttention(DecodingBackend):
 
     def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
         super().__init__(pool, **geometry)
-        if pool.dtype not in _DTYPES:
-            name = str(pool.dtype).removeprefix("torch.")
-            raise FlashInferUnavailable(f"FlashInfer has no kernels here for {name} KV")
-        self._flashinfer = _import_flashinfer()
+        dtype = str(pool.dtype).removeprefix("torch.")
         device = pool.device
-        hopper = torch.cuda.get_device_capability(device)[0] == 9
-        self._prefill_kernel = "fa3" if hopper else "fa2"
+        major, _ = torch.cuda.get_device_capability(device)
+        kernel = kernel_of(major, dtype, self.head_dim)
+        if kernel is None:
+            raise FlashInferUnavailable(
+                f"FlashInfer has no kernels here for {dtype} KV of head dimension {self.head_dim}"
+            )
+        flashinfer = import_flashinfer()
+        self._kernel = kernel
         self._workspace = torch.empty(_FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._plans = _PlanSpace(device)
-        self._prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, "NHD", backend=self._prefill_kernel
+        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, "NHD", backend=kernel.generation
         )
         self._fresh_plans = _PlanSpace(device)
-        self._fresh = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-            self._workspace, "NHD", backend=self._prefill_kernel
+        self._fresh = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            self._workspace, "NHD", backend=kernel.generation
         )
         self._prefixed_tokens = 0  # of the planned step's prefill tokens, those of the paged kernel
         self._pages = [(layer[0], layer[1]) for layer in pool]
@@ -107,58 +101,54 @@ class FlashInferAttention(DecodingBackend):
     # ---- compiling ---------------------------------------------------------------------------
 
     def warm_up(self, report: Report) -> None:
-        """Compile the prefill kernel if FlashInfer's cache lacks it, and run a step once.
+        """Compile the prefill kernel if it is not there, and run a step once.
 
-        The cache is a directory below `$FLASHINFER_WORKSPACE_BASE` (default: the home directory),
-        named by FlashInfer's version and the architecture; its entries by dtype and head dimension.
+        Without one beside its package FlashInfer looks into a directory below
+        `$FLASHINFER_WORKSPACE_BASE` (default: the home directory), named by its version and the
+        architecture. It asks for the toolkit there, too, before it takes what lies in it.
 
         Raises:
-            FlashInferUnavailable: compiling or the trial run failed.
+            FlashInferUnavailable: there is no kernel and no toolkit, compiling or the trial run
+                failed.
         """
         try:
-            spec = self._spec()
-            if not spec.is_compiled:
-                self._compile(spec, report)
-            report("trying FlashInfer's kernels", None)
-            self._try_out()
+            self._make_ready(report)
+        except FlashInferUnavailable:
+            raise
         except Exception as error:
             log.debug("FlashInfer failed", exc_info=True)
             raise FlashInferUnavailable(
                 f"FlashInfer's kernels cannot be built or run here ({type(error).__name__})"
             ) from error
 
-    def _spec(self) -> Any:
-        dtype, dim = self.pool.dtype, self.head_dim
-        no_position_encoding = 0
-        return self._flashinfer.jit.gen_batch_prefill_module(
-            self._prefill_kernel,
-            dtype,
-            dtype,
-            dtype,
-            torch.int32,
-            dim,
-            dim,
-            no_position_encoding,
-            False,  # sliding window
-            False,  # soft cap
-            False,  # fp16 reduction
-        )
+    def _make_ready(self, report: Report) -> None:
+        spec = specification(self._kernel)
+        if spec.is_aot:
+            self.about = f"prefill {self._kernel}: compiled before the start"
+            self._try_out(report)
+            return
+        toolkit = find_toolkit()
+        if toolkit is None:
+            raise FlashInferUnavailable(
+                f"no prefill kernel is compiled ({self._kernel}) and no nvcc is here; "
+                "`radixgrove doctor` says how to get one"
+            )
+        self.about = f"prefill {self._kernel}: by the nvcc of {toolkit.home}"
+        with compiling(toolkit, spec.build_dir.parent / "links"):
+            if not spec.is_compiled:
+                self._compile(spec, report)
+            self._try_out(report)
 
     def _compile(self, spec: Any, report: Report) -> None:
-        """Build, in processes of their own, and say now and then how long it has taken."""
-        begin = time.monotonic()
-        with ThreadPoolExecutor(1) as pool:
-            build = pool.submit(spec.build, False)
-            while wait((build,), timeout=2.0).not_done:
-                report(
-                    f"compiling FlashInfer {self._prefill_kernel} (once for this version and head "
-                    f"dimension): {time.monotonic() - begin:.0f} s",
-                    None,
-                )
-            build.result()
+        """Build, and say now and then how long it has taken."""
+        text = "compiling FlashInfer's prefill (once for this version, dtype and head dimension)"
+        wait_reporting(
+            lambda: spec.build(False), lambda seconds: report(f"{text}: {seconds:.0f} s", None)
+        )
 
-    def _try_out(self) -> None:
+    def _try_out(self, report: Report) -> None:
         """A step with each kind of row, on the scratch page."""
+        report("trying FlashInfer's kernels", None)
         device, scratch = self.pool.device, self.pool.shape[2] - 1
         q = torch.zeros(5, self.num_heads, self.head_dim, dtype=self.pool.dtype, device=device)
         indptr = torch.tensor([0, 2, 4, 5], dtype=torch.int32, device=device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelConfig, QkNorm
 from radixgrove.protocol.model.directory import known_tokens
 from radixgrove.protocol.settings import AttentionChoice, LoadFormat, WorkerSettings
+from radixgrove.worker.attention.flashinfer_kernels import can_serve, kernel_of
 from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
 from radixgrove.worker.execution.assembly import Report
 from radixgrove.worker.execution.choices import Limits, choose_length
@@ -80,5 +80,12 @@ def attention_shape(
         kv_dtype=kv_dtype,
         extends=settings.attention_backend == AttentionChoice.TRITON
         or kv_dtype == FLOAT8
-        or find_spec("flashinfer") is None,
+        or not _has_flashinfer(config, place),
     )
+
+
+def _has_flashinfer(config: ModelConfig, place: TensorPlacement) -> bool:
+    """Whether `auto` finds FlashInfer's prefill, as far as can be seen without trying it."""
+    major, _ = torch.cuda.get_device_capability(place.device)
+    kernel = kernel_of(major, str(place.dtype).removeprefix("torch."), config.head_dim)
+    return kernel is not None and can_serve(kernel)

@@ -46,7 +46,7 @@ def select_attention(
             _warm_up(backend, report)
         except (ImportError, RuntimeError) as error:
             raise ModelError(f"attention backend {choice.value}: {error}") from error
-        report(PhaseReport(EngineState.WARMING_UP, f"attention backend {choice.value}, as set"))
+        report(_chosen(choice, backend, ["as set"]))
         return backend, choice.value
     reasons = []
     for candidate in _PREFERENCE if on_cuda else (AttentionChoice.TORCH,):
@@ -57,10 +57,14 @@ def select_attention(
             reasons.append(f"{candidate.value} not usable: {error}")
             continue
         reasons.append("the fastest here" if on_cuda else "the backend for CPUs")
-        message = f"attention backend {candidate.value} ({'; '.join(reasons)})"
-        report(PhaseReport(EngineState.WARMING_UP, message))
+        report(_chosen(candidate, backend, reasons))
         return backend, candidate.value
     raise ModelError(f"no attention backend works: {'; '.join(reasons)}")
+
+
+def _chosen(choice: AttentionChoice, backend: AttentionBackend, why: list[str]) -> PhaseReport:
+    said = "; ".join([*why, *filter(None, [backend.about])])
+    return PhaseReport(EngineState.WARMING_UP, f"attention backend {choice.value} ({said})")
 
 
 def _warm_up(backend: AttentionBackend, report: Callable[[PhaseReport], None]) -> None:
