@@ -5,6 +5,7 @@ Every write comes back as an event of the watch, as in a cluster.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import pytest
@@ -36,6 +37,7 @@ class RefusingKube(MemoryKube):
     def __init__(self) -> None:
         super().__init__()
         self.refusal: tuple[int, str] | None = None
+        self.rewrites = False  # whether admission changes StatefulSets, each time otherwise
         self.attempted: list[str] = []  # names of StatefulSets
         self.app: App | None = None
 
@@ -52,6 +54,11 @@ class RefusingKube(MemoryKube):
             self.attempted.append(where[1])
             if self.refusal is not None:
                 raise KubeError(verb, "statefulsets/{}/{}".format(*where), *self.refusal)
+            if self.rewrites:
+                made = super()._request(method, verb, kind, *where, **more)
+                made["spec"]["template"]["spec"]["containers"][0]["image"] = "mirror.example.com/w"
+                made["metadata"]["annotations"]["rewritten"] = str(len(self.attempted))
+                return copy.deepcopy(self.add(made))
         return super()._request(method, verb, kind, *where, **more)
 
 
@@ -115,11 +122,15 @@ REFUSALS = [
     (403, "exceeded quota: count/statefulsets.apps=0"),
     (403, "ValidatingAdmissionPolicy 'no-gpus' denied request"),
     (422, "spec.template.spec.containers[0].image: Required value"),
+    (500, 'failed calling webhook "pods.example.com": connection refused'),
+    (500, 'admission webhook "pods.example.com" denied the request: no'),
 ]
 
 
 @pytest.mark.parametrize(
-    "refusal", REFUSALS, ids=["field", "typed field", "quota", "policy", "invalid"]
+    "refusal",
+    REFUSALS,
+    ids=["field", "typed field", "quota", "policy", "invalid", "lost webhook", "webhook"],
 )
 def test_a_refused_service_is_looked_at_once_a_minute_and_burns_no_number(
     refusal: tuple[int, str],
@@ -178,6 +189,20 @@ def test_a_number_of_which_something_may_have_been_made_is_not_used_again(status
     cluster.apply(LLAMA)
     cluster.run(1)
     assert cluster.kube.attempted[:2] == ["llama-0-a1", "llama-0-a2"]
+
+
+def test_what_admission_rewrites_is_written_once() -> None:
+    """As a policy that names another registry in every template."""
+    cluster = Cluster()
+    cluster.kube.rewrites = True
+    cluster.apply(LLAMA)
+    cluster.run(300)
+    assert cluster.kube.attempted == ["llama-0-a1"]
+    made = cluster.kube.objects["StatefulSet", LLAMA[0], "llama-0-a1"]
+    made["spec"]["replicas"] = 7  # somebody's hand
+    cluster.kube.add(made)
+    cluster.run(300)
+    assert cluster.kube.attempted == ["llama-0-a1", "llama-0-a1"]
 
 
 def test_a_neighbour_is_served_while_another_service_is_refused() -> None:

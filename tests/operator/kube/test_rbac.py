@@ -291,6 +291,11 @@ def _deployment(**spec: Any) -> dict[str, Any]:
     return _object("Deployment", "apps/v1", spec=wanted)
 
 
+def _adding(*capabilities: str) -> dict[str, Any]:
+    added = {"capabilities": {"add": list(capabilities)}}
+    return {"name": "x", "image": "x", "securityContext": added}
+
+
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
@@ -317,6 +322,9 @@ def _deployment(**spec: Any) -> dict[str, Any]:
             ),
             "not privileged",
         ),
+        (_deployment(containers=[_adding("IPC_LOCK")]), ""),
+        (_deployment(containers=[_adding("IPC_LOCK", "SYS_ADMIN")]), "own their node"),
+        (_deployment(initContainers=[_adding("ALL")]), "own their node"),
         (_deployment(volumes=[{"name": "host", "hostPath": {"path": "/models/llama"}}]), ""),
         (_deployment(volumes=[{"name": "host", "hostPath": {"path": "/"}}]), "no folder"),
         (_deployment(volumes=[{"name": "host", "hostPath": {"path": "/modelsx"}}]), "no folder"),

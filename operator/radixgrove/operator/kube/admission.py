@@ -21,6 +21,14 @@ ACCOUNT = "@account"  # the operator's user name
 SERVICE_ACCOUNTS = "@service-accounts"  # a list in CEL: that pods may run as, besides their own
 HOST_PATHS = "@host-paths"  # a list in CEL: folders of nodes that models may lie in
 
+# Of the kernel's capabilities those that act within a pod: what pod security's "baseline" lets
+# containers add, and what GPUs and their networks are used with. SYS_ADMIN, say, owns the node.
+_CAPABILITIES = (
+    "AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "IPC_LOCK", "KILL", "MKNOD",
+    "NET_ADMIN", "NET_BIND_SERVICE", "NET_RAW", "SETFCAP", "SETGID", "SETPCAP", "SETUID",
+    "SYS_CHROOT", "SYS_NICE", "SYS_PTRACE", "SYS_RESOURCE",
+)  # fmt: skip
+
 _ANY = ["CREATE", "UPDATE", "DELETE"]
 _POD = "object.spec.template.spec"
 _LABELS = "object.spec.template.metadata.labels"
@@ -108,6 +116,12 @@ def _pods(service_accounts: str, host_paths: str) -> list[Object]:
         _validation(
             f"!({_CONTAINERS}).exists(c, c.?securityContext.privileged.orValue(false))",
             "the operator's pods are not privileged: see securityContext in podOverrides",
+        ),
+        _validation(
+            f"({_CONTAINERS}).all(c, c.?securityContext.capabilities.add.orValue([])"
+            f".all(a, a in {list(_CAPABILITIES)}))",
+            "the operator's pods add no capability with which they would own their node: see "
+            "securityContext in podOverrides",
         ),
         _validation(
             f"({_VOLUMES}).all(v, !has(v.hostPath) || {host_paths}.exists(p, v.hostPath.path == p "

@@ -62,8 +62,13 @@ KINDS = {
 }
 
 
-# An apply that names a field which the server does not know is a 500, before anything is stored.
-_UNKNOWN_FIELD = "failed to create typed patch object"
+# What is a 500 before anything is stored: an apply that names a field which the server does not
+# know, an admission webhook that does not answer, one that refuses with such a status.
+_NOTHING_STORED = (
+    "failed to create typed patch object",
+    "failed calling webhook",
+    "denied the request",
+)
 
 
 class KubeError(PeerError):
@@ -80,7 +85,7 @@ class KubeError(PeerError):
     def refused(self) -> bool:
         """The request had no effect. Without an answer, or after an error inside the server, it may
         have had one; after a conflict the object is there."""
-        if self.status == 500 and _UNKNOWN_FIELD in self.message:
+        if self.status == 500 and any(text in self.message for text in _NOTHING_STORED):
             return True
         return 400 <= self.status < 500 and self.status not in (408, 409)
 
@@ -113,6 +118,8 @@ class Kube:
         self._may_write = may_write
         self._timeout = timeout
         self._seen: dict[tuple[str, str, str], tuple[str, str]] = {}
+        # Hash of what was applied, and the version that came of it, of what admission rewrote.
+        self._rewritten: dict[tuple[str, str, str], tuple[str, str]] = {}
         # Versions that the watch reports of objects while they are being applied.
         self._reported: list[tuple[tuple[str, str, str], set[str]]] = []
         self._lock = threading.Lock()
@@ -153,18 +160,20 @@ class Kube:
     def apply(self, desired: Object) -> Object:
         """Server-side apply, unless the object already is as desired; the object as it is then.
 
-        What an earlier rendering had beyond this one goes: each has its hash on it. An object of
-        another owner, or under another controller (of a deleted namesake), is left alone: KubeError
-        with status 409.
+        What an earlier rendering had beyond this one goes: each has its hash on it. What admission
+        makes of it stays, or both would write for ever. An object of another owner, or under
+        another controller (of a deleted namesake), is left alone: KubeError with status 409.
         """
         desired = _stamped(desired)
         key = _key(desired)
         live = self.get(KindName[Object](key[0]), *key[1:])
         if live is not None:
             _refuse_foreign(desired, live)
-            if covers(live, desired):
+            with self._lock:
+                rewritten = self._rewritten.get(key) == _mark(desired, live)
+            if rewritten or covers(live, desired):
                 return live
-        return self._request(
+        made = self._request(
             "PATCH", "patch", desired["kind"], key[1], key[2], body=desired,
             # Strict: a field that the server does not know is an error, and never just dropped.
             query={
@@ -172,6 +181,12 @@ class Kube:
             },
             content_type="application/apply-patch+yaml",
         )  # fmt: skip
+        with self._lock:
+            if covers(made, desired):
+                self._rewritten.pop(key, None)
+            else:
+                self._rewritten[key] = _mark(desired, made)
+        return made
 
     def apply_cached(self, desired: Object) -> None:
         """As `apply`, without even a read while the watch reports no change since the last one."""
@@ -200,6 +215,8 @@ class Kube:
             known = self._seen.get(key)
             if known is not None and known[1] != version:
                 del self._seen[key]
+            if version is None:
+                self._rewritten.pop(key, None)
             for applied, reported in self._reported:
                 if applied == key:
                     reported.add(version or "")
@@ -301,6 +318,11 @@ def _stamped(desired: Object) -> Object:
     meta = desired["metadata"]
     annotations = {**meta.get("annotations", {}), names.RENDERED: _hash(desired)}
     return {**desired, "metadata": {**meta, "annotations": annotations}}
+
+
+def _mark(desired: Object, live: Object) -> tuple[str, str]:
+    """What was asked for, and the version that it became."""
+    return _hash(desired), live["metadata"].get("resourceVersion", "")
 
 
 def is_rendering(live: Mapping[str, Any], desired: Object) -> bool:
