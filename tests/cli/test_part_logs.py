@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import stat
 from pathlib import Path
 
@@ -25,6 +26,7 @@ STAMP = "2026-01-01T00:00:00.000Z"
         ('{"time":"t","level":"error","logger":"l","message":"it failed"}', "it failed"),
         ('{"time":"t","level":"info","logger":"l","message":"request"}', None),
         ("{", None),
+        ('{"level":' + 5000 * "[", None),
         ("Loading weights: 100%|####|", None),
     ],
 )  # fmt: skip
@@ -51,6 +53,25 @@ def test_every_line_is_in_the_parts_file(
     assert shown[: len(shown) // 2] == [
         ("router", line) for line in (lines if follow else ["it failed %s"])
     ]
+
+
+def test_a_disk_that_is_full_costs_lines_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(part_logs, "show", lambda name, text: shown.append(text))
+    logs = PartLogs(tmp_path, follow=False)
+    take = logs.sink("router")
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, most))  # of every file that is written
+    try:
+        for _ in range(3):
+            take("a line")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    (said,) = shown
+    assert "cannot be written" in said
+    assert capfd.readouterr().err == ""
 
 
 def test_the_directory_follows_the_port_and_the_users_wish(

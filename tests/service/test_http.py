@@ -12,6 +12,7 @@ import pytest
 
 from radixgrove.service import asgi, http
 from radixgrove.service.asgi import Receive, Scope, Send
+from radixgrove.service.http import MAX_HEADER_BYTES, MAX_WAITING
 from radixgrove.service.server import Server
 from tests.router.harness import eventually
 from tests.service.serving import exchange, serving
@@ -100,6 +101,30 @@ async def test_requests_that_came_together_are_answered_in_order() -> None:
     positions = [answers.index(b"/no-%d" % i) for i in range(5)]
     assert positions == sorted(positions)
     assert answers.count(b"HTTP/1.1 200 OK") == 6
+
+
+async def test_many_requests_that_came_together_have_no_large_head() -> None:
+    """The last one's headers end with the next bytes."""
+    request = b"GET /no HTTP/1.1\r\nhost: x\r\nx-padding: %b\r\n\r\n" % (b"x" * 2000)
+    assert len(50 * request) > MAX_HEADER_BYTES
+    async with serving(mirror) as server:
+        answers = await exchange(server, 50 * request + LAST[:10], LAST[10:])
+    assert answers.count(b"HTTP/1.1 200 OK") == 51
+
+
+async def test_a_connection_on_which_very_many_requests_wait_ends() -> None:
+    """Each takes some thousand bytes, however short it is."""
+    going = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await going.wait()
+        await asgi.respond(send, 200, b"{}")
+
+    async with serving(slow) as server:
+        request = b"GET /no HTTP/1.1\r\nhost: x\r\n\r\n"
+        answers = await exchange(server, (MAX_WAITING + 2) * request)
+        going.set()
+    assert answers == b""
 
 
 async def test_a_head_without_a_body_leaves_at_once() -> None:

@@ -99,6 +99,7 @@ FOREIGN = {
     "a page of another site": {"origin": "http://evil.example"},
     "a page on another port": {"origin": "http://127.0.0.1:3000"},
     "a page without an origin": {"origin": "null"},
+    "a page that says no more": {"sec-fetch-site": "cross-site"},
     "a name that was bound to this machine": {"host": f"evil.example:{PORT}"},
     "the same, with its own origin": {
         "host": f"evil.example:{PORT}",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
+import sys
+import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from radixgrove.protocol.foreign import decode_json
 from radixgrove.service import logs
 from radixgrove.service.children import Sink
+from radixgrove.service.complaints import REPEAT_SECONDS
 
 _NAME_WIDTH = 10
 _FILE_BYTES = 32 << 20
@@ -46,11 +49,22 @@ def _parse(line: str) -> tuple[str, str]:
         return match["level"], match["message"]
     if line.startswith("{"):
         try:
-            record = json.loads(line)
+            record = decode_json(line.encode(), dict[str, object])
             return str(record["level"]).upper(), str(record["message"])
         except (ValueError, KeyError):
             pass
     return "", ""
+
+
+class _File(RotatingFileHandler):
+    """Lines that it cannot take, on a full disk, are lost: said once a minute."""
+
+    _silent_until = 0.0  # monotonic
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if time.monotonic() >= self._silent_until:
+            self._silent_until = time.monotonic() + REPEAT_SECONDS
+            show(record.name, f"its log file cannot be written: {sys.exc_info()[1]}")
 
 
 class PartLogs:
@@ -74,7 +88,7 @@ class PartLogs:
         path = self.directory / f"{name}.log"
         path.unlink(missing_ok=True)
         path.touch(mode=0o600)  # with `log_prompts` it has what people said
-        file = RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=1, encoding="utf-8")
+        file = _File(path, maxBytes=_FILE_BYTES, backupCount=1, encoding="utf-8")
         self._files.append(file)
 
         def take(line: str) -> None:

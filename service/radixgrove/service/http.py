@@ -39,6 +39,7 @@ from radixgrove.service.tracing import (
 )
 
 MAX_HEADER_BYTES = 64 << 10  # request line and headers
+MAX_WAITING = 128  # requests of one connection that came before the one ahead was answered
 CLOSE_SECONDS = 60.0  # for a client to read the rest of what was written, once a connection ends
 _OFFERS = frozenset({b"upgrade", b"http2-settings"})  # headers, and tokens of `Connection`
 
@@ -142,6 +143,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     _header_bytes: int | None = None  # since the request began; None outside of headers
     _begun = False  # a request is under way
+    _ended_request = False  # within the bytes that came last
     _offers = False  # its headers offer another protocol
     _timer: asyncio.TimerHandle | None = None
     _began_at = 0.0  # the event loop's time
@@ -174,9 +176,11 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         # Empty lines between requests are no request, but end uvicorn's keep-alive timer.
         self._start_timer()
+        self._ended_request = False
         super().data_received(data)
-        # Counted after parsing: what is still in the headers now has been nothing else.
-        if self._header_bytes is not None:
+        # Counted after parsing: what is still in the headers now has been nothing else, but where
+        # another request ended within the same bytes.
+        if self._header_bytes is not None and not self._ended_request:
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self._header_bytes = None
@@ -189,6 +193,9 @@ class HttpProtocol(HttpToolsProtocol):
                 )
 
     def on_message_begin(self) -> None:
+        """Raises OverflowError, which ends the reading: more requests wait than one may send."""
+        if len(self.pipeline) >= MAX_WAITING:
+            raise OverflowError
         self._begun = True
         self._header_bytes = 0
         self._start_timer()
@@ -208,6 +215,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._offers:
             return
         self._begun = False
+        self._ended_request = True
         self._stop_timer()
         super().on_message_complete()
 

@@ -5,7 +5,7 @@ KEY`: `GET /status`, `POST /log-level`, and what the part adds.
 
 Without a key the port is this machine's alone, but web pages that its user opens reach it too. Such
 requests say where they come from: a `Host` that is not this machine's, an `Origin` that is not this
-port, or a body in a form's content type is refused.
+port, a `Sec-Fetch-Site` of another one, or a body in a form's content type is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from fastapi import Request, Response
 
+from radixgrove.protocol.foreign import decode_json
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.settings import LogLevel
@@ -82,8 +83,8 @@ class ManagementApi(Api):
 
 def _level(body: bytes) -> LevelChange:
     try:
-        return msgspec.json.decode(body, type=LevelChange)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return decode_json(body, LevelChange)
+    except ValueError:
         names = ", ".join(LogLevel)
         raise errors.invalid(f"'level' must be one of {names}.", "level") from None
 
@@ -115,13 +116,19 @@ def _check_local(scope: Scope) -> None:
     Raises:
         ApiError: 403 or 415: a page of another site may have sent this.
     """
-    host, origin = asgi.header(scope, "host"), asgi.header(scope, "origin")
-    if host is not None and not _names_this_machine(host):
+    hosts, origins = _all(scope, b"host"), _all(scope, b"origin")
+    if not all(map(_names_this_machine, hosts)):
         raise _foreign("Host")
-    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+    if not set(origins) <= {f"{scheme}://{host}" for host in hosts for scheme in ("http", "https")}:
         raise _foreign("Origin")
+    if not set(_all(scope, b"sec-fetch-site")) <= {"same-origin", "none"}:
+        raise _foreign("Sec-Fetch-Site")
     if scope["method"] not in ("GET", "HEAD") and _has_body(scope):
         asgi.require_content_type(scope, JSON)
+
+
+def _all(scope: Scope, name: bytes) -> list[str]:
+    return [bytes(value).decode("latin-1") for key, value in scope["headers"] if key == name]
 
 
 def _names_this_machine(host: str) -> bool:

@@ -33,7 +33,15 @@ def take_descriptors() -> None:
     """Opens as many files as the system allows this process, and those that it starts.
 
     A request through a router takes two; the usual soft limit, made for `select`, is 1,024.
+
+    Standard streams that are closed are opened on nothing: the next connection would get the number
+    that log lines go to.
     """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a sandbox may refuse it
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
