@@ -170,6 +170,7 @@ class RedisServer:
     port: int = field(default_factory=find_free_port)
     process: subprocess.Popen[bytes] | None = None
     options: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -200,6 +201,7 @@ class RedisServer:
                 *self.options,
             ],
             stdout=subprocess.DEVNULL,
+            env={**os.environ, **self.environment},
         )
         wait_until(self.answers, what="Redis")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import struct
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -41,6 +43,46 @@ REFUSALS: dict[str, Callable[[redis.Redis], None]] = {
     "NOREPLICAS": without_replicas,
     "MISCONF": unable_to_save,
 }
+
+
+_GETTIMEOFDAY = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/time.h>
+
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+  static int (*real)(struct timeval *, void *);
+  static volatile int64_t *shift;
+  if (!shift) {
+    real = (int (*)(struct timeval *, void *)) dlsym(RTLD_NEXT, "gettimeofday");
+    shift = mmap(0, 8, PROT_READ, MAP_SHARED, open(getenv("CLOCK_SHIFT"), O_RDONLY), 0);
+  }
+  int status = real(now, zone);
+  now->tv_sec += *shift;
+  return status;
+}
+"""
+
+
+class RedisClock:
+    """The wall clock of a Redis that is started with `environment`; needs a C compiler."""
+
+    def __init__(self, directory: Path) -> None:
+        library = directory / "clock.so"
+        command = ["cc", "-shared", "-fPIC", "-o", str(library), "-x", "c", "-", "-ldl"]
+        subprocess.run(command, input=_GETTIMEOFDAY.encode(), check=True)
+        self._shift = directory / "shift"
+        self._shift.write_bytes(bytes(8))
+        self.environment = {"LD_PRELOAD": str(library), "CLOCK_SHIFT": str(self._shift)}
+
+    def set_forward(self, seconds: int) -> None:
+        """From the true time; back, where it is negative."""
+        with self._shift.open("r+b") as shift:
+            shift.write(struct.pack("<q", seconds))
 
 
 class RedisRoute:

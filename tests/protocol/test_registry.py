@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import struct
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from radixgrove.protocol.registry import EngineInfo, Registration, member_id
+from radixgrove.protocol.foreign import decode_json
+from radixgrove.protocol.model_table import Demand, ModelTable
+from radixgrove.protocol.registry import EngineInfo, Lease, Measured, Registration, member_id
 from tests.release_0_1 import definitions as old
 
 # As a worker of release 0.1 writes it.
@@ -94,6 +101,10 @@ def test_an_old_router_reads_what_it_used_to_read() -> None:
         registration(index_block=24).encode(),
         msgspec.json.encode({**OLD, "page_size": 0}),
         msgspec.json.encode({**OLD, "max_model_len": "long"}),
+        b'{"engine": ' + b"[" * 100_000,
+        msgspec.json.encode({**OLD, "max_running": 1 << 63}),
+        msgspec.json.encode({**OLD, "prefill_tokens_per_second": -1.0}),
+        registration().encode().replace(b"1234.5", b"1e999"),
     ],
 )
 def test_what_makes_no_sense_is_refused(data: bytes) -> None:
@@ -126,3 +137,22 @@ def test_a_replica_under_the_name_of_another_group_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         Registration.decode(registration(**changes).encode())
+
+
+@given(
+    st.binary(max_size=80)
+    | st.tuples(st.floats(), st.integers(0, 2), st.floats(), st.floats(), st.floats()).map(
+        lambda head: struct.pack("<dBIIIIIddd", head[0], head[1], 1, 2, 3, 4, 5, *head[2:])
+    )
+)
+def test_a_lease_is_read_or_refused(data: bytes) -> None:
+    """Redis holds what the pods of all namespaces write."""
+    with contextlib.suppress(ValueError):
+        Lease.unpack(data)
+
+
+@given(st.binary(max_size=40) | st.integers(0, 100_000).map(lambda depth: b"[" * depth))
+def test_json_of_others_is_read_or_refused(data: bytes) -> None:
+    for kind in (Measured, Demand, ModelTable, dict[str, object]):
+        with contextlib.suppress(ValueError):
+            decode_json(data, kind)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from radixgrove.protocol import index
 from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, members
 from radixgrove.protocol.registry import Lease, LeaseState, Registration, RegistrationRefused
-from radixgrove.worker.agent import index_feed
+from radixgrove.worker.agent import index_feed, publisher
 from radixgrove.worker.messages import Admitted, Tier
 from tests.conftest import RedisServer, examples
 from tests.router.harness import eventually
@@ -165,6 +165,39 @@ async def test_redis_that_returns_empty_gets_everything_again(
         await eventually(lambda: engine.in_step(client))
         assert engine.publisher.status().generation != old
         assert b"default" in client.smembers("radixgrove:services")
+
+
+async def test_what_was_taken_out_of_a_key_that_lived_on_comes_back(
+    redis_server: RedisServer, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease alone is of no use: routers do not find the replica."""
+    monkeypatch.setattr(publisher, "JOIN_SECONDS", 0.0)
+    async with running(redis_server.url) as engine:
+        await eventually(lambda: engine.publisher.status().synchronised)
+        for wrong in (None, b"{", b"[]", b'{"generation": 5}'):
+            client.delete(KEYS.replicas, "radixgrove:services")
+            if wrong is not None:
+                client.hset(KEYS.replicas, "r0", wrong)
+            await eventually(lambda: _is_registered(client, engine), what="the registration")
+            await eventually(lambda: client.smembers("radixgrove:services") == {b"default"})
+
+
+def _is_registered(client: redis.Redis, engine: Engine) -> bool:
+    try:
+        found = Registration.decode(client.hget(KEYS.replicas, "r0") or b"")
+    except ValueError:
+        return False
+    return found.generation == engine.publisher.status().generation
+
+
+async def test_an_entry_of_another_that_makes_no_sense_keeps_no_replica_out(
+    redis_server: RedisServer, client: redis.Redis
+) -> None:
+    client.set(KEYS.identity, "another")
+    client.hset(KEYS.replicas, mapping={"r8": b"{", "r9": b'{"generation": "short"}'})
+    client.hset(KEYS.leases, "short", b"lease")
+    async with running(redis_server.url) as engine:
+        await eventually(lambda: engine.publisher.status().registered)
 
 
 async def test_starts_before_redis_does(redis_server: RedisServer, client: redis.Redis) -> None:

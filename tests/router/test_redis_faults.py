@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
+import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -17,7 +20,7 @@ import redis
 
 from radixgrove.protocol import index
 from radixgrove.protocol.blocks import members
-from radixgrove.protocol.keys import ServiceKeys, router_key, services_key
+from radixgrove.protocol.keys import MEASURED, ServiceKeys, router_key, services_key
 from radixgrove.protocol.registry import Lease, Registration
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import fleet, janitor, metrics, registered
@@ -27,10 +30,11 @@ from radixgrove.router.fleet import Fleet
 from radixgrove.router.janitor import Janitor
 from radixgrove.router.placement import PlacementRequest, Placer
 from radixgrove.router.replicas import Breaker, Replica, Service
+from radixgrove.service.cluster_directory import ClusterDirectory
 from radixgrove.service.redis_link import RedisLink
 from radixgrove.worker.messages import Tier
 from tests.conftest import RedisServer, find_free_port
-from tests.redis_faults import REFUSALS, route, well
+from tests.redis_faults import REFUSALS, RedisClock, route, well
 from tests.router.conftest import MakeReplica, MakeRouter
 from tests.router.harness import Router, eventually, prompt
 from tests.router.publishing import HASHER, chain, register, running
@@ -326,6 +330,87 @@ async def test_a_demand_that_redis_refuses_leaves_others_alone(redis_server: Red
         client.delete(demands[0])
         await report.send(link, services)
         assert client.hkeys(demands[0]) == [b"router"]
+
+
+NESTED = b"[" * 100_000
+INFINITE = Lease._HEAD.pack(1e15, 1) + struct.pack("<IIIIIddd", 0, 0, 0, 0, 0, math.inf, 0, 0)
+
+
+async def test_entries_that_make_no_sense_harm_nothing_but_themselves(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    """As a pod may write them that has the rights of its own namespace alone."""
+    await make_replica(redis_url=redis_server.url, replica_id="r0")
+    router = await make_router(redis_server)
+    client = redis_server.client
+    for measured in (NESTED, b'"\xff'):
+        keys, entry = register(redis_server, "aaa", 50_000)
+        client.hset(keys.load(entry.generation), MEASURED, measured)
+    client.hset(keys.replicas, mapping={"r8": NESTED, "r9": b'{"engine": ' + NESTED})
+    client.hset(keys.leases, "infinite", INFINITE)
+    client.hset(keys.demand, "router", NESTED)
+    await eventually(lambda: "malformed entries of service 'aaa'" in router.log.read_text())
+    await make_replica(redis_url=redis_server.url, replica_id="r1")
+    states = {"r0": "ready", "r1": "ready"}
+    await eventually(lambda: _has_ready(router, states), what="the new replica")
+    assert (await router.complete(prompt(1))).status == 200
+
+
+async def _has_ready(router: Router, states: dict[str, str]) -> bool:
+    found = {r["replica"]: r["state"] for r in (await router.status())["replicas"]}
+    return found.items() >= states.items()
+
+
+# ---- its clock ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(tmp_path: Path) -> RedisClock:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler for a clock that can be set")
+    return RedisClock(tmp_path)
+
+
+async def test_a_clock_that_is_set_forward_costs_no_index(
+    tmp_path: Path, clock: RedisClock
+) -> None:
+    """All leases have ended at once, and none of their owners."""
+    with RedisServer(tmp_path, environment=clock.environment) as server:
+        keys, entry = register(server, "s0", 50_000)
+        async with linked(server.url) as link:
+            link.since = time.monotonic() - 100.0
+            tidy = Janitor(link, PREFIX)
+            await tidy.clean()
+            assert link.settled
+            clock.set_forward(3600)
+            await tidy.clean()
+            assert not link.settled
+            assert server.client.exists(keys.tree("gpu", entry.generation))
+            link.since = time.monotonic() - 100.0  # since then each could have renewed its own
+            await tidy.clean()
+            assert not server.client.exists(keys.tree("gpu", entry.generation))
+
+
+async def test_a_lease_from_before_the_clock_was_set_back_is_none(
+    tmp_path: Path, clock: RedisClock
+) -> None:
+    """Its owner may have died: one that lives has another by now."""
+    with RedisServer(tmp_path, environment=clock.environment) as server:
+        keys, entry = register(server, "default", 50_000)
+        async with linked(server.url) as link:
+            directory = ClusterDirectory(link, PREFIX)
+            placer = Placer(RouterSettings(redis_timeout=10.0), "router", link)
+            ask, service = PlacementRequest(10, b"", 16), _service(entry)
+            assert (await directory.service("default")).lease_of(entry) is not None
+            assert await placer.place(service, ask) is not None
+            clock.set_forward(-3600)
+            assert (await directory.service("default")).lease_of(entry) is None
+            link.since = time.monotonic() - 100.0
+            assert await placer.place(service, ask) is None
+            await placer.heartbeat([service])
+            server.client.zadd(keys.routers, {"died": 1000.0 * (time.time() + 5.0)})
+            await placer.heartbeat([service])
+            assert server.client.zrange(keys.routers, 0, -1) == [b"router"]
 
 
 # ---- every key has an end ----------------------------------------------------------------------

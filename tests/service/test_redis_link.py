@@ -286,6 +286,7 @@ def test_addresses_are_read_as_redis_py_reads_them() -> None:
     [
         ({"maxmemory_policy": "allkeys-lru"}, "needs noeviction"),
         ({"redis_mode": "cluster"}, "cluster mode"),
+        ({"redis_mode": "", "server_mode": "cluster"}, "cluster mode"),  # Valkey
     ],
 )
 def test_unsuitable_servers_are_refused_in_words(change: dict[str, object], words: str) -> None:
@@ -296,6 +297,18 @@ def test_unsuitable_servers_are_refused_in_words(change: dict[str, object], word
 
 
 async def test_a_node_of_a_cluster_is_not_used(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, options=("--cluster-enabled", "yes")) as node:
+        async with linked(node.url) as link:
+            await link.wait_until_tried(10)
+            assert link.unsuitable
+            assert "cluster mode" in link.problem
+
+
+async def test_a_cluster_that_does_not_say_so_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a managed service's proxy: its answers to writes tell."""
+    monkeypatch.setattr(redis_link, "check_server", lambda info: None)
     with RedisServer(tmp_path, options=("--cluster-enabled", "yes")) as node:
         async with linked(node.url) as link:
             await link.wait_until_tried(10)

@@ -20,6 +20,8 @@ SUPERSEDED = b"SUPERSEDED"  # another process registered under the same replica 
 DRAINING = b"DRAINING"
 MISMATCH = b"MISMATCH"
 
+_READ_REGISTRATIONS = frozenset({"heartbeat", "janitor", "register", "unregister"})
+
 
 @dataclass(frozen=True, slots=True)
 class Script:
@@ -33,5 +35,7 @@ class Script:
 @cache
 def script(name: str) -> Script:
     """The named script of this package: `place`, `release`, `events`, …"""
-    text = files("radixgrove.protocol").joinpath("lua", f"{name}.lua").read_text("utf-8")
+    parts = ["registrations", name] if name in _READ_REGISTRATIONS else [name]
+    folder = files("radixgrove.protocol").joinpath("lua")
+    text = "".join(folder.joinpath(f"{part}.lua").read_text("utf-8") for part in parts)
     return Script(name, text, sha1(text.encode(), usedforsecurity=False).hexdigest())

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from radixgrove.protocol.foreign import decode_json
+
 SHARED = "shared"
 MAX_TABLE_BYTES = 16 << 20
 
@@ -46,10 +48,7 @@ class ModelTable(msgspec.Struct, kw_only=True, frozen=True):
         """Raises ValueError when it is malformed, too large or of an unknown version."""
         if len(data) > MAX_TABLE_BYTES:
             raise ValueError(f"a model table of {len(data)} bytes is refused")
-        try:
-            table = msgspec.json.decode(data, type=cls)
-        except msgspec.DecodeError as error:
-            raise ValueError("a malformed model table") from error
+        table = decode_json(data, cls)
         if table.version != 1:
             raise ValueError(f"model table version {table.version} is unknown")
         return table
@@ -66,7 +65,8 @@ class Demand(msgspec.Struct, kw_only=True, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Demand:
-        return msgspec.json.decode(data, type=cls)
+        """Raises ValueError when it is malformed."""
+        return decode_json(data, cls)
 
 
 DEMAND_SECONDS = 10.0

@@ -13,10 +13,13 @@ import msgspec
 
 from radixgrove.protocol.blocks import HASH_SCHEME, BlockHasher
 from radixgrove.protocol.errors import InvalidInput
+from radixgrove.protocol.foreign import decode_json
 
 PROTOCOL_VERSION = 1
 LEASE_SECONDS = 5.0
+MAX_NUMBER = 1 << 53  # exact in Redis's scripts, which know nothing but doubles
 ROUTER_LEASE_SECONDS = 5.0
+LONGEST_LEASE_SECONDS = 60.0  # so lua/place.lua and lua/router_heartbeat.lua have it, too
 
 
 class LeaseState(IntEnum):
@@ -102,12 +105,12 @@ class Registration(msgspec.Struct, kw_only=True):
         Raises:
             ValueError: it is malformed, or makes no sense.
         """
+        fields = decode_json(data, dict[str, Any])
+        if "engine" not in fields:
+            fields["engine"] = {name: fields[name] for name in _FLAT if name in fields}
         try:
-            fields = msgspec.json.decode(data, type=dict[str, Any])
-            if "engine" not in fields:
-                fields["engine"] = {name: fields[name] for name in _FLAT if name in fields}
             registration = msgspec.convert(fields, type=cls)
-        except msgspec.DecodeError as error:
+        except msgspec.ValidationError as error:
             raise ValueError("malformed registration") from error
         registration.check()
         return registration
@@ -158,6 +161,9 @@ class Registration(msgspec.Struct, kw_only=True):
             )
         if length < 1:
             raise ValueError(f"max_model_len: {length} is not positive")
+        for name, value in msgspec.structs.asdict(self.engine).items():
+            if not isinstance(value, str) and not 0 <= value <= MAX_NUMBER:
+                raise ValueError(f"{name}: {value} is not from 0 to {MAX_NUMBER}")
         if not is_http_url(self.url):
             raise ValueError(f"url: {self.url!r} is no HTTP address")
 
@@ -263,5 +269,5 @@ class Lease(msgspec.Struct, frozen=True):
         try:
             expires, state = cls._HEAD.unpack_from(data)
             return cls(expires, LeaseState(state), LoadReport.unpack(data[head:]))
-        except struct.error as error:
+        except (struct.error, OverflowError) as error:  # the latter: an infinite count
             raise ValueError("malformed lease") from error

@@ -285,10 +285,14 @@ class Encoders:
         for name in TOKENIZER_FILES:
             url = f"{replica.url}/internal/tokenizer/{digest}/{name}"
             headers = {INTERNAL_KEY_HEADER: replica.keys.internal_key}
-            async with self._session().get(url, headers=headers, timeout=FETCH_TIMEOUT) as response:
+            request = self._session().get(
+                url, headers=headers, timeout=FETCH_TIMEOUT, allow_redirects=False
+            )
+            async with request as response:
                 if response.status == 404:
                     continue
-                response.raise_for_status()
+                if response.status != 200:
+                    raise TokenizerError(f"{name}: status {response.status}")
                 content = bytearray()
                 async for chunk in response.content.iter_any():
                     content += chunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import msgspec
+from radixgrove.protocol.foreign import decode_json
 
 MAX_LINE_BYTES = 1 << 20  # held back until its end comes
 
@@ -100,6 +100,6 @@ def _is_error(data: bytes) -> bool:
 def _decoded(data: bytes) -> dict[str, Any]:
     """Of an object; empty where it is none."""
     try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return decode_json(data, dict[str, Any])
+    except ValueError:
         return {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
+from radixgrove.protocol.foreign import decode_json
 from radixgrove.router.http_client import is_ours
 from radixgrove.router.replicas import Replica
 
@@ -18,6 +19,8 @@ PROBE_SECONDS = 1.0
 PAUSE_SECONDS = 0.05  # at least, however many replicas come into doubt
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 MAX_MODELS = 64
+
+MAX_BYTES = 1 << 20  # of an answer: more is none
 
 
 class _Listing(msgspec.Struct):
@@ -86,30 +89,35 @@ class Prober:
         probe = Probe(sent=time.monotonic())
         replica.probed = probe.sent
         try:
-            status = await self._status(replica.url + "/readyz")
+            status, _ = await self._get(replica.url + "/readyz")
             if status == 404:  # vLLM and SGLang
-                status = await self._status(replica.url + "/health")
+                status, _ = await self._get(replica.url + "/health")
             probe.answered, probe.serves = True, status == 200
             if probe.serves and not replica.models:
                 probe.models = await self._listed_models(replica)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        except Exception as error:  # whatever it sends: the other replicas are asked on
             if is_ours(error):
                 return  # which says nothing of the replica
             probe.serves = False
         self._noticed(replica, probe)
 
-    async def _status(self, url: str) -> int:
-        async with self._session().get(url, timeout=PROBE_TIMEOUT) as response:
-            await response.read()
-            return response.status
+    async def _get(self, url: str) -> tuple[int, bytes]:
+        """Status and body. Raises ValueError: it has more than `MAX_BYTES`."""
+        request = self._session().get(url, timeout=PROBE_TIMEOUT, allow_redirects=False)
+        async with request as response:
+            body = bytearray()
+            async for chunk in response.content.iter_any():
+                body += chunk
+                if len(body) > MAX_BYTES:
+                    raise ValueError("an endless answer")
+            return response.status, bytes(body)
 
     async def _listed_models(self, replica: Replica) -> list[str]:
-        url = replica.url + "/v1/models"
-        async with self._session().get(url, timeout=PROBE_TIMEOUT) as response:
-            if response.status != 200:
-                return []
-            try:
-                listing = msgspec.json.decode(await response.read(), type=_Listing)
-            except msgspec.DecodeError:
-                return []
-            return [model.id for model in listing.data[:MAX_MODELS]]
+        status, body = await self._get(replica.url + "/v1/models")
+        if status != 200:
+            return []
+        try:
+            listing = decode_json(body, _Listing)
+        except ValueError:
+            return []
+        return [model.id for model in listing.data[:MAX_MODELS]]

@@ -91,10 +91,12 @@ class RegisteredReplicas:
             changed = await self._read_table(self._settings.model_table)
         names = await self._names()
         for name, record in (await self._directory.records(names, measured=True)).items():
-            if isinstance(record, ServiceRecord):
+            try:
+                if isinstance(record, Exception):
+                    raise record
                 changed = self._follow(name, record) or changed
-            else:
-                text = f"service {name!r} cannot be read from Redis: {record}"
+            except Exception as error:  # of one service, whatever it is: others go on
+                text = f"service {name!r} cannot be read from Redis: {error!r}"
                 self._complaints.say(f"service {name}", text)
         for name in self.services.keys() - names:
             del self.services[name]

@@ -7,9 +7,8 @@ import contextlib
 import re
 from collections.abc import Awaitable, Callable
 
-import msgspec
-
 from radixgrove.protocol.errors import PeerError
+from radixgrove.protocol.foreign import decode_json
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.settings import RouterSettings
@@ -275,8 +274,8 @@ def _media_type(headers: list[tuple[bytes, bytes]]) -> bytes:
 
 def _is_json(body: bytes) -> bool:
     try:
-        msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        decode_json(body, object)
+    except ValueError:
         return False
     return True
 

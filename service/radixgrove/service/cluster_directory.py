@@ -11,15 +11,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 import redis
 
+from radixgrove.protocol.foreign import decode_json
 from radixgrove.protocol.keys import MEASURED, ServiceKeys, services_key
 from radixgrove.protocol.model_table import ModelTable, table_key
-from radixgrove.protocol.registry import Lease, Measured, Registration
+from radixgrove.protocol.registry import (
+    LONGEST_LEASE_SECONDS,
+    Lease,
+    Measured,
+    Registration,
+)
 from radixgrove.service.redis_client import ask
 from radixgrove.service.redis_link import RedisLink
-from radixgrove.service.redis_rules import RedisRefused
+from radixgrove.service.redis_rules import RedisUnavailable
 
 T = TypeVar("T")
 
@@ -37,9 +42,14 @@ class ServiceRecord:
     malformed: int = 0  # entries of either kind
 
     def lease_of(self, registration: Registration) -> Lease | None:
-        """The lease of that generation, if it still runs."""
+        """The lease of that generation, if it still runs.
+
+        One that runs for too long was given before Redis's clock was set back.
+        """
         lease = self.leases.get(registration.generation)
-        return lease if lease is not None and lease.expires_ms > self.now_ms else None
+        if lease is None or not 0 < lease.expires_ms - self.now_ms <= 1000 * LONGEST_LEASE_SECONDS:
+            return None
+        return lease
 
     def members(self, group: str) -> list[Registration]:
         """The registered replicas of a group."""
@@ -98,6 +108,7 @@ class ClusterDirectory:
             self._link.call("TIME"),
         )
         record = _record(_pairs(registrations), _pairs(leases), clock)
+        self._link.saw_clock(record.now_ms / 1000)
         if measured:
             await self._add_measured(keys, record)
         return record
@@ -110,26 +121,24 @@ class ClusterDirectory:
         for generation, data in zip(generations, found, strict=True):
             if data is not None:
                 try:
-                    record.measured[generation] = msgspec.json.decode(data, type=Measured)
-                except msgspec.DecodeError:
+                    record.measured[generation] = decode_json(data, Measured)
+                except ValueError:
                     record.malformed += 1
 
     async def records(
         self, names: Iterable[str], *, measured: bool = False
-    ) -> dict[str, ServiceRecord | RedisRefused]:
-        """Many services, read side by side; what Redis refuses of one stands in its place.
+    ) -> dict[str, ServiceRecord | Exception]:
+        """Many services, read side by side; what is wrong with one stands in its place.
 
         Raises:
             RedisUnavailable: nothing could be read.
         """
         names = list(names)
-        found: dict[str, ServiceRecord | RedisRefused] = {}
         outcomes = await side_by_side([self.service(name, measured=measured) for name in names])
-        for name, outcome in zip(names, outcomes, strict=True):
-            if isinstance(outcome, Exception) and not isinstance(outcome, RedisRefused):
+        for outcome in outcomes:
+            if isinstance(outcome, RedisUnavailable):
                 raise outcome
-            found[name] = outcome
-        return found
+        return dict(zip(names, outcomes, strict=True))
 
     async def table(self, name: str) -> ModelTable | None:
         """The named model table; None when there is none. Raises ValueError: it is malformed."""

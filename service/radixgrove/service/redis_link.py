@@ -23,6 +23,8 @@ from typing import Any
 from radixgrove.protocol import index
 from radixgrove.service.complaints import Complaints
 from radixgrove.service.redis_rules import (
+    CLUSTER,
+    OF_A_CLUSTER,
     RECONNECT,
     RedisAddress,
     RedisRefused,
@@ -41,6 +43,7 @@ HEARTBEAT_SECONDS = 1.0
 DOUBT_SECONDS = 0.1  # an error asks for a heartbeat at once, but not more often than this
 HEARTBEAT_LIFE_MS = 15_000
 SETTLE_SECONDS = 10.0  # from usable until every other living process has renewed what it holds
+CLOCK_STEP_SECONDS = 2.0  # by less, Redis's clock and ours part while an answer is under way
 ROUND_TRIPS = 3
 PRELOADED = ("place", "release", "router_heartbeat", "heartbeat")  # what is called most, or posted
 
@@ -74,6 +77,7 @@ class RedisLink:
         self._complaints = Complaints(logger, logging.WARNING)
         self._complained = False
         self._round_trips: deque[float] = deque(maxlen=ROUND_TRIPS)
+        self._ahead: float | None = None  # of Redis's clock to the monotonic one, seconds
         self.up = False
         self.unsuitable = False  # this server is none to work with: `problem` says why
         self.since = 0.0  # monotonic time of the last change of `up`
@@ -92,9 +96,19 @@ class RedisLink:
     def settled(self) -> bool:
         """Whether an expired lease proves its owner dead.
 
-        It does not while writes are refused, nor before all have had the time to renew theirs.
+        It does not while writes are refused, nor before all have had the time to renew theirs, as
+        they must where Redis's clock was set.
         """
         return self.up and time.monotonic() - self.since >= SETTLE_SECONDS
+
+    def saw_clock(self, seconds: float) -> None:
+        """What `TIME` just answered: leases end by that clock, which may be set."""
+        ahead = seconds - time.monotonic()
+        before, self._ahead = self._ahead, ahead
+        if before is not None and abs(ahead - before) > CLOCK_STEP_SECONDS:
+            self.since = time.monotonic()
+            text = f"Redis's clock was set, or a pause came between, by {ahead - before:+.0f} s"
+            self._complaints.say("clock", f"{text}: leases are not gone by for a moment")
 
     async def wait_until_up(self, seconds: float) -> None:
         """Returns when Redis is usable, or after `seconds`."""
@@ -242,6 +256,8 @@ class RedisLink:
             except RedisRefused as error:
                 if error.code in RECONNECT:
                     raise
+                if error.code in OF_A_CLUSTER:
+                    raise RedisUnsuitable(CLUSTER) from error
                 self._down(_describe(error))
             self._wake.clear()
             with contextlib.suppress(TimeoutError):

@@ -24,6 +24,12 @@ from radixgrove.protocol.errors import PeerError
 # The server was demoted, is loading its data or has lost its master: another one has the address
 # by now, or this one will be well after a while.
 RECONNECT = frozenset({"READONLY", "LOADING", "MASTERDOWN"})
+# Of a node of a cluster, or of what stands before one and does not say so.
+OF_A_CLUSTER = frozenset({"MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN", "TRYAGAIN"})
+CLUSTER = (
+    "Redis runs in cluster mode, which is not supported; use a single server, replicated if it "
+    "must be highly available"
+)
 _OF_THE_POOL = ("max_connections", "timeout")  # parameters of a URL that are no connection's
 
 
@@ -55,11 +61,8 @@ def check_server(info: Mapping[str, object]) -> None:
         raise RedisUnsuitable(
             f"Redis has maxmemory-policy {policy}; the prefix index needs noeviction"
         )
-    if info.get("redis_mode") == "cluster":
-        raise RedisUnsuitable(
-            "Redis runs in cluster mode, which is not supported; use a single server, replicated "
-            "if it must be highly available"
-        )
+    if "cluster" in (info.get("redis_mode"), info.get("server_mode")):  # the latter: Valkey
+        raise RedisUnsuitable(CLUSTER)
 
 
 def parse_info(answer: bytes) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,8 +42,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def answering(address: str, port: int) -> Iterator[None]:
-    with ThreadingHTTPServer((address, port), Handler) as server:
+def answering(
+    address: str, port: int, handler: type[BaseHTTPRequestHandler] = Handler
+) -> Iterator[None]:
+    with ThreadingHTTPServer((address, port), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -68,6 +71,24 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(names, "MANAGEMENT_PORT", found)
     monkeypatch.setattr(worker_probe, "_ANSWER_SECONDS", 0.3)
     return found
+
+
+class Endless(BaseHTTPRequestHandler):
+    """An answer of which a little comes, again and again; `left` once its reader has gone."""
+
+    left = threading.Event()
+
+    def do_GET(self) -> None:
+        try:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+            for _ in range(200):
+                self.wfile.write(b" ")
+                time.sleep(0.05)
+        except OSError:
+            self.left.set()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 def pod(rank: int, **fields: object) -> Pod:
@@ -130,3 +151,18 @@ def test_a_worker_that_takes_a_key_hears_of_no_other(
 
 def test_a_worker_that_does_not_answer_tells_nothing(port: int) -> None:
     assert WorkerProbe().phases([group(3, pod(0)), group(4, pod(1, running=False))], [KEY]) == []
+
+
+def test_an_answer_that_never_ends_is_given_up(port: int) -> None:
+    with answering("127.0.0.2", port, Endless), answering("127.0.0.3", port):
+        found = WorkerProbe().phases([group(3, pod(0)), group(4, pod(1))], [KEY])
+        assert found == ["group 4: loading, 40%: weights: 3 of 7 files"]
+        assert Endless.left.wait(5), "it had not read all of it"
+
+
+def test_an_answer_that_is_nested_too_deeply_tells_nothing(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(msgspec.json, "encode", lambda _: b'{"phase": ' + b"[" * 60_000)
+    with answering("127.0.0.2", port):
+        assert WorkerProbe().phases([group(3, pod(0))], [KEY]) == []

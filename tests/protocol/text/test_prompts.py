@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ from radixgrove.protocol.openai.requests import (
 )
 from radixgrove.protocol.text.prefix_cache import Piece, PrefixCache
 from radixgrove.protocol.text.prompts import EncodedPrompt, PromptEncoder
-from radixgrove.protocol.text.tokenizer import TokenizerFiles, most_characters
+from radixgrove.protocol.text.tokenizer import (
+    TOKENIZER_JSON,
+    TokenizerError,
+    TokenizerFiles,
+    most_characters,
+)
 from tests.conftest import examples
 from tests.protocol.text.tokenizers_of_tests import llama_like, normalizing
 
@@ -296,6 +302,33 @@ def test_templates_may_refuse_and_fail_and_loop() -> None:
     assert "no chat template" in refused(PromptEncoder(llama_like()), chat(user)).message
 
 
+def test_a_long_conversation_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is rendered on a thread, and the others on the event loop."""
+    encoder = PromptEncoder(llama_like("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    begun, go_on = threading.Event(), threading.Event()
+    template = encoder._template
+    assert template is not None
+    render = template.render
+
+    def rendered(messages: list[Any], *rest: Any) -> str:
+        if len(messages) > 1:
+            begun.set()
+            assert go_on.wait(20)
+        return render(messages, *rest)
+
+    monkeypatch.setattr(template, "render", rendered)
+    user = [{"role": "user", "content": "x"}]
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(encoder.render, chat(3 * user))
+        assert begun.wait(20)
+        short = pool.submit(encoder.render, chat(user))
+        try:
+            assert short.result(20) == "x"
+        finally:
+            go_on.set()
+        assert long.result(20) == "xxx"
+
+
 def test_template_kwargs_are_those_the_template_reads() -> None:
     template = "{{ messages[0].content }}{% if enable_thinking %}[EOT]{% endif %}"
     encoder = PromptEncoder(llama_like(template))
@@ -480,3 +513,24 @@ def test_encoders_of_several_models_share_one_cache(demo_model_dir: Path) -> Non
         assert [encoder.encode_chat(request).token_ids for encoder in encoders] == first
         assert first[0] != first[1]
         assert cache.size <= 60_000
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////fw=="}},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "no such token", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+    ],
+)
+def test_files_at_which_the_library_panics_are_refused(parts: dict[str, Any]) -> None:
+    """A panic is no `Exception`: the task that met it would end, and a router with it."""
+    spec = json.loads(byte_level().to_str()) | parts
+    with pytest.raises(TokenizerError):
+        PromptEncoder(TokenizerFiles({TOKENIZER_JSON: json.dumps(spec).encode()}))

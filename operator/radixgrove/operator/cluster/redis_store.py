@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 import redis
 
 from radixgrove.operator.planning.autoscale import Load
@@ -227,7 +226,7 @@ class RedisStore:
             try:
                 demand = Demand.decode(value)
                 demands.append(demand)
-            except msgspec.DecodeError:
+            except ValueError:
                 stale.append(field)
                 continue
             if demand.at_ms < now_ms - _FORGET_DEMAND_MS:  # of a router that died

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
 
-import urllib3
+import aiohttp
 
 from radixgrove.operator.api import names
 from radixgrove.operator.planning.observed import Group, Pod
+from radixgrove.protocol.foreign import decode_json
 
 _CONNECT_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
@@ -21,14 +20,10 @@ _LONGEST = 1 << 16  # bytes of an answer
 
 
 class WorkerProbe:
-    """Short requests; a worker that does not answer is left out."""
+    """Short requests; a worker that does not answer is left out.
 
-    def __init__(self) -> None:
-        self._pool = urllib3.PoolManager(
-            num_pools=32,
-            timeout=urllib3.Timeout(connect=_CONNECT_SECONDS, read=_ANSWER_SECONDS),
-            retries=False,
-        )
+    What runs in a pod is its namespace's: an answer that never ends holds up nothing.
+    """
 
     def phases(
         self, groups: Sequence[Group], management_keys: Sequence[str], at_most: int = 8
@@ -45,9 +40,8 @@ class WorkerProbe:
         ][:at_most]
         if not starting:
             return []
-        with ThreadPoolExecutor(len(starting)) as pool:
-            ask = partial(self._phase, management_keys)
-            phases = list(pool.map(ask, [address for _, address in starting]))
+        addresses = [address for _, address in starting]
+        phases = asyncio.run(_phases(addresses, management_keys))
         return [
             f"group {index}: {phase}"
             for (index, _), phase in zip(starting, phases, strict=True)
@@ -68,23 +62,45 @@ class WorkerProbe:
             return set()
         return {pod.node for pod, answer in zip(asked, answers, strict=True) if not answer}
 
-    def _phase(self, management_keys: Sequence[str], address: str) -> str:
-        try:
-            answers = (self._status(address, key) for key in management_keys)
-            said = next((answer for answer in answers if answer is not None), None)
-        except (urllib3.exceptions.HTTPError, ValueError):
-            return ""
-        phase = said.get("phase") if isinstance(said, dict) else None
-        return _words(phase) if isinstance(phase, dict) else ""
 
-    def _status(self, address: str, management_key: str) -> Any:
-        """None where the key is another one. Raises HTTPError, ValueError."""
-        headers = {"Authorization": f"Bearer {management_key}"}
-        url = names.pod_url(address, names.MANAGEMENT_PORT) + "/status"
-        with self._pool.request("GET", url, headers=headers, preload_content=False) as response:
-            if response.status in (401, 403):
-                return None
-            return json.loads(response.read(_LONGEST)) if response.status == 200 else {}
+async def _phases(addresses: Sequence[str], management_keys: Sequence[str]) -> list[str]:
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS, connect=_CONNECT_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        asked = [_phase(session, address, management_keys) for address in addresses]
+        return await asyncio.gather(*asked)
+
+
+async def _phase(
+    session: aiohttp.ClientSession, address: str, management_keys: Sequence[str]
+) -> str:
+    try:
+        for key in management_keys:
+            said = await _status(session, address, key)
+            if said is not None:
+                phase = said.get("phase")
+                return _words(phase) if isinstance(phase, dict) else ""
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        pass
+    return ""
+
+
+async def _status(
+    session: aiohttp.ClientSession, address: str, management_key: str
+) -> dict[str, object] | None:
+    """None where the key is another one. Raises ClientError, OSError, TimeoutError, ValueError."""
+    headers = {"Authorization": f"Bearer {management_key}"}
+    url = names.pod_url(address, names.MANAGEMENT_PORT) + "/status"
+    async with session.get(url, headers=headers, allow_redirects=False) as response:
+        if response.status in (401, 403):
+            return None
+        if response.status != 200:
+            return {}
+        body = bytearray()
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > _LONGEST:
+                return {}
+        return decode_json(bytes(body), dict[str, object])
 
 
 def _words(phase: dict[str, object]) -> str:

@@ -10,10 +10,10 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local lease = redis.call('HGET', KEYS[2], ARGV[2])
 if not lease then return 'UNKNOWN' end
 local expires, state = struct.unpack('<dB', lease)
-if expires == 0 then
-  local current = redis.call('HGET', KEYS[1], ARGV[1])
-  local generation = current and cjson.decode(current).generation
-  local other = generation and generation ~= ARGV[2] and redis.call('HGET', KEYS[2], generation)
+local generation = registration(redis.call('HGET', KEYS[1], ARGV[1])).generation
+-- A lease without a registration is of no use: routers do not find the replica.
+if expires == 0 or generation ~= ARGV[2] then
+  local other = generation ~= ARGV[2] and redis.call('HGET', KEYS[2], generation)
   if other and struct.unpack('<d', other) > now then return 'SUPERSEDED' end
   return 'UNKNOWN'
 end

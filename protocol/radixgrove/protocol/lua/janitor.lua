@@ -11,8 +11,7 @@ if expires > 0 and expires + ARGV[3] > now then return 0 end
 for i = 4, #KEYS do redis.call('UNLINK', KEYS[i]) end
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
-local current = redis.call('HGET', KEYS[2], ARGV[2])
-if current and cjson.decode(current).generation == ARGV[1] then
+if registration(redis.call('HGET', KEYS[2], ARGV[2])).generation == ARGV[1] then
   redis.call('HDEL', KEYS[2], ARGV[2])
 end
 return 1

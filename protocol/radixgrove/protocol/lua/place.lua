@@ -36,6 +36,7 @@ local EPOCH_MS = 10000 -- longest life of a pending record; two keys take turns 
 local SLACK_MS = 250 -- from the end of a prefill to its events
 local HOLDERS = 4 -- pending holders kept of one path
 local GENERATION = 16 -- characters
+local LONGEST_LEASE_MS = 60000 -- one that runs longer was given before the clock was set back
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -56,7 +57,7 @@ local function member(path, d) return string.sub(path.members, d * 8 - 7, d * 8)
 
 -- ---- load ------------------------------------------------------------------------------------
 local live_router = {}
-for _, router in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], now, '+inf')) do
+for _, router in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], now, now + LONGEST_LEASE_MS)) do
   live_router[router] = true
 end
 if not live_router[me] then
@@ -103,8 +104,9 @@ local load, order, tie, proven = {}, {}, {}, 0
 for i = 1, #generation do
   if leases[i] then
     local expires, state, running, waiting, waiting_tokens = struct.unpack('<dBI4I4I4', leases[i])
-    if expires == 0 or expires > now then proven = proven + 1 end
-    if expires > now and state == 1 then
+    local runs = expires > now and expires <= now + LONGEST_LEASE_MS
+    if expires == 0 or runs then proven = proven + 1 end
+    if runs and state == 1 then
       load[i] = load_ms(i, running, waiting, waiting_tokens)
       order[#order + 1], tie[i] = i, math.random()
     end

@@ -7,7 +7,7 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function alive(generation)
   local lease = redis.call('HGET', KEYS[3], generation)
-  return lease and struct.unpack('<d', lease) > now
+  return lease and #lease >= 8 and struct.unpack('<d', lease) > now
 end
 
 local agreed = redis.call('GET', KEYS[1])
@@ -16,7 +16,7 @@ if agreed and agreed ~= ARGV[4] then
   local group = cjson.decode(ARGV[3]).group or ARGV[1]
   local replicas = redis.call('HGETALL', KEYS[2])
   for i = 1, #replicas, 2 do
-    local other = cjson.decode(replicas[i + 1])
+    local other = registration(replicas[i + 1])
     if (other.group or replicas[i]) ~= group and alive(other.generation) then
       return {'MISMATCH', agreed}
     end
@@ -26,7 +26,7 @@ redis.call('SET', KEYS[1], ARGV[4])
 
 local previous = redis.call('HGET', KEYS[2], ARGV[1])
 if previous then
-  local generation = cjson.decode(previous).generation
+  local generation = registration(previous).generation
   if redis.call('HEXISTS', KEYS[3], generation) == 1 then
     -- Expiry 0 marks a generation that was replaced or left; the janitor takes its keys.
     redis.call('HSET', KEYS[3], generation, struct.pack('<dB', 0, 0) .. ARGV[6])

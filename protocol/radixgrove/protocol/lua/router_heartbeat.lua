@@ -17,6 +17,10 @@ local state = cmsgpack.unpack(ARGV[3])
 
 redis.call('ZADD', KEYS[1], now + ARGV[2], me)
 local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)
+-- What would live longer than any lease is of before the clock was set back.
+for _, router in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], now + 60000, '+inf')) do
+  dead[#dead + 1] = router
+end
 
 local requests, tokens, index = state.requests, {}, {}
 for i, generation in ipairs(state.generations) do

@@ -1,8 +1,7 @@
 -- A replica leaves: its lease ends now, the janitor takes its keys.
 -- KEYS: replicas, leases
 -- ARGV: replica id, generation
-local current = redis.call('HGET', KEYS[1], ARGV[1])
-if current and cjson.decode(current).generation == ARGV[2] then
+if registration(redis.call('HGET', KEYS[1], ARGV[1])).generation == ARGV[2] then
   redis.call('HDEL', KEYS[1], ARGV[1])
 end
 local lease = redis.call('HGET', KEYS[2], ARGV[2])

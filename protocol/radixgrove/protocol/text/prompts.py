@@ -11,7 +11,6 @@ start, with their block hashes: the next turn of a long conversation costs only 
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -31,6 +30,7 @@ from radixgrove.protocol.text.tokenizer import (
     SpecialTokens,
     TokenizerFiles,
     most_characters,
+    panics_are_errors,
 )
 from radixgrove.protocol.text.user_text import (
     BREAK,
@@ -98,7 +98,6 @@ class PromptEncoder:
         self._tool_template = (
             ChatTemplate(tool_source, texts) if tool_source is not None else self._template
         )
-        self._template_lock = threading.Lock()
         self._guard = SpecialTextGuard(self.special.ids)
         # An assistant's own text, where clients send reasoning back as part of it: templates look
         # for its markers there.
@@ -161,9 +160,10 @@ class PromptEncoder:
         return await self._for_ids(token_ids, lambda: [name(each) or "" for each in token_ids])
 
     async def _for_ids(self, token_ids: list[int], work: Callable[[], T]) -> T:
-        if len(token_ids) <= INLINE_CHARS:
-            return work()
-        return await self._budget.run(len(token_ids), lambda _: work())
+        with panics_are_errors():
+            if len(token_ids) <= INLINE_CHARS:
+                return work()
+            return await self._budget.run(len(token_ids), lambda _: work())
 
     async def _off_loop(
         self,
@@ -225,7 +225,8 @@ class PromptEncoder:
     def _finish_all(
         self, plans: list[_Plan], check: Callable[[], None] = _go_on
     ) -> list[EncodedPrompt]:
-        return [self._finish(plan, check) for plan in plans]
+        with panics_are_errors():
+            return [self._finish(plan, check) for plan in plans]
 
     def encode_chat(self, request: ChatRequest) -> EncodedPrompt:
         """
@@ -265,8 +266,7 @@ class PromptEncoder:
         if request.continue_final_message:
             _mark_end(messages[-1])
         try:
-            with self._template_lock:
-                text = template.render(messages, tools, request.add_generation_prompt, kwargs)
+            text = template.render(messages, tools, request.add_generation_prompt, kwargs)
         except TemplateRefusal as refusal:
             raise errors.invalid(
                 f"This model's chat template refuses these messages: {refusal}", "messages"
@@ -498,8 +498,9 @@ def _mark_end(message: dict[str, Any]) -> None:
 
 def _added_before(tokenizer: Tokenizer) -> list[int]:
     """Ids that the tokenizer's post-processor puts before a text."""
-    plain: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
-    full: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
+    with panics_are_errors():
+        plain: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+        full: list[int] = tokenizer.encode("a", add_special_tokens=True).ids
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
             return full[:start]

@@ -6,6 +6,8 @@ Templates come from the model's files, never from a client, yet they are code of
 from __future__ import annotations
 
 import json
+import math
+import threading
 import time
 from collections.abc import Sized
 from datetime import datetime
@@ -57,10 +59,16 @@ class _GenerationBlocks(jinja2.ext.Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
+class _Render(threading.local):
+    """The render that a thread is at."""
+
+    deadline = math.inf  # monotonic
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Calls check the deadline of the running render, so that a loop of calls cannot go on."""
 
-    deadline = float("inf")
+    running = _Render()
     intercepted_binops = frozenset({"*", "**"})
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -79,13 +87,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if time.monotonic() > self.deadline:
+        if time.monotonic() > self.running.deadline:
             raise TemplateFailure("time")
         return super().call(*args, **kwargs)
 
 
 class ChatTemplate:
-    """One model's template. Not thread-safe: its owner renders one conversation at a time."""
+    """One model's template, for any number of threads: a long conversation delays no short one."""
 
     def __init__(self, source: str, special_texts: dict[str, str]) -> None:
         """
@@ -184,7 +192,7 @@ class ChatTemplate:
             TemplateFailure: it failed, or exceeded `MAX_OUTPUT_CHARS` or `MAX_SECONDS`.
         """
         deadline = time.monotonic() + MAX_SECONDS
-        self._environment.deadline = deadline
+        self._environment.running.deadline = deadline
         pieces: list[str] = []
         size = 0
         try:

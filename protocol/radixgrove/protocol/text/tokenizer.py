@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -47,6 +48,21 @@ MAX_FILE_BYTES = 64 << 20
 
 class TokenizerError(InvalidInput, ValueError):
     """The files do not make a usable tokenizer."""
+
+
+@contextlib.contextmanager
+def panics_are_errors() -> Iterator[None]:
+    """Around calls into `tokenizers`: its panics are no `Exception`, and would end a server's task.
+
+    Raises:
+        TokenizerError: in place of a panic.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise TokenizerError(f"the tokenizer failed: {error}") from error
 
 
 class Prompting(Protocol):
@@ -127,7 +143,8 @@ class TokenizerFiles:
             TokenizerError: a file is malformed.
         """
         try:
-            tokenizer = Tokenizer.from_buffer(self.contents[TOKENIZER_JSON])
+            with panics_are_errors():
+                tokenizer = Tokenizer.from_buffer(self.contents[TOKENIZER_JSON])
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{TOKENIZER_JSON} is malformed") from error
         tokenizer.no_truncation()

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from radixgrove.protocol import index
 from radixgrove.protocol.blocks import HASH_BYTES, MEMBER_BYTES, BlockHasher, members
+from radixgrove.service.complaints import Complaints
 from radixgrove.worker.messages import CacheEvent, CacheEvents, CacheSnapshot
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class IndexFeed:
 
     def __init__(self, hasher: BlockHasher, request_snapshot: Callable[[], None]) -> None:
         self._request_snapshot = request_snapshot
+        self._complaints = Complaints(logger, logging.WARNING)
         self._domain64 = lru_cache(MOST_DOMAINS)(hasher.domain64)
         self._events: deque[tuple[int, list[Operation]]] = deque()  # engine sequence, operations
         self._engine_sequence: int | None = None
@@ -109,7 +111,7 @@ class IndexFeed:
     def lose_track(self, why: str) -> None:
         """Forgets buffered events; a snapshot will replace them."""
         if self.synchronised:
-            logger.warning("prefix index out of step: %s; sending a snapshot", why)
+            self._complaints.say(why, f"prefix index out of step: {why}; sending a snapshot")
             self.resyncs += 1
         self.dropped += self.buffered
         self._events.clear()

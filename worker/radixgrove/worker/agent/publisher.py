@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ from radixgrove.worker.messages import Admitted, CacheEvents, CacheSnapshot, Eng
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
+JOIN_SECONDS = 5.0
 FIRST_TRY_SECONDS = 3.0  # for the registration at the start
 LONGEST_BACKOFF = 1.0  # while Redis takes our heartbeats: what was wrong may be over
 MAX_ADMITTED = 1 << 14
@@ -103,7 +105,7 @@ class Publisher:
         self._generation = ""
         self._registered_ms = 0
         self._registered = False
-        self._joined = False  # the set of services
+        self._join_at = 0.0  # monotonic: into the set of services, where others may take it out
         self._superseded = False
         self._draining = False  # by itself
         self._told_to_drain = False  # by a router, until it says otherwise
@@ -250,8 +252,8 @@ class Publisher:
         now = time.monotonic()
         if self._stats_fresh or now >= self._next_heartbeat:
             await self._heartbeat(now)
-        if self._registered and not self._joined:
-            await self._join_services()
+        if self._registered and now >= self._join_at:
+            await self._join_services(now)
         if self._registered and not self._superseded:
             await self._send_admitted()
             if self._feed.synchronised:
@@ -290,8 +292,7 @@ class Publisher:
                 f"service {registration.service!r} refuses this replica: "
                 + disagreement(registration.identity(), theirs)
             )
-        self._joined = False
-        await self._join_services()
+        await self._join_services(time.monotonic())
         self._lose_track("registered anew")
         self._registered = True
         self._superseded = False
@@ -304,20 +305,21 @@ class Publisher:
             self._generation,
         )
 
-    async def _join_services(self) -> None:
+    async def _join_services(self, now: float) -> None:
         """Where the operator keeps the list of services, a worker may not change it.
 
         A list that cannot be changed costs no lease: routers with a model table do not need it.
         """
         key, service = services_key(self._prefix), self._registration.service
+        self._join_at = now + JOIN_SECONDS
         try:
             await self._link.call("SADD", key, service)
         except RedisRefused as refusal:
-            if refusal.code != "NOPERM":
-                text = f"not among the services of routers without a model table: {refusal}"
-                self._complaints.say("services", text)
+            if refusal.code == "NOPERM":
+                self._join_at = math.inf
                 return
-        self._joined = True
+            text = f"not among the services of routers without a model table: {refusal}"
+            self._complaints.say("services", text)
 
     def _report(self) -> LoadReport:
         stats = self._stats
