@@ -19,7 +19,7 @@ PROTOCOL_VERSION = 1
 LEASE_SECONDS = 5.0
 MAX_NUMBER = 1 << 53  # exact in Redis's scripts, which know nothing but doubles
 ROUTER_LEASE_SECONDS = 5.0
-LONGEST_LEASE_SECONDS = 60.0  # so lua/place.lua and lua/router_heartbeat.lua have it, too
+LONGEST_LEASE_SECONDS = 120.0  # so three of the scripts have it, too
 
 
 class LeaseState(IntEnum):

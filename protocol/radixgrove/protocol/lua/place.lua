@@ -36,7 +36,7 @@ local EPOCH_MS = 10000 -- longest life of a pending record; two keys take turns 
 local SLACK_MS = 250 -- from the end of a prefill to its events
 local HOLDERS = 4 -- pending holders kept of one path
 local GENERATION = 16 -- characters
-local LONGEST_LEASE_MS = 60000 -- one that runs longer was given before the clock was set back
+local LONGEST_LEASE_MS = 120000 -- one that runs longer was given before the clock was set back
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

@@ -18,7 +18,7 @@ local state = cmsgpack.unpack(ARGV[3])
 redis.call('ZADD', KEYS[1], now + ARGV[2], me)
 local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)
 -- What would live longer than any lease is of before the clock was set back.
-for _, router in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], now + 60000, '+inf')) do
+for _, router in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], now + 120000, '+inf')) do
   dead[#dead + 1] = router
 end
 
