@@ -34,6 +34,8 @@ WORKERS = 3
 HEALTHY_WITHIN = 600.0  # seconds; a worker starts meanwhile
 KEYS = ServiceKeys("radixgrove", "default")
 ROUTER = router_key("radixgrove", "")
+# What is cached of prompts has its most within minutes: what grows from then on is another thing.
+TINY_CACHE = ("--prompt-cache-bytes", str(1 << 19))
 TINY_POOL = ("--kv-tokens", "1024", "--max-running", "8", "--host-cache-gib", "0.004")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}a:"
@@ -126,9 +128,9 @@ def worker(directory: Path, name: str, redis_url: str, *options: str) -> Part:
     return Part(name, [*arguments, *options], directory)
 
 
-def router(directory: Path, name: str, redis_url: str) -> Part:
+def router(directory: Path, name: str, redis_url: str, *options: str) -> Part:
     arguments = ["router", "--redis-url", redis_url, "--log-level", "warning"]
-    return Part(name, arguments, directory)
+    return Part(name, [*arguments, *options], directory)
 
 
 @dataclass(frozen=True)
@@ -239,8 +241,8 @@ async def growing(directory: Path) -> AsyncIterator[Grove]:
         redis_route = await stack.enter_async_context(route(servers[0].port))
         url = redis_route.url
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        routers = [router(directory, f"router-{i}", url) for i in range(2)]
-        workers = [worker(directory, f"w{i}", url, *TINY_POOL) for i in range(WORKERS)]
+        routers = [router(directory, f"router-{i}", url, *TINY_CACHE) for i in range(2)]
+        workers = [worker(directory, f"w{i}", url, *TINY_POOL, *TINY_CACHE) for i in range(WORKERS)]
         grove = Grove(*servers, redis_route, routers, workers, session)
         for part in grove.parts:
             stack.callback(part.signal, signal.SIGKILL)

@@ -165,6 +165,11 @@ class Settings(BaseModel):
         "Bytes of request bodies that one process holds at once, before 429.",
         ge=1024,
     )
+    prompt_cache_bytes: int = _field(
+        256 << 20,
+        "Bytes of prompts that one process keeps encoded, those of all its models together.",
+        ge=0,
+    )
     request_timeout: float = _field(
         60.0, "Seconds in which a request must arrive whole.", gt=0, le=86400
     )

@@ -111,6 +111,7 @@ class Encoders:
         self,
         fleet: Fleet,
         session: Callable[[], aiohttp.ClientSession],
+        cache_bytes: int,
     ) -> None:
         self._fleet = fleet
         self._session = session
@@ -118,7 +119,7 @@ class Encoders:
         self._fetching: dict[_Key, asyncio.Task[_ModelEncoder | None]] = {}
         self._retry_at: dict[_Key, float] = {}  # monotonic, after a failure
         # One bound each, however many services there are.
-        self._cache = PrefixCache()
+        self._cache = PrefixCache(cache_bytes)
         self._budget = EncodingBudget()
 
     async def encode(

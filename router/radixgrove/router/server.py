@@ -102,7 +102,7 @@ class RouterProcess:
         upstream = Upstream(settings)
         fleet = Fleet(settings, self.router_id, link, lambda: session)
         placer = Placer(settings, self.router_id, link)
-        encoders = Encoders(fleet, lambda: session)
+        encoders = Encoders(fleet, lambda: session, settings.prompt_cache_bytes)
         proxy = Proxy(settings, fleet, encoders, placer, upstream)
 
         def status() -> RouterStatus:

@@ -15,6 +15,7 @@ from radixgrove.protocol.openai.requests import ChatRequest, ModelLimits, Reques
 from radixgrove.protocol.openai.responses import ModelObject
 from radixgrove.protocol.openai.tools import ToolMode
 from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.text.prefix_cache import PrefixCache
 from radixgrove.protocol.text.prompts import EncodedPrompt, PromptEncoder
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.worker.frontend.call_ids import NewIds
@@ -50,7 +51,7 @@ class ServedModel:
         """
         directory = ModelDirectory.load(model_dir, settings)
         config, files = directory.config, directory.tokenizer
-        encoder = PromptEncoder(files)
+        encoder = PromptEncoder(files, cache=PrefixCache(settings.prompt_cache_bytes))
         vocabulary = Vocabulary(encoder.tokenizer, config.vocab_size)
         longest = config.max_position_embeddings
         names = tuple(settings.served_model_name) or (model_dir.name,)

@@ -26,6 +26,7 @@ _OWN = {
     "redis_prefix",
     "max_body_bytes",
     "max_bodies_bytes",
+    "prompt_cache_bytes",
     "cors_origins",
     "chat_template",
     "output_format",
