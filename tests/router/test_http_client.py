@@ -256,6 +256,13 @@ async def test_deadlines_of_head_and_body() -> None:
         await eventually(lambda: server.lost == 2, what="both connections' end")
 
 
+async def test_a_later_wait_has_a_deadline_of_its_own() -> None:
+    async with serving([OK[:-1], 0.4, OK[-1:]]) as server, pool() as client:
+        answer = await post(client, server.url, seconds=0.2)
+        assert await read(answer) == b"ok"
+        answer.finish()
+
+
 @pytest.mark.parametrize("point", ["head", "body"])
 async def test_whoever_stops_waiting_cuts_the_connection(point: str) -> None:
     async with serving([OK[:10] if point == "head" else OK[:-1]]) as server, pool() as client:

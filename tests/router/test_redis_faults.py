@@ -234,14 +234,17 @@ async def test_counts_of_replicas_and_models_that_are_gone_end(
         try:
             async with running(redis_server.url):
                 await eventually(followed.ready)
-                metrics.PLACEMENTS.labels("r0", "redis").inc()
+                metrics.series(metrics.PLACEMENTS, "r0", "redis").inc()
                 metrics.HELD.labels("m").inc()
-                metrics.REQUESTS.labels("m", 200).inc()
-                metrics.FIRST_BYTE_SECONDS.labels("m").observe(1.0)
+                metrics.series(metrics.REQUESTS, "m", 200).inc()
+                metrics.series(metrics.FIRST_BYTE_SECONDS, "m").observe(1.0)
                 assert b'replica="r0"' in metrics_text()
                 assert b'model="m"' in metrics_text()
             await eventually(lambda: b'replica="r0"' not in metrics_text(), what="the counts' end")
             await eventually(lambda: b'model="m"' not in metrics_text(), what="the model's end")
+            metrics.series(metrics.REQUESTS, "m", 200).inc()
+            assert b'model="m",status="200"} 1.0' in metrics_text()
+            metrics.forget_counts("m")
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)

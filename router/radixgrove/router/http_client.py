@@ -134,6 +134,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
+        self._deadline = 0.0  # of the wait, or of the latest one
+        self._deadline_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None  # looks for idleness
         self._idle_since = 0.0
         self._in_use = True
@@ -246,12 +248,28 @@ class Connection(asyncio.Protocol):
     async def _wait(self, deadline: float) -> None:
         """Returns when something happened. Raises TimeoutError."""
         self._waiter = waiter = self._loop.create_future()
-        timer = self._loop.call_at(deadline, _expire, waiter)
+        self._deadline, timer = deadline, self._deadline_timer
+        if timer is None or timer.when() > deadline:
+            self._look_at(deadline)
         try:
             await waiter
         finally:
-            timer.cancel()
             self._waiter = None
+
+    def _look_at(self, deadline: float) -> None:
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        self._deadline_timer = self._loop.call_at(deadline, self._look_for_lateness)
+
+    def _look_for_lateness(self) -> None:
+        """One timer for the chunks of a stream, as `_look_for_idleness`."""
+        self._deadline_timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._loop.time() < self._deadline:
+            self._look_at(self._deadline)
+        else:
+            self._waiter.set_exception(TimeoutError())
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -308,9 +326,10 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._everyone.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._deadline_timer):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._deadline_timer = None
         if not self._in_use and self in self._origin.idle:
             self._origin.idle.remove(self)
         self._broken = True
@@ -348,8 +367,3 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._has_headers:
             self._complete = True
-
-
-def _expire(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_exception(TimeoutError())

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
+
+Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
 STATES = ("ready", "draining", "broken", "not-ready")  # of a replica
 
@@ -106,6 +109,18 @@ REDIS_MAX_BYTES = Gauge(
 )
 
 
+_series: dict[tuple[object, ...], Any] = {}
+
+
+def series(metric: Metric, *labels: object) -> Metric:
+    """`metric.labels(…)`, found in a tenth of the time that the library takes to find it."""
+    key = (metric, *labels)
+    found: Metric | None = _series.get(key)
+    if found is None:
+        found = _series[key] = metric.labels(*labels)
+    return found
+
+
 def forget_model(model: str) -> None:
     """A model that is served no more has no replicas, and soon no series."""
     if _shared():
@@ -114,6 +129,7 @@ def forget_model(model: str) -> None:
     else:
         for gauge in (REPLICAS, HELD):
             gauge.remove_by_labels({"model": model})
+        _series.clear()
 
 
 def forget_counts(model: str) -> None:
@@ -122,6 +138,7 @@ def forget_counts(model: str) -> None:
         counters = (REQUESTS, FIRST_BYTE_SECONDS, PROMPT_TOKENS, PREDICTED_TOKENS, REPORTED_TOKENS)
         for counter in counters:
             counter.remove_by_labels({"model": model})
+        _series.clear()
 
 
 def forget_replica(replica: str) -> None:
@@ -129,6 +146,7 @@ def forget_replica(replica: str) -> None:
     if not _shared():
         for counter in (PLACEMENTS, FAILURES):
             counter.remove_by_labels({"replica": replica})
+        _series.clear()
 
 
 def _shared() -> bool:

@@ -452,12 +452,13 @@ def _end_work(replica: Replica, work_ms: float) -> None:
     replica.busy_until = min(replica.busy_until, time.monotonic() + replica.open_ms / 1000)
 
 
-def count(decision: Placement, ask: PlacementRequest) -> None:
-    """Metrics of one placement."""
-    model = decision.service.model
-    metrics.PLACEMENTS.labels(decision.replica.id, decision.decided).inc()
-    metrics.PROMPT_TOKENS.labels(model).inc(ask.prompt_tokens)
-    metrics.PREDICTED_TOKENS.labels(model).inc(decision.matched_tokens)
+def count(decision: Placement, ask: PlacementRequest, seconds: float) -> None:
+    """Metrics of one placement, which took so long."""
+    series, model = metrics.series, decision.service.model
+    metrics.PLACEMENT_SECONDS.observe(seconds)
+    series(metrics.PLACEMENTS, decision.replica.id, decision.decided).inc()
+    series(metrics.PROMPT_TOKENS, model).inc(ask.prompt_tokens)
+    series(metrics.PREDICTED_TOKENS, model).inc(decision.matched_tokens)
 
 
 def _fits(replica: Replica, ask: PlacementRequest) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ from radixgrove.router.replicas import Replica, Service
 from radixgrove.router.upstream import Attempt, StreamBroke, Upstream
 from radixgrove.service.asgi import (
     FIELDS,
+    READER_LAGS,
     RELEASE_BODY,
     REQUEST_ID,
     TRACE,
@@ -83,6 +85,7 @@ class _Exchange:
     service: Service
     arrived: float  # perf_counter
     course: Course
+    reader_lags: Callable[[], bool]
     encoded: Encoded = field(init=False)
     placing: bool = False  # in the middle of a booking
     gone: bool = False  # the client went away
@@ -149,7 +152,7 @@ class Proxy:
         finally:
             self.in_flight -= 1
             metrics.IN_FLIGHT.dec()
-            metrics.REQUESTS.labels(model, status).inc()
+            metrics.series(metrics.REQUESTS, model, status).inc()
 
     async def _receive(
         self, endpoint: Endpoint[Any], scope: Scope, receive: Receive, send: Send
@@ -166,8 +169,18 @@ class Proxy:
             hold_until=now + settings.queue_timeout,
             answer_by=now + settings.first_byte_timeout,
         )
-        principal = state(scope)[PRINCIPAL]
-        return _Exchange(endpoint, scope, send, body, principal, service, arrived, course)
+        context = state(scope)
+        return _Exchange(
+            endpoint=endpoint,
+            scope=scope,
+            send=send,
+            body=body,
+            principal=context[PRINCIPAL],
+            service=service,
+            arrived=arrived,
+            course=course,
+            reader_lags=context[READER_LAGS],
+        )
 
     async def _encode(self, exchange: _Exchange) -> None:
         """Encodes once the service is known well enough: one that is only just waking is not."""
@@ -226,8 +239,7 @@ class Proxy:
                 decision = await self._book(exchange, passed_by)
                 if decision is not None:
                     seconds = time.perf_counter() - started
-                    metrics.soon(metrics.PLACEMENT_SECONDS.observe, seconds)
-                    asyncio.get_running_loop().call_soon(count, decision, ask)
+                    asyncio.get_running_loop().call_soon(count, decision, ask, seconds)
                     return decision
             if not course.may_wait or not await self._hold(exchange):
                 return None
@@ -286,7 +298,8 @@ class Proxy:
             answer = attempt.answer
             model = decision.service.model
             seconds = time.perf_counter() - exchange.arrived
-            metrics.soon(metrics.FIRST_BYTE_SECONDS.labels(model).observe, seconds)
+            first_byte = metrics.series(metrics.FIRST_BYTE_SECONDS, model)
+            metrics.soon(first_byte.observe, seconds)
             state(exchange.scope)[FIELDS].update(
                 replica=replica.id,
                 matched_tokens=decision.matched_tokens,
@@ -306,7 +319,7 @@ class Proxy:
                 await self._pass_on_whole(exchange, answer.body)
             replica.breaker.succeeded()
             if attempt.cached_tokens is not None:
-                metrics.REPORTED_TOKENS.labels(model).inc(attempt.cached_tokens)
+                metrics.series(metrics.REPORTED_TOKENS, model).inc(attempt.cached_tokens)
             return answer.status
         finally:
             attempt.close()
@@ -365,9 +378,13 @@ class Proxy:
         Raises:
             ClientDisconnected: the client does not read.
         """
+        message = {"type": "http.response.body", "body": part, "more_body": more}
+        if not exchange.reader_lags():  # it is written at once: a timer would cost more than that
+            await exchange.send(message)
+            return
         try:
             async with asyncio.timeout(self._settings.idle_timeout):
-                await exchange.send({"type": "http.response.body", "body": part, "more_body": more})
+                await exchange.send(message)
         except TimeoutError:
             raise ClientDisconnected from None
 

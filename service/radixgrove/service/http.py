@@ -25,6 +25,7 @@ from radixgrove.protocol.openai.errors import ApiError, invalid
 from radixgrove.service.asgi import (
     FIELDS,
     ON_DISCONNECT,
+    READER_LAGS,
     REQUEST_ID,
     Scope,
     header,
@@ -173,6 +174,9 @@ class HttpProtocol(HttpToolsProtocol):
         if callback is not None and self.transport.is_closing():
             callback()
 
+    def _reader_lags(self) -> bool:
+        return self.flow.write_paused
+
     def data_received(self, data: bytes) -> None:
         # Empty lines between requests are no request, but end uvicorn's keep-alive timer.
         self._start_timer()
@@ -202,6 +206,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._began_at = self.loop.time()
         super().on_message_begin()
         self.scope["state"][ON_DISCONNECT] = self._watch_disconnect
+        self.scope["state"][READER_LAGS] = self._reader_lags
 
     def on_headers_complete(self) -> None:
         self._offers = self.parser.should_upgrade()

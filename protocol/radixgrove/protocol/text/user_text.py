@@ -7,7 +7,7 @@ from typing import Any
 
 from radixgrove.protocol.text.token_finder import TokenFinder
 
-FEW = 8  # characters that a text is searched for one by one: faster than by a pattern
+FEW = 8  # characters that a text is searched for one by one: faster than by a set or a pattern
 # Unicode noncharacters, which no text may contain in interchange; a user's own are dropped.
 BREAK = "\ufdd0"  # inside what would otherwise read as a special token
 END = "\ufdd1"  # after the message to continue
@@ -28,9 +28,8 @@ class SpecialTextGuard:
         self._longest = len(texts[0]) if texts else 0
         # Characters that every head and every tail has: most texts have none of the firsts at all,
         # and none of the others near their edges.
-        self._firsts = frozenset(text[0] for text in texts)
-        self._lasts = frozenset(text[-1] for text in texts)
-        self._few_firsts = tuple(self._firsts) if len(self._firsts) <= FEW else ()
+        self._firsts = _Characters(text[0] for text in texts)
+        self._lasts = _Characters(text[-1] for text in texts)
 
     def _break(self, text: str) -> str:
         """The text with each of its tokens cut in two."""
@@ -45,14 +44,14 @@ class SpecialTextGuard:
         text = without_sentinels(text)
         if not self._longest or not text:
             return text
-        if not self._few_firsts or any(first in text for first in self._few_firsts):
+        if self._firsts.in_all_of(text):
             while len(broken := self._break(text)) > len(text):
                 text = broken
-            if not self._firsts.isdisjoint(text[-self._longest :]) and any(
+            if self._firsts.in_part_of(text[-self._longest :]) and any(
                 text[-size:] in self._heads for size in self._sizes(text)
             ):
                 text += BREAK
-        if not self._lasts.isdisjoint(text[: self._longest]) and any(
+        if self._lasts.in_part_of(text[: self._longest]) and any(
             text[:size] in self._tails for size in self._sizes(text)
         ):
             text = BREAK + text
@@ -60,6 +59,25 @@ class SpecialTextGuard:
 
     def _sizes(self, text: str) -> range:
         return range(1, min(self._longest, len(text) + 1))
+
+
+class _Characters:
+    """Whether a text has any of some characters."""
+
+    def __init__(self, characters: Iterable[str]) -> None:
+        self._all = frozenset(characters)
+        self._few = tuple(self._all) if len(self._all) <= FEW else ()
+
+    def in_part_of(self, text: str) -> bool:
+        """Of a short text."""
+        for character in self._few:
+            if character in text:
+                return True
+        return not self._few and not self._all.isdisjoint(text)
+
+    def in_all_of(self, text: str) -> bool:
+        """Of a text of any length; true also where a pattern has to look."""
+        return not self._few or self.in_part_of(text)
 
 
 def without_sentinels(text: str) -> str:
