@@ -64,7 +64,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """More than cores: tests of routers, agents and clusters wait for most of their time."""
-    return len(os.sched_getaffinity(0)) * 3 // 2
+    return len(os.sched_getaffinity(0)) * 5 // 2
 
 
 @pytest.hookimpl(optionalhook=True)

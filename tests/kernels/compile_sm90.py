@@ -3,11 +3,12 @@
 A process of its own: Triton must not be in interpreter mode here. Prints one line a kernel:
 name, registers a thread, bytes of stack (spills), bytes of shared memory.
 
-    python compile_sm90.py [products | decode | experts]
+    python compile_sm90.py [bfloat16 | float32 | products | decode | experts]
 
-With `products`: instead, the products that the tuner asks about for the models of the benchmarks;
-with `decode`: decode attention from their projections, for few, many and very many rows; with
-`experts`: what the tuner asks about for a layer of Qwen3-30B-A3B and of Mixtral-8x7B.
+Without an argument, a form or two of each kernel; with `bfloat16` or `float32`, all that is
+launched for that type. With `products`: the products that the tuner asks about for the models of
+the benchmarks; with `decode`: decode attention from their projections, for few, many and very many
+rows; with `experts`: what the tuner asks about for a layer of Qwen3-30B-A3B and of Mixtral-8x7B.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(fields["REG"]), int(fields["STACK"])
 
 
-def launch_all(dtype: torch.dtype) -> None:
-    """Every kernel once, at the shape of a Qwen3 layer."""
+def launch_all(dtype: torch.dtype, *, few: bool = False) -> None:
+    """Every kernel at the shape of a Qwen3 layer, in every form or in `few`."""
 
     def zeros(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=kind)
@@ -161,18 +162,18 @@ def launch_all(dtype: torch.dtype) -> None:
     inputs = (index64, lens, tokens_known, table, 16, index32, index32, index64, index32, index64)
     decode_inputs.gather_rows(*inputs, zeros(64, hidden), zeros(4, hidden))
     addresses, counts = zeros(2, kind=torch.int64), zeros(all_reduce.PROGRAMS, kind=torch.int32)
-    for rows_reduced in (1, 64, 256):
+    for rows_reduced in (64,) if few else (1, 64, 256):
         part = zeros(rows_reduced, hidden)
         exchange = addresses, addresses.clone(), counts, 1 << 20, 0
         all_reduce.all_reduce(part, part.clone(), *exchange)
         normed = part.clone(), part.clone(), zeros(hidden), 1e-6
         all_reduce.all_reduce_norm(part, *normed, *exchange)
-    launch_paged(dtype, dtype)
-    launch_linear(dtype, hidden)
-    launch_experts(dtype)
+    launch_paged(dtype, dtype, few=few)
+    launch_linear(dtype, hidden, few=few)
+    launch_experts(dtype, few=few)
 
 
-def launch_paged(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+def launch_paged(dtype: torch.dtype, kv_dtype: torch.dtype, *, few: bool = False) -> None:
     """What writes and reads pages of `kv_dtype`, at the shape of a Qwen3 layer."""
 
     def zeros(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -182,12 +183,12 @@ def launch_paged(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     index32, indptr = zeros(4, kind=torch.int32), zeros(5, kind=torch.int32)
     table, weight = zeros(9, 64, kind=torch.int32), zeros(dim)
     layer = zeros(2, 8, 16, kv_heads, dim, kind=kv_dtype)
-    for tokens in (4, 80, 800):
+    for tokens in (80,) if few else (4, 80, 800):
         qkv = zeros(tokens, (heads + 2 * kv_heads) * dim)
         where = zeros(tokens, kind=torch.int64)
         angles = zeros(64, dim, kind=torch.float32)
         rope.rope_store(qkv, angles, where, where, layer, weight, weight)
-    for count in (4, 16, 3000):
+    for count in (3000,) if few else (4, 16, 3000):
         decode.decode_attention(
             zeros(count, heads, dim),
             layer,
@@ -220,7 +221,7 @@ def launch_paged(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         decode.DecodeWorkspace(4, heads, kv_heads, dim, torch.device("cpu")),
         tokens=index32,
     )
-    for longest in (16, 64, 4096):
+    for longest in (64,) if few else (16, 64, 4096):
         attention.extend_attention(
             zeros(4, heads, dim), layer, index32[:1], indptr[:2], index32[:1], table, 1.0, longest
         )
@@ -247,20 +248,22 @@ def launch_prefixes(q: torch.Tensor, layer: torch.Tensor, table: torch.Tensor) -
     )
 
 
-def launch_linear(dtype: torch.dtype, hidden: int) -> None:
+def launch_linear(dtype: torch.dtype, hidden: int, *, few: bool = False) -> None:
     """Every candidate of the tuner; float32 has none but the default `gemv`."""
     one, weight = torch.zeros(1, hidden, dtype=dtype), torch.zeros(2048, hidden, dtype=dtype)
-    for candidate in GEMV_CANDIDATES if dtype != torch.float32 else GEMV_CANDIDATES[2:3]:
+    default_only = few or dtype == torch.float32
+    for candidate in GEMV_CANDIDATES[2:3] if default_only else GEMV_CANDIDATES:
         config = candidate.gemv
         silu = config is not None and config.block_k <= 4096  # no gate is as wide as the widest
         linear.gemv(one, weight, norm=one[0], silu=silu, config=config)
     workspace = SkinnyWorkspace(torch.device("cpu"))
     many = torch.zeros(16, hidden, dtype=dtype)
-    for candidate in SKINNY_CANDIDATES if dtype != torch.float32 else ():
+    skinny = SKINNY_CANDIDATES[:1] if few else SKINNY_CANDIDATES
+    for candidate in skinny if dtype != torch.float32 else ():
         linear.skinny(many, weight, silu=True, config=candidate.skinny, workspace=workspace)
 
 
-def launch_experts(dtype: torch.dtype) -> None:
+def launch_experts(dtype: torch.dtype, *, few: bool = False) -> None:
     """Every way of a mixture, one layer of Qwen3-30B-A3B's widths, with fewer experts."""
     experts, hidden, inner = 16, 2048, 768
     places = torch.arange(experts, dtype=torch.int32)
@@ -268,17 +271,17 @@ def launch_experts(dtype: torch.dtype) -> None:
     held = moe.Router(
         moe.Routing(8, sigmoid=True, groups=4, groups_kept=2, group_top=2), places=places
     )
-    for kind in (router, held):
+    for kind in (held,) if few else (router, held):
         weights = moe.ExpertWeights(
             Weight.plain(torch.zeros(experts, 2 * inner, hidden, dtype=dtype)),
             Weight.plain(torch.zeros(experts, hidden, inner, dtype=dtype)),
             kind,
         )
-        for tokens in (1, 64, 8192):
+        for tokens in (1, 8192) if few else (1, 64, 8192):
             x, logits = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, experts)
             moe.experts(x, logits, weights, x.clone())
     if dtype == torch.bfloat16:
-        for activations, blocks in FLOAT8_KINDS:
+        for activations, blocks in () if few else FLOAT8_KINDS:
             launch_float8_experts(activations, blocks=blocks)
     positions = torch.zeros(8192 * 8, dtype=torch.int32)
     moe.combine(x, positions, torch.zeros(8192, 8), x, x)
@@ -333,10 +336,10 @@ FLOAT8_KINDS = (
 )
 
 
-def launch_float8(hidden: int) -> None:
+def launch_float8(hidden: int, *, few: bool = False) -> None:
     """Products of float8 weights of every kind, and what quantizes their inputs."""
     scratch = Scratch(torch.device("cpu"))
-    for activations, blocks in FLOAT8_KINDS:
+    for activations, blocks in FLOAT8_KINDS[2:3] if few else FLOAT8_KINDS:
         weight = float8_weight(2048, hidden, activations, blocks=blocks)
         gate_up = {"norm": torch.zeros(hidden, dtype=torch.bfloat16), "silu": True}
         for choice, tokens in ((GEMV_CANDIDATES[2], 1), (SKINNY_CANDIDATES[2], 16)):
@@ -486,9 +489,14 @@ if __name__ == "__main__":
     elif sys.argv[1:] == ["float32"]:
         launch_all(torch.float32)
         launch_paged(torch.float32, FLOAT8)
-    else:
+    elif sys.argv[1:] == ["bfloat16"]:
         launch_all(torch.bfloat16)
         launch_paged(torch.bfloat16, FLOAT8)
         launch_float8(4096)
         launch_sampling()
         launch_smallest()
+    else:
+        launch_all(torch.bfloat16, few=True)
+        launch_paged(torch.bfloat16, FLOAT8, few=True)
+        launch_float8(4096, few=True)
+        launch_sampling()
