@@ -9,6 +9,8 @@ CLUSTER_PYTHON := $(BIN)/python
 unexport PYTHONDONTWRITEBYTECODE
 # Five processes of tests for two cores, files whole as far as that keeps all busy.
 SPREAD ?= --numprocesses auto --maxprocesses 8 --dist worksteal
+# Drills judge how long clients wait.
+DRILL_SPREAD ?= --numprocesses 3 --dist worksteal
 SINCE ?= main
 SEED ?= 1
 # Of make test-drills: "drill and not slow" is what fits six minutes.
@@ -40,7 +42,7 @@ test-slow: setup-dev ## those of them that take half a minute each
 	$(BIN)/python -m pytest -m "slow and not (gpu or cluster or drill)" $(SPREAD)
 
 test-drills: setup-dev ## each ordinary fault beside a load, RECORD= a directory for the figures
-	$(BIN)/python -m pytest -m "$(DRILLS)" tests/drills $(if $(RECORD),--record-drills $(RECORD),$(SPREAD))
+	$(BIN)/python -m pytest -m "$(DRILLS)" tests/drills $(if $(RECORD),--record-drills $(RECORD),$(DRILL_SPREAD))
 
 soak: setup-dev ## an hour of faults at random times before real workers, MINUTES=, SEED=
 	$(BIN)/python -m tests.drills.soak --minutes $(MINUTES) --seed $(SEED)
