@@ -2,20 +2,23 @@
 
 It turns one-element arrays into integers by `int`, which NumPy 2.4 refuses, multiplies matrices in
 bfloat16 or float8 as the integers that carry them, cuts float32 off to bfloat16, which compiled
-kernels round to the nearest, and rounds to float8 without carry into the exponent. And it looks
-through all of the language for what to replace at every launch and every call of a function, which
-is a third of the time of most tests: here it does so once.
+kernels round to the nearest, and rounds to float8 without carry into the exponent. And most of its
+time goes into what is always the same: at every launch and every call of a function it looks
+through all of the language for what to replace, and with every tensor it makes the objects of its
+shape and the table of NumPy's types anew. Here these are kept.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton._utils import validate_block_shape
 from triton.runtime import interpreter
 
 
@@ -59,6 +62,46 @@ def _builtins(package: Any) -> list[str]:
     return [name for name, value in inspect.getmembers(package) if tl.core.is_builtin(value)]
 
 
+@cache
+def _tensor_shape(lengths: tuple[int, ...]) -> tuple[Any, Any]:
+    """A tensor's `shape` and `numel`."""
+    return (
+        tl.tuple([tl.constexpr(length) for length in lengths]),
+        tl.constexpr(math.prod(lengths)),
+    )
+
+
+def _make_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _tensor_shape(tuple(type.shape) if type.is_block() else ())
+
+
+_EQUAL = tl.constexpr(True)
+_compare_tuples, _compare_types = tl.tuple.__eq__, tl.dtype.__eq__
+
+
+def _tuples_are_equal(self: Any, other: Any) -> Any:
+    return _EQUAL if self is other else _compare_tuples(self, other)
+
+
+def _types_are_equal(self: Any, other: Any) -> bool:
+    return self is other or _compare_types(self, other)
+
+
+@cache
+def _block_shape(lengths: tuple[int, ...]) -> tuple[Any, int]:
+    """A block type's `shape` and `numel`."""
+    if not lengths:
+        raise TypeError("a block of no dimensions")
+    return tl.tuple(lengths), validate_block_shape(lengths)
+
+
+def _make_block(self: Any, element_ty: Any, shape: Any) -> None:
+    lengths = tuple(getattr(length, "value", length) for length in shape)
+    self.element_ty, self.name = element_ty, f"<{lengths}, {element_ty}>"
+    self.shape, self.numel = _block_shape(lengths)
+
+
 def _patch_builtins(package: Any, builder: Any, scope: Any) -> None:
     for name in _builtins(package):
         member = getattr(package, name)
@@ -75,6 +118,8 @@ def repair() -> None:
     create_dot = interpreter.InterpreterBuilder.create_dot
     cast = interpreter.InterpreterBuilder.cast_impl
     convert = interpreter.InterpreterBuilder.create_fp_to_fp
+    patch_language, find_numpy_type = interpreter._patch_lang, interpreter._get_np_dtype
+    numpy_types: dict[str, Any] = {}
 
     def patch_tensor_too(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -93,6 +138,25 @@ def repair() -> None:
             return _through_torch(source, kind)
         return convert(self, source, kind, rounding)
 
+    def numpy_type(kind: Any) -> Any:
+        scalar = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        if scalar.name not in numpy_types:
+            numpy_types[scalar.name] = find_numpy_type(scalar)
+        return numpy_types[scalar.name]
+
+    def patch_language_once(function: Any) -> Any:
+        """Inside of a launch, what a function uses of the language has been replaced already."""
+        modules = function.__globals__.values()
+        used = [each for each in modules if each is tl or each is tl.core]
+        if used and not any(tl.core.is_builtin(module.load) for module in used):
+            return interpreter._LangPatchScope()
+        return patch_language(function)
+
+    tl.tensor.__init__ = _make_tensor
+    tl.tuple.__eq__, tl.dtype.__eq__ = _tuples_are_equal, _types_are_equal
+    tl.block_type.__init__ = _make_block
+    interpreter._get_np_dtype = numpy_type
+    interpreter._patch_lang = patch_language_once
     interpreter._patch_lang_tensor = patch_tensor_too
     interpreter._patch_builtin = _patch_builtins
     interpreter.InterpreterBuilder.create_dot = create_wide_dot
