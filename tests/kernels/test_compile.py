@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 KERNELS = {
     "_all_reduce_kernel",
+    "_all_reduce_norm_kernel",
     "combine_kernel",
     "_copy_pages_kernel",
     "decode_kernel",
