@@ -244,7 +244,7 @@ class WorkerSettings(Settings):
         everyday=True,
     )
     pp_layers: list[Annotated[int, Field(ge=1, le=4096)]] = _field(
-        [], "Layers of each stage; by default stages are level in parameters."
+        [], "Layers of each stage; by default stages are level in what they compute."
     )
     transport: Transport = _field(
         Transport.AUTO,

@@ -31,8 +31,9 @@ def split_layers(config: ModelConfig, stages: int, wanted: list[int]) -> list[in
     """How many layers each stage has.
 
     Args:
-        wanted: as set; empty: so that the largest stage has as few parameters as can be, embedding
-            and head counted.
+        wanted: as set; empty: so that the stage that computes most computes as little as can be.
+            That goes by the parameters it multiplies with: none of the embedding, and half of the
+            head, which tokens of prompts pass by.
 
     Raises:
         ModelError: there are fewer layers than stages, or `wanted` are not this model's.
@@ -46,10 +47,9 @@ def split_layers(config: ModelConfig, stages: int, wanted: list[int]) -> list[in
         return wanted
     if stages > total:
         raise ModelError(f"pp {stages} exceeds the model's {total} layers")
-    layer, table = _parameters(config)
+    layer, head = _parameters(config)
     weights = [layer] * stages
-    weights[0] += table
-    weights[-1] += table if stages > 1 else 0
+    weights[-1] += head // 2
     counts = [1] * stages
     for _ in range(total - stages):
         # The lightest gets the next one; of equals the last, for the first begins each step.
@@ -60,6 +60,6 @@ def split_layers(config: ModelConfig, stages: int, wanted: list[int]) -> list[in
 
 
 def _parameters(config: ModelConfig) -> tuple[int, int]:
-    """Of a layer's matrices, on average, and of the embedding or the head."""
+    """Of a layer's matrices, on average, and of the head."""
     layer = count_projected(config) // config.num_layers
     return layer, config.vocab_size * config.hidden_size
