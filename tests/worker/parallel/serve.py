@@ -144,7 +144,18 @@ def crowded() -> list[list[Submit]]:
     return [first, [submit(f"again-{i}", p) for i, p in enumerate(prompts)]]
 
 
-CASES = {"mixed": mixed, "crowded": crowded}
+def few() -> list[list[Submit]]:
+    """Little of everything, for a model that takes its time."""
+    prompts = tiny.prompts()
+    first = [
+        submit("chunked", prompts[6], 6, prompt_logprobs=0),
+        submit("seeded", prompts[3], 6, seed=11, temperature=0.9),
+        submit("penalties", prompts[4], 6, repetition_penalty=1.3, frequency_penalty=0.5),
+    ]
+    return [first, [submit("again", [*prompts[6], 7, 7], 6)]]
+
+
+CASES = {"mixed": mixed, "crowded": crowded, "few": few}
 
 
 def whole_pool(directory: Path, tp: int, pp: int) -> Tensor:

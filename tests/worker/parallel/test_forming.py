@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import distributed
 
+from radixgrove.protocol.settings import Transport
 from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.parallel.member import Member, form, leave, open_store
 
@@ -28,7 +29,8 @@ def left() -> Iterator[None]:
 def form_one(directory: Path, own_address: str) -> Member:
     """A member of one rank."""
     layout = Layout()
-    return form(layout, layout.place(0), CPU, open_store(layout, 0, directory), own_address)
+    store = open_store(layout, 0, directory)
+    return form(layout, layout.place(0), CPU, store, Transport.AUTO, own_address)
 
 
 @pytest.mark.parametrize("own_address", OWN_ADDRESSES)

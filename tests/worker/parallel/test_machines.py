@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,7 +55,7 @@ def complete(machine: MachineProcess, prompt: list[int], tokens: int) -> tuple[i
 def test_two_machines_serve_one_model_and_end_together(net: Network, model_dir: Path) -> None:
     prompt = tiny.prompts()[5]
     (expected,) = Driver(cpu_runner(model_dir)).generate([prompt], greedy(16))
-    with group(net, model_dir, served_model_name=["m"]) as machines:
+    with group(net, model_dir, served_model_name=["m"], tp=2) as machines:
         wait_ready(machines)
         assert machines[0].readiness() == (200, "serving")
         assert machines[1].readiness() == (200, "joined")
@@ -61,7 +63,7 @@ def test_two_machines_serve_one_model_and_end_together(net: Network, model_dir: 
         assert status == 200, body
         text = json.loads(body)["choices"][0]["text"]
         assert text.split() == [f"w{token}" for token in expected.tokens]
-        assert machines[1].management()["ranks"] == [1]
+        assert machines[1].management()["ranks"] == [2, 3]
         # Both pods of a group get SIGTERM; it is rank 0 that says when all is answered.
         machines[1].process.send_signal(signal.SIGTERM)
         assert complete(machines[0], prompt, 4)[0] == 200
@@ -100,6 +102,22 @@ def test_a_rank_that_is_lost_ends_the_group_and_is_named(
             )
             assert all(machine.end() != 0 for machine in machines)
             assert f"rank 1 (machine 1, {net.addresses[1]})" in "".join(machines[0].lines[-6:])
+
+
+def test_a_rank_that_freezes_while_the_group_drains_is_named(net: Network, model_dir: Path) -> None:
+    options = {"served_model_name": ["m"], "drain_timeout": 120.0}
+    with group(net, model_dir, **options) as machines, ThreadPoolExecutor(1) as pool:
+        wait_ready(machines)
+        machines[1].rank(1).suspend()
+        answer = pool.submit(complete, machines[0], [1, 2, 3], 16)
+        wait_until(lambda: machines[0].management()["stats"]["running"] > 0, what="the request")
+        for machine in machines:
+            machine.process.send_signal(signal.SIGTERM)
+        assert all(machine.end(ENDS_WITHIN) != 0 for machine in machines)
+        assert answer.result()[0] == 503
+    last = "".join(machines[0].lines[-6:])
+    assert re.search(r"rank 1\b", last)
+    assert "while draining" in last
 
 
 def test_a_machine_that_was_restarted_in_place_waits_to_be_replaced(

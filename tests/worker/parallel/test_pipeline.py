@@ -58,6 +58,17 @@ def test_stages_say_what_one_process_says(kind: str, tp: int, pp: int, tmp_path:
         torch.testing.assert_close(whole[:, :, page], pool[:, :, other], atol=1e-5, rtol=0)
 
 
+def test_six_ranks_of_the_demo_model_say_what_one_process_says(
+    demo_model_dir: Path, tmp_path: Path
+) -> None:
+    """Nine query heads and three of KV over three ranks, in two stages."""
+    limits = {"max_step_tokens": 64, "max_model_len": 256}
+    expected, _ = alone(settings(1, **limits), demo_model_dir, "few")
+    served = group(tmp_path / "run", demo_model_dir, "few", tp=3, pp=2, **limits)
+    assert_same(served.answers, expected.answers)
+    assert any(answer.cached_tokens for answer in served.answers.values())
+
+
 @pytest.mark.parametrize("host_cache_gib", [0, 0.01])
 def test_a_small_pool_preempts_and_evicts_and_says_the_same(
     host_cache_gib: float, tmp_path: Path
