@@ -80,6 +80,7 @@ class FakeEngine:
     running: dict[str, _Running] = field(default_factory=dict)
     paused: threading.Event = field(default_factory=threading.Event)
     silent: threading.Event = field(default_factory=threading.Event)  # no Stats any more
+    told: int = 0  # Stats so far
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _step_ends: float | None = None  # on the monotonic clock
@@ -147,6 +148,7 @@ class FakeEngine:
             if now - last_stats > 0.1 and not self.silent.is_set():
                 last_stats = now
                 tell(self._stats(ticks, now))
+                self.told += 1
         inbox.close(0)
         for outbox in outboxes:
             outbox.close(0)

@@ -104,6 +104,61 @@ def test_a_member_that_does_not_say_what_it_has_delays_no_request(pair: Frontend
     assert sum(requests(pair)) == 1
 
 
+def test_members_in_a_long_step_get_prompts_by_what_each_was_sent(demo_model_dir: Path) -> None:
+    """They say nothing, neither of prefixes nor of their load, until it ends."""
+    with (
+        running_frontend(demo_model_dir, dp=2) as frontend,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        keep_busy(frontend)
+        answers = []
+        for number in range(8):
+            answers.append(pool.submit(complete, frontend, f"{number} begins as no other does"))
+            wait_until(lambda n=number: sum(requests(frontend)) == n + 1, what="the request")  # type: ignore[misc]
+            first, second = requests(frontend)
+            assert abs(first - second) <= 1
+        for engine in frontend.engines:
+            engine.paused.clear()
+        for answer in answers:
+            answer.result()
+
+
+def test_rows_are_left_for_what_other_frontends_send(demo_model_dir: Path) -> None:
+    with (
+        running_frontend(demo_model_dir, dp=2, frontends=4) as frontend,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        keep_busy(frontend, max_running=8)
+        answers = []
+        for number in range(3):
+            answers.append(pool.submit(complete, frontend, LONG))
+            wait_until(lambda n=number: sum(requests(frontend)) == n + 1, what="the request")  # type: ignore[misc]
+        assert sorted(requests(frontend)) == [1, 2], "two of each of four frontends take all rows"
+        for engine in frontend.engines:
+            engine.paused.clear()
+        for answer in answers:
+            answer.result()
+
+
+def keep_busy(frontend: Frontend, **info: int) -> None:
+    """Let all members begin a step that takes a minute, and say no more."""
+    frontend.answer("Hello world")
+    for engine in frontend.engines:
+        engine.infos.put(EngineInfo(page_size=16, max_model_len=700, **info))
+        engine.matched_tokens = None
+        engine.paused.set()
+        engine.hang(60.0)
+    with frontend.client() as client:
+        wait_until(
+            lambda: client.get("/v1/models").json()["data"][0]["max_model_len"] == 700,
+            what="what the engines said",
+        )
+    for engine in frontend.engines:
+        before = engine.told
+        wait_until(lambda e=engine, n=before: e.told >= n + 2, what="a pulse with the step")  # type: ignore[misc]
+        engine.silent.set()
+
+
 @pytest.mark.parametrize("dp_rank", [0, 1])
 def test_a_router_chooses_the_member(pair: Frontend, dp_rank: int) -> None:
     pair.engines[1 - dp_rank].matched_tokens = 64

@@ -61,6 +61,17 @@ def _discard(_: Tokens | Refused) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """What went to an engine: prompts' tokens that it has to compute, and sequences."""
+
+    tokens: int = 0
+    sequences: int = 0
+
+    def since(self, earlier: Sent) -> Sent:
+        return Sent(self.tokens - earlier.tokens, self.sequences - earlier.sequences)
+
+
+@dataclass(frozen=True, slots=True)
 class _Unanswered:
     """What was sent to the engine, until its first word."""
 
@@ -93,8 +104,8 @@ class EngineClient:
         self.gone = False  # the engine's process closed its end after having been there
         self.on_gone: Callable[[], None] = lambda: None
         self._addresses = (engine_socket, frontend_socket)
-        self.sent_tokens = 0  # to compute, of all prompts so far
-        self.sent_sequences = 0  # so far
+        self.sent = Sent()  # so far
+        self.sent_at_pulse = Sent()  # until the last pulse came, which tells of that at most
         self._deliver: dict[str, Deliver] = {}
         self._unanswered: dict[str, _Unanswered] = {}
         self._unanswered_bytes = 0
@@ -165,10 +176,10 @@ class EngineClient:
             raise errors.rate_limited(1)
         self._send(message)
         self._deliver.update(deliver)
-        self.sent_sequences += len(deliver)
         domain = first.domain if first.cache is CacheMode.USE else ""  # else it leaves nothing
         self._expect(first.request_id, size, first.token_ids, domain)
-        self.sent_tokens += max(0, len(first.token_ids) // TOKEN_BYTES - matched_tokens)
+        tokens = max(0, len(first.token_ids) // TOKEN_BYTES - matched_tokens)
+        self.sent = Sent(self.sent.tokens + tokens, self.sent.sequences + len(deliver))
 
     def _has_room(self, size: int) -> bool:
         """A prompt larger than the bound goes alone."""
@@ -238,6 +249,7 @@ class EngineClient:
     def _take(self, message: ToFrontend) -> None:
         if isinstance(message, Stats):
             self.liveness.take(message)
+            self.sent_at_pulse = self.sent
         elif isinstance(message, EngineInfo):
             self.info = message
         elif isinstance(message, Peeked):

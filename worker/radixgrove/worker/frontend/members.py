@@ -2,9 +2,10 @@
 
 A router says which member it chose. A request without a choice goes where it is cheapest, by the
 same cost that routers reckon with: each engine is asked how much of the prompt it has, and how busy
-it is. One that does not say so in time is judged by its last pulse, and by the prompts that are on
-their way to it. Where all rows of an engine are taken a request would wait for one to end, which no
-prefix makes up for: one with a row to spare goes before it.
+it is. One that does not say so in time is judged by its last pulse, and by the prompts that were
+sent to it since. Where all rows of an engine are taken a request would wait for one to end, which
+no prefix makes up for: one with a row to spare goes before it. Other frontends are taken to have
+sent it as many as this one, since its last word.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import zmq
 from radixgrove.protocol.blocks import TOKEN_BYTES
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.placing import DECODE_TOKENS, DEFAULT_TOKENS_PER_SECOND, cost
-from radixgrove.worker.frontend.engine_client import EngineClient
+from radixgrove.worker.frontend.engine_client import EngineClient, Sent
 from radixgrove.worker.messages import Peeked
 from radixgrove.worker.runtime import Runtime
 
@@ -39,6 +40,7 @@ class Members:
     def __init__(self, runtime: Runtime, index: int) -> None:
         """`index`: this frontend's, by which engines address it."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._frontends = runtime.settings.frontends
         self.engines = [
             EngineClient(
                 self._context,
@@ -129,16 +131,16 @@ class Members:
             return Chosen(engines[0])
         if not engines:
             raise errors.overloaded("The engine is not ready.", retry_after=5)
-        sent = [(engine.sent_tokens, engine.sent_sequences) for engine in engines]
+        sent = [engine.sent for engine in engines]
         asked = [engine.peek(prompt, domain) for engine in engines]
         waiting = [future for future in asked if future is not None]
         if waiting:
             await asyncio.wait(waiting, timeout=PEEK_SECONDS)
         offers = []
-        for engine, future, (tokens, sequences) in zip(engines, asked, sent, strict=True):
+        for engine, future, before in zip(engines, asked, sent, strict=True):
             said = future.result() if future is not None and future.done() else None
-            since = _Sent(engine.sent_tokens - tokens, engine.sent_sequences - sequences)
-            offers.append(_offer(engine, said, since, prompt, domain))
+            since = engine.sent.since(before if said is not None else engine.sent_at_pulse)
+            offers.append(_offer(engine, said, since, prompt, domain, self._frontends))
         offers = [offer for offer in offers if offer.has_row] or offers
         lowest = min(offer.cost for offer in offers)
         best = random.choice([offer for offer in offers if offer.cost <= lowest])
@@ -153,25 +155,28 @@ class _Offer:
     has_row: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """What this frontend has sent to an engine since it asked: tokens to compute, and sequences."""
-
-    tokens: int
-    sequences: int
-
-
 def _offer(
-    engine: EngineClient, said: Peeked | None, since: _Sent, prompt: bytes, domain: str
+    engine: EngineClient,
+    said: Peeked | None,
+    since: Sent,
+    prompt: bytes,
+    domain: str,
+    frontends: int,
 ) -> _Offer:
-    """What a prompt costs there; `said`: the engine's answer; None: it has none yet."""
+    """What a prompt costs there.
+
+    Args:
+        said: the engine's answer; None: it has none yet.
+        since: what this frontend, one of so many, has sent it since it was asked, or since its last
+            pulse if it did not answer.
+    """
     stats, info = engine.liveness.stats, engine.info
     measured = (stats.prefill_rate if stats else 0.0) or (
         info.prefill_tokens_per_second if info else 0.0
     )
     token_ms = 1000.0 / (measured or DEFAULT_TOKENS_PER_SECOND)
     matched = engine.awaited_tokens(prompt, domain)
-    queued, running, taken = since.tokens, 0, since.sequences
+    queued, running, taken = since.tokens, 0, since.sequences * frontends
     if said is not None:
         matched = max(matched, said.matched_tokens)
         queued, running = queued + said.queued_tokens, said.running
