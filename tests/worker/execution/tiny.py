@@ -23,6 +23,13 @@ _SIZES = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,  # strong enough that the next token is a clear choice
 }
+# Three ranks can share these, as they can the demo model's.
+NINE_HEADS = {
+    "hidden_size": 144,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": VOCAB + 1,
+}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

@@ -38,13 +38,7 @@ def test_two_ranks_say_what_one_says(kind: str, kv_dtype: str, tmp_path: Path) -
 
 def test_three_ranks_say_what_one_says(tmp_path: Path) -> None:
     """At the demo model's heads, nine on three of keys and values: one of these for each rank."""
-    sizes = {
-        "hidden_size": 144,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 513,
-    }
-    tiny.save("llama", tmp_path / "model", **sizes)
+    tiny.save("llama", tmp_path / "model", **tiny.NINE_HEADS)
     prompts = tiny.prompts()
     texts = [generate(tmp_path / f"tp{tp}", tmp_path / "model", tp, prompts) for tp in (1, 3)]
     assert texts[0] == texts[1]

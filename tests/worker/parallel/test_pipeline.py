@@ -58,13 +58,24 @@ def test_stages_say_what_one_process_says(kind: str, tp: int, pp: int, tmp_path:
         torch.testing.assert_close(whole[:, :, page], pool[:, :, other], atol=1e-5, rtol=0)
 
 
+def test_six_ranks_say_what_one_process_says(tmp_path: Path) -> None:
+    """At the demo model's heads, nine on three of keys and values."""
+    tiny.save("llama", tmp_path / "model", **tiny.NINE_HEADS)
+    assert_six_ranks_say_the_same(tmp_path / "model", tmp_path / "run")
+
+
+@pytest.mark.slow
 def test_six_ranks_of_the_demo_model_say_what_one_process_says(
     demo_model_dir: Path, tmp_path: Path
 ) -> None:
-    """Nine query heads and three of KV over three ranks, in two stages."""
+    assert_six_ranks_say_the_same(demo_model_dir, tmp_path / "run")
+
+
+def assert_six_ranks_say_the_same(model_dir: Path, directory: Path) -> None:
+    """Three of each of two stages."""
     limits = {"max_step_tokens": 64, "max_model_len": 256}
-    expected, _ = alone(settings(1, **limits), demo_model_dir, "few")
-    served = group(tmp_path / "run", demo_model_dir, "few", tp=3, pp=2, **limits)
+    expected, _ = alone(settings(1, **limits), model_dir, "few")
+    served = group(directory, model_dir, "few", tp=3, pp=2, **limits)
     assert_same(served.answers, expected.answers)
     assert any(answer.cached_tokens for answer in served.answers.values())
 
