@@ -127,6 +127,25 @@ async def test_a_connection_on_which_very_many_requests_wait_ends() -> None:
     assert answers == b""
 
 
+@pytest.mark.parametrize("framing", [[], [(b"content-length", b"7")]], ids=["open", "length"])
+async def test_a_client_of_http_1_0_gets_no_chunks(framing: list[tuple[bytes, bytes]]) -> None:
+    """RFC 9112, 6.1: it knows none. The connection's end is the body's."""
+
+    async def streaming(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": framing})
+        for piece in (b"one", b"", b" ", b"two"):
+            await asyncio.sleep(0)
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serving(streaming) as server:
+        answer = await exchange(server, b"GET /x HTTP/1.0\r\nhost: x\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body == b"one two"
+
+
 async def test_a_head_without_a_body_leaves_at_once() -> None:
     async with serving(mirror) as server:
         answer = await exchange(server, b"HEAD /x HTTP/1.1\r\nhost: x\r\n\r\n", closing=False)

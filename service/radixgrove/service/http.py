@@ -3,9 +3,9 @@
 uvicorn bounds neither the size of a request's headers nor the time that headers and body may take,
 and answers malformed requests in plain text, without an id or a line in the access log. It loses
 the body of a request that offers to speak another protocol (`Upgrade: h2c`, as every Java client
-does), writes the head of a response apart from its body, keeps a connection that it has closed for
-as long as the client does not read, and reports a lost connection only to an application that
-waits in `receive`.
+does), writes the head of a response apart from its body, sends chunks to clients of HTTP/1.0, which
+know none, keeps a connection that it has closed for as long as the client does not read, and
+reports a lost connection only to an application that waits in `receive`.
 
 Which request and response a connection is at, only uvicorn's `cycle` and `pipeline` know: they are
 read here, never written.
@@ -42,6 +42,7 @@ from radixgrove.service.tracing import (
 MAX_HEADER_BYTES = 64 << 10  # request line and headers
 MAX_WAITING = 128  # requests of one connection that came before the one ahead was answered
 CLOSE_SECONDS = 60.0  # for a client to read the rest of what was written, once a connection ends
+_CHUNKED = b"transfer-encoding: chunked\r\n"  # as uvicorn writes it
 _OFFERS = frozenset({b"upgrade", b"http2-settings"})  # headers, and tokens of `Connection`
 
 
@@ -75,7 +76,8 @@ class _Parser(httptools.HttpRequestParser):
 class _JoinedWrites(asyncio.Transport):
     """Holds a response's head until the first of its body comes, for one write.
 
-    When the body does not follow at once, the head leaves in the event loop's next round.
+    When the body does not follow at once, the head leaves in the event loop's next round. A client
+    of HTTP/1.0 gets a body without chunks, which the connection's end ends.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -83,12 +85,17 @@ class _JoinedWrites(asyncio.Transport):
         self._loop = loop
         self._head: bytes | None = None
         self._expects_head = False
+        self._knows_chunks = True  # the client, by its HTTP version
+        self._chunked = False  # uvicorn's body
 
-    def expect_head(self) -> None:
+    def expect_head(self, *, knows_chunks: bool) -> None:
         """The next write begins a response."""
         self._expects_head = True
+        self._knows_chunks = knows_chunks
 
     def write(self, data: Any) -> None:
+        if not self._knows_chunks:
+            data = self._without_chunks(data)
         if self._head is not None:
             head, self._head = self._head, None
             self._transport.writelines((head, data))
@@ -98,6 +105,17 @@ class _JoinedWrites(asyncio.Transport):
         else:
             self._transport.write(data)
         self._expects_head = False
+
+    def _without_chunks(self, data: bytes) -> bytes:
+        """Of a head, or of one chunk with or without the last one, as uvicorn writes them."""
+        if self._expects_head:
+            head = data.replace(_CHUNKED, b"")
+            self._chunked = len(head) < len(data)
+            return head
+        if not self._chunked:
+            return data
+        size, _, rest = data.partition(b"\r\n")
+        return rest[: int(size or b"0", 16)]
 
     def close(self) -> None:
         """Ends the connection once its client has read what was written, or will not."""
@@ -213,7 +231,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self._offers:
             return  # the parser comes again, without the offer
         self._header_bytes = None
-        self.transport.expect_head()
+        old = self.parser.get_http_version() == "1.0" and not self._is_answering()
+        self.transport.expect_head(knows_chunks=not old)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
