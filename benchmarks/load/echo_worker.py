@@ -1,7 +1,8 @@
 """The fastest worker there can be: parses a request and answers at once, always the same.
 
-What a router adds is measured before it. With `--redis` it registers as a replica, with the real
-tokenizer of the demo model, and never caches anything.
+A request with `stream` gets `EVENTS` events, one every `EVENT_SECONDS`, as an engine's steps would
+yield them. What a router adds is measured before it. With `--redis` it registers as a replica, with
+the real tokenizer of the demo model, and never caches anything.
 
     python -m benchmarks.load.echo_worker --port 8100 [--redis redis://…] [--model-dir DIR]
 """
@@ -39,6 +40,22 @@ _ANSWER = json.dumps(
         "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
     }
 ).encode()
+EVENTS = 100
+EVENT_SECONDS = 0.002
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+_EVENT = (
+    b"data: %b\n\n"
+    % json.dumps(
+        {
+            "id": "x",
+            "object": "chat.completion.chunk",
+            "model": MODEL,
+            "choices": [{"index": 0, "delta": {"content": " word"}, "finish_reason": None}],
+        }
+    ).encode()
+)
 _MODELS = json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode()
 _TOKENS = b'{"count":1,"max_model_len":1048576,"tokens":[1]}'
 
@@ -55,8 +72,27 @@ class _Connection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._url = url
+        self._streams: bool | None = None
+
+    def on_body(self, body: bytes) -> None:
+        if self._streams is None:  # the flag is among the first fields
+            self._streams = b'"stream":true' in body[:512]
+
+    def _send_event(self, left: int) -> None:
+        if self._transport.is_closing():
+            return
+        event = _EVENT if left else b"data: [DONE]\n\n"
+        self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+        if left:
+            asyncio.get_running_loop().call_later(EVENT_SECONDS, self._send_event, left - 1)
+        else:
+            self._transport.write(b"0\r\n\r\n")
 
     def on_message_complete(self) -> None:
+        if self._streams:
+            self._transport.write(_STREAM_HEAD)
+            self._send_event(EVENTS)
+            return
         status, body = b"200 OK", _ANSWER
         if self._url.startswith(b"/internal/tokenizer/") and self.files is not None:
             found = self.files.contents.get(self._url.rpartition(b"/")[2].decode())

@@ -1,4 +1,5 @@
-"""What a router adds: latency and CPU at 2 KB and 64 KB, requests a second at 32 connections.
+"""What a router adds: latency and CPU at 2 KB and 64 KB, requests a second at 32 connections, and
+the CPU of a stream's events.
 
 The prompt is a conversation known up to a new last turn of 256 characters, different in every
 request; tokenizing and hashing are included for routers that do them. Tokenizing and hashing alone
@@ -31,6 +32,7 @@ import uvloop
 from tokenizers import Tokenizer
 
 from benchmarks import results
+from benchmarks.load.echo_worker import EVENTS
 from benchmarks.load.http_load import Connection, percentile
 from benchmarks.load.subjects import (
     RunningRouter,
@@ -54,6 +56,7 @@ LAST_TURN = 256
 TURN = 1500  # characters of an earlier turn
 PATH = "/v1/chat/completions"
 CONNECTIONS = 32
+STREAMS = 8  # at once
 UNMEASURED = 20  # requests before those that are timed
 _TEXT = (
     "the of and a to in is that it was for on are as with his they at be this from have or by "
@@ -77,7 +80,9 @@ def text(size: int, generator: random.Random) -> str:
 class Conversation:
     """Bodies of one conversation, each with a last turn of its own."""
 
-    def __init__(self, size: int, model: str, seed: int = 1, max_tokens: int = 1) -> None:
+    def __init__(
+        self, size: int, model: str, seed: int = 1, max_tokens: int = 1, *, stream: bool = False
+    ) -> None:
         self._random = random.Random(seed)
         history = text(size - LAST_TURN, self._random)
         messages = [
@@ -86,7 +91,8 @@ class Conversation:
         ]
         if len(messages) % 2:
             messages.append({"role": "assistant", "content": "Go on."})
-        body = {"model": model, "max_tokens": max_tokens, "messages": messages}
+        flags = {"stream": True} if stream else {}
+        body = {"model": model, "max_tokens": max_tokens, **flags, "messages": messages}
         self._head = msgspec.json.encode(body)[:-2] + b',{"role":"user","content":"'
 
     def body(self) -> bytes:
@@ -123,6 +129,20 @@ async def throughput(port: int, conversation: Conversation, seconds: float) -> f
     started = time.perf_counter()
     await asyncio.gather(*(busy() for _ in range(CONNECTIONS)))
     return done / (time.perf_counter() - started)
+
+
+async def streams(port: int, conversation: Conversation, each: int) -> None:
+    """`each` streams over each of `STREAMS` connections."""
+
+    async def read() -> None:
+        connection = Connection(port)
+        for _ in range(each):
+            reply = await connection.post(PATH, conversation.body())
+            if reply.status != 200 or b"[DONE]" not in reply.body:
+                raise SystemExit(f"status {reply.status}: {reply.body[-200:]!r}")
+        connection.close()
+
+    await asyncio.gather(*(read() for _ in range(STREAMS)))
 
 
 class Report:
@@ -186,6 +206,17 @@ def measure(
     used = running.cpu_seconds() - before
     report.add(subject, workload, "throughput", rate, "requests/s")
     report.add(subject, workload, "CPU", 1000 * used / (rate * options.seconds), "ms/request")
+    conversation = Conversation(SIZES["2 KB"], MODEL, stream=True)
+    before = running.cpu_seconds()
+    uvloop.run(streams(port, conversation, options.streams))
+    used = running.cpu_seconds() - before
+    report.add(
+        subject,
+        f"{STREAMS} streams",
+        "CPU",
+        1e6 * used / (STREAMS * options.streams * EVENTS),
+        "µs/event",
+    )
 
 
 def timed(work: Callable[[], object], repeat: int) -> float:
@@ -329,6 +360,7 @@ def main() -> None:
     parser.add_argument("--subjects", default="", help="comma-separated; default: all there are")
     parser.add_argument("--requests", type=int, default=1000, help="per latency figure")
     parser.add_argument("--seconds", type=float, default=5.0, help="per throughput figure")
+    parser.add_argument("--streams", type=int, default=25, help="per connection")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--whole-path", choices=["demo", "two-layers"])
     parser.add_argument("--worker", help="a worker's URL, for the whole path")
