@@ -85,12 +85,11 @@ class Clients:
         for client in range(self._count):
             self._ask(client, 0)
         while not self._take():
-            engine.launch()
-            engine.complete()
+            engine.turn()
         for request_id in engine.scheduler.requests_of(0):
             engine.scheduler.abort(request_id)
-        while engine.launch():
-            engine.complete()
+        while engine.scheduler.in_flight:
+            engine.turn()
         engine.scheduler.take_outputs()
 
     def _ask(self, client: int, turn: int) -> None:
