@@ -8,8 +8,9 @@ their masks. Tokens are drawn at temperature 1, so that random weights too lead 
 Models under benchmarks/configs get a byte-level vocabulary made here; what bound rows write is
 checked against their grammar before anything is measured.
 
-Beside that: the GPU's idle share of decode steps, and how long steps of free rows take while
-schemas come that are new and slow to compile (`--cold`), against the same steps without.
+Beside that: what the host does in a decode step and how long the GPU idles, and how long steps of
+free rows take while schemas come that are new and slow to compile (`--cold`), against the same
+steps without.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ from benchmarks.engine.offline import (
     find_model,
     make_settings,
 )
-from benchmarks.engine.profile_engine import traced
+from benchmarks.engine.profile_engine import Phases, in_window, run_steps, traced
 from benchmarks.engine.workloads import VOCABULARY, Item, Workload
 from benchmarks.load.worker_process import byte_characters
 from radixgrove.protocol.constraints.constraint import json_schema
@@ -279,6 +281,10 @@ def measure_rows(
         return
     steps = arguments.profiled
     for asked in kinds.values():
+        phases = Phases()
+        in_window(engine, asked, 16, partial(run_steps, engine, phases, steps))
+        for phase, seconds in phases.seconds.items():
+            report.add(asked.name, f"cpu_{phase}", sum(seconds) / steps * 1e3, "ms/step")
         with tempfile.TemporaryDirectory() as scratch:
             use = traced(engine, asked, 16, steps, Path(scratch) / "trace.json.gz")
         report.add(asked.name, "gpu_busy", use.busy_ms / steps, "ms/step")

@@ -55,49 +55,57 @@ class Phases:
         self.seconds[phase].append(time.perf_counter() - begin)
 
 
+@contextmanager
+def clocked(engine: BenchmarkEngine, phases: Phases) -> Iterator[None]:
+    """What a turn calls is timed, by phase."""
+    scheduler, executor = engine.scheduler, engine.executor
+    calls: list[tuple[Any, str, str]] = [
+        (scheduler, "schedule", "schedule"),
+        (executor, "launch", "launch"),
+        (executor, "forward", "launch"),
+        (scheduler, "fill_masks", "mask"),
+        (executor, "sample", "launch"),
+        (executor, "collect", "collect"),
+        (scheduler, "complete", "complete"),
+        (scheduler, "take_outputs", "deliver"),
+    ]
+
+    within = False
+
+    def timed(method: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal within
+            if within:  # a launch is a forward and a sampling
+                return method(*arguments)
+            within = True
+            with phases.timed(phase):
+                found = method(*arguments)
+            within = False
+            return found
+
+        return call
+
+    methods = [timed(getattr(owner, name), phase) for owner, name, phase in calls]
+    for (owner, name, _), method in zip(calls, methods, strict=True):
+        setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        for owner, name, _ in calls:
+            delattr(owner, name)
+
+
 def run_steps(engine: BenchmarkEngine, phases: Phases, count: int) -> int:
-    """Up to `count` turns of the engine's loop; how many there were."""
-    scheduler, executor, depth = engine.scheduler, engine.executor, engine.executor.info.depth
-
-    def collect() -> None:
-        with phases.timed("collect"):
-            result = executor.collect()
-        with phases.timed("complete"):
-            scheduler.complete(result)
-
-    def sample() -> bool:
-        """A step under masks, its forward being launched; whether one before was collected."""
-        collected = False
-        while scheduler.masks_await_tokens:
-            collect()
-            collected = True
-        with phases.timed("mask"):
-            masked = scheduler.fill_masks(executor.masks)
-        with phases.timed("launch"):
-            executor.sample(masked)
-        return collected
-
+    """Turns of the engine, up to so many steps; how many there were."""
+    timeline = engine.scheduler.memory.timeline
+    first = timeline.collected
     begin = time.perf_counter()
-    done = 0
-    while done < count:
-        collected = False
-        while scheduler.in_flight < depth and not collected:
-            with phases.timed("schedule"):
-                plan = scheduler.schedule(time.time())
-            if plan is None:
-                break
-            with phases.timed("launch"):
-                executor.forward(plan) if scheduler.masked else executor.launch(plan)
-            collected = scheduler.masked and sample()
-        if not collected:
-            if not scheduler.in_flight:
-                break
-            collect()
-        with phases.timed("deliver"):
-            count_tokens(scheduler.take_outputs())
-        done += 1
+    with clocked(engine, phases):
+        while engine.scheduler.has_work and timeline.collected - first < count:
+            engine.turn()
+            count_tokens(engine.scheduler.take_outputs())
     phases.elapsed = time.perf_counter() - begin
-    return done
+    return timeline.collected - first
 
 
 def in_window(
