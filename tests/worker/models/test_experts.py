@@ -229,6 +229,11 @@ def test_a_stack_that_is_cut_short_is_named(
         ({"num_local_experts": 4}, r"mlp\.gate\.weight has shape \(8, 64\), the config asks for"),
         ({"num_local_experts": 16}, r"experts\.8\.gate_proj\.weight"),
         ({"moe_intermediate_size": 32}, r"gate_proj\.weight has shape \(48, 64\), the config asks"),
+        (
+            {"moe_intermediate_size": 1 << 30},
+            r"asks for [\d,]+ numbers .* checkpoint has [\d,]+: one",
+        ),
+        ({"vocab_size": 1 << 30}, r"asks for 1[\d,]+ numbers .* vocab_size 1073741824, 8 experts"),
     ],
     ids=str,
 )

@@ -125,6 +125,19 @@ def test_sliding_window_bounds_the_length() -> None:
         ({"quantization": {"bits": 4}}, "quantization is not supported, only quantization_config"),
         ({"torch_dtype": "float8"}, "dtype 'float8' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        ({"num_hidden_layers": 1 << 30}, "num_hidden_layers 1073741824 is more than 1024"),
+        ({"max_position_embeddings": 1 << 30}, "length of 1073741824 tokens; possible are 1 to"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 1e12,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "length of 64000000000000 tokens",
+        ),
     ],
 )
 def test_refused_configs(change: dict[str, Any], complaint: str) -> None:

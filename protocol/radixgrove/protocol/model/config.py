@@ -223,6 +223,8 @@ _FAMILIES = {
     ),
 }
 MAX_EXPERTS = 512
+MAX_LAYERS = 1024
+MAX_LENGTH = 1 << 22  # tokens: there is a row of the rotary table for each
 _DEFAULT_FULL_LAYERS = 28  # `max_window_layers`
 DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
@@ -291,6 +293,8 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     if head_dim % 2:
         raise ModelError(f"head_dim {head_dim} is odd: rotary embeddings need pairs")
     num_layers = _size(given, "num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise ModelError(f"config.json: num_hidden_layers {num_layers} is more than {MAX_LAYERS}")
     longest = _size(given, "max_position_embeddings", family.longest)
     rope = _rope(given, longest, family.rope_theta)
     qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
@@ -306,9 +310,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=_size(given, "vocab_size"),
         norm_eps=_number(given, "rms_norm_eps", family.norm_eps),
-        max_position_embeddings=min(
-            _scaled_length(rope, longest), _window(raw, family, num_layers) or 1 << 31
-        ),
+        max_position_embeddings=_length(rope, longest, _window(raw, family, num_layers)),
         rope=rope,
         tied_embeddings=bool(given.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias,
@@ -319,6 +321,18 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         dtype=_dtype(given),
         quantization=_quantization(given),
     )
+
+
+def _length(rope: RopeConfig, longest: int, window: int | None) -> int:
+    """Tokens that the model attends to."""
+    length = _scaled_length(rope, longest)
+    length = length if window is None else min(length, window)
+    if not 1 <= length <= MAX_LENGTH:
+        raise ModelError(
+            f"config.json: max_position_embeddings and rope_parameters make a length of {length} "
+            f"tokens; possible are 1 to {MAX_LENGTH}"
+        )
+    return length
 
 
 def _family(raw: Mapping[str, Any]) -> tuple[str, _Family]:

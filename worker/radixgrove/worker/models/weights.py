@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,13 +16,35 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from radixgrove.kernels.float8 import FLOAT8, to_page
-from radixgrove.protocol.model.config import ModelError
+from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.directory import weight_files
+from radixgrove.protocol.model.fit import count_parameters
 from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
 
 _ROWS_AT_ONCE = 4096  # when two copies of a vocabulary are compared, or float8 is filled
 _NAMED = 3  # of the tensors that are missing
 _BODY = "model."  # before the names of all tensors but the head's
+_MUCH_MORE = 2  # times the numbers that there are
+
+
+def check_size(config: ModelConfig, model_dir: Path) -> None:
+    """Refuse a config that asks for much more than its checkpoint has, before memory is taken for
+    it. (What is missing or of another shape is named by `load_safetensors`.)
+
+    Raises:
+        ModelError: no checkpoint, or much less than the config asks for.
+    """
+    with ExitStack() as stack:
+        there = _Checkpoint(model_dir, stack).count()
+    asked = count_parameters(config)
+    if asked > _MUCH_MORE * there:
+        experts = f", {config.experts.count} experts" if config.experts else ""
+        raise ModelError(
+            f"config.json asks for {asked:,} numbers (hidden_size {config.hidden_size}, "
+            f"intermediate_size {config.intermediate_size}, num_hidden_layers {config.num_layers}, "
+            f"vocab_size {config.vocab_size}{experts}), and the checkpoint has {there:,}: one of "
+            "them is of another model"
+        )
 
 
 def load_safetensors(
@@ -149,6 +172,10 @@ class _Checkpoint:
     def __getitem__(self, name: str) -> Any:
         name = self._saved(name)
         return self._files[name].get_slice(name)
+
+    def count(self) -> int:
+        """Numbers in all tensors, of which nothing is read."""
+        return sum(prod(self[name].get_shape()) for name in self._files)
 
     def read(self, name: str) -> Tensor:
         """The whole tensor."""
