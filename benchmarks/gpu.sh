@@ -4,7 +4,7 @@
 #
 #   benchmarks/gpu.sh [stage ...]
 #
-#   compile       FlashInfer's kernels (in the background, while `tests` runs)
+#   compile       FlashInfer's kernels, without an archive of them (in the background, while `tests` runs)
 #   tests         kernel tests, compiled
 #   flashinfer    those of its attention backend
 #   float8        KV in float8: distances from bfloat16 and from Hugging Face; MODEL_DIR as below (not
@@ -60,24 +60,26 @@ set_up() {
         export PYTHONPATH="$scratch/site:$PYTHONPATH"
     fi
     if [[ -f $COMPILED ]]; then
-        # Its prebuilt folder takes libraries as they are; its cache would rebuild them, since the
-        # sources just installed are younger.
         local prebuilt
-        prebuilt=$(python3 -c 'from flashinfer.jit import env; print(env.FLASHINFER_AOT_DIR)') || return
+        prebuilt=$(prebuilt_folder) || return
         mkdir -p "$prebuilt" && tar -xzf "$COMPILED" -C "$prebuilt"
     fi
     python3 -c 'import torch, triton; print(torch.__version__, triton.__version__,
         torch.cuda.get_device_name(), torch.cuda.device_count())'
 }
 
+prebuilt_folder() { python3 -c 'from flashinfer.jit import env; print(env.FLASHINFER_AOT_DIR)'; }
+
 keep_compiled() {
-    local built
-    built=$(dirname "$(find "$scratch/.cache/flashinfer" -type d -name cached_ops | head -1)" 2>/dev/null)
-    [[ -d $built/cached_ops ]] || return 0
-    (cd "$built/cached_ops" && find . -name '*.so' -print0 | tar --null -czf "$OUT/flashinfer.tar.gz" -T -)
+    local prebuilt
+    prebuilt=$(prebuilt_folder) || return
+    (cd "$prebuilt" && find . -name '*.so' -print0 | tar --null -czf "$OUT/flashinfer.tar.gz" -T -)
 }
 
-run_compile() { python3 -m benchmarks.engine.compile_attention 128 ${MODEL_DIR:+64} && keep_compiled; }
+run_compile() {
+    [[ ! -f $COMPILED ]] || return 0
+    python3 -m radixgrove.cli compile-kernels --head-dim 128 ${MODEL_DIR:+--head-dim 64} && keep_compiled
+}
 
 kernel_tests() {
     # Compiling takes most of the time, so several processes where pytest-xdist is.
