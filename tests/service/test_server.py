@@ -8,6 +8,7 @@ import signal
 
 from radixgrove.service import asgi
 from radixgrove.service.asgi import Receive, Scope, Send
+from radixgrove.service.server import Server
 from tests.service.serving import exchange, serving
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -34,14 +35,34 @@ async def test_a_stopping_server_lets_requests_under_way_end() -> None:
     async with serving(slow, drain_timeout=20) as server:
         answer = asyncio.create_task(exchange(server, REQUEST))
         await begun.wait()
-        server.stop()
-        with contextlib.suppress(OSError):
-            while True:  # until it no longer accepts
-                _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-                writer.close()
-                await asyncio.sleep(0.02)
+        await stop(server)
         finish.set()
         assert (await answer).startswith(b"HTTP/1.1 200")
+
+
+async def stop(server: Server) -> None:
+    """Returns once it accepts no connection any more."""
+    server.stop()
+    with contextlib.suppress(OSError):
+        while True:
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.close()
+            await asyncio.sleep(0.02)
+
+
+async def test_a_connection_made_before_a_server_stops_may_send_its_request() -> None:
+    """To the client it was accepted."""
+
+    async def ok(scope: Scope, receive: Receive, send: Send) -> None:
+        await asgi.respond(send, 200, b"{}")
+
+    async with serving(ok, drain_timeout=20) as server:
+        assert (await exchange(server, REQUEST)).startswith(b"HTTP/1.1 200")
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        await stop(server)
+        writer.write(REQUEST)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
 
 
 async def test_requests_that_outlive_the_drain_are_cut() -> None:

@@ -43,6 +43,8 @@ MAX_HEADER_BYTES = 64 << 10  # request line and headers
 MAX_WAITING = 128  # requests of one connection that came before the one ahead was answered
 CLOSE_SECONDS = 60.0  # for a client to read the rest of what was written, once a connection ends
 _CHUNKED = b"transfer-encoding: chunked\r\n"  # as uvicorn writes it
+_NEW_SECONDS = 1.0  # that a connection without a request counts as one that has just been made
+_FIRST_REQUEST_SECONDS = 0.5  # that it has for that once the server stops
 _OFFERS = frozenset({b"upgrade", b"http2-settings"})  # headers, and tokens of `Connection`
 
 
@@ -166,6 +168,8 @@ class HttpProtocol(HttpToolsProtocol):
     _offers = False  # its headers offer another protocol
     _timer: asyncio.TimerHandle | None = None
     _began_at = 0.0  # the event loop's time
+    _made_at = 0.0  # the connection, likewise
+    _stopping = False
     _on_disconnect: Callable[[], None] | None = None
 
     def __init__(self, *args: Any, request_timeout: float, **more: Any) -> None:
@@ -179,13 +183,26 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_JoinedWrites(transport, self.loop))
         self._start_timer()
-        self._began_at = self.loop.time()
+        self._began_at = self._made_at = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
         if self._on_disconnect is not None:
             self._on_disconnect()
+
+    def shutdown(self) -> None:
+        """The server stops: end the connection, after the request that it has.
+
+        One that has just been made is about to send its first: to close it would lose that without
+        a word.
+        """
+        is_new = self.cycle is None and self.loop.time() - self._made_at < _NEW_SECONDS
+        if is_new and not self._stopping:
+            self._stopping = True
+            self.loop.call_later(_FIRST_REQUEST_SECONDS, self.shutdown)
+        else:
+            super().shutdown()
 
     def _watch_disconnect(self, callback: Callable[[], None] | None) -> None:
         self._on_disconnect = callback
