@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -74,7 +75,7 @@ def answers(
             domain="public",
             rules=TokenRules(grammar=grammar),
         )
-        engine.scheduler.submit(submit, 0.0)
+        engine.scheduler.submit(submit, time.monotonic())
     tokens: list[list[int]] = [[] for _ in grammars]
     finishes: list[Finish | None] = [None] * len(grammars)
     while engine.scheduler.has_work:
@@ -119,7 +120,11 @@ def main(argv: list[str] | None = None) -> int:
         stop_token_ids=tuple(eos_ids),
     )
     settings = WorkerSettings(
-        device=Device(arguments.device), max_model_len=1024, kv_tokens=1 << 16, max_running=64
+        device=Device(arguments.device),
+        max_model_len=1024,
+        kv_tokens=1 << 16,
+        max_running=64,
+        queue_timeout=3600,
     )
     counted: Counter[str] = Counter()
     with OfflineEngine(settings, model_dir) as engine:
