@@ -102,6 +102,7 @@ class Engine:
         self._stopping = False
         self._busy = False
         self._collected = False  # in this turn, a step before the one that was launched
+        self._forwarded = False  # a step, which is yet to be sampled
         self._ticks = 0
         self._sequence = 0  # of cache event batches
         self._flights: deque[_Launched] = deque()
@@ -149,11 +150,14 @@ class Engine:
         self._receive()
         self._clock.end("receive")
         self._collected = False
-        self._launch()
+        if self._forwarded:
+            self._sample()
+        else:
+            self._launch()
         self._clock.end("schedule")
         self._busy = bool(self._flights)
         # What came while a step was launched is delivered first: the step is under way.
-        if self._busy and not self._collected:
+        if self._busy and not self._collected and not self._forwarded:
             self._pulse_if_due(time.monotonic())
             self._clock.end("pulse")
             self._collect()
@@ -239,43 +243,61 @@ class Engine:
     # ---- steps -----------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        now = time.monotonic()
-        while len(self._flights) < self._depth:
-            self._scheduler.copies_ended(*self._executor.copies_ended())
-            plan = self._scheduler.schedule(now)
+        """Fill the executor up to its depth, or up to a step that awaits tokens for its masks."""
+        while len(self._flights) < self._depth and not self._forwarded:
+            plan = self._plan()
             if plan is None:
                 return
-            if not self._flights:
-                self._oldest_since = now
-            tokens = plan.num_tokens
-            prefill = sum(chunk.length for chunk in plan.prefills)
-            work = self._scheduler.work
-            self._flights.append(_Launched(tokens, prefill, self._allowance(tokens), work))
-            self._clock.end("schedule")
-            self._pulse_if_due(now)  # on a CPU the launch itself computes
-            self._clock.end("pulse")
-            if not self._scheduler.masked:
-                self._executor.launch(plan)
-                self._clock.end("launch")
-                continue
-            self._launch_in_two(plan)
-            if self._collected:  # what came is to be delivered
-                return
+            self._start(plan)
 
-    def _launch_in_two(self, plan: StepPlan) -> None:
-        """A step that samples under masks: its forward runs while the tokens come that they are
-        made from."""
-        scheduler, executor = self._scheduler, self._executor
-        executor.forward(plan)
+    def _plan(self) -> StepPlan | None:
+        now = time.monotonic()
+        self._scheduler.copies_ended(*self._executor.copies_ended())
+        plan = self._scheduler.schedule(now)
+        if plan is None:
+            return None
+        if not self._flights:
+            self._oldest_since = now
+        tokens = plan.num_tokens
+        prefill = sum(chunk.length for chunk in plan.prefills)
+        work = self._scheduler.work
+        self._flights.append(_Launched(tokens, prefill, self._allowance(tokens), work))
+        self._clock.end("schedule")
+        return plan
+
+    def _start(self, plan: StepPlan) -> None:
+        """Launch the newest step; under masks that await tokens, its forward alone."""
+        self._pulse_if_due(time.monotonic())  # on a CPU the launch itself computes
+        self._clock.end("pulse")
+        if not self._scheduler.masked:
+            self._executor.launch(plan)
+            self._clock.end("launch")
+            return
+        self._executor.forward(plan)
         self._clock.end("launch")
-        while scheduler.masks_await_tokens:
+        self._forwarded = True
+        if not self._scheduler.masks_await_tokens:
+            self._sample_now()
+
+    def _sample(self) -> None:
+        """The step that was forwarded, once the tokens have come that its masks are made from. The
+        next one is planned meanwhile, and launched behind it."""
+        ahead = self._plan()
+        while self._scheduler.masks_await_tokens:
             self._collect()
             self._collected = True
+            self._clock.end("complete")
+        self._sample_now()
+        if ahead is not None:
+            self._start(ahead)
+
+    def _sample_now(self) -> None:
+        self._forwarded = False
         started = time.monotonic()
-        masked = scheduler.fill_masks(executor.masks)
+        masked = self._scheduler.fill_masks(self._executor.masks)
         self._metrics.observe_masks(time.monotonic() - started)
         self._clock.end("mask")
-        executor.sample(masked)
+        self._executor.sample(masked)
         self._clock.end("launch")
 
     def _collect(self) -> None:

@@ -74,6 +74,7 @@ class OfflineEngine:
             host_rate=self.info.host_tokens_per_second,
         )
         self.scheduler = Scheduler(config, load=partial(tokenizer_of, model_dir))
+        self._forwarded = False  # a step, which is yet to be sampled
 
     def __enter__(self) -> OfflineEngine:
         return self
@@ -119,37 +120,49 @@ class OfflineEngine:
         return answers
 
     def turn(self) -> None:
-        """Fill the executor up to its depth, then take in the oldest step; where there is none, as
-        while a grammar is being built, wait a moment."""
-        if self._launch():
+        """Fill the executor up to its depth, or sample what was forwarded; else take in the oldest
+        step. Where there is none, as while a grammar is being built, wait a moment."""
+        if self._forwarded:
+            self._sample()
             return
+        while self.scheduler.in_flight < self.executor.info.depth and not self._forwarded:
+            plan = self._plan()
+            if plan is None:
+                break
+            self._start(plan)
+        if self._forwarded:
+            return  # the device is busy: what came is for the caller first
         if self.scheduler.in_flight:
             self._complete()
         else:
             time.sleep(_WAITING_SECONDS)
 
-    def _launch(self) -> bool:
-        """Whether a step was taken in on the way."""
-        while self.scheduler.in_flight < self.executor.info.depth:
-            self.scheduler.copies_ended(*self.executor.copies_ended())
-            plan = self.scheduler.schedule(time.monotonic())
-            if plan is None:
-                break
-            if not self.scheduler.masked:
-                self.executor.launch(plan)
-            elif self._launch_in_two(plan):
-                return True
-        return False
+    def _plan(self) -> StepPlan | None:
+        self.scheduler.copies_ended(*self.executor.copies_ended())
+        return self.scheduler.schedule(time.monotonic())
 
-    def _launch_in_two(self, plan: StepPlan) -> bool:
-        """A step under masks; whether a step before it was taken in on the way."""
+    def _start(self, plan: StepPlan) -> None:
+        """Launch the newest step; under masks that await tokens, its forward alone."""
+        if not self.scheduler.masked:
+            self.executor.launch(plan)
+            return
         self.executor.forward(plan)
-        collected = False
+        self._forwarded = True
+        if not self.scheduler.masks_await_tokens:
+            self._sample_now()
+
+    def _sample(self) -> None:
+        """The step that was forwarded, once its tokens have come; then what was planned by then."""
+        ahead = self._plan()
         while self.scheduler.masks_await_tokens:
             self._complete()
-            collected = True
+        self._sample_now()
+        if ahead is not None:
+            self._start(ahead)
+
+    def _sample_now(self) -> None:
+        self._forwarded = False
         self.executor.sample(self.scheduler.fill_masks(self.executor.masks))
-        return collected
 
     def _complete(self) -> None:
         self.scheduler.complete(self.executor.collect())

@@ -46,6 +46,7 @@ class _Flight:
     bounds: list[int]  # as in the plan
     held: list[RunningRequest]  # they may decode once the step is collected
     ruled: list[_Ruled]  # those of `sampled` that have rules
+    unsampled: bool  # it awaits its masks
 
     def split(self, result: StepResult) -> list[list[int]]:
         """The tokens of each of `sampled`.
@@ -119,7 +120,10 @@ class Results:
         sampled, bounds = step.sampled, plan.bounds
         ruled = _ruled(sampled, bounds) if self._batch.ruled else []
         first = len(sampled) - len(step.decodes)
-        self._flights.append(_Flight(plan.step_id, chunks, sampled, first, bounds, held, ruled))
+        flight = _Flight(
+            plan.step_id, chunks, sampled, first, bounds, held, ruled, unsampled=bool(ruled)
+        )
+        self._flights.append(flight)
 
     # ---- rules -----------------------------------------------------------------------------------
 
@@ -130,13 +134,19 @@ class Results:
 
     @property
     def awaited(self) -> bool:
-        """Whether a row with rules in the newest step still awaits tokens of one before it."""
-        *older, newest = self._flights
-        waiting = {ruled.active for ruled in newest.ruled if ruled.active.live}
+        """Whether a row with rules in the step to be sampled awaits tokens of one before it."""
+        step = self._unsampled
+        waiting = {ruled.active for ruled in step.ruled if ruled.active.live}
+        older = itertools.takewhile(lambda flight: flight is not step, self._flights)
         return any(not waiting.isdisjoint(flight.sampled) for flight in older)
 
+    @property
+    def _unsampled(self) -> _Flight:
+        """The oldest step that awaits its masks."""
+        return next(flight for flight in self._flights if flight.unsampled)
+
     def fill_masks(self, buffer: Callable[[int, int], Masks]) -> list[int]:
-        """Masks of the newest step.
+        """Masks of the oldest step that awaits some.
 
         A request ends here where its grammar is at its end, or fails; what the step samples for it
         is discarded.
@@ -147,11 +157,9 @@ class Results:
         Returns:
             The position of each row that was filled, of those that the step samples at.
         """
-        live = [
-            (ruled, rules)
-            for ruled in self._flights[-1].ruled
-            if (rules := ruled.rules) is not None
-        ]
+        step = self._unsampled
+        step.unsampled = False
+        live = [(ruled, rules) for ruled in step.ruled if (rules := ruled.rules) is not None]
         if not live:
             return []
         masks = buffer(len(live), self._grammars.words)

@@ -319,7 +319,8 @@ class Scheduler:
 
     @property
     def masks_await_tokens(self) -> bool:
-        """Whether an older step must be collected before `fill_masks`."""
+        """Whether an older step must be collected before `fill_masks`, which is of the oldest step
+        that awaits its masks: the one after it may be planned meanwhile, and is launched behind."""
         return self._results.awaited
 
     def fill_masks(self, buffer: Callable[[int, int], Masks]) -> list[int]:
