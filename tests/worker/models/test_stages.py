@@ -37,7 +37,7 @@ def heaviest(counts: list[int], vocab: int) -> int:
 def test_in_no_other_split_the_heaviest_stage_is_lighter(
     layers: int, stages: int, vocab: int
 ) -> None:
-    counts = split_layers(config(layers, vocab), stages, [])
+    counts = split_layers(config(layers, vocab), stages, [], on_cpu=True)
     assert sum(counts) == layers
     others = product(range(1, layers + 1), repeat=stages)
     best = min(heaviest(list(other), vocab) for other in others if sum(other) == layers)
@@ -45,7 +45,12 @@ def test_in_no_other_split_the_heaviest_stage_is_lighter(
 
 
 def test_half_of_a_head_like_eight_layers_is_worth_four() -> None:
-    assert split_layers(config(30, vocab=5120), 2, []) == [17, 13]
+    assert split_layers(config(30, vocab=5120), 2, [], on_cpu=True) == [17, 13]
+
+
+def test_on_a_gpu_layers_alone_count() -> None:
+    assert split_layers(config(30, vocab=5120), 2, []) == [15, 15]
+    assert split_layers(config(31), 2, []) == [15, 16]
 
 
 def test_one_stage_is_the_whole_model() -> None:

@@ -65,10 +65,10 @@ def build_rank(
     config = load_config(model_dir)
     check_divides(config, settings.tp, settings.ep)
     layout = Layout.of(settings)
-    layers = split_layers(config, settings.pp, settings.pp_layers)
     place = layout.place(rank)
     shared = settings.transport is Transport.GLOO
     device = choose_device(settings.device, place.local_rank, shared=shared)
+    layers = split_layers(config, settings.pp, settings.pp_layers, on_cpu=device.type == "cpu")
     check_transport(settings, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -27,13 +27,17 @@ class Stage:
         return cls(range(first, first + layers[index]), index == 0, index == len(layers) - 1)
 
 
-def split_layers(config: ModelConfig, stages: int, wanted: list[int]) -> list[int]:
+def split_layers(
+    config: ModelConfig, stages: int, wanted: list[int], *, on_cpu: bool = False
+) -> list[int]:
     """How many layers each stage has.
 
     Args:
         wanted: as set; empty: so that the stage that computes most computes as little as can be.
-            That goes by the parameters it multiplies with: none of the embedding, and half of the
-            head, which tokens of prompts pass by.
+            That goes by the parameters it multiplies with, none of the embedding. Tokens of prompts
+            pass the head by: half of it counts on a CPU, and none on a GPU, where rows that decode
+            wait for the sum of the stages and prompts for the slowest (Llama-3.1-8B on two H200s:
+            with 16 and 16 layers 2 % faster than with 17 and 15).
 
     Raises:
         ModelError: there are fewer layers than stages, or `wanted` are not this model's.
@@ -49,7 +53,7 @@ def split_layers(config: ModelConfig, stages: int, wanted: list[int]) -> list[in
         raise ModelError(f"pp {stages} exceeds the model's {total} layers")
     layer, head = _parameters(config)
     weights = [layer] * stages
-    weights[-1] += head // 2
+    weights[-1] += head // 2 if on_cpu else 0
     counts = [1] * stages
     for _ in range(total - stages):
         # The lightest gets the next one; of equals the last, for the first begins each step.
