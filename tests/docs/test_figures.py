@@ -19,7 +19,7 @@ KEYS = {
     *("device", "commit", "date"),
 }
 _FIGURE = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?! ?×)")
-_RATIOS = {"of offline", "of the limit"}  # columns of figures over each other
+_NO_FIGURES = {"commit", "of offline", "of the limit"}  # columns of names, or of ratios
 
 
 def lines() -> list[tuple[str, dict[str, Any]]]:
@@ -39,7 +39,7 @@ def quoted() -> Iterator[tuple[str, str]]:
         if header is None:
             header = cells
         for name, cell in zip(header, cells, strict=True):
-            if not re.match(r"[A-Za-z`-]", cell) and name not in _RATIOS:
+            if not re.match(r"[A-Za-z`-]", cell) and name not in _NO_FIGURES:
                 for figure in _FIGURE.findall(re.sub(r"[\d.,]+ ×", "", cell)):
                     yield figure, line
 
