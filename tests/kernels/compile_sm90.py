@@ -280,6 +280,7 @@ def launch_experts(dtype: torch.dtype, *, few: bool = False) -> None:
         for tokens in (1, 8192) if few else (1, 64, 8192):
             x, logits = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, experts)
             moe.experts(x, logits, weights, x.clone())
+        moe.route_and_sort(torch.zeros(64, experts), kind, experts, 16, counters=64)
     if dtype == torch.bfloat16:
         for activations, blocks in () if few else FLOAT8_KINDS:
             launch_float8_experts(activations, blocks=blocks)

@@ -201,6 +201,37 @@ def test_extend(
     assert_close(out, exact(q, kv, indptr, 0.3))
 
 
+def test_decode_attends_as_the_prefill_of_the_same_text_does(device: torch.device) -> None:
+    """Weights are rounded to powers of two alike, whatever blocks of KV a program takes at once."""
+    heads, kv_heads, dim = 6, 2, 64
+    kv = PagedKv.random(
+        [300, 129, 70],
+        page_size=16,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    q = torch.randn(3, heads, dim, device=device).bfloat16()
+    workspace = DecodeWorkspace(3, heads, kv_heads, dim, device)
+    decoded = decode.decode_attention(
+        q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, 0.3, workspace
+    )
+    config = attention.ExtendConfig(block_m=16, block_n=128, warps=4)
+    extended = attention.extend_attention(
+        q,
+        kv.pages,
+        kv.rows,
+        torch.arange(4, dtype=torch.int32, device=device),
+        kv.kv_lens,
+        kv.page_table,
+        0.3,
+        1,
+        config=config,
+    )
+    assert (decoded != extended).float().mean() < 0.01
+
+
 @pytest.mark.parametrize("longest", [16, 64, 4096])
 def test_extend_leaves_empty_chunks_and_padding_alone(longest: int, device: torch.device) -> None:
     prefixes, chunks = [20, 0, 7, 0, 3], [0, 33, 0, 5, 0]

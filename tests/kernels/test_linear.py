@@ -110,6 +110,16 @@ def test_a_float32_output_keeps_the_whole_sum(kernel: str, device: torch.device)
     assert_close(out, case.exact(), 1e-6)
 
 
+@pytest.mark.parametrize("kernel", ["gemv", "skinny"])
+def test_a_product_is_rounded_before_it_is_added(kernel: str, device: torch.device) -> None:
+    like = torch.zeros((), dtype=torch.bfloat16, device=device)
+    case = Case(1, 40, 96, "residual", False, like)
+    assert case.residual is not None
+    separate = case.residual + getattr(linear, kernel)(case.x, case.weight)
+    getattr(linear, kernel)(case.x, case.weight, residual=case.residual)
+    assert torch.equal(case.residual, separate)
+
+
 def test_skinny_refuses_what_it_cannot_do(device: torch.device) -> None:
     weight = torch.zeros(64, 64, device=device)
     with pytest.raises(ValueError, match="129 tokens"):

@@ -159,6 +159,18 @@ def test_experts(
     check(x, random_logits(tokens, experts, device), weights, WAYS[way], residual)
 
 
+@pytest.mark.parametrize("way", ["small-tiles", "large-tiles"])
+def test_tiles_round_where_the_reference_does(way: str, device: torch.device) -> None:
+    """But for numbers that lie between two: the order of a sum may decide those."""
+    tokens = 20
+    x = torch.randn(tokens, 64, device=device).bfloat16()
+    weights = random_weights(6, 64, 48, x, routing=Routing(3, renormalize=True))
+    logits = random_logits(tokens, 6, device)
+    out = moe.experts(x, logits, weights, torch.zeros_like(x), choice=WAYS[way])
+    expected = moe.experts_reference(x, logits, weights)
+    assert (out != expected).float().mean() < 0.01
+
+
 def float8(
     experts: int,
     rows: int,
@@ -424,6 +436,40 @@ def test_sorts_pairs_by_expert_in_blocks_of_one(block_m: int, device: torch.devi
     used = slice(made.num_blocks.item())  # type: ignore[misc]
     found = zip(made.block_expert[used].tolist(), made.block_start[used].tolist(), strict=True)
     assert list(found) == expected
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "some-elsewhere"])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_few_tokens_are_routed_and_sorted_at_once(
+    kind: str, elsewhere: bool, device: torch.device
+) -> None:
+    """As by the two kernels for many."""
+    tokens, experts, block_m = 21, 24, 4
+    count = experts // 2 if elsewhere else experts
+    places = None
+    if elsewhere:  # every other one
+        places = torch.arange(experts, device=device).int() // 2
+        places[1::2] = -1
+    logits = random_logits(tokens, experts, device)
+    routers = [
+        Router(ROUTINGS[kind], places=places, load=torch.zeros(experts, device=device).long())
+        for _ in range(2)
+    ]
+    routed, made = moe.route_and_sort(logits, routers[0], count, block_m, counters=3000)
+    assert routed.counts is None
+    expected = moe.route(logits, routers[1], places=count)
+    apart = moe.sort(expected, block_m, counters=1)
+    assert torch.equal(routed.ids, expected.ids)
+    assert torch.equal(routed.weights, expected.weights)
+    assert torch.equal(routers[0].load, routers[1].load)  # type: ignore[arg-type]
+    assert torch.equal(made.offsets, apart.offsets)
+    assert torch.equal(made.positions, apart.positions)
+    pairs, blocks = int(made.offsets[-1]), int(made.num_blocks)
+    assert torch.equal(made.order[:pairs], apart.order[:pairs])
+    assert blocks == int(apart.num_blocks)
+    assert torch.equal(made.block_expert[:blocks], apart.block_expert[:blocks])
+    assert torch.equal(made.block_start[:blocks], apart.block_start[:blocks])
+    assert not made.counters.any()
 
 
 def test_no_tokens(device: torch.device) -> None:

@@ -81,6 +81,16 @@ def extend_attention_reference(
     return out
 
 
+@jit
+def above(best, scores):
+    """A whole number that `best` [N] and every score of a row [N, M] are at most.
+
+    Weights are powers of two relative to it. Rounded to 16 bits, they are the same but for a power
+    of two whatever blocks the row is read in: so decoding attends as the prefill of a text does.
+    """
+    return tl.maximum(best, tl.ceil(tl.max(scores, axis=1)))
+
+
 @jit(varying=("rows_ptr", "qo_indptr_ptr", "kv_lens_ptr", "chunks"))
 def _extend_kernel(
     q_ptr,
@@ -156,7 +166,7 @@ def _extend_kernel(
             visible = token[None, :] <= prefix + query[:, None]
             # Only rows past `length` may lack a visible key, and they are not stored.
             scores = tl.where(visible & inside[None, :], scores, -1.0e30)
-            new_best = tl.maximum(best, tl.max(scores, axis=1))
+            new_best = above(best, scores)
             shrink = tl.exp2(best - new_best)
             weights = tl.exp2(scores - new_best[:, None])
             norm = norm * shrink + tl.sum(weights, axis=1)

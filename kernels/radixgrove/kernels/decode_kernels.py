@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from radixgrove.kernels._triton import gdc_launch_dependents, gdc_wait, jit, tl
+from radixgrove.kernels.attention import above
 from radixgrove.kernels.rope import decode_queries
 
 
@@ -25,7 +26,8 @@ def attend_run(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax over tokens start..stop of a row: best score, norm, and weighted values."""
+    """Online softmax over tokens start..stop of a row: best score (rounded up to a whole number),
+    norm, and weighted values."""
     dim = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, BLOCK_N)
     best = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
@@ -52,7 +54,7 @@ def attend_run(
         ).to(q.dtype)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
         scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        new_best = above(best, scores)
         shrink = tl.exp2(best - new_best)
         weights = tl.exp2(scores - new_best[:, None])
         norm = norm * shrink + tl.sum(weights, axis=1)

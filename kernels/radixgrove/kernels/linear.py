@@ -151,11 +151,17 @@ def folded(products):
 
 
 @jit
-def gated(gate, up, out_ptr):
-    """`silu(gate) * up` in float32 of what a product that stores both would have rounded, so that
-    steps with and without this ending agree."""
-    gate = gate.to(out_ptr.dtype.element_ty).to(tl.float32)
-    up = up.to(out_ptr.dtype.element_ty).to(tl.float32)
+def rounded(y, like_ptr):
+    """Float32 of what a product that stores `y` behind the pointer would have rounded, so that
+    steps with and without an ending agree."""
+    return y.to(like_ptr.dtype.element_ty).to(tl.float32)
+
+
+@jit
+def gated(gate, up, like_ptr):
+    """`silu(gate) * up` in float32 of both, rounded."""
+    gate = rounded(gate, like_ptr)
+    up = rounded(up, like_ptr)
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
@@ -356,6 +362,7 @@ def _gemv_kernel(
     if SILU:
         y = gated(y, upper_y, out_ptr)
     if RESIDUAL:
+        y = rounded(y, out_ptr)
         y += tl.load(residual_ptr + row, mask=alive, other=0.0).to(tl.float32)
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=alive)
 
@@ -542,6 +549,7 @@ def _skinny_kernel(
         mask = alive[:, None] & (token < tokens)[None, :]
         target = token[None, :] * n + row[:, None]
         if RESIDUAL:
+            y = rounded(y, out_ptr)
             y += tl.load(residual_ptr + target, mask=mask, other=0.0).to(tl.float32)
         tl.store(out_ptr + target, y.to(out_ptr.dtype.element_ty), mask=mask)
 

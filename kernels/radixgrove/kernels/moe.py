@@ -4,12 +4,15 @@
 
 - few: every pair of token and expert on its own, on CUDA cores (`ExpertPairs`). With few tokens
   hardly two share an expert, and what counts is how fast the weights arrive;
-- more: pairs sorted by expert, in tiles on tensor cores (`ExpertTiles`). The grid is the most that
-  so many tokens can need, so that a CUDA graph serves any routing, and no host waits for counts;
+- more: pairs sorted by expert (with few tokens while routing), in tiles on tensor cores
+  (`ExpertTiles`). The grid is the most that so many tokens can need, so that a CUDA graph serves
+  any routing, and no host waits for counts;
 - or torch's `grouped_mm` over the sorted pairs.
 
 A token's parts are summed in the order in which it chose its experts, by whichever program sees
-the last one arrive: the same bits each time. `moe_tuning` measures which is the fastest.
+the last one arrive: the same bits each time. All ways round gate, up and what they make at the same
+places, and all but pairs an expert's part before it is weighted. `moe_tuning` measures which is the
+fastest.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from radixgrove.kernels.moe_kernels import (
     gate_up_tiles_kernel,
 )
 from radixgrove.kernels.quantize import product_reference, quantize
-from radixgrove.kernels.routing_kernels import route_kernel, sort_kernel
+from radixgrove.kernels.routing_kernels import route_and_sort_kernel, route_kernel, sort_kernel
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
 
@@ -40,13 +43,12 @@ MAX_GROUPS = 16
 # Pairs of a program of `sort_kernel`, and scores of one of `route_kernel`.
 _CHUNK_PAIRS = 256
 _CHUNK_SCORES = 16384
+_FEW_TOKENS = 128  # that one program of `route_and_sort_kernel` may take
 _LEAST_STEP = 16  # along K, of a product on tensor cores
 _TILE_BYTES = 256  # of weights that a thread has in registers at once
 # Columns of `silu(gate) * up` that share a scale where it is quantized; float8 weights with blocks
 # have them as wide, or their inputs are not.
 H_WIDTH = 128
-# Up to so many tokens parts are float32; past it they would be more to write than the weights.
-WIDE_PARTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,24 +169,31 @@ def route(logits: Tensor, router: Router, *, places: int = 0) -> Routed:
             experts,
             places,
             routing.scale,
-            TOP_K=routing.top_k,
-            SLOTS=slots,
+            **_route_options(router),
             BLOCK_T=chunk,
             BLOCK_E=block_e,
-            SIGMOID=routing.sigmoid,
-            LATE=routing.late,
-            RENORMALIZE=routing.renormalize,
-            GROUPS=routing.groups,
-            GROUPS_KEPT=routing.groups_kept,
-            GROUP_TOP=routing.group_top,
-            BIAS=router.bias is not None,
-            PLACES=router.places is not None,
-            LOAD=router.load is not None,
             COUNT=counts is not None,
             num_warps=min(8, max(1, chunk * block_e // 512)),
             **pdl(logits),
         )
     return Routed(ids, weights, counts, chunk)
+
+
+def _route_options(router: Router) -> dict[str, int]:
+    routing = router.routing
+    return {
+        "TOP_K": routing.top_k,
+        "SLOTS": next_power_of_2(routing.top_k),
+        "SIGMOID": routing.sigmoid,
+        "LATE": routing.late,
+        "RENORMALIZE": routing.renormalize,
+        "GROUPS": routing.groups,
+        "GROUPS_KEPT": routing.groups_kept,
+        "GROUP_TOP": routing.group_top,
+        "BIAS": router.bias is not None,
+        "PLACES": router.places is not None,
+        "LOAD": router.load is not None,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,16 +235,7 @@ def sort(routed: Routed, block_m: int, *, counters: int = 0, zeroed: bool = Fals
         raise ValueError("sorting needs the counts of `route`")
     chunks, places = counts.shape
     pairs, chunk = ids.numel(), routed.chunk * ids.shape[1]
-    blocks = pairs // block_m + min(pairs, places)
-    made = Sorted(
-        order=ids.new_zeros(pairs) if zeroed else ids.new_empty(pairs),
-        positions=ids.new_empty(pairs),
-        offsets=ids.new_empty(places + 1),
-        block_expert=ids.new_empty(blocks),
-        block_start=ids.new_empty(blocks),
-        num_blocks=ids.new_empty(1),
-        counters=ids.new_empty(counters),
-    )
+    made = _unsorted(ids, places, block_m, counters, zeroed)
     block_e = max(16, next_power_of_2(places))
     sort_kernel[(chunks + 1,)](
         ids,
@@ -261,6 +261,73 @@ def sort(routed: Routed, block_m: int, *, counters: int = 0, zeroed: bool = Fals
         **pdl(ids),
     )
     return made
+
+
+def _unsorted(ids: Tensor, places: int, block_m: int, counters: int, zeroed: bool) -> Sorted:
+    """Room for what `sort` makes of pairs with these [T, top_k] places."""
+    pairs = ids.numel()
+    blocks = pairs // block_m + min(pairs, places)
+    return Sorted(
+        order=ids.new_zeros(pairs) if zeroed else ids.new_empty(pairs),
+        positions=ids.new_empty(pairs),
+        offsets=ids.new_empty(places + 1),
+        block_expert=ids.new_empty(blocks),
+        block_start=ids.new_empty(blocks),
+        num_blocks=ids.new_empty(1),
+        counters=ids.new_empty(counters),
+    )
+
+
+def route_and_sort(
+    logits: Tensor,
+    router: Router,
+    places: int,
+    block_m: int,
+    *,
+    counters: int = 0,
+    zeroed: bool = False,
+) -> tuple[Routed, Sorted]:
+    """`route`, then `sort`; in one kernel where the tokens are few.
+
+    Args:
+        places: experts that this rank holds.
+    """
+    tokens, experts = logits.shape
+    top_k, block_t = router.routing.top_k, next_power_of_2(tokens)
+    block_e = max(16, next_power_of_2(experts))
+    if not 0 < tokens <= _FEW_TOKENS or block_t * block_e > _CHUNK_SCORES:
+        routed = route(logits, router, places=places)
+        return routed, sort(routed, block_m, counters=counters, zeroed=zeroed)
+    ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
+    made = _unsorted(ids, places, block_m, counters, zeroed)
+    route_and_sort_kernel[(1,)](
+        logits,
+        logits if router.bias is None else router.bias,
+        ids if router.places is None else router.places,
+        ids if router.load is None else router.load,
+        ids,
+        weights,
+        made.order,
+        made.positions,
+        made.offsets,
+        made.block_expert,
+        made.block_start,
+        made.num_blocks,
+        made.counters,
+        tokens,
+        experts,
+        places,
+        router.routing.scale,
+        counters,
+        **_route_options(router),
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+        BLOCK_M=block_m,
+        num_warps=min(16, max(1, block_t * block_e // 512)),
+        **pdl(logits),
+    )
+    return Routed(ids, weights), made
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,10 +488,9 @@ def experts(
     if choice.pairs is not None:
         routed = route(logits, weights.router)
         return _by_pairs(x, routed, weights, residual, out, choice.pairs)
-    routed = route(logits, weights.router, places=weights.count)
     if choice.tiles is not None:
-        return _by_tiles(x, routed, weights, residual, out, choice.tiles)
-    return _by_groups(x, routed, weights, residual, out)
+        return _by_tiles(x, logits, weights, residual, out, choice.tiles)
+    return _by_groups(x, logits, weights, residual, out)
 
 
 def _by_pairs(
@@ -476,17 +542,19 @@ def _by_pairs(
 
 def _by_tiles(
     x: Tensor,
-    routed: Routed,
+    logits: Tensor,
     weights: ExpertWeights,
     residual: Tensor | None,
     out: Tensor,
     config: ExpertTiles,
 ) -> Tensor:
-    (tokens, hidden), top_k = x.shape, routed.ids.shape[1]
+    (tokens, hidden), top_k = x.shape, weights.router.routing.top_k
     inner, pairs = weights.down.shape[1], tokens * top_k
     own = config.down
     down_tiles = cdiv(hidden, own.block_n)
-    made = sort(routed, config.block_m, counters=tokens * down_tiles)
+    routed, made = route_and_sort(
+        logits, weights.router, weights.count, config.block_m, counters=tokens * down_tiles
+    )
     where = made.order, made.offsets, made.block_expert, made.block_start, made.num_blocks
     shared = {
         "TOP_K": top_k,
@@ -512,6 +580,7 @@ def _by_tiles(
         weights.gate_up.payload,
         _scales(weights.gate_up),
         *where,
+        x,
         h,
         h_scales,
         inner,
@@ -526,7 +595,6 @@ def _by_tiles(
         **_tile_options(first, weights.gate_up, inner),
         **pdl(x),
     )
-    kind = torch.float32 if tokens <= WIDE_PARTS else x.dtype
     down_tiles_kernel[(made.most_blocks * down_tiles,)](
         h,
         h_scales,
@@ -535,7 +603,7 @@ def _by_tiles(
         *where,
         routed.ids,
         routed.weights,
-        torch.empty((pairs, hidden), dtype=kind, device=x.device),
+        torch.empty((pairs, hidden), dtype=x.dtype, device=x.device),
         made.counters,
         x if residual is None else residual,
         out,
@@ -609,11 +677,13 @@ def _dynamic(weight: Weight) -> Weight:
 
 
 def _by_groups(
-    x: Tensor, routed: Routed, weights: ExpertWeights, residual: Tensor | None, out: Tensor
+    x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None, out: Tensor
 ) -> Tensor:
-    top_k = routed.ids.shape[1]
-    made = sort(routed, 16, zeroed=weights.router.places is not None)
-    rows = x.index_select(0, made.order // top_k)
+    router = weights.router
+    routed, made = route_and_sort(
+        logits, router, weights.count, 16, zeroed=router.places is not None
+    )
+    rows = x.index_select(0, made.order // router.routing.top_k)
     ends = made.offsets[1:]
     grouped_mm = torch.nn.functional.grouped_mm
     h = silu_and_mul(grouped_mm(rows, weights.gate_up.payload.transpose(1, 2), offs=ends))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from radixgrove.kernels._triton import gdc_launch_dependents, gdc_wait, jit, tl
 from radixgrove.kernels.float8 import stored
-from radixgrove.kernels.linear import folded
+from radixgrove.kernels.linear import folded, gated
 
 
 @jit
@@ -101,7 +101,7 @@ def gate_up_pairs_kernel(
         own = scale_ptr + expert.to(tl.int64) * 2 * n + row
         y *= tl.load(own, mask=alive, other=0.0)
         z *= tl.load(own + n, mask=alive, other=0.0)
-    y = y / (1.0 + tl.exp(-y)) * z
+    y = gated(y, z, out_ptr)
     tl.store(out_ptr + pair.to(tl.int64) * n + row, y.to(out_ptr.dtype.element_ty), mask=alive)
 
 
@@ -295,6 +295,7 @@ def gate_up_tiles_kernel(
     block_expert_ptr,
     block_start_ptr,
     num_blocks_ptr,
+    like_ptr,
     out_ptr,
     out_scale_ptr,
     n,
@@ -319,7 +320,7 @@ def gate_up_tiles_kernel(
     PDL: tl.constexpr,
 ):
     """One program: `silu(gate) * up` of a block of pairs for a tile of outputs; rows of `out` are
-    in the order of experts.
+    in the order of experts, and rounded to the type behind `like_ptr`.
 
     With `QUANTIZED` x is float8 with scales of tokens, or of parts as wide as a block of the weight
     (`X_PARTS`), and `out` becomes float8 with a scale for each row of the tile: [tiles, pairs].
@@ -402,17 +403,14 @@ def gate_up_tiles_kernel(
         up *= rows
     if SCALED and not WIDE:
         gate = _scaled_columns(gate, own, held, SWAP)
-    y = gate / (1.0 + tl.exp(-gate))
-    if SCALED and not WIDE:
         up = _scaled_columns(up, own, n + held, SWAP)
-    y *= up
+    y = gated(gate, up, like_ptr).to(like_ptr.dtype.element_ty)
     if QUANTIZED:
+        y = y.to(tl.float32)
         largest = tl.minimum(tl.max(tl.abs(y), axis=0 if SWAP else 1), bound)
         scales = tl.maximum(largest / 448.0, 1e-12)
         tl.store(out_scale_ptr + tile * pairs + row, scales, mask=alive)
         y = stored(y / _along(scales, not SWAP), out_ptr)
-    else:
-        y = y.to(out_ptr.dtype.element_ty)
     if SWAP:
         y = tl.trans(y)
     mask = alive[:, None] & (column < n)[None, :]
@@ -457,23 +455,24 @@ def down_tiles_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: a block of pairs for a tile of outputs, each times its token's weight.
+    """One program: a block of pairs for a tile of outputs.
 
-    Every pair leaves its part. The program that sees a token's last part arrive sums them all, in
-    the order in which the token chose its experts.
+    Every pair leaves its part. The program that sees a token's last part arrive sums them all, each
+    times its weight, in the order in which the token chose its experts.
 
     With `H_WIDTH` h is float8 with a scale for so many columns of a row: [groups, pairs].
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    blocks = tl.load(num_blocks_ptr)
+    # Sorting came before the kernel before, which has waited for it.
+    blocks = tl.load(num_blocks_ptr, cache_modifier=".cg")
     if tl.program_id(0) >= blocks * tiles:
         return
     block, tile = _block_of(blocks, tiles, GROUP)
-    expert = tl.load(block_expert_ptr + block)
-    row = tl.load(block_start_ptr + block) + tl.arange(0, BLOCK_M)
-    alive = row < tl.load(offsets_ptr + expert + 1)
+    expert = tl.load(block_expert_ptr + block, cache_modifier=".cg")
+    row = tl.load(block_start_ptr + block, cache_modifier=".cg") + tl.arange(0, BLOCK_M)
+    alive = row < tl.load(offsets_ptr + expert + 1, cache_modifier=".cg")
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
     source = tl.where(alive, row, 0)
@@ -517,7 +516,6 @@ def down_tiles_kernel(
     if SWAP:
         total = tl.trans(total)
     pair = tl.load(order_ptr + row, mask=alive, other=0)
-    total *= tl.load(scales_ptr + pair, mask=alive, other=0.0)[:, None]
     mask = alive[:, None] & (column < n)[None, :]
     own = pair.to(tl.int64)[:, None] * n + column[None, :]
     tl.store(part_ptr + own, total.to(part_ptr.dtype.element_ty), mask=mask)
@@ -539,9 +537,11 @@ def down_tiles_kernel(
         if PLACES:
             other = tl.load(ids_ptr + token * TOP_K + index, mask=last, other=-1)
             here = mask & (other >= 0)[:, None]
-        theirs = (token * TOP_K + index).to(tl.int64)[:, None] * n + column[None, :]
+        other = token * TOP_K + index
+        theirs = other.to(tl.int64)[:, None] * n + column[None, :]
         part = tl.load(part_ptr + theirs, mask=here, other=0.0, cache_modifier=".cg")
-        total += part.to(tl.float32)
+        scale = tl.load(scales_ptr + other, mask=last, other=0.0)[:, None]
+        total += tl.where(here, part.to(tl.float32) * scale, 0.0)
     target = token.to(tl.int64)[:, None] * n + column[None, :]
     if RESIDUAL:
         total += tl.load(residual_ptr + target, mask=mask, other=0.0).to(tl.float32)

@@ -73,7 +73,7 @@ _MAX_PAIR_TOKENS = 16
 # Of a block of compute capability 9.0, less some for what the compiler needs beside tiles.
 _SHARED_MEMORY_BYTES = 225 << 10
 _COLD_LAYERS = 4  # of weights in turn, so that the L2 cache does not hold them
-_FORMAT = 2  # of the file
+_FORMAT = 3  # of the file
 
 Pick = Callable[[Sequence[ExpertChoice]], ExpertChoice]
 _Key = tuple[int, ...]  # token bucket, experts here and in all, widths, experts of a token
@@ -109,9 +109,7 @@ class ExpertTuner:
                 continue
             trial = _Trial(layers, experts, bucket)
             for choice in candidates(bucket, layers[0]):
-                # Parts are float32 up to some count: another kernel.
-                kind = choice, bucket <= moe.WIDE_PARTS
-                jobs.setdefault(kind, partial(trial.run_once, choice))
+                jobs.setdefault(choice, partial(trial.run_once, choice))
         return list(jobs.values())
 
     def tune(
