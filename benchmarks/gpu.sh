@@ -9,6 +9,8 @@
 #   flashinfer    those of its attention backend
 #   float8        KV in float8: distances from bfloat16 and from Hugging Face; MODEL_DIR as below (not
 #                 by default)
+#   quantized     float8 weights: distances from what they stand for, and experts that mixtures choose (not
+#                 by default)
 #   host_tier     copies between the pool and host memory: tests, bandwidth, seconds to lock memory
 #   correctness   against Hugging Face; MODEL_DIR=<dir> adds that model to the random ones,
 #                 CORRECTNESS_OPTIONS go to gpu_correctness.py
@@ -99,6 +101,11 @@ run_flashinfer() { kernel_tests flashinfer; }
 run_float8() {
     # shellcheck disable=SC2086
     python3 -m benchmarks.correctness.gpu_float8 ${MODEL_DIR:+--model "$MODEL_DIR"} ${CORRECTNESS_OPTIONS:-}
+}
+
+run_quantized() {
+    # shellcheck disable=SC2086
+    python3 -m benchmarks.correctness.gpu_quantized ${CORRECTNESS_OPTIONS:-}
 }
 
 run_host_tier() { python3 -m benchmarks.engine.host_tier --tests; }
@@ -198,10 +205,10 @@ split_correctness() {
     python3 -m benchmarks.correctness.gpu_correctness "$@" --backend triton ${CORRECTNESS_OPTIONS:-}
 }
 
-declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [float8]=150 [host_tier]=90 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
+declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [float8]=150 [quantized]=280 [host_tier]=90 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
     [profile]=120 [profile_small]=120 [serving]=180 [open_loop]=200 [multi_turn]=270 [tp]=240 [tp_correctness]=420 [pp]=240 [pp_correctness]=420
     [pp_profile]=150 [dp]=300)
-declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [float8]=60 [host_tier]=24 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
+declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [float8]=60 [quantized]=40 [host_tier]=24 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
     [profile]=26 [profile_small]=52 [serving]=30 [open_loop]=6 [multi_turn]=12 [tp]=8 [tp_correctness]=24 [pp]=8 [pp_correctness]=24
     [pp_profile]=26 [dp]=12)
 declare -A STATUS SECONDS_OF

@@ -76,6 +76,13 @@ class Reference:
                 yield row[: len(text)].float().log_softmax(-1)
 
     @torch.inference_mode()
+    def router_logits(self, text: list[int]) -> tuple[Tensor, ...]:
+        """Of each layer with experts, [n, experts]."""
+        ids = torch.tensor([text], device=self._device)
+        found: tuple[Tensor, ...] = self._model(ids, output_router_logits=True).router_logits
+        return found
+
+    @torch.inference_mode()
     def rescoring_kl(self, texts: list[list[int]], decoded: int) -> float:
         """`check_rescoring` of transformers itself: the last `decoded` tokens of texts of one
         length, once token by token from its KV cache and once in one pass."""
@@ -113,10 +120,16 @@ class Judge:
     def of(cls, model_dir: Path, tie: float) -> Judge:
         return cls(Reference(model_dir, torch.float32), Reference(model_dir, torch.bfloat16), tie)
 
-    def own_kl(self, texts: list[list[int]]) -> float:
-        """`Reference.rescoring_kl` in bfloat16, of the first texts asked about: it is slow."""
+    def own_kl(self, texts: list[list[int]], decoded: int) -> float:
+        """`Reference.rescoring_kl` in bfloat16, of the first texts asked about: it is slow.
+
+        The longest of them are cut to one length: a short context fits a block of attention's keys,
+        and is attended to alike either way.
+        """
         if self._own_kl is None:
-            self._own_kl = self.rounded.rescoring_kl(texts, len(texts[0]) - 2)
+            longest = sorted(texts, key=len)[-BATCH:]
+            cut = [text[-len(longest[0]) :] for text in longest]
+            self._own_kl = self.rounded.rescoring_kl(cut, decoded)
         return self._own_kl
 
     def disagreement(self, prompts: list[list[int]], out: list[Generated]) -> tuple[str, int]:
