@@ -256,7 +256,8 @@ QUANTIZED = {
 
 
 def quantizing_reference(x: Tensor, logits: Tensor, weights: ExpertWeights) -> Tensor:
-    """As tiles quantize: x by tokens or parts, and what comes between the products by parts."""
+    """As tiles quantize: x by tokens or parts, and what comes between the products by parts, once it
+    has been rounded to x's type."""
     parts = weights.gate_up.activations == Activations.GROUP
     gate_up = replace(
         weights.gate_up,
@@ -271,7 +272,7 @@ def quantizing_reference(x: Tensor, logits: Tensor, weights: ExpertWeights) -> T
         block=(1, moe.H_WIDTH),
         activations=Activations.GROUP,
     )
-    return moe.experts_reference(x.float(), logits, ExpertWeights(gate_up, down, weights.router))
+    return moe.experts_reference(x, logits, ExpertWeights(gate_up, down, weights.router))
 
 
 @pytest.mark.covering(2)
