@@ -72,11 +72,10 @@ class _Connection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._url = url
-        self._streams: bool | None = None
+        self._streams = False
 
     def on_body(self, body: bytes) -> None:
-        if self._streams is None:  # the flag is among the first fields
-            self._streams = b'"stream":true' in body[:512]
+        self._streams = self._streams or b'"stream":true' in body
 
     def _send_event(self, left: int) -> None:
         if self._transport.is_closing():
