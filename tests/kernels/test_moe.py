@@ -256,8 +256,8 @@ QUANTIZED = {
 
 
 def quantizing_reference(x: Tensor, logits: Tensor, weights: ExpertWeights) -> Tensor:
-    """As tiles quantize: x by tokens or parts, and what comes between the products by parts, once it
-    has been rounded to x's type."""
+    """As tiles quantize: x by tokens or parts, and what comes between the products, rounded to the
+    type of x, by parts."""
     parts = weights.gate_up.activations == Activations.GROUP
     gate_up = replace(
         weights.gate_up,
