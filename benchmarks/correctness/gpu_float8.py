@@ -70,7 +70,7 @@ def check_dtype(
     try:
         info = subject.engine.info
         config = load_config(model_dir)
-        values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        values = 2 * config.num_layers * config.attention.keys
         one = info.kv_bytes_per_token == values
         report.check(f"{what}: one byte a value", one, f"{values} values a token")
         prompts = make_prompts(model_dir, info.vocab_size)[:texts]

@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from radixgrove.protocol.model.config import parse_config
 from radixgrove.protocol.model.directory import load_config
+from radixgrove.protocol.model.parse import parse_config
 from radixgrove.protocol.settings import Device, Quantize, WorkerSettings
 from radixgrove.worker.execution.choices import (
     Limits,

@@ -25,7 +25,7 @@ from benchmarks.engine import workloads
 from benchmarks.engine.workloads import WORKLOADS, ModelShape, Workload
 from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.protocol.model.directory import load_config
-from radixgrove.protocol.model.fit import quantization_of
+from radixgrove.protocol.model.fit import count_projected, quantization_of
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import (
     AttentionChoice,
@@ -141,14 +141,11 @@ def find_model(name: str) -> tuple[str, Path]:
 def model_shape(config: ModelConfig, info: EngineInfo, quantize: Quantize) -> ModelShape:
     quantized = quantization_of(config, quantize) is not None
     item_bytes = getattr(torch, info.dtype).itemsize
-    hidden, dim = config.hidden_size, config.head_dim
-    attention = hidden * (config.num_heads + 2 * config.num_kv_heads) * dim
-    attention += config.num_heads * dim * hidden
-    matrices = config.num_layers * attention
-    matrices += 3 * hidden * config.intermediate_size * (config.num_layers - config.expert_layers)
+    hidden = config.hidden_size
+    matrices = count_projected(config)
     mixture = {}
     if experts := config.experts:
-        matrices += config.expert_layers * hidden * (experts.count + 3 * experts.shared_size)
+        matrices -= config.expert_layers * 3 * hidden * experts.intermediate_size * experts.count
         mixture = {
             "expert_parameters": config.expert_layers * 3 * hidden * experts.intermediate_size,
             "experts": experts.count,
@@ -158,9 +155,9 @@ def model_shape(config: ModelConfig, info: EngineInfo, quantize: Quantize) -> Mo
         matrix_parameters=matrices,
         head_parameters=config.vocab_size * hidden,
         layers=config.num_layers,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=dim,
+        heads=config.attention.heads,
+        kv_heads=config.attention.kv_heads,
+        head_dim=config.attention.head_dim,
         item_bytes=1 if quantized else item_bytes,
         head_item_bytes=item_bytes,
         kv_item_bytes=1 if info.kv_dtype == KVDType.FP8_E4M3 else item_bytes,

@@ -12,7 +12,15 @@ from radixgrove.kernels import ops
 from radixgrove.kernels.linear import SkinnyConfig, SkinnyWorkspace
 from radixgrove.kernels.matmul import CUBLAS, Choice, multiply
 from radixgrove.kernels.weight import Weight
-from radixgrove.protocol.model.config import ModelConfig, QkNorm, RopeConfig
+from radixgrove.protocol.model.config import (
+    Attention,
+    Mlp,
+    ModelConfig,
+    Multipliers,
+    Norms,
+    QkNorm,
+    RopeConfig,
+)
 from radixgrove.worker.attention.base import AttentionBatch
 from radixgrove.worker.attention.torch import TorchAttention
 from radixgrove.worker.models.decoder import Decoder
@@ -23,24 +31,26 @@ from radixgrove.worker.parallel.group import Shard, TensorParallel
 from tests.kernels.helpers import assert_close
 
 CONFIG = ModelConfig(
-    architecture="Qwen3ForCausalLM",
     hidden_size=64,
-    intermediate_size=80,
     num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
     vocab_size=150,
-    norm_eps=1e-6,
     max_position_embeddings=64,
-    rope=RopeConfig(theta=10000.0, parameters={}),
     tied_embeddings=True,
-    qkv_bias=True,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=QkNorm.HEAD,
+    norms=Norms(eps=1e-6),
+    attention=Attention(
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        scale=0.25,
+        rope=RopeConfig(theta=10000.0, parameters={}),
+        qkv_bias=True,
+        qk_norm=QkNorm.HEAD,
+    ),
+    mlp=Mlp(width=80),
     experts=None,
+    multipliers=Multipliers(),
     dtype="float32",
+    quantization=None,
 )
 TOKENS = 5
 WIDE = SkinnyConfig(block_n=32, block_k=32, stages=2)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from radixgrove.protocol.model.config import ModelError, parse_config
+from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.fit import Intended, check_fit, count_parameters
+from radixgrove.protocol.model.parse import parse_config
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_bytes())
 
@@ -23,8 +24,10 @@ def one_of_each_kind() -> list[dict[str, Any]]:
     for entry in PUBLISHED:
         if "refused" not in entry:
             config = parse_config(entry["config"])
-            biases = (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm)
-            found.setdefault((config.architecture, config.tied_embeddings, *biases), entry)
+            attention = config.attention
+            biases = (attention.qkv_bias, attention.output_bias, config.mlp.bias, attention.qk_norm)
+            (architecture,) = entry["config"]["architectures"]
+            found.setdefault((architecture, config.tied_embeddings, *biases), entry)
     return list(found.values())
 
 

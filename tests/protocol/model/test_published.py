@@ -12,8 +12,9 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from radixgrove.protocol.model.config import ModelConfig, ModelError, parse_config
+from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.directory import ModelDirectory
+from radixgrove.protocol.model.parse import parse_config
 from radixgrove.worker.models.rope import inverse_frequencies
 from tests.protocol.model.small_tokenizer import write_tokenizer
 
@@ -42,6 +43,10 @@ def reference_frequencies(config: Any) -> tuple[torch.Tensor, float]:
     return frequencies.double(), magnitude
 
 
+def frequencies_of(config: ModelConfig) -> tuple[torch.Tensor, float]:
+    return inverse_frequencies(config.attention.rope, config.attention.head_dim)
+
+
 def reference_length(config: Any) -> int:
     """What a card means: YaRN's factor counts, and a window that all of attention is within."""
     rope = config.rope_parameters
@@ -49,23 +54,31 @@ def reference_length(config: Any) -> int:
     if rope["rope_type"] == "yarn":
         length = int(rope["factor"] * rope["original_max_position_embeddings"])
     window = getattr(config, "sliding_window", None)
-    windowed = config.model_type in ("mistral", "mixtral") or "sliding_attention" in (
-        getattr(config, "layer_types", None) or ()
-    )
+    windowed = config.model_type in (
+        "mistral",
+        "mixtral",
+        "phi3",
+        "starcoder2",
+    ) or "sliding_attention" in (getattr(config, "layer_types", None) or ())
     return min(length, window) if windowed and window else length
 
 
 def test_there_are_enough_of_them() -> None:
     assert len(SERVED) >= 60
     assert {entry["config"]["architectures"][0] for entry in SERVED} == {
+        "GraniteForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
+        "Olmo2ForCausalLM",
         "OlmoeForCausalLM",
+        "Phi3ForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "SmolLM3ForCausalLM",
+        "Starcoder2ForCausalLM",
     }
 
 
@@ -86,14 +99,15 @@ def test_published_configuration(entry: dict[str, Any], tmp_path: Path) -> None:
         "head_dim": getattr(theirs, "head_dim", None)
         or theirs.hidden_size // theirs.num_attention_heads,
         "vocabulary": theirs.vocab_size,
-        "eps": theirs.rms_norm_eps,
+        "eps": getattr(theirs, "norm_epsilon", None) or theirs.rms_norm_eps,
         "tied": theirs.tie_word_embeddings,
         "dtype": str(theirs.dtype).removeprefix("torch."),
     }
     assert experts(ours) == reference_experts(theirs)
+    assert ours.attention.unrotated == unrotated(theirs)
     assert ours.max_position_embeddings == reference_length(theirs)
-    theirs.head_dim = ours.head_dim
-    frequencies, magnitude = inverse_frequencies(ours.rope, ours.head_dim)
+    theirs.head_dim = ours.attention.head_dim
+    frequencies, magnitude = frequencies_of(ours)
     expected, expected_magnitude = reference_frequencies(theirs)
     torch.testing.assert_close(frequencies, expected, rtol=1e-5, atol=0)
     assert magnitude == pytest.approx(expected_magnitude)
@@ -108,16 +122,21 @@ def test_published_configuration(entry: dict[str, Any], tmp_path: Path) -> None:
 def sizes(config: ModelConfig) -> dict[str, Any]:
     return {
         "hidden": config.hidden_size,
-        "inner": config.intermediate_size,
+        "inner": config.mlp.width,
         "layers": config.num_layers,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "heads": config.attention.heads,
+        "kv_heads": config.attention.kv_heads,
+        "head_dim": config.attention.head_dim,
         "vocabulary": config.vocab_size,
-        "eps": config.norm_eps,
+        "eps": config.norms.eps,
         "tied": config.tied_embeddings,
         "dtype": config.dtype,
     }
+
+
+def unrotated(config: Any) -> set[int]:
+    rotate = getattr(config, "no_rope_layers", [])
+    return {layer for layer, rotates in enumerate(rotate) if not rotates}
 
 
 def experts(config: ModelConfig) -> dict[str, Any] | None:
@@ -175,13 +194,39 @@ def test_an_absent_key_of_experts_has_the_familys_default(tmp_path: Path) -> Non
         theirs = AutoConfig.from_pretrained(tmp_path)
         ours = parse_config(bare)
         assert experts(ours) == reference_experts(theirs)
-        assert ours.norm_eps == theirs.rms_norm_eps
-        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+        assert ours.norms.eps == theirs.rms_norm_eps
+        assert ours.attention.rope.theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("kind", ["smollm3", "starcoder2", "granite", "olmo2"])
+def test_an_absent_key_has_the_familys_default(kind: str, tmp_path: Path) -> None:
+    entry = next(entry for entry in SERVED if entry["config"]["model_type"] == kind)
+    keys = "rms_norm_eps", "norm_epsilon", "rope_theta", "tie_word_embeddings", "no_rope_layers"
+    keys += "num_key_value_heads", "max_position_embeddings", "hidden_act", "residual_multiplier"
+    bare = {key: value for key, value in entry["config"].items() if key not in keys}
+    write(tmp_path, {"config": bare})
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    ours = parse_config(bare)
+    assert ours.norms.eps == (getattr(theirs, "norm_epsilon", None) or theirs.rms_norm_eps)
+    assert ours.attention.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.attention.kv_heads == theirs.num_key_value_heads
+    assert ours.attention.unrotated == unrotated(theirs)
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.mlp.activation == theirs.hidden_act
+    assert ours.multipliers.residual == getattr(theirs, "residual_multiplier", 1.0)
+    assert ours.max_position_embeddings == reference_length(theirs)
+
+
+def test_a_list_of_layers_that_rotate_has_one_entry_for_each() -> None:
+    entry = next(entry for entry in SERVED if entry["config"]["model_type"] == "smollm3")
+    with pytest.raises(ModelError, match="no_rope_layers must have an entry for each of 36 layers"):
+        parse_config(entry["config"] | {"no_rope_layers": [1, 0]})
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
+        ({"hidden_act": "gelu_pytorch_tanh"}, "'gelu_pytorch_tanh' is not supported for experts"),
         ({"num_experts": 513}, "num_experts 513 is more than 512"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 of 128 experts"),
         ({"num_local_experts": 64}, "num_experts and num_local_experts differ"),
@@ -230,7 +275,7 @@ def test_rope_parameters(rope: dict[str, Any], spelling: str, tmp_path: Path) ->
     write(tmp_path, {"config": config | {spelling: rope}})
     theirs = AutoConfig.from_pretrained(tmp_path)
     ours = parse_config(config | {spelling: rope})
-    frequencies, magnitude = inverse_frequencies(ours.rope, ours.head_dim)
+    frequencies, magnitude = frequencies_of(ours)
     expected, expected_magnitude = reference_frequencies(theirs)
     torch.testing.assert_close(frequencies, expected, rtol=1e-5, atol=0)
     assert magnitude == pytest.approx(expected_magnitude)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from radixgrove.protocol.model.config import ModelConfig, ModelError, parse_config
+from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.fit import Intended, check_fit
+from radixgrove.protocol.model.parse import parse_config
 from radixgrove.protocol.model.quantization import (
     Activations,
     Quantization,

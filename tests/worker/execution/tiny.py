@@ -83,7 +83,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 1.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "starcoder2": ("Starcoder2", {"pad_token_id": 0}),
 }
+PARTS = ("granite", "olmo2", "phi3", "smollm3", "starcoder2")  # with parts that others lack
 MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe")
 
 

@@ -33,32 +33,6 @@ def texts(directory: Path, prompts: list[list[int]], tokens: int = 12) -> list[l
 
 
 @pytest.mark.parametrize("kind", tiny.MIXTURES)
-def test_cached_prefixes_and_small_chunks_say_the_same(kind: str, tmp_path: Path) -> None:
-    model, prompts = tiny.save(kind, tmp_path), tiny.prompts()
-    expected = reference.greedy(model, prompts, 12)
-    runner = cpu_runner(tmp_path)
-    driver = Driver(runner)
-    driver.generate(prompts, greedy(1), reuse=True)
-    for chunk in (7, 1 << 30):
-        results = driver.generate(prompts, greedy(12), chunk=chunk, reuse=True)
-        assert [result.tokens for result in results] == expected
-        assert sum(result.cached for result in results) > 0
-    runner.close()
-
-
-@pytest.mark.parametrize("kind", tiny.MIXTURES)
-def test_logits_are_transformers(kind: str, tmp_path: Path) -> None:
-    model, prompt = tiny.save(kind, tmp_path), tiny.prompts()[-1]
-    runner = cpu_runner(tmp_path)
-    (result,) = Driver(runner).generate([prompt], greedy(1, prompt_logprobs=0))
-    runner.close()
-    targets = torch.tensor(prompt[1:])[:, None]
-    expected = reference.logprobs(model, prompt)[:-1].gather(1, targets).squeeze(1)
-    got = torch.tensor([entry.logprob for entry in result.prompt_logprobs])
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", tiny.MIXTURES)
 def test_experts_stacked_in_one_tensor_a_layer(kind: str, tmp_path: Path) -> None:
     model, prompts = tiny.save(kind, tmp_path), tiny.prompts()
     expected = reference.greedy(model, prompts, 12)

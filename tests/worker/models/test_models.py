@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from radixgrove.kernels.norm import rms_norm_reference
 from radixgrove.kernels.weight import Weight
-from radixgrove.protocol.model.config import ModelError, parse_config
+from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.directory import load_config
+from radixgrove.protocol.model.parse import parse_config
 from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
 from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.models.ops import CpuOps, KernelOps, TorchOps
@@ -42,6 +43,23 @@ def test_greedy_text_and_logprobs_equal_transformers(kind: str, tmp_path: Path) 
         expected = rows.gather(1, torch.tensor(result.tokens)[:, None]).squeeze(1)
         got = torch.tensor([entry.logprob for entry in result.logprobs])
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [*tiny.PARTS, *tiny.MIXTURES])
+def test_logits_are_transformers_cold_and_behind_cached_prefixes(kind: str, tmp_path: Path) -> None:
+    model, prompts = tiny.save(kind, tmp_path), tiny.prompts()
+    targets = torch.tensor(prompts[-1][1:])[:, None]
+    expected = reference.logprobs(model, prompts[-1])[:-1].gather(1, targets).squeeze(1)
+    texts = reference.greedy(model, prompts, 12)
+    driver = Driver(build(tmp_path))
+    (result,) = driver.generate(prompts[-1:], greedy(1, prompt_logprobs=0))
+    got = torch.tensor([entry.logprob for entry in result.prompt_logprobs])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    driver.generate(prompts, greedy(1), reuse=True)
+    for chunk in (7, 1 << 30):
+        results = driver.generate(prompts, greedy(12), chunk=chunk, reuse=True)
+        assert [result.tokens for result in results] == texts
+        assert sum(result.cached for result in results) > 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -103,7 +121,7 @@ def test_old_spelling_of_rope_settings() -> None:
             "torch_dtype": "bfloat16",
         }
     )
-    assert (old.rope.theta, old.rope.kind) == (500000.0, "linear")
+    assert (old.attention.rope.theta, old.attention.rope.kind) == (500000.0, "linear")
     assert old.dtype == "bfloat16"
 
 
@@ -117,9 +135,12 @@ def test_sliding_window_bounds_the_length() -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "supported are LlamaForCausalLM, Mistral"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "supported are GraniteForCausalLM, LlamaForCausalLM, ",
+        ),
         ({"architectures": None}, "none named"),
-        ({"hidden_act": "gelu"}, "only silu"),
+        ({"hidden_act": "gelu"}, "only silu, gelu_pytorch_tanh"),
         ({"hidden_size": None}, "hidden_size must be a positive integer"),
         ({"num_key_value_heads": 3}, "cannot share 3 KV heads"),
         ({"quantization": {"bits": 4}}, "quantization is not supported, only quantization_config"),

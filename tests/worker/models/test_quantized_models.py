@@ -77,6 +77,17 @@ def test_probabilities_are_those_of_the_format(
     assert error < 0.05 * (expected - plain).abs().mean().item()
 
 
+@pytest.mark.parametrize("name", ["fp8, tensor, static", "fp8, blocks", "compressed, channel"])
+def test_tensors_that_have_several_projections(name: str, tmp_path: Path) -> None:
+    kind, model = KINDS[name], tiny.save("phi3", tmp_path)
+    plain = expected_logprobs(model)
+    stands_for = quantized.quantize(tmp_path, kind)
+    assert "model.layers.2.self_attn.qkv_proj" in stands_for
+    expected = expected_logprobs(quantized.imitate(model, kind, stands_for))
+    error = (prompt_logprobs(tmp_path) - expected).abs().mean().item()
+    assert error < 0.05 * (expected - plain).abs().mean().item()
+
+
 @pytest.mark.parametrize("block", [None, (BLOCK, BLOCK)], ids=["tensor", "blocks"])
 def test_checkpoints_of_transformers_quantizer(block: Any, tmp_path: Path) -> None:
     """Read as transformers reads them, which widens them where there is no GPU."""

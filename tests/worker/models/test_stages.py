@@ -6,7 +6,8 @@ from itertools import product
 
 import pytest
 
-from radixgrove.protocol.model.config import ModelConfig, ModelError, parse_config
+from radixgrove.protocol.model.config import ModelConfig, ModelError
+from radixgrove.protocol.model.parse import parse_config
 from radixgrove.worker.models.stages import Stage, split_layers
 
 

@@ -23,7 +23,10 @@ from tests.worker.parallel.ranks import follow, followers, generate, leading, se
 
 @pytest.mark.parametrize(
     ("kind", "kv_dtype"),
-    [("llama", "auto"), ("qwen3", "auto"), ("llama-biased", "auto"), ("qwen3", "fp8_e4m3")],
+    [
+        *((kind, "auto") for kind in ("llama", "qwen3", "llama-biased", *tiny.PARTS)),
+        ("qwen3", "fp8_e4m3"),
+    ],
 )
 def test_two_ranks_say_what_one_says(kind: str, kv_dtype: str, tmp_path: Path) -> None:
     tiny.save(kind, tmp_path / "model")

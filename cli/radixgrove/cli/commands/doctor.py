@@ -208,10 +208,10 @@ def _prefill(settings: WorkerSettings, major: int) -> _Prefill:
     dtype = str(settings.dtype)
     if settings.dtype is DType.AUTO:
         dtype = config.dtype if config is not None else "bfloat16"
-    dims = flashinfer.HEAD_DIMS if config is None else (config.head_dim,)
+    dims = flashinfer.HEAD_DIMS if config is None else (config.attention.head_dim,)
     kernels = [k for dim in dims if (k := flashinfer.kernel_of(major, dtype, dim)) is not None]
     if not kernels:
-        dim = f" of head dimension {config.head_dim}" if config is not None else ""
+        dim = f" of head dimension {config.attention.head_dim}" if config is not None else ""
         return _Prefill(False, f"FlashInfer has no kernels for {dtype}{dim}")
     if not flashinfer.is_installed():
         return _Prefill(False, f"FlashInfer is not installed: {_HOW_TO_INSTALL}", True)

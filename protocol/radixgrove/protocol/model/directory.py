@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from radixgrove.protocol.model.config import ModelConfig, ModelError, parse_config
+from radixgrove.protocol.model.config import ModelConfig, ModelError
+from radixgrove.protocol.model.parse import parse_config
 from radixgrove.protocol.text.tokenizer import (
     TOKENIZER_JSON,
     Prompting,

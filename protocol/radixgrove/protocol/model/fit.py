@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixgrove.protocol.model.config import ModelConfig, ModelError, QkNorm, check_divides
+from radixgrove.protocol.model.config import ModelConfig, ModelError, NormKind, QkNorm
 from radixgrove.protocol.model.quantization import (
     Quantization,
     QuantizationError,
     intended_quantization,
 )
+from radixgrove.protocol.model.split import check_divides
 from radixgrove.protocol.settings import Quantize
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -80,17 +81,18 @@ def quantization_of(config: ModelConfig, quantize: Quantize) -> Quantization | N
 
 def count_projected(config: ModelConfig) -> int:
     """Numbers in the matrices of all layers."""
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = 2 * config.hidden_size * (queries + keys)
+    attention = 2 * config.hidden_size * (config.attention.queries + config.attention.keys)
     return config.num_layers * attention + _count_mlp_parameters(config)
 
 
 def count_parameters(config: ModelConfig) -> int:
     """Numbers in the weights; tied embeddings count once."""
-    hidden, layers = config.hidden_size, config.num_layers
+    hidden, norms = config.hidden_size, config.norms
     tables = (1 if config.tied_embeddings else 2) * config.vocab_size * hidden
-    attention = _attention_parameters(config) + 2 * hidden
-    return tables + layers * attention + _count_mlp_parameters(config) + hidden
+    norm = hidden * (2 if norms.kind is NormKind.LAYER else 1)
+    places = norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp
+    layer = _attention_parameters(config) + norm * sum(map(bool, places))
+    return tables + config.num_layers * layer + _count_mlp_parameters(config) + norm
 
 
 def _count_mlp_parameters(config: ModelConfig) -> int:
@@ -101,17 +103,19 @@ def _count_mlp_parameters(config: ModelConfig) -> int:
 
 
 def _attention_parameters(config: ModelConfig) -> int:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    hidden, attention = config.hidden_size, config.attention
+    queries, keys = attention.queries, attention.keys
     numbers = hidden * (queries + 2 * keys) + queries * hidden
-    numbers += config.qkv_bias * (queries + 2 * keys) + config.output_bias * hidden
-    norms = {QkNorm.NONE: 0, QkNorm.HEAD: 2 * head_dim, QkNorm.WIDTH: queries + keys}
-    return numbers + norms[config.qk_norm]
+    numbers += attention.qkv_bias * (queries + 2 * keys) + attention.output_bias * hidden
+    per_head = 2 * attention.head_dim
+    norms = {QkNorm.NONE: 0, QkNorm.HEAD: per_head, QkNorm.WIDTH: queries + keys}
+    return numbers + norms[attention.qk_norm]
 
 
 def _mlp_parameters(config: ModelConfig) -> int:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return 3 * hidden * inner + config.mlp_bias * (2 * inner + hidden)
+    hidden, mlp = config.hidden_size, config.mlp
+    inner = mlp.width * (2 if mlp.gate else 1)
+    return hidden * (inner + mlp.width) + mlp.bias * (inner + hidden)
 
 
 def _mixture_parameters(config: ModelConfig) -> int:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from radixgrove.protocol.model.config import ModelConfig, check_divides
+from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.protocol.model.directory import load_config
+from radixgrove.protocol.model.split import check_divides
 from radixgrove.protocol.settings import Transport, WorkerSettings
 from radixgrove.service import machine
 from radixgrove.worker.execution.assembly import LoadedModel, Report

@@ -71,13 +71,13 @@ def attention_shape(
 ) -> AttentionShape:
     longest = choose_length(settings.max_model_len, config)
     return AttentionShape(
-        heads=place.group.shard.split(config.num_heads)[1],
-        kv_heads=place.group.shard.split(config.num_kv_heads)[1],
-        head_dim=config.head_dim,
+        heads=place.group.shard.split(config.attention.heads)[1],
+        kv_heads=place.group.shard.split(config.attention.kv_heads)[1],
+        head_dim=config.attention.head_dim,
         page_size=settings.page_size,
         max_rows=limits.max_running,
         max_pages=-(-longest // settings.page_size),
-        qk_norm=config.qk_norm is QkNorm.HEAD,
+        qk_norm=config.attention.qk_norm is QkNorm.HEAD,
         dtype=place.dtype,
         kv_dtype=kv_dtype,
         extends=settings.attention_backend == AttentionChoice.TRITON
@@ -89,5 +89,5 @@ def attention_shape(
 def _has_flashinfer(config: ModelConfig, place: TensorPlacement) -> bool:
     """Whether `auto` finds FlashInfer's prefill, as far as can be seen without trying it."""
     major, _ = torch.cuda.get_device_capability(place.device)
-    kernel = kernel_of(major, str(place.dtype).removeprefix("torch."), config.head_dim)
+    kernel = kernel_of(major, str(place.dtype).removeprefix("torch."), config.attention.head_dim)
     return kernel is not None and can_serve(kernel)

@@ -47,8 +47,10 @@ class KvShape:
         layers: int | None = None,
     ) -> KvShape:
         """`layers`: of the rank's stage; None: all."""
-        kv_heads = shard.split(config.num_kv_heads)[1]
-        return cls(layers or config.num_layers, kv_heads, config.head_dim, page_size, dtype)
+        kv_heads = shard.split(config.attention.kv_heads)[1]
+        return cls(
+            layers or config.num_layers, kv_heads, config.attention.head_dim, page_size, dtype
+        )
 
     @property
     def dtype_name(self) -> str:

@@ -78,9 +78,9 @@ def _create(
     kind: type[AttentionBackend] = getattr(module, _CLASSES[choice])
     return kind(
         pool,
-        num_heads=shard.split(config.num_heads)[1],
-        num_kv_heads=shard.split(config.num_kv_heads)[1],
-        head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
+        num_heads=shard.split(config.attention.heads)[1],
+        num_kv_heads=shard.split(config.attention.kv_heads)[1],
+        head_dim=config.attention.head_dim,
+        scale=config.attention.scale,
         dtype=dtype,
     )

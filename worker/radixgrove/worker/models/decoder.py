@@ -1,9 +1,9 @@
-"""The decoder of the Llama family, whose members differ only in their config: in norms of queries
-and keys, and in what follows attention."""
+"""Decoders, whose layers are built from the parts that a model's description names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,27 +12,31 @@ from radixgrove.kernels.autotune import Projection
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.weight import Weight
-from radixgrove.protocol.model.config import ModelConfig, ModelError, QkNorm
+from radixgrove.protocol.model.config import Attention, ModelConfig, ModelError, Norms, QkNorm
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.models.formats.base import UNQUANTIZED
 from radixgrove.worker.models.hugepages import use_huge_pages
 from radixgrove.worker.models.layers import (
     Linear,
+    Norm,
     ResidualStream,
+    Rows,
     StepContext,
     TensorPlacement,
     VocabTable,
     WidthNorms,
 )
-from radixgrove.worker.models.mlp import GatedMlp, Mixture
+from radixgrove.worker.models.mlp import FeedForward, Mixture
 from radixgrove.worker.models.ops import Ops
 from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
-from radixgrove.worker.models.rope import rotary_table
+from radixgrove.worker.models.rope import identity_table, rotary_table
 from radixgrove.worker.models.stages import Stage
+
+ROTATED, UNROTATED = 0, 1  # of a decoder's rotary tables
 
 
 class DecoderLayer:
-    """Attention, and an MLP or experts, each with its norm before and its residual after."""
+    """Attention, and an MLP or experts, each with norms before or after it, and its residual."""
 
     def __init__(
         self, config: ModelConfig, index: int, place: TensorPlacement, pool_index: int
@@ -43,49 +47,49 @@ class DecoderLayer:
             pool_index: of its pages in the pool, which holds the layers of this stage.
         """
         prefix = f"model.layers.{index}"
-        attention = f"{prefix}.self_attn"
-        hidden, head_dim = config.hidden_size, config.head_dim
+        own = f"{prefix}.self_attn"
+        hidden, attention = config.hidden_size, config.attention
         self._index = pool_index
-        self._qkv = Linear.column(
-            place,
-            hidden,
-            {
-                f"{attention}.q_proj": config.num_heads * head_dim,
-                f"{attention}.k_proj": config.num_kv_heads * head_dim,
-                f"{attention}.v_proj": config.num_kv_heads * head_dim,
-            },
-            bias=config.qkv_bias,
-        )
+        self._table = UNROTATED if index in attention.unrotated else ROTATED
+        self._qkv = Linear.column(place, hidden, _qkv_rows(attention, own), bias=attention.qkv_bias)
         self._output = Linear.row(
-            place,
-            f"{attention}.o_proj",
-            config.num_heads * head_dim,
-            hidden,
-            bias=config.output_bias,
+            place, f"{own}.o_proj", attention.queries, hidden, bias=attention.output_bias
         )
-        self.mlp: GatedMlp | Mixture
+        names, stream = config.norms, stream_norms(config)
+
+        def norm(name: str, norms: Norms) -> Norm | None:
+            return Norm(place, f"{prefix}.{name}", hidden, norms) if name else None
+
+        self._before_attention = norm(names.before_attention, stream)
+        self._after_attention = norm(names.after_attention, names)
+        self._before_mlp = norm(names.before_mlp, stream)
+        self._after_mlp = norm(names.after_mlp, names)
+        self.mlp: FeedForward | Mixture
         if experts := config.experts_of(index):
             self.mlp = Mixture(config, experts, prefix, place)
         else:
-            self.mlp = GatedMlp(config, f"{prefix}.mlp", place, config.intermediate_size)
-        self._input_norm = place.empty(hidden)
-        self._mlp_norm = place.empty(hidden)
-        per_head = config.qk_norm is QkNorm.HEAD
-        self._q_norm = place.empty(head_dim) if per_head else None
-        self._k_norm = place.empty(head_dim) if per_head else None
+            self.mlp = FeedForward(config.mlp, hidden, f"{prefix}.mlp", place, self._after_mlp)
+        per_head = attention.qk_norm is QkNorm.HEAD
+        self._q_norm = place.empty(attention.head_dim) if per_head else None
+        self._k_norm = place.empty(attention.head_dim) if per_head else None
+        self._qk_eps = names.eps
         self._width_norms: WidthNorms | None = None
-        if config.qk_norm is QkNorm.WIDTH:
-            widths = config.num_heads * head_dim, config.num_kv_heads * head_dim
-            self._width_norms = WidthNorms(attention, place, *widths)
+        if attention.qk_norm is QkNorm.WIDTH:
+            widths = attention.queries, attention.keys
+            self._width_norms = WidthNorms(own, place, *widths, names.eps)
         self._vectors = {
-            f"{prefix}.input_layernorm.weight": self._input_norm,
-            f"{prefix}.post_attention_layernorm.weight": self._mlp_norm,
-            f"{attention}.q_norm.weight": self._q_norm,
-            f"{attention}.k_norm.weight": self._k_norm,
+            f"{own}.q_norm.weight": self._q_norm,
+            f"{own}.k_norm.weight": self._k_norm,
         }
 
+    def _norms(self) -> Iterator[Norm]:
+        before, after = self._before_attention, self._after_attention
+        for norm in (before, after, self._before_mlp, self._after_mlp):
+            if norm is not None:
+                yield norm
+
     def parts(self) -> Iterator[WeightPart]:
-        for part in (self._qkv, self._output, self.mlp, self._width_norms):
+        for part in (self._qkv, self._output, self.mlp, self._width_norms, *self._norms()):
             if part is not None:
                 yield from part.parts()
         for name, vector in self._vectors.items():
@@ -101,6 +105,7 @@ class DecoderLayer:
         vectors = sum(vector.nbytes for vector in self._vectors.values() if vector is not None)
         if self._width_norms is not None:
             vectors += self._width_norms.nbytes
+        vectors += sum(norm.nbytes for norm in self._norms())
         return vectors + sum(x.prepare(ops) for x in (self._qkv, self._output, self.mlp))
 
     @staticmethod
@@ -120,29 +125,30 @@ class DecoderLayer:
             wanted: [S] int64; the last layer goes on with these positions only, once the KV of all
                 is stored.
         """
-        qkv = stream.into(self._qkv, context, self._input_norm)
+        qkv = stream.into(self._qkv, context, self._before_attention)
         attended = self._attend(qkv, context, wanted)
         if wanted is not None:
             stream.select(wanted, context)
         if attended is None:
             return
-        stream.add(self._output, attended, context)
-        self.mlp(stream, context, self._mlp_norm)
+        stream.add(self._output, attended, context, norm=self._after_attention)
+        self.mlp(stream, context, self._before_mlp)
 
     def _attend(self, qkv: Tensor, context: StepContext, wanted: Tensor | None) -> Tensor | None:
         """Store K and V and attend: [T, H * D], or [S, H * D] at the wanted positions if any."""
         attention = context.attention
-        norms = self._q_norm, self._k_norm, context.eps
+        norms = self._q_norm, self._k_norm, self._qk_eps
+        rotation = context.rotations[self._table]
         nothing_wanted = wanted is not None and not wanted.shape[0]
         if self._width_norms is not None:
             self._width_norms(qkv, context)
         if context.await_layer is not None:
             context.await_layer(self._index)
         if attention.takes_qkv:
-            attended = attention.attend_qkv(self._index, qkv, context.rotation, *norms)
+            attended = attention.attend_qkv(self._index, qkv, rotation, *norms)
         else:
             pages = attention.pool[self._index]
-            q = context.ops.rope_store(qkv, context.rotation, context.slots, pages, *norms)
+            q = context.ops.rope_store(qkv, rotation, context.slots, pages, *norms)
             if nothing_wanted:
                 return None
             kv = qkv.view(qkv.shape[0], -1, q.shape[2])[:, q.shape[1] :]
@@ -150,6 +156,21 @@ class DecoderLayer:
         if wanted is None:
             return attended.flatten(1)
         return None if nothing_wanted else attended.flatten(1).index_select(0, wanted)
+
+
+def _qkv_rows(attention: Attention, prefix: str) -> list[Rows]:
+    """Of the tensors that have them; `prefix`: of the names of attention's."""
+    sizes = attention.queries, attention.keys, attention.keys
+    if attention.fused:
+        return Rows.stacked(f"{prefix}.{attention.fused}", sizes)
+    names = (f"{prefix}.{name}_proj" for name in "qkv")
+    return [Rows.own(name, size) for name, size in zip(names, sizes, strict=True)]
+
+
+def stream_norms(config: ModelConfig) -> Norms:
+    """Of norms of the residual stream, which is kept divided by the multiplier of what joins it:
+    that is then added as it is, and a norm takes no notice of a factor but for its epsilon."""
+    return replace(config.norms, eps=config.norms.eps / config.multipliers.residual**2)
 
 
 def _refuse_quantized_head(place: TensorPlacement) -> None:
@@ -201,14 +222,15 @@ class Decoder:
         self._layers = [
             DecoderLayer(config, index, place, index - stage.layers.start) for index in stage.layers
         ]
-        self._norm = place.empty(config.hidden_size) if stage.has_head else None
+        self._norm: Norm | None = None
+        if stage.has_head:
+            self._norm = Norm(place, "model.norm", config.hidden_size, stream_norms(config))
+        self._embedding_factor = config.multipliers.embedding / config.multipliers.residual
         self.weights_bytes = 0  # of this rank's parameters; known after `prepare`
         self._mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, Mixture)]
         self.expert_bytes = sum(mixture.expert_bytes for mixture in self._mixtures)
         self.expert_load = self._count_experts()
-        self._cos_sin = rotary_table(
-            config.rope, config.head_dim, config.max_position_embeddings, place.device
-        )
+        self._tables = self._rotary_tables()
 
     def parts(self) -> Iterator[WeightPart]:
         """Every tensor that a checkpoint must have for this rank."""
@@ -217,8 +239,7 @@ class Decoder:
         for layer in self._layers:
             yield from layer.parts()
         if self._norm is not None:
-            shape = tuple(self._norm.shape)
-            yield WeightPart("model.norm.weight", self._norm, shape, dummy=1.0)
+            yield from self._norm.parts()
         if self._head is not None and self._head is not self._embedding:
             yield from self._head.parts()
 
@@ -226,7 +247,9 @@ class Decoder:
         """What the tuner measures: each kind of product, over all layers, and the head."""
         found = DecoderLayer.projections(self._layers)
         mlps = [layer.mlp for layer in self._layers]
-        found += GatedMlp.projections([mlp for mlp in mlps if isinstance(mlp, GatedMlp)], self._ops)
+        found += FeedForward.projections(
+            [mlp for mlp in mlps if isinstance(mlp, FeedForward)], self._ops
+        )
         found += Mixture.projections(self._mixtures, self._ops)
         if self._head is not None:
             wide = self.logits_dtype != self.dtype
@@ -238,6 +261,14 @@ class Decoder:
         """For the tuner: this rank's experts of each layer with some, and how many there are."""
         count = self.config.experts.count if self.config.experts else 0
         return [mixture.weights for mixture in self._mixtures], count
+
+    def _rotary_tables(self) -> list[Tensor]:
+        """By `ROTATED`, and by `UNROTATED` if there are such layers."""
+        attention, length = self.config.attention, self.config.max_position_embeddings
+        tables = [rotary_table(attention.rope, attention.head_dim, length, self.device)]
+        if attention.unrotated:
+            tables.append(identity_table(attention.head_dim, length, self.device))
+        return tables
 
     def _count_experts(self) -> Tensor | None:
         """[layers, experts] int64 to which steps add each expert's tokens; every rank routes all
@@ -300,19 +331,15 @@ class Decoder:
             [S, hidden] or [T, hidden], for the stage after, or before the final norm, which
             `logits` applies.
         """
-        rotation = self._ops.rotation(self._cos_sin, batch.positions, self.dtype)
-        context = StepContext(
-            self.group,
-            self._ops,
-            self.config.norm_eps,
-            attention,
-            rotation,
-            batch.slots,
-            await_layer,
-        )
+        rotations = [
+            self._ops.rotation(table, batch.positions, self.dtype) for table in self._tables
+        ]
+        context = StepContext(self.group, self._ops, attention, rotations, batch.slots, await_layer)
         if embedded is None:
             assert self._embedding is not None, "a later stage gets what the one before made"
             embedded = self._embedding.embed(token_ids, context)
+            if self._embedding_factor != 1.0:
+                embedded.mul_(self._embedding_factor)
         stream = ResidualStream(embedded)
         for layer in self._layers[:-1]:
             layer(stream, context)
@@ -321,9 +348,10 @@ class Decoder:
 
     @property
     def embedding(self) -> Tensor | None:
-        """The embeddings of all tokens, [vocab_size, hidden]; None where ranks share them, or
-        another stage has them."""
-        return self._embedding.weight if self._embedding and self.group.size == 1 else None
+        """The embeddings of all tokens as they are added to the stream, [vocab_size, hidden]; None
+        where ranks share them, another stage has them, or there is a multiplier."""
+        whole = self.group.size == 1 and self._embedding_factor == 1.0
+        return self._embedding.weight if self._embedding and whole else None
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -337,6 +365,7 @@ class Decoder:
         """
         assert self._head is not None, "the last stage has the head"
         assert self._norm is not None
-        eps = self.config.norm_eps
-        logits = self._head.logits(hidden, self._norm, eps, self._ops, self.group, out)
+        logits = self._head.logits(hidden, self._norm, self._ops, self.group, out)
+        if self.config.multipliers.logits != 1.0:
+            logits.mul_(self.config.multipliers.logits)
         return logits[:, : self.known_tokens]

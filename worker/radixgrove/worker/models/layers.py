@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from radixgrove.kernels.autotune import Projection
 from radixgrove.kernels.weight import Weight
+from radixgrove.protocol.model.config import NormKind, Norms
 from radixgrove.worker.attention.base import AttentionBackend
 from radixgrove.worker.models.formats.base import (
     ALL_UNQUANTIZED,
@@ -29,9 +32,8 @@ class StepContext:
 
     group: TensorParallel
     ops: Ops
-    eps: float  # of every RMSNorm
     attention: AttentionBackend
-    rotation: Rotation
+    rotations: Sequence[Rotation]  # of rotary tables, of which a layer knows its own
     slots: Tensor  # [T] int64: where K and V of each token go
     await_layer: Callable[[int], None] | None = None  # called before a layer reads its pages
 
@@ -48,6 +50,62 @@ class TensorPlacement:
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A projection's rows of a checkpoint's tensor."""
+
+    prefix: str  # of the tensor's name
+    size: int
+    first: int
+    total: int  # rows of the tensor
+
+    @classmethod
+    def own(cls, prefix: str, size: int) -> Rows:
+        """All of a tensor."""
+        return cls(prefix, size, 0, size)
+
+    @classmethod
+    def stacked(cls, prefix: str, sizes: Sequence[int]) -> list[Rows]:
+        """Of one tensor that has several projections, one below the other."""
+        firsts = accumulate(sizes, initial=0)
+        return [cls(prefix, size, first, sum(sizes)) for size, first in zip(sizes, firsts)]  # noqa: B905
+
+
+class Norm:
+    """Of the residual stream, or of what is to join it."""
+
+    def __init__(self, place: TensorPlacement, name: str, width: int, norms: Norms) -> None:
+        """
+        Args:
+            name: in the checkpoint, without `.weight`.
+        """
+        self.eps = norms.eps
+        self.weight = place.empty(width)
+        self._bias = place.empty(width) if norms.kind is NormKind.LAYER else None
+        self._name = name
+
+    @property
+    def is_rms(self) -> bool:
+        """Whether products can take it into their beginning."""
+        return self._bias is None
+
+    def parts(self) -> Iterator[WeightPart]:
+        shape = tuple(self.weight.shape)
+        yield WeightPart(f"{self._name}.weight", self.weight, shape, dummy=1.0)
+        if self._bias is not None:
+            yield WeightPart(f"{self._name}.bias", self._bias, shape, dummy=0.0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
+        """[T, width] -> [T, width]."""
+        if self._bias is None:
+            return ops.rms_norm(x, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self._bias, self.eps)
 
 
 class Linear:
@@ -74,13 +132,15 @@ class Linear:
 
     @classmethod
     def column(
-        cls, place: TensorPlacement, inputs: int, outputs: dict[str, int], *, bias: bool
+        cls, place: TensorPlacement, inputs: int, outputs: Sequence[Rows], *, bias: bool
     ) -> Linear:
-        """Projections of one input, fused; `outputs` maps checkpoint prefixes to whole sizes."""
-        pieces = [
-            Piece(prefix, (size, inputs), place.group.shard.window(size), slice(0, inputs))
-            for prefix, size in outputs.items()
-        ]
+        """Projections of one input, fused."""
+        pieces = []
+        for output in outputs:
+            held = place.group.shard.window(output.size)
+            rows = slice(output.first + held.start, output.first + held.stop)
+            whole = output.total, inputs
+            pieces.append(Piece(output.prefix, whole, rows, slice(0, inputs)))
         biases = place.empty(fused_shape(pieces)[0]) if bias else None
         parts = []
         if biases is not None:
@@ -116,7 +176,7 @@ class Linear:
         x: Tensor,
         context: StepContext,
         *,
-        norm: Tensor | None = None,
+        norm: Norm | None = None,
         silu: bool = False,
         residual: Tensor | None = None,
         added_to: Tensor | None = None,
@@ -125,7 +185,7 @@ class Linear:
         """[T, in] -> [T, out], with what stands before and after it, so that it can be fused.
 
         Args:
-            norm: weight of an RMSNorm of `x`, applied first.
+            norm: an RMSNorm of `x`, applied first.
             silu: multiply the second half of the product by the SiLU of the first.
             residual: [T, out], to which the product is added; its memory may be used for that.
             added_to: [T, in], to which `x` is added before the norm, in place.
@@ -150,7 +210,7 @@ class Linear:
         x: Tensor,
         context: StepContext,
         *,
-        norm: Tensor | None = None,
+        norm: Norm | None = None,
         silu: bool = False,
         residual: Tensor | None = None,
         added_to: Tensor | None = None,
@@ -163,8 +223,8 @@ class Linear:
             x,
             self.weight,
             self.bias if whole else None,
-            norm=norm,
-            eps=context.eps,
+            norm=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
             silu=silu,
             residual=residual,
             added_to=added_to,
@@ -205,12 +265,15 @@ class Linear:
 class WidthNorms:
     """RMSNorms of queries and keys over all heads of a token, those of other ranks too."""
 
-    def __init__(self, prefix: str, place: TensorPlacement, queries: int, keys: int) -> None:
+    def __init__(
+        self, prefix: str, place: TensorPlacement, queries: int, keys: int, eps: float
+    ) -> None:
         """
         Args:
             queries, keys: values of all their heads.
         """
         self._widths = queries, keys
+        self._eps = eps
         self._parts = []
         self._weights = []
         for name, width in zip(("q_norm", "k_norm"), self._widths, strict=True):
@@ -235,11 +298,11 @@ class WidthNorms:
         halves = qkv[:, :first], qkv[:, first : first + second]
         if context.group.size == 1:
             for half, weight in zip(halves, self._weights, strict=True):
-                half.copy_(context.ops.rms_norm(half, weight, context.eps))
+                half.copy_(context.ops.rms_norm(half, weight, self._eps))
             return
         squares = [half.float().square().sum(-1, keepdim=True) for half in halves]
         total = context.group.all_reduce(torch.cat(squares, -1))
-        scales = (total / total.new_tensor(self._widths) + context.eps).rsqrt_()
+        scales = (total / total.new_tensor(self._widths) + self._eps).rsqrt_()
         for index, (half, weight) in enumerate(zip(halves, self._weights, strict=True)):
             half.copy_(half.float() * scales[:, index : index + 1] * weight.float())
 
@@ -260,9 +323,11 @@ class ResidualStream:
         )
 
     def into(
-        self, linear: Linear, context: StepContext, norm: Tensor, *, silu: bool = False
+        self, linear: Linear, context: StepContext, norm: Norm | None, *, silu: bool = False
     ) -> Tensor:
-        """`linear` of the stream's norm."""
+        """`linear` of the stream's norm, or of the stream."""
+        if norm is None or not norm.is_rms:
+            return linear(self.normed(context, norm), context, silu=silu)
         if self._partial is not None and not linear.weight.quantized:
             x = self._summed_norm(self._partial, context, norm)
             if x is not None:
@@ -273,16 +338,18 @@ class ResidualStream:
             return linear(self._value, context, norm=norm, silu=silu)
         return linear(pending, context, norm=norm, silu=silu, added_to=self._value)
 
-    def normed(self, context: StepContext, norm: Tensor) -> Tensor:
+    def normed(self, context: StepContext, norm: Norm | None) -> Tensor:
         """The stream's norm, for several products."""
-        if self._partial is not None:
+        if norm is None:
+            return self.value(context)
+        if self._partial is not None and norm.is_rms:
             x = self._summed_norm(self._partial, context, norm)
             if x is not None:
                 return x
         self._sum(context)
-        if self._pending is None:
-            return context.ops.rms_norm(self._value, norm, context.eps)
-        x = context.ops.add_rms_norm(self._pending, self._value, norm, context.eps)
+        if self._pending is None or not norm.is_rms:
+            return norm(self.value(context), context.ops)
+        x = context.ops.add_rms_norm(self._pending, self._value, norm.weight, norm.eps)
         self._pending = None
         return x
 
@@ -292,9 +359,19 @@ class ResidualStream:
         value = self.value(context)
         self._partial = add(value if context.group.rank == 0 else None)
 
-    def add(self, linear: Linear, x: Tensor, context: StepContext, *, gated: bool = False) -> None:
-        """Add `linear(x)`."""
-        if linear.defers_residual(x.shape[0], context):
+    def add(
+        self,
+        linear: Linear,
+        x: Tensor,
+        context: StepContext,
+        *,
+        gated: bool = False,
+        norm: Norm | None = None,
+    ) -> None:
+        """Add `linear(x)`, or its norm."""
+        if norm is not None:
+            self._pending = norm(linear(x, context, gated=gated), context.ops)
+        elif linear.defers_residual(x.shape[0], context):
             self._pending = linear(x, context, gated=gated)
         elif linear.is_summed(context):
             self.add_partial(
@@ -320,9 +397,9 @@ class ResidualStream:
             self._value = context.group.all_reduce(self._partial)
             self._partial = None
 
-    def _summed_norm(self, partial: Tensor, context: StepContext, norm: Tensor) -> Tensor | None:
+    def _summed_norm(self, partial: Tensor, context: StepContext, norm: Norm) -> Tensor | None:
         """The norm of the stream, and the sum over the ranks, where one kernel makes both."""
-        both = context.group.all_reduce_norm(partial, norm, context.eps)
+        both = context.group.all_reduce_norm(partial, norm.weight, norm.eps)
         if both is None:
             return None
         self._partial = None
@@ -381,15 +458,17 @@ class VocabTable:
     def logits(
         self,
         hidden: Tensor,
-        norm: Tensor,
-        eps: float,
+        norm: Norm,
         ops: Ops,
         group: TensorParallel,
         out: Tensor | None = None,
     ) -> Tensor:
         """[N, hidden] before `norm` -> [N, vocab_size], whole on every rank; in `out` if given."""
+        weight = norm.weight if norm.is_rms else None
+        if weight is None:
+            hidden = norm(hidden, ops)
         if out is not None and group.size == 1 and self._head.payload.layout == torch.strided:
-            return ops.head(hidden, self._head, norm, eps, out)
-        part = ops.head(hidden, self._head, norm, eps, None)
+            return ops.head(hidden, self._head, weight, norm.eps, out)
+        part = ops.head(hidden, self._head, weight, norm.eps, None)
         logits = group.all_gather(part)[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)

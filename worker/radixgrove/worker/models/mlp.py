@@ -1,4 +1,4 @@
-"""What follows attention in a layer: a gated MLP, or a mixture of experts."""
+"""What follows attention in a layer: an MLP, or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -8,27 +8,51 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from radixgrove.kernels.autotune import Projection
 from radixgrove.kernels.moe import ExpertWeights, Router, Routing
 from radixgrove.kernels.weight import Weight
-from radixgrove.protocol.model.config import ExpertsConfig, ModelConfig
-from radixgrove.worker.models.layers import Linear, ResidualStream, StepContext, TensorPlacement
+from radixgrove.protocol.model.config import Activation, ExpertsConfig, Mlp, ModelConfig
+from radixgrove.worker.models.layers import (
+    Linear,
+    Norm,
+    ResidualStream,
+    Rows,
+    StepContext,
+    TensorPlacement,
+)
 from radixgrove.worker.models.ops import Ops
 from radixgrove.worker.models.parts import FLOATS, Piece, WeightPart
 from radixgrove.worker.parallel.experts import ExpertPlacement
 
 
-class GatedMlp:
-    """`down(silu(gate(x)) * up(x))`."""
+class FeedForward:
+    """An MLP of one hidden layer; see `Mlp`."""
 
     def __init__(
-        self, config: ModelConfig, prefix: str, place: TensorPlacement, inner: int
+        self,
+        mlp: Mlp,
+        hidden: int,
+        prefix: str,
+        place: TensorPlacement,
+        after: Norm | None = None,
     ) -> None:
-        hidden, bias = config.hidden_size, config.mlp_bias
-        gate_up = {f"{prefix}.gate_proj": inner, f"{prefix}.up_proj": inner}
-        self.gate_up = Linear.column(place, hidden, gate_up, bias=bias)
-        self.down = Linear.row(place, f"{prefix}.down_proj", inner, hidden, bias=bias)
+        """
+        Args:
+            after: of what joins the stream.
+        """
+        rows = _gate_and_up(mlp, prefix)
+        self.gate_up = Linear.column(place, hidden, rows, bias=mlp.bias)
+        self.down = Linear.row(place, f"{prefix}.{mlp.down}", mlp.width, hidden, bias=mlp.bias)
+        self._gated = bool(mlp.gate)
+        self._activation = mlp.activation
+        self._after = after
+
+    @property
+    def _has_silu(self) -> bool:
+        """Whether a product can take the activation into its ending, or its beginning."""
+        return self._gated and self._activation is Activation.SILU
 
     def parts(self) -> Iterator[WeightPart]:
         yield from self.gate_up.parts()
@@ -43,19 +67,41 @@ class GatedMlp:
         return self.gate_up.prepare(ops) + self.down.prepare(ops)
 
     @staticmethod
-    def projections(layers: Sequence[GatedMlp], ops: Ops) -> list[Projection]:
+    def projections(layers: Sequence[FeedForward], ops: Ops) -> list[Projection]:
         """For the tuner: what these have in common."""
         found = []
-        for gated in (False, True):
-            some = [layer for layer in layers if ops.takes_gated(layer.down.weight) == gated]
-            found += Linear.projections([layer.gate_up for layer in some], silu=not gated)
+        for silu in (True, False):
+            some = [layer.gate_up for layer in layers if layer._ends_with_silu(ops) == silu]
+            found += Linear.projections(some, silu=silu)
         return found + Linear.projections([layer.down for layer in layers])
 
-    def __call__(self, stream: ResidualStream, context: StepContext, norm: Tensor) -> None:
+    def _ends_with_silu(self, ops: Ops) -> bool:
+        """Whether the first product does, rather than the second begin with it."""
+        return self._has_silu and not ops.takes_gated(self.down.weight)
+
+    def __call__(self, stream: ResidualStream, context: StepContext, norm: Norm | None) -> None:
         """Add it, of the stream's norm, to the stream."""
-        gated = context.ops.takes_gated(self.down.weight)
-        inner = stream.into(self.gate_up, context, norm, silu=not gated)
-        stream.add(self.down, inner, context, gated=gated)
+        silu = self._ends_with_silu(context.ops)
+        inner = stream.into(self.gate_up, context, norm, silu=silu)
+        if not self._has_silu:
+            inner = _activated(inner, self._activation, gated=self._gated)
+        gated = self._has_silu and not silu
+        stream.add(self.down, inner, context, gated=gated, norm=self._after)
+
+
+def _gate_and_up(mlp: Mlp, prefix: str) -> list[Rows]:
+    if mlp.gate == mlp.up:
+        return Rows.stacked(f"{prefix}.{mlp.up}", [mlp.width, mlp.width])
+    names = filter(None, (mlp.gate, mlp.up))
+    return [Rows.own(f"{prefix}.{name}", mlp.width) for name in names]
+
+
+def _activated(x: Tensor, activation: Activation, *, gated: bool) -> Tensor:
+    """Of [T, N], or of the first half of [T, 2 N], times the second: [T, N]."""
+    first, second = x.chunk(2, dim=-1) if gated else (x, None)
+    silu = activation is Activation.SILU
+    y = F.silu(first) if silu else F.gelu(first, approximate="tanh")
+    return y if second is None else y.mul_(second)
 
 
 class Mixture:
@@ -94,10 +140,10 @@ class Mixture:
             down,
             Router(Routing(experts.per_token, renormalize=experts.renormalize), places=places),
         )
-        self._shared: GatedMlp | None = None
+        self._shared: FeedForward | None = None
         if experts.shared_size:
-            shared = f"{prefix}.shared_expert"
-            self._shared = GatedMlp(config, shared, place, experts.shared_size)
+            mlp = replace(config.mlp, width=experts.shared_size)
+            self._shared = FeedForward(mlp, hidden, f"{prefix}.shared_expert", place)
             self._shared_gate = Weight.plain(place.empty(1, hidden))
             name, gate = f"{prefix}.shared_expert_gate.weight", self._shared_gate.payload
             self._parts.append(WeightPart(name, gate, (1, hidden)))
@@ -144,9 +190,9 @@ class Mixture:
             return []
         shared = [layer._shared for layer in layers if layer._shared is not None]
         router = Projection([layer._gate for layer in layers], wide=True)
-        return [router, *GatedMlp.projections(shared, ops)]
+        return [router, *FeedForward.projections(shared, ops)]
 
-    def __call__(self, stream: ResidualStream, context: StepContext, norm: Tensor) -> None:
+    def __call__(self, stream: ResidualStream, context: StepContext, norm: Norm | None) -> None:
         """Add it, of the stream's norm, to the stream."""
         x = stream.normed(context, norm)
 
@@ -157,7 +203,9 @@ class Mixture:
 
         stream.add_partial(add, context)
 
-    def _add_shared(self, shared: GatedMlp, x: Tensor, y: Tensor, context: StepContext) -> Tensor:
+    def _add_shared(
+        self, shared: FeedForward, x: Tensor, y: Tensor, context: StepContext
+    ) -> Tensor:
         share = context.ops.wide_linear(x, self._shared_gate).sigmoid_()
         h = shared.gate_up(x, context, silu=True)
         # A factor on every input of a product is one on its output.

@@ -105,9 +105,13 @@ class Ops(Protocol):
         ...
 
     def head(
-        self, x: Tensor, weight: Weight, norm: Tensor, eps: float, out: Tensor | None
+        self, x: Tensor, weight: Weight, norm: Tensor | None, eps: float, out: Tensor | None
     ) -> Tensor:
-        """`rms_norm(x) @ weight.T`, [T, N]; in `out`, if given, for a weight in its plain form."""
+        """`rms_norm(x) @ weight.T`, [T, N]; in `out`, if given, for a weight in its plain form.
+
+        Args:
+            norm: None: x is normed already.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -223,9 +227,10 @@ class TorchOps:
         return dtype
 
     def head(
-        self, x: Tensor, weight: Weight, norm: Tensor, eps: float, out: Tensor | None
+        self, x: Tensor, weight: Weight, norm: Tensor | None, eps: float, out: Tensor | None
     ) -> Tensor:
-        x = self.rms_norm(x, norm, eps)
+        if norm is not None:
+            x = self.rms_norm(x, norm, eps)
         if out is None:
             return self._product(x, weight, None)
         return torch.mm(x, weight.payload.t(), out=out)
@@ -366,7 +371,7 @@ class KernelOps:
         return torch.float32
 
     def head(
-        self, x: Tensor, weight: Weight, norm: Tensor, eps: float, out: Tensor | None
+        self, x: Tensor, weight: Weight, norm: Tensor | None, eps: float, out: Tensor | None
     ) -> Tensor:
         if out is None:
             out = x.new_empty((x.shape[0], weight.shape[0]), dtype=self.logits_dtype(x.dtype))

@@ -25,6 +25,13 @@ def rotary_table(rope: RopeConfig, head_dim: int, length: int, device: torch.dev
     return table.to(device=device, dtype=torch.float32)
 
 
+def identity_table(head_dim: int, length: int, device: torch.device) -> Tensor:
+    """As `rotary_table`, of layers that do not rotate."""
+    table = torch.zeros((length, head_dim), device=device)
+    table[:, : head_dim // 2] = 1.0
+    return table
+
+
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Radians a position, [head_dim / 2] float64, and the factor on cosines and sines."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim

@@ -41,7 +41,7 @@ def check_size(config: ModelConfig, model_dir: Path) -> None:
         experts = f", {config.experts.count} experts" if config.experts else ""
         raise ModelError(
             f"config.json asks for {asked:,} numbers (hidden_size {config.hidden_size}, "
-            f"intermediate_size {config.intermediate_size}, num_hidden_layers {config.num_layers}, "
+            f"intermediate_size {config.mlp.width}, num_hidden_layers {config.num_layers}, "
             f"vocab_size {config.vocab_size}{experts}), and the checkpoint has {there:,}: one of "
             "them is of another model"
         )

@@ -1,0 +1,25 @@
+"""OLMo 2: norms of what joins the residual stream, and of queries and keys over all heads."""
+
+from __future__ import annotations
+
+from radixgrove.protocol.model.config import ModelConfig, Norms, QkNorm
+from radixgrove.protocol.model.families.base import Family
+from radixgrove.protocol.model.source import Source
+
+
+def _read(source: Source) -> ModelConfig:
+    bias = source.flag("attention_bias")
+    return source.decoder(
+        attention=source.attention(qkv_bias=bias, output_bias=bias, qk_norm=QkNorm.WIDTH),
+        mlp=source.mlp(),
+        norms=Norms(
+            eps=source.number("rms_norm_eps", 1e-5),
+            before_attention="",
+            after_attention="post_attention_layernorm",
+            before_mlp="",
+            after_mlp="post_feedforward_layernorm",
+        ),
+    )
+
+
+OLMO2 = Family("Olmo2ForCausalLM", "olmo2", 2048, _read)
