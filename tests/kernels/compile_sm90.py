@@ -36,6 +36,7 @@ from radixgrove.kernels import (
     decode,
     decode_inputs,
     gather,
+    int8,
     linear,
     moe,
     moe_tuning,
@@ -67,6 +68,7 @@ MODULES = (
     attention,
     decode,
     gather,
+    int8,
     linear,
     moe,
     norm,
@@ -357,6 +359,28 @@ def launch_float8(hidden: int, *, few: bool = False) -> None:
             quantize.quantize(x, weight, norm=x[0], residual=x.clone())
 
 
+def launch_int8(hidden: int) -> None:
+    """Products of int8 weights at every tile, and what quantizes their inputs."""
+    weight = Weight(
+        torch.empty(2048, hidden, dtype=torch.int8),
+        torch.bfloat16,
+        scales=torch.ones(2048),
+        activations=Activations.TOKEN,
+        input_dtype=torch.int8,
+    )
+    x = torch.zeros(4, hidden, dtype=torch.bfloat16)
+    int8.quantize_int8(x, weight, norm=x[0], residual=x.clone())
+    int8.quantize_int8(torch.zeros(4, 2 * hidden, dtype=torch.bfloat16), weight, silu=True)
+    for tokens in (1, 32, 256, 8192):
+        values = torch.zeros(tokens, hidden, dtype=torch.int8)
+        residual = torch.zeros(tokens, 2048, dtype=torch.bfloat16)
+        int8.int8_product(values, torch.ones(tokens, 1), weight, residual=residual)
+    scratch = Scratch(torch.device("cpu"))
+    for choice, tokens in ((GEMV_CANDIDATES[2], 1), (SKINNY_CANDIDATES[2], 16)):
+        few = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+        multiply_quantized(few, weight, choice=choice, scratch=scratch, norm=x[0], silu=True)
+
+
 def launch_expert_candidates(experts: int, top_k: int, hidden: int, inner: int) -> None:
     """All that is timed, and routing and sorting, of bf16 and float8; see `float8_experts`."""
 
@@ -494,6 +518,7 @@ if __name__ == "__main__":
         launch_all(torch.bfloat16)
         launch_paged(torch.bfloat16, FLOAT8)
         launch_float8(4096)
+        launch_int8(4096)
         launch_sampling()
         launch_smallest()
     else:

@@ -25,10 +25,12 @@ KERNELS = {
     "gate_up_pairs_kernel",
     "gate_up_tiles_kernel",
     "_gemv_kernel",
+    "_int8_kernel",
     "_kv_indices_kernel",
     "_mask_tokens_kernel",
     "_penalize_kernel",
     "prefix_kernel",
+    "_quantize_int8_kernel",
     "_quantize_kernel",
     "_race_kernel",
     "_race_winner_kernel",
@@ -44,8 +46,10 @@ KERNELS = {
 }
 # Sampling reads float32 whatever the model's dtype; the others are of bfloat16 alone.
 NOT_OF_FLOAT32 = {
+    "_int8_kernel",
     "_mask_tokens_kernel",
     "_penalize_kernel",
+    "_quantize_int8_kernel",
     "_quantize_kernel",
     "_race_kernel",
     "_race_winner_kernel",

@@ -268,7 +268,7 @@ def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch)
         return False
     weight, n = projection.weights[0], projection.outputs
     chip = torch.cuda.get_device_properties(weight.device)
-    kept = weight.activations == Activations.KEPT
+    kept = weight.activations == Activations.KEPT or weight.payload.dtype == torch.int8
     item_bytes = weight.dtype.itemsize if kept else weight.payload.itemsize
     shared = config.shared_memory_bytes(bucket, item_bytes, silu=projection.silu)
     splits = _splits(cdiv(n, config.block_n), chip.multi_processor_count)

@@ -22,6 +22,7 @@ from radixgrove.kernels._triton import (
     tl,
 )
 from radixgrove.kernels.float8 import FLOAT8, FLOAT8_MAX, stored, to_page
+from radixgrove.kernels.int8 import quantize_int8_reference
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
 
@@ -69,8 +70,10 @@ def quantize_reference(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
 
     Returns:
         [T, K] float8, and float32 scales: [1, 1] where they are static, [T, 1] of rows, or
-        [T, ceil(K / block columns)].
+        [T, ceil(K / block columns)]; for int8 see `int8.quantize_int8_reference`.
     """
+    if weight.input_dtype == torch.int8:
+        return quantize_int8_reference(x, weight)
     wide = x.float()
     if weight.activations == Activations.STATIC:
         assert weight.input_scale is not None

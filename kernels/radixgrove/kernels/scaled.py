@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from radixgrove.kernels.activation import silu_and_mul
 from radixgrove.kernels.cublaslt import CublasLt, CublasLtConfig, CublasLtError
-from radixgrove.kernels.float8 import bits
+from radixgrove.kernels.float8 import FLOAT8, bits
+from radixgrove.kernels.int8 import int8_product, quantize_int8
 from radixgrove.kernels.linear import ProductScales, gemv, skinny
 from radixgrove.kernels.matmul import Choice, Scratch
 from radixgrove.kernels.norm import add_rms_norm, rms_norm
@@ -43,8 +45,15 @@ def multiply_quantized(
     """As `ops.linear`, for a weight that `settled`.
 
     Sums are in float32, but those of two float8 operands per tensor and row in the tensor cores'
-    fast accumulation, with fewer bits: `skinny`'s and the library's.
+    fast accumulation, with fewer bits: `skinny`'s and the library's. Int8 weights are widened where
+    few rows are multiplied, and inputs left as they are.
     """
+    if weight.payload.dtype == torch.int8:
+        reads = choice.gemv is not None or choice.skinny is not None  # weights are all it waits for
+        if weight.activations != Activations.KEPT and not reads:
+            quantized = quantize_int8(x, weight, norm=norm, eps=eps, residual=added_to, silu=gated)
+            return _int8(*quantized, weight, bias, silu, residual, out)
+        weight = replace(weight, activations=Activations.KEPT)
     values, inputs = _inputs(x, weight, norm, eps, added_to, gated)
     assert weight.scales is not None
     scales = ProductScales(weight.scales, weight.block, inputs)
@@ -76,6 +85,21 @@ def multiply_quantized(
     if not silu:
         return _plain(values, weight, inputs, bias, choice, scratch, residual, out)
     y = silu_and_mul(_plain(values, weight, inputs, bias, choice, scratch, None, None))
+    return y if residual is None else residual.add_(y)
+
+
+def _int8(
+    values: Tensor,
+    inputs: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    silu: bool,
+    residual: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    if not silu:
+        return int8_product(values, inputs, weight, bias, residual=residual, out=out)
+    y = silu_and_mul(int8_product(values, inputs, weight, bias))
     return y if residual is None else residual.add_(y)
 
 
@@ -146,10 +170,9 @@ def _inputs(
 
 def library_takes(weight: Weight) -> bool:
     """Whether torch multiplies the weight in float8."""
-    if weight.activations == Activations.KEPT or weight.dtype not in (
-        torch.bfloat16,
-        torch.float16,
-    ):
+    if weight.activations == Activations.KEPT or weight.payload.dtype != FLOAT8:
+        return False
+    if weight.dtype not in (torch.bfloat16, torch.float16):
         return False
     if any(size % _ALIGNMENT for size in weight.shape):
         return False

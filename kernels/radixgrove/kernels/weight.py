@@ -26,6 +26,7 @@ class Weight:
         input_scale: float32, of inputs where `activations` are static: [..., 1], or, before
             `settled`, of each piece of a fused weight.
         uniform: all rows have one scale.
+        input_dtype: of quantized inputs, float8 or int8.
     """
 
     payload: Tensor
@@ -36,6 +37,7 @@ class Weight:
     activation_bound: float | None = None
     input_scale: Tensor | None = None
     uniform: bool = False
+    input_dtype: torch.dtype = torch.float8_e4m3fn
 
     @classmethod
     def plain(cls, matrix: Tensor) -> Weight:

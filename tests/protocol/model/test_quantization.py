@@ -12,6 +12,7 @@ from radixgrove.protocol.model.fit import Intended, check_fit
 from radixgrove.protocol.model.parse import parse_config
 from radixgrove.protocol.model.quantization import (
     Activations,
+    Numbers,
     Quantization,
     QuantizationError,
     Scales,
@@ -20,6 +21,7 @@ from radixgrove.protocol.model.quantization import (
 )
 
 FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+INT8 = FLOAT8 | {"type": "int"}
 TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 
 
@@ -93,6 +95,16 @@ class TestCompressedTensors:
                 {"strategy": "block", "block_structure": "128x128"},
                 TOKEN | {"strategy": "group", "group_size": 128},
                 Scheme(scales=Scales.BLOCK, activations=Activations.GROUP, block=(128, 128)),
+            ),
+            (
+                INT8,
+                INT8 | {"strategy": "token", "dynamic": True},
+                Scheme(scales=Scales.CHANNEL, activations=Activations.TOKEN, numbers=Numbers.INT8),
+            ),
+            (
+                INT8 | {"strategy": "tensor"},
+                INT8 | {"strategy": "tensor"},
+                Scheme(scales=Scales.TENSOR, activations=Activations.STATIC, numbers=Numbers.INT8),
             ),
             (
                 {"strategy": "group", "group_size": 64},
@@ -172,7 +184,7 @@ def test_what_is_not_served_is_refused_by_field(config: Any, complaint: str) -> 
         ({"config_groups": {"g": group(targets=["re:("])}}, r"g\.targets .* can be compiled"),
         (
             {"config_groups": {"g": group(weights=FLOAT8 | {"num_bits": 4, "type": "int"})}},
-            r"g\.weights\.num_bits and type .4 int. is not supported, only 8 float",
+            r"g\.weights\.num_bits and type .4 int. is not supported, only 8 float or 8 int",
         ),
         ({"config_groups": {"g": group(weights=None)}}, r"g\.weights None .* an object"),
         ({"config_groups": {"g": group(output_activations=TOKEN)}}, "output_activations"),
@@ -187,6 +199,18 @@ def test_what_is_not_served_is_refused_by_field(config: Any, complaint: str) -> 
         (
             {"config_groups": {"g": group(input_activations=TOKEN | {"dynamic": False})}},
             r"g\.input_activations\.dynamic False",
+        ),
+        (
+            {"config_groups": {"g": group(weights=INT8 | {"symmetric": False})}},
+            r"g\.weights\.symmetric False is not supported, only true, of int8",
+        ),
+        (
+            {"config_groups": {"g": group(weights=INT8, input_activations=TOKEN)}},
+            r"g\.input_activations\.type 'float8' is not supported, only the weights' int8",
+        ),
+        (
+            {"config_groups": {"g": group(weights=INT8 | {"strategy": "group"})}},
+            r"g\.weights\.strategy 'group' is not supported, only tensor or channel",
         ),
         ({"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
         ({"transform_config": {"a": 1}}, "transform_config"),

@@ -183,7 +183,9 @@ def test_arithmetic_in_words() -> None:
     assert "host tier" not in text
     text = describe(15 * GIB, SHAPE, 40_960, 8192, ranks=1, host_pages=512)
     assert text.endswith("at once; host tier 1.00 GiB = 8,192 tokens")
-    text = describe(15 * GIB, SHAPE, 40_960, 8192, ranks=1, float8=7 * GIB)
+    text = describe(
+        15 * GIB, SHAPE, 40_960, 8192, ranks=1, quantized={"float8": 7 * GIB, "int8": 0}
+    )
     assert "weights 15.00 GiB, float8 7.00 GiB of that; KV" in text
 
 

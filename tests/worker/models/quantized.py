@@ -66,14 +66,18 @@ class Kind:
     input_scale: float | None = None
     exponents: bool = False
     column: bool = True  # scales of rows are saved as [N, 1]
+    integers: bool = False
 
     def write(self, prefix: str, matrix: Tensor) -> Tensors:
         """The checkpoint's tensors of a projection."""
         block = self._block(matrix)
         scales = block_scales(matrix.float(), block)
+        if self.integers:
+            scales = scales * MAX / 127
         if self.exponents:
             scales = scales.log2().ceil().exp2()
-        payload = nearest(matrix.float() / spread(scales, block, matrix.shape))
+        payload = matrix.float() / spread(scales, block, matrix.shape)
+        payload = payload.round().to(torch.int8) if self.integers else nearest(payload)
         if self.exponents:
             scales = scales.to(torch.float8_e8m0fnu)
         elif self.block is None:
@@ -107,12 +111,20 @@ def per_row(x: Tensor) -> Tensor:
     return rounded_inputs(x, None)
 
 
+def integer_inputs(x: Tensor, scale: float | None = None) -> Tensor:
+    """x with the error of int8, of a scale a row where there is none."""
+    wide = x.float()
+    scales = wide.abs().amax(1, keepdim=True) / 127 if scale is None else torch.tensor(scale)
+    return (wide / scales).round().clamp(-127, 127) * scales
+
+
 def compressed(
     weights: dict[str, Any], inputs: dict[str, Any] | None, **more: Any
 ) -> dict[str, Any]:
     """As `compressed-tensors` 0.9 writes its part of a config.json."""
     float8 = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None}
     float8 |= {"actorder": None, "block_structure": None, "observer": "minmax"}
+    float8["type"] = "int" if more.get("format") == "int-quantized" else "float"
     group = {
         "targets": ["Linear"],
         "weights": float8 | {"dynamic": False} | weights,
@@ -172,6 +184,26 @@ def kinds(block: int) -> dict[str, Kind]:
             compressed({"strategy": "block", "block_structure": [block, block]}, grouped),
             block=square,
             inputs=per_part,
+        ),
+        "int8, channel": Kind(
+            compressed(
+                {"strategy": "channel"},
+                {"strategy": "token", "dynamic": True},
+                format="int-quantized",
+            ),
+            channel=True,
+            inputs=integer_inputs,
+            integers=True,
+        ),
+        "int8, tensor, static": Kind(
+            compressed(
+                {"strategy": "tensor"},
+                {"strategy": "tensor", "dynamic": False},
+                format="int-quantized",
+            ),
+            inputs=lambda x: integer_inputs(x, 0.05),
+            input_scale=0.05,
+            integers=True,
         ),
         "fbgemm": Kind(
             {"quant_method": "fbgemm_fp8", "activation_scale_ub": 2.0},

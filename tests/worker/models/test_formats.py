@@ -123,7 +123,7 @@ def test_dummy_weights_stand_for_the_usual_numbers(name: str) -> None:
     assert y.std().item() == pytest.approx(0.02 * 16, rel=0.3)
 
 
-@EVERY
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.integers])
 def test_a_stack_of_experts_is_read_one_by_one(name: str, tmp_path: Path) -> None:
     kind, shape = KINDS[name], (128, 256)
     tensors: dict[str, Tensor] = {}
@@ -218,8 +218,16 @@ class TestRefused:
     @EVERY
     def test_a_weight_that_is_not_quantized(self, name: str, tmp_path: Path) -> None:
         said = self.refused(KINDS[name], tmp_path, weight=torch.randn(256, 256))
+        asked = "I8" if KINDS[name].integers else "F8_E4M3"
         assert "a.weight is of type F32" in said
-        assert "asks for one of F8_E4M3; name a projection that is not quantized among" in said
+        assert f"asks for one of {asked}; name a projection that is not quantized among" in said
+
+    def test_experts_in_int8(self) -> None:
+        layout = format_of(KINDS["int8, channel"])
+        with pytest.raises(
+            ValueError, match="a: experts in int8 are not supported, only in float8"
+        ):
+            layout.allocate([whole("a", (8, 8))], torch.float32, CPU, (3,))
 
     def test_projections_computed_as_one_and_quantized_differently(self) -> None:
         kind = KINDS["compressed, channel"]

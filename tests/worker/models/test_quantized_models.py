@@ -72,9 +72,10 @@ def test_probabilities_are_those_of_the_format(
     assert len(stands_for) == 3 * (6 if keep else 7) - bool(keep)
     expected = expected_logprobs(quantized.imitate(model, kind, stands_for))
     got = prompt_logprobs(tmp_path)
-    # A sum that rounds otherwise may round an input to the next float8: rare, and small.
+    # A sum that rounds otherwise may round an input to the next number: rare, and small. Int8 has
+    # more of those to each side, so that its error is smaller, but for that.
     error = (got - expected).abs().mean().item()
-    assert error < 0.05 * (expected - plain).abs().mean().item()
+    assert error < (0.1 if kind.integers else 0.05) * (expected - plain).abs().mean().item()
 
 
 @pytest.mark.parametrize("name", ["fp8, tensor, static", "fp8, blocks", "compressed, channel"])

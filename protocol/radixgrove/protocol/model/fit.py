@@ -59,7 +59,8 @@ def _check_memory(config: ModelConfig, intended: Intended) -> None:
     needed = count_parameters(config) * _DTYPE_BYTES[dtype]
     if quantization is not None:  # one byte a number; the few for which that is wrong leave room
         needed -= count_projected(config) * (_DTYPE_BYTES[dtype] - 1)
-        dtype = f"{dtype} and float8"
+        numbers = sorted({scheme.numbers.value for scheme in quantization.schemes()})
+        dtype = " and ".join((dtype, *numbers))
     if intended.memory and needed > intended.memory:
         raise ModelError(
             f"the weights take {needed / 2**30:.1f} GiB in {dtype}, and the group's {intended.tp} "

@@ -1,7 +1,7 @@
 """How a checkpoint's projections are quantized: `quantization_config` of its `config.json`.
 
-Read are `fp8` (transformers), `compressed-tensors` and `fbgemm_fp8`, as far as they are float8 of
-eight bits (e4m3). What cannot be served is refused, and what would be is named.
+Read are `fp8` (transformers), `compressed-tensors` and `fbgemm_fp8`, as far as they are float8
+(e4m3), and `compressed-tensors` in int8. What cannot be served is refused, and what would be is named.
 """
 
 from __future__ import annotations
@@ -20,11 +20,21 @@ _E4M3 = ("e4m3", "float8_e4m3fn")
 _MAX_BLOCK = 1 << 16
 _LEAST_COLUMNS = 16  # of a block: a step of a product on tensor cores
 _ACTIVATION_BOUND = 1200.0  # `activation_scale_ub` of fbgemm_fp8 where it is absent
-_COMPRESSED_FORMATS = ("float-quantized", "naive-quantized", "dense")
+_COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "dense")
 
 
 class QuantizationError(InvalidInput, ValueError):
     """A `quantization_config` that cannot be served; the message names the field."""
+
+
+class Numbers(StrEnum):
+    """Of eight bits, that weights and quantized inputs are stored as."""
+
+    FLOAT8 = "float8"  # e4m3
+    INT8 = "int8"  # symmetric
+
+
+_NUMBERS = {"float": Numbers.FLOAT8, "int": Numbers.INT8}
 
 
 class Scales(StrEnum):
@@ -50,12 +60,13 @@ class Scheme:
 
     scales: Scales
     activations: Activations
+    numbers: Numbers = Numbers.FLOAT8
     block: tuple[int, int] | None = None  # rows and columns of the weight that share a scale
     activation_bound: float | None = None  # a row's largest value counts as this at most
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.block)) + " " if self.block else ""
-        return f"float8, a scale per {size}{self.scales}, activations {self.activations}"
+        return f"{self.numbers}, a scale per {size}{self.scales}, activations {self.activations}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +254,12 @@ def _group(where: str, raw: object) -> tuple[Scheme, tuple[Target, ...]]:
     if raw.get("output_activations"):
         _refuse(f"{where}.output_activations", raw["output_activations"], "none")
     field = f"{where}.weights"
-    weights = _float8(field, raw.get("weights"))
+    numbers, weights = _numbers(field, raw.get("weights"))
     if weights.get("dynamic"):
         _refuse(f"{field}.dynamic", weights["dynamic"], "false")
+    kinds: tuple[str, ...] = ("tensor", "channel", "block", "group")
     strategy = _choose(
-        weights, "strategy", ("tensor", "channel", "block", "group"), "tensor", field
+        weights, "strategy", kinds if numbers is Numbers.FLOAT8 else kinds[:2], "tensor", field
     )
     block = None
     if strategy == "block":
@@ -256,20 +268,29 @@ def _group(where: str, raw: object) -> tuple[Scheme, tuple[Target, ...]]:
         block = 1, _columns(f"{field}.group_size", weights.get("group_size"))
     scheme = Scheme(
         scales=Scales.BLOCK if block else Scales(strategy),
-        activations=_inputs(f"{where}.input_activations", raw.get("input_activations"), block),
+        activations=_inputs(
+            f"{where}.input_activations", raw.get("input_activations"), numbers, block
+        ),
+        numbers=numbers,
         block=block,
     )
     return scheme, tuple(Target(_pattern(f"{where}.targets", text)) for text in texts)
 
 
-def _inputs(field: str, raw: object, block: tuple[int, int] | None) -> Activations:
+def _inputs(
+    field: str, raw: object, numbers: Numbers, block: tuple[int, int] | None
+) -> Activations:
     """A dynamic scale of a whole batch would let its rows change each other's answers: it is taken
     per token, which is no coarser."""
     if raw is None:
         return Activations.KEPT
-    given = _float8(field, raw)
-    kinds = ("tensor", "token", "group")
-    strategy = _choose(given, "strategy", kinds, "tensor", field)
+    own, given = _numbers(field, raw)
+    if own is not numbers:
+        _refuse(f"{field}.type", own.value, f"the weights' {numbers.value}")
+    kinds: tuple[str, ...] = ("tensor", "token", "group")
+    strategy = _choose(
+        given, "strategy", kinds if numbers is Numbers.FLOAT8 else kinds[:2], "tensor", field
+    )
     if strategy == "group":
         width = _width(f"{field}.group_size", given.get("group_size"))
         if block is None or block[1] != width:
@@ -282,15 +303,17 @@ def _inputs(field: str, raw: object, block: tuple[int, int] | None) -> Activatio
     return Activations.STATIC
 
 
-def _float8(field: str, raw: object) -> Mapping[str, Any]:
-    """The description of a quantization to e4m3."""
+def _numbers(field: str, raw: object) -> tuple[Numbers, Mapping[str, Any]]:
+    """What a description quantizes to, and the rest of what it says."""
     if not isinstance(raw, Mapping):
         _refuse(field, raw, "an object")
     given = {str(key): value for key, value in raw.items() if value is not None}
     bits, kind = given.get("num_bits"), given.get("type")
-    if (bits, kind) != (8, "float"):
-        _refuse(f"{field}.num_bits and type", f"{bits} {kind}", "8 float")
-    return given
+    if bits != 8 or kind not in _NUMBERS:
+        _refuse(f"{field}.num_bits and type", f"{bits} {kind}", "8 float or 8 int")
+    if kind == "int" and not given.get("symmetric", True):
+        _refuse(f"{field}.symmetric", False, "true, of int8")
+    return _NUMBERS[kind], given
 
 
 def _choose(

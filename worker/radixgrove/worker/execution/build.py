@@ -175,7 +175,7 @@ def _sizes(loaded: LoadedModel) -> tuple[int, int]:
             loaded.member.layout.size,
             loaded.host_pages,
             model.expert_bytes,
-            model.float8_bytes,
+            model.quantized_bytes,
         ),
     )
     return longest, kv_tokens

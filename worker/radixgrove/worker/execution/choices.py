@@ -9,7 +9,7 @@ import torch
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.fit import check_length, quantization_of
-from radixgrove.protocol.model.quantization import Quantization
+from radixgrove.protocol.model.quantization import Numbers, Quantization
 from radixgrove.protocol.settings import (
     CPU_STEP_SLACK,
     Device,
@@ -98,7 +98,10 @@ def choose_quantization(
         ModelError: the checkpoint is quantized and is to be so anew, or the device has no float8.
     """
     quantization = quantization_of(config, setting)
-    if quantization is not None and device.type == "cuda":
+    float8 = quantization is not None and any(
+        scheme.numbers is Numbers.FLOAT8 for scheme in quantization.schemes()
+    )
+    if quantization is not None and float8 and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < _FLOAT8_CAPABILITY:
             remedy = "set quantize to none" if config.quantization is None else "use another model"

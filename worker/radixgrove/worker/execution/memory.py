@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -208,19 +209,19 @@ def describe(
     ranks: int,
     host_pages: int = 0,
     experts: int = 0,
-    float8: int = 0,
+    quantized: Mapping[str, int] | None = None,
 ) -> str:
     """The memory arithmetic that a worker prints at start, per rank.
 
     Args:
-        weights: bytes, of which `experts` are experts' that tokens choose from, and `float8` of
-            projections in that format.
+        weights: bytes, of which `experts` are experts' that tokens choose from.
+        quantized: bytes of projections by format.
     """
     pool = kv_tokens * shape.bytes_per_token
     tier_tokens = host_pages * shape.page_size
     tier = f"; host tier {_gib(host_pages * shape.page_bytes)} = {tier_tokens:,} tokens"
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
-    named = {"experts": experts, "float8": float8}
+    named = {"experts": experts, **(quantized or {})}
     chosen = "".join(f", {name} {_gib(size)} of that" for name, size in named.items() if size)
     return (
         f"memory{each}: weights {_gib(weights)}{chosen}; KV {_gib(pool)} = {kv_tokens:,} tokens of "

@@ -32,6 +32,7 @@ from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
 from radixgrove.worker.models.rope import identity_table, rotary_table
 from radixgrove.worker.models.stages import Stage
 
+_QUANTIZED = {FLOAT8: "float8", torch.int8: "int8"}
 ROTATED, UNROTATED = 0, 1  # of a decoder's rotary tables
 
 
@@ -302,10 +303,13 @@ class Decoder:
             use_huge_pages(matrices)
 
     @property
-    def float8_bytes(self) -> int:
-        """Of this rank's projections in float8; known after `prepare`."""
-        matrices = (matrix for layer in self._layers for matrix in layer.matrices())
-        return sum(matrix.nbytes for matrix in matrices if matrix.dtype == FLOAT8)
+    def quantized_bytes(self) -> dict[str, int]:
+        """Of this rank's projections in each format of eight bits; known after `prepare`."""
+        found = dict.fromkeys(_QUANTIZED.values(), 0)
+        for matrix in (matrix for layer in self._layers for matrix in layer.matrices()):
+            if name := _QUANTIZED.get(matrix.dtype):
+                found[name] += matrix.nbytes
+        return found
 
     def hidden_states(
         self,

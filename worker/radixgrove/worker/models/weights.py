@@ -21,7 +21,7 @@ from radixgrove.protocol.model.directory import weight_files
 from radixgrove.protocol.model.fit import count_parameters
 from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
 
-_ROWS_AT_ONCE = 4096  # when two copies of a vocabulary are compared, or float8 is filled
+_ROWS_AT_ONCE = 4096  # when two copies of a vocabulary are compared, or eight bits are filled
 _NAMED = 3  # of the tensors that are missing
 _BODY = "model."  # before the names of all tensors but the head's
 _MUCH_MORE = 2  # times the numbers that there are
@@ -97,12 +97,15 @@ def fill_random(parts: Iterable[WeightPart], seed: int = 0) -> None:
 
 
 def _fill_normal(target: Tensor, deviation: float, generator: torch.Generator) -> None:
-    if target.dtype != FLOAT8:
+    if target.dtype not in (FLOAT8, torch.int8):
         target.normal_(0.0, deviation, generator=generator)
         return
     for rows in torch.split(target, _ROWS_AT_ONCE):
         wide = torch.empty(rows.shape, dtype=torch.float32, device=target.device)
-        rows.copy_(to_page(wide.normal_(0.0, deviation, generator=generator), FLOAT8))
+        wide.normal_(0.0, deviation, generator=generator)
+        rows.copy_(
+            to_page(wide, FLOAT8) if rows.dtype == FLOAT8 else wide.round_().clamp_(-127, 127)
+        )
 
 
 def _as_saved(part: WeightPart, checkpoint: _Checkpoint, *, tied: bool) -> WeightPart:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.quantization import Quantization, Scheme
 from radixgrove.worker.models.formats.base import ALL_UNQUANTIZED, UNQUANTIZED, Format, Formats
-from radixgrove.worker.models.formats.float8 import Float8, OnlineFloat8
+from radixgrove.worker.models.formats.scaled import OnlineFloat8, Scaled
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class QuantizedFormats(Formats):
         if quantization.while_loading:
             return OnlineFloat8(quantization.method, scheme)
         inverse = quantization.method == "fp8"
-        return Float8(
+        return Scaled(
             quantization.method, scheme, "weight_scale_inv" if inverse else "weight_scale"
         )
 

@@ -1,5 +1,5 @@
-"""Float8 weights with scales of a tensor, of rows or of blocks, from a checkpoint or made of
-unquantized ones while they are read."""
+"""Float8 and int8 weights with scales of a tensor, of rows or of blocks, from a checkpoint or made
+of unquantized ones while they are read."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.quantize import quantize_rows
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import ModelError
-from radixgrove.protocol.model.quantization import Activations, Scales, Scheme
+from radixgrove.protocol.model.quantization import Activations, Numbers, Scales, Scheme
 from radixgrove.worker.models.formats.base import fused_shape, placed
 from radixgrove.worker.models.parts import FLOATS, Piece, WeightPart
 
 _EXPONENTS = "F8_E8M0"  # scales that are powers of two (`scale_fmt: ue8m0`)
 _BYTES = "U8"  # as some checkpoints save those
-_DUMMY_SCALE = 2.0**-12  # numbers of the usual deviation are well within float8's range
+# With these, numbers of the usual deviation are well within a format's range.
+_DUMMY_SCALES = {Numbers.FLOAT8: 2.0**-12, Numbers.INT8: 2.0**-10}
+_DTYPES = {Numbers.FLOAT8: FLOAT8, Numbers.INT8: torch.int8}
+_TYPES = {Numbers.FLOAT8: "F8_E4M3", Numbers.INT8: "I8"}  # as safetensors names them
 
 
 @dataclass(frozen=True, slots=True)
-class Float8:
+class Scaled:
     """Of a checkpoint.
 
     Attributes:
@@ -48,7 +51,12 @@ class Float8:
         device: torch.device,
         stack: tuple[int, ...] = (),
     ) -> Weight:
-        scheme = self.scheme
+        scheme, numbers = self.scheme, _DTYPES[self.scheme.numbers]
+        if stack and scheme.numbers is Numbers.INT8:
+            raise ModelError(
+                f"{pieces[0].prefix}: experts in int8 are not supported, only in float8; use the "
+                "unquantized weights with quantize fp8"
+            )
         n, k = fused_shape(pieces)
         block = self._block(pieces)
         shape = (-(-n // block[0]), -(-k // block[1])) if block else (n,)
@@ -56,7 +64,7 @@ class Float8:
         if scheme.activations == Activations.STATIC:
             inputs = torch.empty((*stack, len(pieces)), dtype=torch.float32, device=device)
         return Weight(
-            torch.empty((*stack, n, k), dtype=FLOAT8, device=device),
+            torch.empty((*stack, n, k), dtype=numbers, device=device),
             dtype,
             scales=torch.empty((*stack, *shape), dtype=torch.float32, device=device),
             block=block,
@@ -64,6 +72,7 @@ class Float8:
             activation_bound=scheme.activation_bound,
             input_scale=inputs,
             uniform=scheme.scales == Scales.TENSOR and len(pieces) == 1,
+            input_dtype=numbers,
         )
 
     def _block(self, pieces: Sequence[Piece]) -> tuple[int, int] | None:
@@ -91,9 +100,9 @@ class Float8:
                 weight.payload[rows],
                 piece.shape,
                 (piece.rows, piece.columns),
-                types=("F8_E4M3",),
+                types=(_TYPES[self.scheme.numbers],),
                 format=self.name,
-                deviation=0.02 / _DUMMY_SCALE,
+                deviation=0.02 / _DUMMY_SCALES[self.scheme.numbers],
             )
             yield self._scales(weight, piece, rows)
             if weight.input_scale is not None:
@@ -146,12 +155,12 @@ class Float8:
             format=self.name,
             aliases=aliases,
             loose=True,
-            dummy=_DUMMY_SCALE if target.ndim and "weight" in name else 1.0,
+            dummy=_DUMMY_SCALES[self.scheme.numbers] if target.ndim and "weight" in name else 1.0,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class OnlineFloat8(Float8):
+class OnlineFloat8(Scaled):
     """Made of unquantized weights while they are read: a scale a row of what this rank holds."""
 
     @property
