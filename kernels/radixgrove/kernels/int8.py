@@ -54,7 +54,7 @@ def config_for(tokens: int) -> Int8Config:
 
 
 def quantize_int8_reference(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
-    """Inputs as a product with `weight` takes them: nearest, ties to even, what is beyond saturates.
+    """Inputs as a product with `weight` takes them: the nearest, and ±127 at most.
 
     Args:
         x: [T, K], any floating point.

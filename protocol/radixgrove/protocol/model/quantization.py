@@ -1,7 +1,8 @@
 """How a checkpoint's projections are quantized: `quantization_config` of its `config.json`.
 
 Read are `fp8` (transformers), `compressed-tensors` and `fbgemm_fp8`, as far as they are float8
-(e4m3), and `compressed-tensors` in int8. What cannot be served is refused, and what would be is named.
+(e4m3), and `compressed-tensors` in int8. What cannot be served is refused, and what would be is
+named.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ class Quantization:
     ignore: tuple[Target | Skipped, ...] = ()
     warns: bool = False  # of an `ignore` that matches nothing
     while_loading: bool = False  # the checkpoint is not quantized
+    kv_scales: bool = False  # it has scales of KV in float8, one a layer for keys and for values
 
     def scheme_of(self, name: str) -> Scheme | None:
         """Of the projection of that name; None: it is not quantized.
@@ -242,7 +244,20 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
         groups=tuple(_group(f"config_groups.{name}", group) for name, group in groups.items()),
         ignore=ignore,
         warns=True,
+        kv_scales=_has_kv_scales(given.get("kv_cache_scheme")),
     )
+
+
+def _has_kv_scales(raw: object) -> bool:
+    """Of a scheme of another kind than one scale for a layer's float8 nothing is read: how KV is
+    kept is the server's to say."""
+    if not isinstance(raw, Mapping):
+        return False
+    return (raw.get("num_bits"), raw.get("type"), raw.get("strategy", "tensor")) == (
+        8,
+        "float",
+        "tensor",
+    ) and not raw.get("dynamic")
 
 
 def _group(where: str, raw: object) -> tuple[Scheme, tuple[Target, ...]]:

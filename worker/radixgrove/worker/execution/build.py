@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.model.split import check_divides
@@ -98,7 +99,9 @@ def _build(
     kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype, device)
     quantization = choose_quantization(settings.quantize, config, device)
     formats = choose_formats(quantization)
-    place = TensorPlacement(member.tensor, dtype, device, formats, settings.ep)
+    place = TensorPlacement(
+        member.tensor, dtype, device, formats, settings.ep, kv_scaled=kv_dtype == FLOAT8
+    )
     shard, page_size = member.tensor.shard, settings.page_size
     shape = KvShape.of(config, page_size, kv_dtype, shard, len(stage.layers))
     memory = _host_memory(settings, shape, member, device)

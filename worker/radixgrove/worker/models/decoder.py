@@ -16,6 +16,7 @@ from radixgrove.protocol.model.config import Attention, ModelConfig, ModelError,
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.models.formats.base import UNQUANTIZED
 from radixgrove.worker.models.hugepages import use_huge_pages
+from radixgrove.worker.models.kv_scales import KvScales
 from radixgrove.worker.models.layers import (
     Linear,
     Norm,
@@ -82,6 +83,11 @@ class DecoderLayer:
             f"{own}.q_norm.weight": self._q_norm,
             f"{own}.k_norm.weight": self._k_norm,
         }
+        shard = place.group.shard
+        self._queries = shard.split(attention.queries)[1]  # of a token, on this rank
+        self._keys = shard.split(attention.keys)[1]
+        required = bool(config.quantization and config.quantization.kv_scales)
+        self._kv_scales = KvScales(own, required=required) if place.kv_scaled else None
 
     def _norms(self) -> Iterator[Norm]:
         before, after = self._before_attention, self._after_attention
@@ -90,7 +96,8 @@ class DecoderLayer:
                 yield norm
 
     def parts(self) -> Iterator[WeightPart]:
-        for part in (self._qkv, self._output, self.mlp, self._width_norms, *self._norms()):
+        others = self._width_norms, self._kv_scales, *self._norms()
+        for part in (self._qkv, self._output, self.mlp, *others):
             if part is not None:
                 yield from part.parts()
         for name, vector in self._vectors.items():
@@ -103,11 +110,29 @@ class DecoderLayer:
 
     def prepare(self, ops: Ops) -> int:
         """See `Decoder.prepare`; bytes of the parameters."""
+        if self._kv_scales is not None:
+            self._divide_kv(self._kv_scales.keys, self._kv_scales.values)
         vectors = sum(vector.nbytes for vector in self._vectors.values() if vector is not None)
         if self._width_norms is not None:
             vectors += self._width_norms.nbytes
         vectors += sum(norm.nbytes for norm in self._norms())
         return vectors + sum(x.prepare(ops) for x in (self._qkv, self._output, self.mlp))
+
+    def _divide_kv(self, keys: float, values: float) -> None:
+        """Keys and values by these, and what becomes of them in turn."""
+        behind = self._queries + self._keys
+        self._qkv.scale_outputs(slice(behind, behind + self._keys), 1 / values)
+        self._output.expect_divided(values)
+        norms: Sequence[Tensor | None] = self._q_norm, self._k_norm
+        if self._width_norms is not None:
+            norms = self._width_norms.weights
+        of_queries, of_keys = norms
+        if of_queries is not None and of_keys is not None:
+            of_queries.mul_(keys)
+            of_keys.div_(keys)
+        else:
+            self._qkv.scale_outputs(slice(0, self._queries), keys)
+            self._qkv.scale_outputs(slice(self._queries, behind), 1 / keys)
 
     @staticmethod
     def projections(layers: Sequence[DecoderLayer]) -> list[Projection]:

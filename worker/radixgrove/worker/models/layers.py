@@ -47,6 +47,7 @@ class TensorPlacement:
     device: torch.device
     formats: Formats = ALL_UNQUANTIZED  # of projections
     ep: int = 1  # groups of the ranks, which hold different experts
+    kv_scaled: bool = False  # KV is kept in float8, by the checkpoint's scales if it has any
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -164,6 +165,28 @@ class Linear:
 
     def parts(self) -> Iterator[WeightPart]:
         yield from self._parts
+
+    def scale_outputs(self, rows: slice, factor: float) -> None:
+        """Once loaded: make `factor` times of what these rows come to, a power of two."""
+        weight = self.weight
+        if weight.scales is None:
+            weight.payload[rows].mul_(factor)
+        elif weight.block is None:
+            weight.scales[rows].mul_(factor)
+        else:  # no block has rows of two projections
+            high = weight.block[0]
+            weight.scales[rows.start // high : -(-rows.stop // high)].mul_(factor)
+        if self.bias is not None:
+            self.bias[rows].mul_(factor)
+
+    def expect_divided(self, divisor: float) -> None:
+        """Once loaded: inputs come divided, by a power of two; the result is to be the same."""
+        weight = self.weight
+        (weight.payload if weight.scales is None else weight.scales).mul_(divisor)
+        if weight.input_scale is not None:
+            weight.input_scale.div_(divisor)
+        if weight.activation_bound is not None:
+            self.weight = replace(weight, activation_bound=weight.activation_bound / divisor)
 
     def prepare(self, ops: Ops) -> int:
         """Bring the loaded weight into the form that `ops` wants; bytes of the parameters."""
@@ -291,6 +314,11 @@ class WidthNorms:
     @property
     def nbytes(self) -> int:
         return sum(weight.nbytes for weight in self._weights)
+
+    @property
+    def weights(self) -> Sequence[Tensor]:
+        """This rank's, of queries and of keys."""
+        return self._weights
 
     def __call__(self, qkv: Tensor, context: StepContext) -> None:
         """Norm the queries and keys of [T, queries + keys + values] of this rank, in place."""

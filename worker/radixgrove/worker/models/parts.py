@@ -27,6 +27,7 @@ class WeightPart:
         aliases: other names that checkpoints have for it.
         instead: where the same numbers are in checkpoints of another layout, as with one tensor for
             all experts.
+        optional: what a checkpoint without the tensor leaves as it is.
         loose: dimensions of size 1 count for nothing, as with scales.
         dummy: what random weights hold here; None: normal numbers.
         deviation: of those.
@@ -41,6 +42,7 @@ class WeightPart:
     format: str = ""
     aliases: tuple[str, ...] = ()
     instead: WeightPart | None = None
+    optional: bool = False
     loose: bool = False
     dummy: float | None = None
     deviation: float = 0.02  # the usual initialisation: activations stay in range at any depth

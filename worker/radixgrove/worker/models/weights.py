@@ -66,7 +66,9 @@ def load_safetensors(
     with ExitStack() as stack:
         checkpoint = _Checkpoint(model_dir, stack)
         wanted = [_as_saved(part, checkpoint, tied=tied) for part in parts]
-        _refuse_missing([part for part in wanted if part.name not in checkpoint])
+        missing = [part for part in wanted if part.name not in checkpoint]
+        _refuse_missing([part for part in missing if not part.optional])
+        wanted = [part for part in wanted if part.name in checkpoint]
         for done, part in enumerate(wanted, 1):
             _copy(checkpoint, part)
             if done % 16 == 0 or done == len(wanted):

@@ -150,7 +150,7 @@ class Scaled:
             target,
             shape,
             window,
-            store=partial(_store_scales, target, repeat),
+            store=partial(store_scales, target, repeat),
             types=(*FLOATS, _EXPONENTS, _BYTES),
             format=self.name,
             aliases=aliases,
@@ -185,7 +185,12 @@ def _blocks(held: slice, size: int) -> slice:
     return slice(held.start // size, -(-held.stop // size))
 
 
-def _store_scales(target: Tensor, repeat: int, window: Tensor) -> None:
+def store_scales(target: Tensor, repeat: int, window: Tensor) -> None:
+    """Into `target`, each `repeat` times.
+
+    Raises:
+        ValueError: one is not finite, or not above 0.
+    """
     if window.dtype == torch.uint8:
         window = window.view(torch.float8_e8m0fnu)
     scales = window.float()
