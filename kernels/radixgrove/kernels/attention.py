@@ -61,6 +61,7 @@ def extend_attention_reference(
     kv_lens: Tensor,
     page_table: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """See `extend_attention`; rows of one query are decodes. Computed in float32 or wider."""
     heads = q.shape[1]
@@ -75,7 +76,10 @@ def extend_attention_reference(
         k, v = kv.repeat_interleave(heads // kv_heads, dim=2)
         scores = torch.einsum("qhd,khd->hqk", q[start:stop].to(wide), k) * scale
         limit = torch.arange(kv_len - length, kv_len, device=q.device)
-        hidden = torch.arange(kv_len, device=q.device)[None, :] > limit[:, None]
+        token = torch.arange(kv_len, device=q.device)[None, :]
+        hidden = token > limit[:, None]
+        if window:
+            hidden |= token <= limit[:, None] - window
         weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
         out[start:stop] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out
@@ -113,6 +117,7 @@ def _extend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: BLOCK_M queries of one head of one chunk.
@@ -147,7 +152,10 @@ def _extend_kernel(
         norm = tl.zeros((BLOCK_M,), dtype=tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         stop = tl.minimum(prefix + (block + 1) * BLOCK_M, kv_len)
-        for first in range(0, stop, BLOCK_N):
+        begin = 0
+        if WINDOW > 0:  # what the first query sees
+            begin = tl.maximum(prefix + block * BLOCK_M + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        for first in range(begin, stop, BLOCK_N):
             token = first + tl.arange(0, BLOCK_N)
             inside = token < stop
             page = tl.load(table + token // PAGE, mask=inside, other=0).to(tl.int64)
@@ -164,7 +172,10 @@ def _extend_kernel(
             ).to(q.dtype)
             scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
             visible = token[None, :] <= prefix + query[:, None]
-            # Only rows past `length` may lack a visible key, and they are not stored.
+            if WINDOW > 0:
+                visible &= token[None, :] > prefix + query[:, None] - WINDOW
+            # Rows past `length` may lack a visible key, and are not stored; others may before they
+            # come to their window, and what they sum till then has no weight beside it.
             scores = tl.where(visible & inside[None, :], scores, -1.0e30)
             new_best = above(best, scores)
             shrink = tl.exp2(best - new_best)
@@ -187,6 +198,7 @@ def extend_attention(
     scale: float,
     max_q_len: int,
     *,
+    window: int = 0,
     config: ExtendConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -201,6 +213,7 @@ def extend_attention(
         page_table: [max_rows, max_pages] int32.
         max_q_len: about the length of the longest chunk, which decides the tile unless `config`
             does (but for float32, which has its own); any gives the same result up to rounding.
+        window: tokens that a query attends to, its own included; 0: all.
         out: where to write, as the returned tensor; allocated when None.
 
     Returns:
@@ -239,6 +252,7 @@ def extend_attention(
         BLOCK_D=max(16, next_power_of_2(head_dim)),
         BLOCK_N=config.block_n,
         PRECISION="ieee" if wide else "tf32",
+        WINDOW=window,
         num_warps=config.warps,
         num_stages=config.stages,
         **pdl(q),

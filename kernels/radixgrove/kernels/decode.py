@@ -62,11 +62,17 @@ _TILE_QUERIES = 64  # of rows with a prefix in common that one program multiplie
 
 
 def decode_attention_reference(
-    q: Tensor, pages: Tensor, rows: Tensor, kv_lens: Tensor, page_table: Tensor, scale: float
+    q: Tensor,
+    pages: Tensor,
+    rows: Tensor,
+    kv_lens: Tensor,
+    page_table: Tensor,
+    scale: float,
+    window: int = 0,
 ) -> Tensor:
     """See `decode_attention`."""
     indptr = torch.arange(len(rows) + 1)
-    return extend_attention_reference(q, pages, rows, indptr, kv_lens, page_table, scale)
+    return extend_attention_reference(q, pages, rows, indptr, kv_lens, page_table, scale, window)
 
 
 def rope_decode_attention_reference(
@@ -177,6 +183,7 @@ def decode_attention(
     *,
     tokens: Tensor | None = None,
     prefixes: SharedPrefixes | None = None,
+    window: int = 0,
     config: DecodeConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -190,7 +197,8 @@ def decode_attention(
         tokens: [B] int32, where each row's query is in q, and its result in the output; rows
             without KV have none. The other places of the output are left as they were.
         prefixes: what rows have in common and is read once for all of them, by a kernel of its own;
-            not with `tokens`. The result is the same up to rounding.
+            not with `tokens` or a window. The result is the same up to rounding.
+        window: the last tokens of a row that are attended to; 0: all.
         config: tile, pipeline and programs, by default what suits B; any gives the same result up
             to rounding.
         out: where to write, as the returned tensor; allocated when None.
@@ -200,10 +208,12 @@ def decode_attention(
         lengths.
 
     Raises:
-        ValueError: B exceeds the workspace, or there are both `tokens` and `prefixes`.
+        ValueError: B exceeds the workspace, or there are `prefixes` and `tokens` or a window.
     """
     if tokens is not None and prefixes is not None:
         raise ValueError("rows with prefixes in common have their queries in the batch's order")
+    if window and prefixes is not None:
+        raise ValueError("prefixes in common are attended to as a whole, without a window")
     if out is None:
         out = torch.empty_like(q)
     if prefixes is not None and len(q):
@@ -211,7 +221,7 @@ def decode_attention(
     inputs = _Inputs(
         q, q.stride(0), q, q, q, eps=0.0, raw=False, norm=False, tokens=tokens, prefixes=prefixes
     )
-    _launch(inputs, pages, rows, kv_lens, page_table, scale, workspace, config, out)
+    _launch(inputs, pages, rows, kv_lens, page_table, scale, window, workspace, config, out)
     return out
 
 
@@ -275,6 +285,7 @@ def rope_decode_attention(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     *,
+    window: int = 0,
     config: DecodeConfig | None = None,
 ) -> Tensor:
     """`rope.rope_store` of each row's last token, then `decode_attention`, in one kernel.
@@ -301,7 +312,7 @@ def rope_decode_attention(
         raw=True,
         norm=q_norm is not None,
     )
-    _launch(inputs, pages, rows, kv_lens, page_table, scale, workspace, config, out)
+    _launch(inputs, pages, rows, kv_lens, page_table, scale, window, workspace, config, out)
     return out
 
 
@@ -328,6 +339,7 @@ def _launch(
     kv_lens: Tensor,
     page_table: Tensor,
     scale: float,
+    window: int,
     workspace: DecodeWorkspace,
     config: DecodeConfig | None,
     out: Tensor,
@@ -360,6 +372,7 @@ def _launch(
         "RAW": inputs.raw,
         "NORM": inputs.norm,
         "PREFIX": prefixes is not None,
+        "WINDOW": window,
         "num_warps": config.warps,
         "num_stages": config.stages,
         **pdl(out),

@@ -130,6 +130,7 @@ def decode_kernel(
     RAW: tl.constexpr,
     NORM: tl.constexpr,
     PREFIX: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: the query heads of one KV head of one row."""
@@ -144,6 +145,8 @@ def decode_kernel(
     prefix = 0
     if PREFIX:
         prefix = tl.load(prefix_lens_ptr + row)
+    if WINDOW > 0:
+        prefix = tl.maximum(kv_len - WINDOW, 0)
     q = decode_queries(
         source_ptr,
         source_stride,
@@ -337,6 +340,7 @@ def shared_decode_kernel(
     NORM: tl.constexpr,
     PREFIX: tl.constexpr,
     INDEXED: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: its share of all blocks of KV, a run of them across rows and KV heads.
@@ -352,6 +356,8 @@ def shared_decode_kernel(
     lens = tl.load(kv_lens_ptr + item, mask=item < batch, other=0)
     if PREFIX:
         lens -= tl.load(prefix_lens_ptr + item, mask=item < batch, other=0)
+    if WINDOW > 0:
+        lens = tl.minimum(lens, WINDOW)
     blocks = (lens + BLOCK_N - 1) // BLOCK_N
     ends = tl.cumsum(blocks, axis=0) * KV_HEADS
     total = tl.sum(blocks, axis=0) * KV_HEADS
@@ -369,6 +375,8 @@ def shared_decode_kernel(
         prefix = 0
         if PREFIX:
             prefix = tl.load(prefix_lens_ptr + row)
+        if WINDOW > 0:
+            prefix = tl.load(kv_lens_ptr + row) - length
         kv_len = prefix + length
         token = row
         if INDEXED:

@@ -4,6 +4,7 @@ their files. What cannot be served is refused, in words."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from radixgrove.protocol.model.config import ModelConfig, ModelError
+from radixgrove.protocol.model.config import ModelConfig, ModelError, RopeConfig
 from radixgrove.protocol.model.directory import ModelDirectory
 from radixgrove.protocol.model.parse import parse_config
 from radixgrove.worker.models.rope import inverse_frequencies
@@ -43,29 +44,37 @@ def reference_frequencies(config: Any) -> tuple[torch.Tensor, float]:
     return frequencies.double(), magnitude
 
 
-def frequencies_of(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    return inverse_frequencies(config.attention.rope, config.attention.head_dim)
+def frequencies_of(
+    config: ModelConfig, rope: RopeConfig | None = None
+) -> tuple[torch.Tensor, float]:
+    return inverse_frequencies(rope or config.attention.rope, config.attention.head_dim)
 
 
 def reference_length(config: Any) -> int:
-    """What a card means: YaRN's factor counts, and a window that all of attention is within."""
+    """What a card means: YaRN's factor counts."""
     rope = config.rope_parameters
-    length = config.max_position_embeddings
-    if rope["rope_type"] == "yarn":
-        length = int(rope["factor"] * rope["original_max_position_embeddings"])
+    if rope.get("rope_type") == "yarn":
+        return int(rope["factor"] * rope["original_max_position_embeddings"])
+    return int(config.max_position_embeddings)
+
+
+def reference_windowed(config: Any) -> set[int]:
+    """Layers that see less than the whole of the longest text."""
     window = getattr(config, "sliding_window", None)
-    windowed = config.model_type in (
-        "mistral",
-        "mixtral",
-        "phi3",
-        "starcoder2",
-    ) or "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    return min(length, window) if windowed and window else length
+    if not window or window >= reference_length(config):
+        return set()
+    kinds = getattr(config, "layer_types", None)
+    if config.model_type in ("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe"):
+        kinds = ["sliding_attention"] * config.num_hidden_layers
+    elif config.model_type not in ("qwen2", "qwen2_moe", "qwen3", "smollm3", "gemma3_text"):
+        kinds = []
+    return {layer for layer, kind in enumerate(kinds or ()) if kind == "sliding_attention"}
 
 
 def test_there_are_enough_of_them() -> None:
     assert len(SERVED) >= 60
     assert {entry["config"]["architectures"][0] for entry in SERVED} == {
+        "Gemma3ForCausalLM",
         "GraniteForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
@@ -106,7 +115,14 @@ def test_published_configuration(entry: dict[str, Any], tmp_path: Path) -> None:
     assert experts(ours) == reference_experts(theirs)
     assert ours.attention.unrotated == unrotated(theirs)
     assert ours.max_position_embeddings == reference_length(theirs)
+    assert ours.attention.windowed == reference_windowed(theirs)
+    if windowed := ours.attention.windowed:
+        assert ours.attention.window_of(min(windowed)) == theirs.sliding_window
     theirs.head_dim = ours.attention.head_dim
+    if ours.attention.windowed_rope is not None:
+        own = theirs.rope_parameters["sliding_attention"]
+        assert ours.attention.windowed_rope.theta == own["rope_theta"]
+        theirs.rope_parameters = theirs.rope_parameters["full_attention"]
     frequencies, magnitude = frequencies_of(ours)
     expected, expected_magnitude = reference_frequencies(theirs)
     torch.testing.assert_close(frequencies, expected, rtol=1e-5, atol=0)
@@ -300,72 +316,54 @@ def test_null_is_absent() -> None:
         assert parse_config(bare | dict.fromkeys(absent)) == parse_config(bare)
 
 
+WINDOW = {"sliding_window": 100}
+USED = WINDOW | {"use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
-    ("change", "length"),
+    ("architecture", "change", "windowed"),
     [
-        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 100}, 1000),
+        ("Llama", WINDOW, []),
+        ("Llama", USED, []),
+        ("Mistral", WINDOW, range(32)),
+        ("Mistral", {"sliding_window": None}, []),
+        ("Mistral", {"sliding_window": 1000}, []),
+        ("Qwen2", WINDOW, []),
+        ("Qwen2", USED, range(28, 32)),
+        ("Qwen3", USED | {"max_window_layers": 32}, []),
+        ("Qwen3", USED | {"layer_types": ["full_attention"] * 32}, []),
         (
-            {
-                "architectures": ["LlamaForCausalLM"],
-                "sliding_window": 100,
-                "use_sliding_window": True,
-            },
-            1000,
+            "Qwen3",
+            USED | {"layer_types": ["sliding_attention", "full_attention"] * 16},
+            range(0, 32, 2),
         ),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 100}, 100),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 1000),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100}, 1000),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "sliding_window": 100,
-                "use_sliding_window": True,
-            },
-            100,
-        ),
-        (
-            {
-                "architectures": ["Qwen3ForCausalLM"],
-                "sliding_window": 100,
-                "use_sliding_window": True,
-                "max_window_layers": 32,
-            },
-            1000,
-        ),
-        (
-            {
-                "architectures": ["Qwen3MoeForCausalLM"],
-                "sliding_window": 100,
-                "use_sliding_window": True,
-                "max_window_layers": 32,
-            },
-            100,
-        ),
-        (
-            {
-                "architectures": ["Qwen2MoeForCausalLM"],
-                "sliding_window": 100,
-                "use_sliding_window": True,
-                "max_window_layers": 32,
-            },
-            100,
-        ),
-        ({"architectures": ["MixtralForCausalLM"]}, 1000),
-        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 100}, 100),
-        (
-            {
-                "architectures": ["Qwen3ForCausalLM"],
-                "sliding_window": 100,
-                "use_sliding_window": True,
-                "layer_types": ["full_attention"] * 32,
-            },
-            1000,
-        ),
+        ("Qwen3Moe", USED | {"max_window_layers": 32}, range(32)),
+        ("Qwen2Moe", USED | {"max_window_layers": 9}, range(0, 9, 2)),
+        ("Mixtral", {}, []),
+        ("Mixtral", WINDOW, range(32)),
+        ("SmolLM3", USED, range(3, 32, 4)),
+        ("Gemma3", WINDOW, sorted(set(range(32)) - {5, 11, 17, 23, 29})),
+        ("Gemma3", WINDOW | {"sliding_window_pattern": 2}, range(0, 32, 2)),
     ],
 )
-def test_a_window_counts_where_it_does_in_transformers(change: dict[str, Any], length: int) -> None:
+def test_layers_have_the_windows_that_they_have_in_transformers(
+    architecture: str, change: dict[str, Any], windowed: Sequence[int], tmp_path: Path
+) -> None:
     config = SERVED[0]["config"] | {"max_position_embeddings": 1000} | change
-    assert parse_config(config).max_position_embeddings == length
+    config |= {"architectures": [f"{architecture}ForCausalLM"]}
+    ours = parse_config(config)
+    assert sorted(ours.attention.windowed) == list(windowed)
+    assert ours.max_position_embeddings == 1000
+    types = {"Qwen3Moe": "qwen3_moe", "Qwen2Moe": "qwen2_moe", "Gemma3": "gemma3_text"}
+    config["model_type"] = types.get(architecture, architecture.lower())
+    write(tmp_path, {"config": config})
+    assert ours.attention.windowed == reference_windowed(AutoConfig.from_pretrained(tmp_path))
+
+
+def test_kinds_of_layers_that_are_not_known_are_refused() -> None:
+    config = SERVED[0]["config"] | USED | {"architectures": ["Qwen3ForCausalLM"]}
+    with pytest.raises(ModelError, match="layer_types must be full_attention or sliding_attention"):
+        parse_config(config | {"layer_types": ["chunked_attention"] * 32})
 
 
 @pytest.mark.parametrize("name", ["torch.float32", "float32", "float", "torch.float", None])

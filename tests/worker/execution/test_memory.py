@@ -21,6 +21,7 @@ from radixgrove.worker.execution.choices import fit_length
 from radixgrove.worker.execution.memory import (
     GIB,
     CudaUse,
+    KvGroup,
     KvShape,
     MemoryShortage,
     cpu_kv_tokens,
@@ -46,6 +47,19 @@ def test_bytes_of_a_token_and_of_the_pool() -> None:
     pool = small.allocate(5, torch.device("cpu"))
     assert pool.shape == (2, 2, 6, 4, 1, 8)
     assert pool.nbytes == small.allocated_bytes(5)
+
+
+def test_layers_with_a_window_are_a_group_of_their_own() -> None:
+    shape = KvShape(
+        4, kv_heads=2, head_dim=8, page_size=4, dtype=torch.float32, windows=(9, 0, 9, 9)
+    )
+    of_layer = 2 * 2 * 8 * 4
+    assert shape.groups == [KvGroup(1, of_layer, 0), KvGroup(3, 3 * of_layer, 9)]
+    assert shape.bytes_per_token == 4 * of_layer
+    text = describe(GIB, shape, 4096, 4096, ranks=1)
+    assert "0.5 KiB in pages of 4 (float32, 0.4 KiB of that read within 9 tokens)" in text
+    assert SHAPE.groups == [KvGroup(32, SHAPE.bytes_per_token, 0)]
+    assert "within" not in describe(GIB, SHAPE, 4096, 4096, ranks=1)
 
 
 def test_a_pool_on_the_host_is_zero_and_takes_memory_only_as_it_is_used() -> None:

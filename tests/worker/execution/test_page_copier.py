@@ -177,7 +177,9 @@ def make_runner(directory: Path, device: torch.device) -> Runner:
     shape = KvShape.of(config, PAGE, dtype, Shard())
     pool = random_pool(shape, info.num_pages, device)
     backend = AttentionChoice.TRITON if device.type == "cuda" else AttentionChoice.TORCH
-    attention, _ = select_attention(backend, pool, config, Shard(), dtype, lambda phase: None)
+    attention, _ = select_attention(
+        backend, pool, config, Shard(), shape.windows, dtype, lambda phase: None
+    )
     table = RequestTable(
         max_rows=info.max_rows,
         max_model_len=info.max_model_len,

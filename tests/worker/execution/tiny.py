@@ -96,9 +96,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "phi3": ("Phi3", {"pad_token_id": 0}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 20}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1},
+    ),
     "starcoder2": ("Starcoder2", {"pad_token_id": 0}),
 }
 PARTS = ("granite", "olmo2", "phi3", "smollm3", "starcoder2")  # with parts that others lack
+WINDOWED = ("gemma3", "mistral-window", "qwen2-window")
+_CONFIGS = {"Gemma3": "Gemma3Text"}  # what transformers calls them where it is not as the models
 MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe")
 
 
@@ -107,7 +123,9 @@ def save(kind: str, directory: Path, **sizes: int) -> Any:
     import transformers
 
     name, changes = KINDS[kind]
-    config = getattr(transformers, f"{name}Config")(**{**_SIZES, **changes, **sizes})
+    config = getattr(transformers, f"{_CONFIGS.get(name, name)}Config")(
+        **{**_SIZES, **changes, **sizes}
+    )
     torch.manual_seed(len(kind))
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     # Norms and biases start at one and zero, where a mistake in their use would not show.

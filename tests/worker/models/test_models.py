@@ -45,7 +45,7 @@ def test_greedy_text_and_logprobs_equal_transformers(kind: str, tmp_path: Path) 
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("kind", [*tiny.PARTS, *tiny.MIXTURES])
+@pytest.mark.parametrize("kind", [*tiny.PARTS, *tiny.WINDOWED, *tiny.MIXTURES])
 def test_logits_are_transformers_cold_and_behind_cached_prefixes(kind: str, tmp_path: Path) -> None:
     model, prompts = tiny.save(kind, tmp_path), tiny.prompts()
     targets = torch.tensor(prompts[-1][1:])[:, None]
@@ -125,11 +125,14 @@ def test_old_spelling_of_rope_settings() -> None:
     assert old.dtype == "bfloat16"
 
 
-def test_sliding_window_bounds_the_length() -> None:
-    config = parse_config(
-        {**tiny._SIZES, "architectures": ["MistralForCausalLM"], "sliding_window": 100}
-    )
-    assert config.max_position_embeddings == 100
+def test_a_window_that_all_of_a_text_is_within_is_none() -> None:
+    for window, windowed in ((100, 3), (256, 0), (None, 0)):
+        config = parse_config(
+            {**tiny._SIZES, "architectures": ["MistralForCausalLM"], "sliding_window": window}
+        )
+        assert config.max_position_embeddings == 256
+        assert len(config.attention.windowed) == windowed
+        assert config.attention.window_of(0) == (100 if windowed else 0)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_sliding_window_bounds_the_length() -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "supported are GraniteForCausalLM, LlamaForCausalLM, ",
+            "supported are Gemma3ForCausalLM, Granite",
         ),
         ({"architectures": None}, "none named"),
         ({"hidden_act": "gelu"}, "only silu, gelu_pytorch_tanh"),

@@ -24,7 +24,7 @@ from tests.worker.parallel.ranks import follow, followers, generate, leading, se
 @pytest.mark.parametrize(
     ("kind", "kv_dtype"),
     [
-        *((kind, "auto") for kind in ("llama", "qwen3", "llama-biased", *tiny.PARTS)),
+        *((kind, "auto") for kind in ("llama", "qwen3", "llama-biased", *tiny.PARTS, "gemma3")),
         ("qwen3", "fp8_e4m3"),
     ],
 )

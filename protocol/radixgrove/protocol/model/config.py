@@ -25,6 +25,7 @@ class ModelError(InvalidInput, ValueError):
 
 class NormKind(StrEnum):
     RMS = "rms"
+    RMS_OF_ONE = "rms of one"  # an RMSNorm's weight is 1 more than the checkpoint's
     LAYER = "layer"  # with a bias
 
 
@@ -70,6 +71,9 @@ class Attention:
     scale: float  # of the products of queries and keys
     rope: RopeConfig
     unrotated: frozenset[int] = frozenset()  # layers without a rotary embedding
+    window: int = 0  # tokens that windowed layers attend to, the query's own included
+    windowed: frozenset[int] = frozenset()  # layers
+    windowed_rope: RopeConfig | None = None  # of those; None: as of the others
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: QkNorm = QkNorm.NONE
@@ -84,6 +88,16 @@ class Attention:
     def keys(self) -> int:
         """Values of all key heads of a token, or of all value heads."""
         return self.kv_heads * self.head_dim
+
+    def window_of(self, layer: int) -> int:
+        """0: there is none."""
+        return self.window if layer in self.windowed else 0
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """None: the layer does not rotate."""
+        if layer in self.unrotated:
+            return None
+        return (layer in self.windowed and self.windowed_rope) or self.rope
 
 
 class Activation(StrEnum):
@@ -134,6 +148,7 @@ class Multipliers:
     """Constant factors."""
 
     embedding: float = 1.0
+    embedding_in_dtype: bool = False  # that is rounded to the model's dtype first
     residual: float = 1.0  # of all that joins the residual stream
     logits: float = 1.0
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.families.base import Family
+from radixgrove.protocol.model.families.gemma3 import GEMMA3
 from radixgrove.protocol.model.families.granite import GRANITE
 from radixgrove.protocol.model.families.llama import LLAMA
 from radixgrove.protocol.model.families.mistral import MISTRAL
@@ -23,6 +24,7 @@ from radixgrove.protocol.model.families.starcoder2 import STARCODER2
 from radixgrove.protocol.model.source import Source
 
 _FAMILIES = (
+    GEMMA3,
     GRANITE,
     LLAMA,
     MISTRAL,

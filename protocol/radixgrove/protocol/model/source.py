@@ -8,7 +8,7 @@ other tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from radixgrove.protocol.model.config import (
@@ -26,6 +26,7 @@ from radixgrove.protocol.model.config import (
     Multipliers,
     Norms,
     QkNorm,
+    RopeConfig,
 )
 from radixgrove.protocol.model.quantization import (
     Quantization,
@@ -97,7 +98,11 @@ class Source:
         head_dim: int | None = None,
         scale: float | None = None,
         theta: float = 10000.0,
+        rope: RopeConfig | None = None,
         unrotated: frozenset[int] = frozenset(),
+        window: int | None = None,
+        windowed: Iterable[int] | None = None,
+        windowed_rope: RopeConfig | None = None,
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm: QkNorm = QkNorm.NONE,
@@ -109,6 +114,9 @@ class Source:
             head_dim: likewise; None: an equal part of the hidden size.
             scale: None: the root of the head's size divides.
             theta: of the rotary embedding, likewise.
+            rope: None: as the config says.
+            window: None: there is none.
+            windowed: layers that have it; None: all.
         """
         heads = self.size("num_attention_heads")
         default = heads
@@ -120,13 +128,21 @@ class Source:
         head_dim = self.size("head_dim", head_dim or self.hidden_size // heads)
         if head_dim % 2:
             raise ModelError(f"head_dim {head_dim} is odd: rotary embeddings need pairs")
+        rope = rope or read_rope(self._given, self.longest, theta)
+        if window is not None and window >= scaled_length(rope, self.longest):
+            window = None  # all of a text is within it
+        layers = range(self.num_layers) if windowed is None else windowed
+        within = frozenset(layers) if window else frozenset()
         return Attention(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             scale=head_dim**-0.5 if scale is None else scale,
-            rope=read_rope(self._given, self.longest, theta),
+            rope=rope,
             unrotated=unrotated,
+            window=window if window and within else 0,
+            windowed=within,
+            windowed_rope=windowed_rope if within else None,
             qkv_bias=qkv_bias,
             output_bias=output_bias,
             qk_norm=qk_norm,
@@ -157,7 +173,7 @@ class Source:
         )
 
     def activation(self, default: Activation = Activation.SILU) -> Activation:
-        name = self.get("hidden_act", default)
+        name = self.get("hidden_activation") or self.get("hidden_act", default)
         if name not in _ACTIVATIONS:
             known = ", ".join(Activation)
             raise ModelError(f"activation {name!r} is not supported, only {known}")
@@ -234,10 +250,19 @@ class Source:
         """`max_window_layers`."""
         return int(self.get("max_window_layers", _DEFAULT_FULL_LAYERS))
 
-    def has_windowed_layers(self, otherwise: bool) -> bool:
-        """Whether `layer_types` names a layer that has a window; without them `otherwise`."""
+    def windowed_layers(self, otherwise: Iterable[int]) -> frozenset[int]:
+        """Layers that have a window by `layer_types`; without those `otherwise`."""
         kinds = self.get("layer_types")
-        return otherwise if kinds is None else any(kind != "full_attention" for kind in kinds)
+        if kinds is None:
+            return frozenset(otherwise)
+        known = "full_attention", "sliding_attention"
+        if not isinstance(kinds, list) or len(kinds) < self.num_layers or set(kinds) - set(known):
+            raise ModelError(
+                f"config.json: layer_types must be {' or '.join(known)} for each of "
+                f"{self.num_layers} layers, got {kinds!r}"
+            )
+        layers = range(self.num_layers)
+        return frozenset(layer for layer in layers if kinds[layer] == known[1])
 
     # ---- the whole -----------------------------------------------------------------------------
 
@@ -248,14 +273,11 @@ class Source:
         mlp: Mlp,
         norms: Norms,
         experts: ExpertsConfig | None = None,
-        window: int | None = None,
         multipliers: Multipliers | None = None,
         tied: bool = False,
     ) -> ModelConfig:
         """
         Args:
-            window: of all layers or of some. Attention here is over the whole context, so that it
-                bounds the length.
             tied: where the config does not say whether embedding and head are one table.
 
         Raises:
@@ -272,7 +294,7 @@ class Source:
             hidden_size=self.hidden_size,
             num_layers=self.num_layers,
             vocab_size=self.size("vocab_size"),
-            max_position_embeddings=self._length(attention, window),
+            max_position_embeddings=self._length(attention),
             tied_embeddings=self.flag("tie_word_embeddings", tied),
             norms=norms,
             attention=attention,
@@ -283,10 +305,9 @@ class Source:
             quantization=self._quantization(),
         )
 
-    def _length(self, attention: Attention, window: int | None) -> int:
+    def _length(self, attention: Attention) -> int:
         """Tokens that the model attends to."""
         length = scaled_length(attention.rope, self.longest)
-        length = length if window is None else min(length, window)
         if not 1 <= length <= MAX_LENGTH:
             raise ModelError(
                 "config.json: max_position_embeddings and rope_parameters make a length of "

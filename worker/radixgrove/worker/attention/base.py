@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NotRequired, TypedDict, Unpack
 
@@ -63,6 +63,7 @@ class Geometry(TypedDict):
     head_dim: int
     scale: float
     dtype: NotRequired[torch.dtype]  # of queries and results; the pool's by default
+    windows: NotRequired[Sequence[int]]  # of the pool's layers, 0: none; by default none has one
 
 
 class AttentionBackend(ABC):
@@ -82,6 +83,7 @@ class AttentionBackend(ABC):
         self.num_kv_heads = geometry["num_kv_heads"]
         self.head_dim = geometry["head_dim"]
         self.scale = geometry["scale"]
+        self.windows = tuple(geometry.get("windows", ())) or (0,) * pool.shape[0]
         self.page_size = pool.shape[3]
         # Of the planned batch, and so set by `plan` and `plan_captured`: whether its layers call
         # `attend_qkv`, which begins with what otherwise comes before `attend`.
@@ -103,7 +105,8 @@ class AttentionBackend(ABC):
         """Attend to the layer's pages, which already hold this step's K and V.
 
         The decoder stores them first, in the kernel that applies RoPE (the batch's `slots` say
-        where). Query i of a chunk at [start, start + length) sees KV positions 0 .. start + i.
+        where). Query i of a chunk at [start, start + length) sees KV positions 0 .. start + i,
+        or as many of the last of those as the layer's window has.
 
         Args:
             q: [T, num_heads, head_dim], RoPE already applied.

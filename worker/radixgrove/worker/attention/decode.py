@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Unpack
 
 import torch
@@ -38,8 +39,9 @@ class PagedDecode:
     The kernel reads lengths and pages on the device, so a captured step needs no plan.
     """
 
-    def __init__(self, pool: Tensor, num_heads: int, scale: float) -> None:
+    def __init__(self, pool: Tensor, num_heads: int, scale: float, windows: Sequence[int]) -> None:
         self._pool = pool
+        self._windows = windows
         self._num_heads = num_heads
         self._scale = scale
         self._eager = self._captured = self._make_workspace(_FIRST_ROWS)
@@ -78,7 +80,8 @@ class PagedDecode:
             batch.page_table,
             self._scale,
             self._workspace,
-            prefixes=batch.prefixes,
+            prefixes=None if self._windows[layer] else batch.prefixes,
+            window=self._windows[layer],
             out=out,
         )
 
@@ -93,6 +96,7 @@ class PagedDecode:
             self._scale,
             self._workspace,
             tokens=batch.decode_tokens,
+            window=self._windows[layer],
             out=out,
         )
 
@@ -125,6 +129,7 @@ class PagedDecode:
             q_norm,
             k_norm,
             eps,
+            window=self._windows[layer],
         )
 
 
@@ -141,7 +146,7 @@ class DecodingBackend(AttentionBackend):
 
     def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
         super().__init__(pool, **geometry)
-        self._decode = PagedDecode(pool, self.num_heads, self.scale)
+        self._decode = PagedDecode(pool, self.num_heads, self.scale, self.windows)
         if self.dtype != torch.float32:  # tiles of float32 do not fit into registers
             self.prefix_tile_rows = tile_rows(self.num_heads, self.num_kv_heads)
 
@@ -176,11 +181,29 @@ class DecodingBackend(AttentionBackend):
             self._padded.page_table,
             self.scale,
             max_q_len=len(q),
+            window=self.windows[layer],
             config=PADDED_EXTEND,
             out=out,
         )
         self._decode.run_padded(layer, q, self._padded, out)
         return out
+
+    def extend_eager(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """The planned batch's chunks by our kernel: q [T, H, head_dim], written to `out`, as q."""
+        batch = self._batch
+        prefills = batch.num_prefills
+        extend_attention(
+            q,
+            self.pool[layer],
+            batch.rows[:prefills],
+            batch.qo_indptr[: prefills + 1],
+            batch.kv_lens[:prefills],
+            batch.page_table,
+            self.scale,
+            max(batch.q_lens_host),
+            window=self.windows[layer],
+            out=out,
+        )
 
     @abstractmethod
     def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 Prefill chunks of eager steps take its prefill kernels (FA3 on Hopper), planned once a step from the
 host's mirrors: the paged one behind a cached prefix, with page lists flattened on the device, and
 the ragged one from a prompt's beginning, over the step's own K and V, which takes a sixth less.
-Decode rows take our own kernel, which has every GQA group size and needs no plan.
+Decode rows take our own kernel, which has every GQA group size and needs no plan; chunks of layers
+with a window take ours too.
 """
 
 from __future__ import annotations
@@ -168,7 +169,8 @@ class FlashInferAttention(DecodingBackend):
         )
         kv = q.new_zeros(5, 2 * self.num_kv_heads, self.head_dim)
         self.plan(batch)
-        self.attend(0, q, kv)
+        full = self.windows.index(0) if 0 in self.windows else 0
+        self.attend(full, q, kv)
         torch.cuda.synchronize(device)
 
     # ---- planning ----------------------------------------------------------------------------
@@ -245,16 +247,24 @@ class FlashInferAttention(DecodingBackend):
     # ---- running -----------------------------------------------------------------------------
 
     def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        prefixed, tokens = self._prefixed_tokens, self._batch.num_prefill_tokens
+        tokens = self._batch.num_prefill_tokens
         out = torch.empty_like(q)
+        if self.windows[layer]:
+            if tokens:
+                self.extend_eager(layer, q[:tokens], out[:tokens])
+        else:
+            self._attend_chunks(layer, q, kv, out)
+        if q.shape[0] > tokens:
+            self._decode.run(layer, q[tokens:], self._batch, out[tokens:])
+        return out
+
+    def _attend_chunks(self, layer: int, q: Tensor, kv: Tensor, out: Tensor) -> None:
+        prefixed, tokens = self._prefixed_tokens, self._batch.num_prefill_tokens
         if prefixed:
             self._prefill.run(q[:prefixed], self._pages[layer], out=out[:prefixed])
         if prefixed < tokens:
             k, v = kv[prefixed:tokens].chunk(2, dim=1)
             self._fresh.run(q[prefixed:tokens], k, v, out=out[prefixed:tokens])
-        if q.shape[0] > tokens:
-            self._decode.run(layer, q[tokens:], self._batch, out[tokens:])
-        return out
 
 
 def count_prefixed(batch: AttentionBatch) -> int:

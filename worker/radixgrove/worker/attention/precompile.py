@@ -48,33 +48,42 @@ class AttentionShape:
     qk_norm: bool
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    extends: bool  # our kernel for chunks of eager steps too
+    extends: bool  # our kernel for chunks of eager steps too, where there is no window
+    windows: tuple[int, ...] = (0,)  # that layers have, 0: none
 
 
 def compile_jobs(shape: AttentionShape, device: torch.device) -> list[Callable[[], object]]:
     """Launches of all variants, which may run in any threads, on one stream."""
-    steps = _Steps(shape, device)
-    lengths = _CHUNK_LENGTHS if shape.extends else ()
+    jobs: list[Callable[[], object]] = []
+    for window in shape.windows:
+        steps = _Steps(shape, device, window)
+        jobs += _jobs(steps, shape, window)
+        jobs += [partial(steps.rope_store, tokens) for tokens in _ROPE_TOKENS]
+    return jobs
+
+
+def _jobs(steps: _Steps, shape: AttentionShape, window: int) -> list[Callable[[], object]]:
+    """Of the layers with this window."""
+    lengths = _CHUNK_LENGTHS if shape.extends or window else ()
     return [
         *(
             partial(steps.decode, min(rows, shape.max_rows), grouped)
             for rows in (1, _MANY, shape.max_rows)
-            for grouped in (False, True)
+            for grouped in (False,) + (True,) * (not window)
         ),
         steps.decode_padded,
         partial(steps.rope_decode, 1),
         partial(steps.rope_decode, min(FUSED_ROWS, shape.max_rows)),
         partial(steps.extend, PADDED_CHUNKS, 1, PADDED_EXTEND),
         *(partial(steps.extend, shape.max_rows, length, None) for length in lengths),
-        *(partial(steps.rope_store, tokens) for tokens in _ROPE_TOKENS),
     ]
 
 
 class _Steps:
     """All rows hold one token, in page 0, which they all overwrite and none reads."""
 
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        self._shape, self._device = shape, device
+    def __init__(self, shape: AttentionShape, device: torch.device, window: int) -> None:
+        self._shape, self._device, self._window = shape, device, window
         page = (2, 1, shape.page_size, shape.kv_heads, shape.head_dim)
         self._pages = torch.zeros(page, dtype=shape.kv_dtype, device=device)
         self._table = self._integers(shape.max_rows + 1, shape.max_pages)
@@ -115,6 +124,7 @@ class _Steps:
             1.0,
             self._workspace,
             prefixes=prefixes,
+            window=self._window,
         )
 
     def decode_padded(self) -> None:
@@ -128,6 +138,7 @@ class _Steps:
             1.0,
             self._workspace,
             tokens=rows,
+            window=self._window,
         )
 
     def rope_decode(self, rows: int) -> None:
@@ -142,6 +153,7 @@ class _Steps:
             1.0,
             self._workspace,
             *self._norms,
+            window=self._window,
         )
 
     def extend(self, count: int, longest: int, config: ExtendConfig | None) -> None:
@@ -155,6 +167,7 @@ class _Steps:
             self._table,
             1.0,
             longest,
+            window=self._window,
             config=config,
         )
 

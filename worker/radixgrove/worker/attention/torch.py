@@ -26,7 +26,7 @@ class _Chunk:
     start: int  # KV tokens before the chunk
     pages: Tensor | None  # [n] int64; None: the chunk has no prefix
     slots: Tensor
-    masks: list[Tensor]  # one a query block, when there is a prefix
+    masks: dict[int, list[Tensor]]  # by window, one a query block; none: the causal one will do
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Group:
     wide: Tensor  # the same in the model's dtype: `gathered` itself, or what widens it
     k: Tensor  # [size, KV, L, D], the part of `wide` that is attended to
     v: Tensor
-    mask: Tensor | None  # [size, 1, 1, L] additive, when the rows are not equally long
+    masks: dict[int, Tensor | None]  # by window, [size, 1, 1, L] additive; None: all see all
     # Tokens of `wide` that lie beyond their rows: zeroed, since a weight of 0 does not hide NaN.
     beyond: Tensor | None
 
@@ -69,28 +69,35 @@ class TorchAttention(AttentionBackend):
             kv_len = batch.kv_lens_host[i]
             start = kv_len - length
             pages = None
-            masks: list[Tensor] = []
             if start:
                 row = table.index_select(0, batch.rows[i : i + 1])[0]
                 pages = row[: self._num_pages(kv_len)].long()
-                masks = [
-                    self._causal_mask(start + begin, min(_QUERY_BLOCK, length - begin))
-                    for begin in range(0, length, _QUERY_BLOCK)
-                ]
+            masks = {window: self._masks(start, length, window) for window in set(self.windows)}
             slots = batch.slots[first : first + length]
             chunks.append(_Chunk(first, length, start, pages, slots, masks))
             first += length
         return chunks
 
-    def _causal_mask(self, start: int, queries: int) -> Tensor:
-        """Additive [queries, start + queries]: query i sees KV 0 .. start + i."""
+    def _masks(self, start: int, length: int, window: int) -> list[Tensor]:
+        """Of a chunk that begins at `start`."""
+        if not start and not 0 < window < length:
+            return []
+        return [
+            self._causal_mask(start + begin, min(_QUERY_BLOCK, length - begin), window)
+            for begin in range(0, length, _QUERY_BLOCK)
+        ]
+
+    def _causal_mask(self, start: int, queries: int, window: int) -> Tensor:
+        """Additive [queries, start + queries]: query i sees KV 0 .. start + i, or the last `window`
+        of those."""
         mask = torch.full(
             (queries, start + queries),
             float("-inf"),
             dtype=self.dtype,
             device=self.pool.device,
         )
-        return mask.triu_(start + 1)
+        behind = mask.clone().tril_(start - window) if window else 0.0
+        return mask.triu_(start + 1).add_(behind)
 
     def _plan_groups(self, batch: AttentionBatch, table: Tensor) -> list[_Group]:
         lengths = batch.kv_lens_host[batch.num_prefills :]
@@ -112,21 +119,33 @@ class TorchAttention(AttentionBackend):
                 index = torch.tensor(group, device=rows.device)
                 chosen = index + batch.num_prefill_tokens
                 in_rows, in_lens = rows[index], kv_lens[index]
-            mask = beyond = None
-            if any(lengths[i] != longest for i in group):
-                positions = torch.arange(longest, device=rows.device)
-                mask = torch.zeros(
-                    (len(group), longest), dtype=self.dtype, device=rows.device
-                ).masked_fill_(positions >= in_lens[:, None], float("-inf"))[:, None, None]
+            beyond = None
+            uneven = any(lengths[i] != longest for i in group)
+            if uneven:
                 beyond = self._beyond([lengths[i] for i in group], longest).to(rows.device)
+            masks = {
+                window: self._decode_mask(in_lens, longest, window)
+                if uneven or 0 < window < longest
+                else None
+                for window in set(self.windows)
+            }
             pages = table.index_select(0, in_rows)[:, :num_pages].long().flatten()
             gathered = self.pool.new_empty((2, pages.shape[0], *self.pool.shape[3:]))
             wide = gathered
             if self.pool.dtype != self.dtype:
                 wide = torch.empty_like(gathered, dtype=self.dtype)
             k, v = self._heads_first(wide, len(group), longest)
-            groups.append(_Group(chosen, pages, gathered, wide, k, v, mask, beyond))
+            groups.append(_Group(chosen, pages, gathered, wide, k, v, masks, beyond))
         return groups
+
+    def _decode_mask(self, lengths: Tensor, longest: int, window: int) -> Tensor:
+        """Additive [rows, 1, 1, longest]: each sees its own KV, or the last `window` of that."""
+        positions, ends = torch.arange(longest, device=lengths.device), lengths[:, None]
+        hidden = positions >= ends
+        if window:
+            hidden |= positions < ends - window
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=lengths.device)
+        return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
 
     def _beyond(self, lengths: list[int], longest: int) -> Tensor:
         """Which tokens of rows padded to `longest` are no row's own, [n] int64."""
@@ -146,17 +165,17 @@ class TorchAttention(AttentionBackend):
         return -(-tokens // self.page_size)
 
     def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        pages = self.pool[layer]
+        pages, window = self.pool[layer], self.windows[layer]
         if not self._chunks and len(self._groups) == 1:
-            return self._decode(pages, q, self._groups[0])
+            return self._decode(pages, q, self._groups[0], window)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for chunk in self._chunks:
-            self._prefill(pages, q, chunk, out)
+            self._prefill(pages, q, chunk, window, out)
         for group in self._groups:
-            out[group.tokens] = self._decode(pages, q[group.tokens], group)
+            out[group.tokens] = self._decode(pages, q[group.tokens], group, window)
         return out
 
-    def _decode(self, kv: Tensor, q: Tensor, group: _Group) -> Tensor:
+    def _decode(self, kv: Tensor, q: Tensor, group: _Group, window: int) -> Tensor:
         """[size, H, D] -> [size, H, D]."""
         torch.index_select(kv, 1, group.pages, out=group.gathered)
         if group.wide is not group.gathered:
@@ -166,26 +185,28 @@ class TorchAttention(AttentionBackend):
             flat.index_fill_(1, group.beyond, 0)
         grouped = q.view(q.shape[0], self.num_kv_heads, -1, self.head_dim)
         out = scaled_dot_product_attention(
-            grouped, group.k, group.v, attn_mask=group.mask, scale=self.scale
+            grouped, group.k, group.v, attn_mask=group.masks[window], scale=self.scale
         )
         return out.flatten(1, 2)
 
-    def _prefill(self, kv: Tensor, q: Tensor, chunk: _Chunk, out: Tensor) -> None:
+    def _prefill(self, kv: Tensor, q: Tensor, chunk: _Chunk, window: int, out: Tensor) -> None:
         queries = q[chunk.first : chunk.first + chunk.length].transpose(0, 1)[None]
         result = out[chunk.first : chunk.first + chunk.length].transpose(0, 1)
         flat = kv.view(2, -1, self.num_kv_heads, self.head_dim)
         if chunk.pages is None:
             own = flat.index_select(1, chunk.slots).to(self.dtype)
             k, v = own.transpose(1, 2).unsqueeze(1)
+        else:
+            pages = kv.index_select(1, chunk.pages).to(self.dtype)
+            k, v = pages.view(2, 1, -1, self.num_kv_heads, self.head_dim).transpose(2, 3)
+        if not chunk.masks[window]:
             result.copy_(
                 scaled_dot_product_attention(
                     queries, k, v, is_causal=True, scale=self.scale, enable_gqa=True
                 )[0]
             )
             return
-        pages = kv.index_select(1, chunk.pages).to(self.dtype)
-        k, v = pages.view(2, 1, -1, self.num_kv_heads, self.head_dim).transpose(2, 3)
-        for i, mask in enumerate(chunk.masks):
+        for i, mask in enumerate(chunk.masks[window]):
             begin = i * _QUERY_BLOCK
             length, visible = mask.shape
             result[:, begin : begin + length] = scaled_dot_product_attention(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from radixgrove.kernels.attention import extend_attention
 from radixgrove.worker.attention.decode import DecodingBackend
 
 
@@ -14,20 +13,10 @@ class TritonAttention(DecodingBackend):
 
     def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         batch = self._batch
-        prefills, tokens = batch.num_prefills, batch.num_prefill_tokens
+        tokens = batch.num_prefill_tokens
         out = torch.empty_like(q)
-        if prefills:
-            extend_attention(
-                q[:tokens],
-                self.pool[layer],
-                batch.rows[:prefills],
-                batch.qo_indptr[: prefills + 1],
-                batch.kv_lens[:prefills],
-                batch.page_table,
-                self.scale,
-                max(batch.q_lens_host),
-                out=out[:tokens],
-            )
+        if batch.num_prefills:
+            self.extend_eager(layer, q[:tokens], out[:tokens])
         if q.shape[0] > tokens:  # more than the batch has when a graph is captured
             self._decode.run(layer, q[tokens:], batch, out[tokens:])
         return out

@@ -69,6 +69,7 @@ class LoadedModel:
             pool,
             self.config,
             self.model.group.shard,
+            self.shape.windows,
             self.model.dtype,
             report,
         )

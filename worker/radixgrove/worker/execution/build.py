@@ -103,7 +103,7 @@ def _build(
         member.tensor, dtype, device, formats, settings.ep, kv_scaled=kv_dtype == FLOAT8
     )
     shard, page_size = member.tensor.shard, settings.page_size
-    shape = KvShape.of(config, page_size, kv_dtype, shard, len(stage.layers))
+    shape = KvShape.of(config, page_size, kv_dtype, shard, stage.layers)
     memory = _host_memory(settings, shape, member, device)
     try:
         limits = Limits.of(settings, device)

@@ -44,7 +44,7 @@ def load_model(
     sizes = limits.max_running, limits.max_step_tokens
     others: list[Callable[[], object]] = []
     if place.device.type == "cuda":
-        shape = attention_shape(settings, config, limits, place, kv_dtype)
+        shape = attention_shape(settings, config, limits, place, kv_dtype, stage)
         others += compile_jobs(shape, place.device)
         others += kernels.expert_tuner.jobs(*model.experts(), limits.max_step_tokens)
     with kernels.tuner.compiling(model.projections(), *sizes, others):
@@ -68,6 +68,7 @@ def attention_shape(
     limits: Limits,
     place: TensorPlacement,
     kv_dtype: torch.dtype,
+    stage: Stage,
 ) -> AttentionShape:
     longest = choose_length(settings.max_model_len, config)
     return AttentionShape(
@@ -80,6 +81,7 @@ def attention_shape(
         qk_norm=config.attention.qk_norm is QkNorm.HEAD,
         dtype=place.dtype,
         kv_dtype=kv_dtype,
+        windows=tuple(sorted({config.attention.window_of(layer) for layer in stage.layers})),
         extends=settings.attention_backend == AttentionChoice.TRITON
         or kv_dtype == FLOAT8
         or not _has_flashinfer(config, place),

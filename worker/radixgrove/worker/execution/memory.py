@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,14 +30,24 @@ class MemoryShortage(ModelError):
 
 
 @dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers that keep the same of a token for as long."""
+
+    layers: int
+    bytes_per_token: int
+    window: int  # tokens that they attend to; 0: all
+
+
+@dataclass(frozen=True, slots=True)
 class KvShape:
-    """The pool's geometry on one rank."""
+    """The pool's geometry on one rank: groups of layers, which share pages and their table."""
 
     layers: int
     kv_heads: int
     head_dim: int
     page_size: int
     dtype: torch.dtype
+    windows: tuple[int, ...] = ()  # of each layer, 0: none; (): none has one
 
     @classmethod
     def of(
@@ -45,13 +56,13 @@ class KvShape:
         page_size: int,
         dtype: torch.dtype,
         shard: Shard,
-        layers: int | None = None,
+        layers: range | None = None,
     ) -> KvShape:
         """`layers`: of the rank's stage; None: all."""
-        kv_heads = shard.split(config.attention.kv_heads)[1]
-        return cls(
-            layers or config.num_layers, kv_heads, config.attention.head_dim, page_size, dtype
-        )
+        attention, layers = config.attention, layers or range(config.num_layers)
+        kv_heads = shard.split(attention.kv_heads)[1]
+        windows = tuple(map(attention.window_of, layers))
+        return cls(len(layers), kv_heads, attention.head_dim, page_size, dtype, windows)
 
     @property
     def dtype_name(self) -> str:
@@ -61,8 +72,16 @@ class KvShape:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def groups(self) -> list[KvGroup]:
+        """By window; those with the longest memory first."""
+        of_layer = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        counts = Counter(self.windows or (0,) * self.layers)
+        order = sorted(counts, key=lambda window: -window or -(1 << 62))
+        return [KvGroup(counts[window], counts[window] * of_layer, window) for window in order]
+
+    @property
     def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return sum(group.bytes_per_token for group in self.groups)
 
     @property
     def page_bytes(self) -> int:
@@ -226,9 +245,18 @@ def describe(
     return (
         f"memory{each}: weights {_gib(weights)}{chosen}; KV {_gib(pool)} = {kv_tokens:,} tokens of "
         f"{shape.bytes_per_token / 1024:.1f} KiB in pages of {shape.page_size} "
-        f"({shape.dtype_name}); "
+        f"({shape.dtype_name}{_windowed(shape)}); "
         f"{kv_tokens / max_model_len:.1f} requests of {max_model_len:,} tokens at once"
         + (tier if host_pages else "")
+    )
+
+
+def _windowed(shape: KvShape) -> str:
+    """Which part of a token's KV is of layers with a window."""
+    return "".join(
+        f", {group.bytes_per_token / 1024:.1f} KiB of that read within {group.window:,} tokens"
+        for group in shape.groups
+        if group.window
     )
 
 

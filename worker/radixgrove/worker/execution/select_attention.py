@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import torch
@@ -27,10 +27,11 @@ def select_attention(
     pool: Tensor,
     config: ModelConfig,
     shard: Shard,
+    windows: Sequence[int],
     dtype: torch.dtype,
     report: Callable[[PhaseReport], None],
 ) -> tuple[AttentionBackend, str]:
-    """The backend for a model of `dtype`, and its name.
+    """The backend for a model of `dtype`, and its name; `windows` are of the pool's layers.
 
     `auto` tries flashinfer, triton, torch in this order on CUDA, and takes torch on a CPU.
 
@@ -42,7 +43,7 @@ def select_attention(
         if choice != AttentionChoice.TORCH and not on_cuda:
             raise ModelError(f"attention backend {choice.value} needs CUDA")
         try:
-            backend = _create(choice, pool, config, shard, dtype)
+            backend = _create(choice, pool, config, shard, windows, dtype)
             _warm_up(backend, report)
         except (ImportError, RuntimeError) as error:
             raise ModelError(f"attention backend {choice.value}: {error}") from error
@@ -51,7 +52,7 @@ def select_attention(
     reasons = []
     for candidate in _PREFERENCE if on_cuda else (AttentionChoice.TORCH,):
         try:
-            backend = _create(candidate, pool, config, shard, dtype)
+            backend = _create(candidate, pool, config, shard, windows, dtype)
             _warm_up(backend, report)
         except (ImportError, RuntimeError, ValueError) as error:
             reasons.append(f"{candidate.value} not usable: {error}")
@@ -72,7 +73,12 @@ def _warm_up(backend: AttentionBackend, report: Callable[[PhaseReport], None]) -
 
 
 def _create(
-    choice: AttentionChoice, pool: Tensor, config: ModelConfig, shard: Shard, dtype: torch.dtype
+    choice: AttentionChoice,
+    pool: Tensor,
+    config: ModelConfig,
+    shard: Shard,
+    windows: Sequence[int],
+    dtype: torch.dtype,
 ) -> AttentionBackend:
     module = import_module(f"radixgrove.worker.attention.{choice.value}")
     kind: type[AttentionBackend] = getattr(module, _CLASSES[choice])
@@ -83,4 +89,5 @@ def _create(
         head_dim=config.attention.head_dim,
         scale=config.attention.scale,
         dtype=dtype,
+        windows=windows,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,14 @@ from radixgrove.kernels.autotune import Projection
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.weight import Weight
-from radixgrove.protocol.model.config import Attention, ModelConfig, ModelError, Norms, QkNorm
+from radixgrove.protocol.model.config import (
+    Attention,
+    ModelConfig,
+    ModelError,
+    Norms,
+    QkNorm,
+    RopeConfig,
+)
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
 from radixgrove.worker.models.formats.base import UNQUANTIZED
 from radixgrove.worker.models.hugepages import use_huge_pages
@@ -26,6 +33,8 @@ from radixgrove.worker.models.layers import (
     TensorPlacement,
     VocabTable,
     WidthNorms,
+    norm_part,
+    norm_weight,
 )
 from radixgrove.worker.models.mlp import FeedForward, Mixture
 from radixgrove.worker.models.ops import Ops
@@ -34,25 +43,30 @@ from radixgrove.worker.models.rope import identity_table, rotary_table
 from radixgrove.worker.models.stages import Stage
 
 _QUANTIZED = {FLOAT8: "float8", torch.int8: "int8"}
-ROTATED, UNROTATED = 0, 1  # of a decoder's rotary tables
 
 
 class DecoderLayer:
     """Attention, and an MLP or experts, each with norms before or after it, and its residual."""
 
     def __init__(
-        self, config: ModelConfig, index: int, place: TensorPlacement, pool_index: int
+        self,
+        config: ModelConfig,
+        index: int,
+        place: TensorPlacement,
+        pool_index: int,
+        table: int,
     ) -> None:
         """
         Args:
             index: of the layer in the model.
             pool_index: of its pages in the pool, which holds the layers of this stage.
+            table: of the decoder's rotary tables.
         """
         prefix = f"model.layers.{index}"
         own = f"{prefix}.self_attn"
         hidden, attention = config.hidden_size, config.attention
         self._index = pool_index
-        self._table = UNROTATED if index in attention.unrotated else ROTATED
+        self._table = table
         self._qkv = Linear.column(place, hidden, _qkv_rows(attention, own), bias=attention.qkv_bias)
         self._output = Linear.row(
             place, f"{own}.o_proj", attention.queries, hidden, bias=attention.output_bias
@@ -72,16 +86,18 @@ class DecoderLayer:
         else:
             self.mlp = FeedForward(config.mlp, hidden, f"{prefix}.mlp", place, self._after_mlp)
         per_head = attention.qk_norm is QkNorm.HEAD
-        self._q_norm = place.empty(attention.head_dim) if per_head else None
-        self._k_norm = place.empty(attention.head_dim) if per_head else None
+        width, kind = attention.head_dim, names.kind
+        self._q_norm = norm_weight(place, width, kind) if per_head else None
+        self._k_norm = norm_weight(place, width, kind) if per_head else None
+        self._norm_kind = kind
         self._qk_eps = names.eps
         self._width_norms: WidthNorms | None = None
         if attention.qk_norm is QkNorm.WIDTH:
             widths = attention.queries, attention.keys
             self._width_norms = WidthNorms(own, place, *widths, names.eps)
         self._vectors = {
-            f"{own}.q_norm.weight": self._q_norm,
-            f"{own}.k_norm.weight": self._k_norm,
+            f"{own}.q_norm": self._q_norm,
+            f"{own}.k_norm": self._k_norm,
         }
         shard = place.group.shard
         self._queries = shard.split(attention.queries)[1]  # of a token, on this rank
@@ -102,7 +118,7 @@ class DecoderLayer:
                 yield from part.parts()
         for name, vector in self._vectors.items():
             if vector is not None:
-                yield WeightPart(name, vector, tuple(vector.shape), dummy=1.0)
+                yield norm_part(name, vector, self._norm_kind)
 
     def matrices(self) -> list[Tensor]:
         """The weights of its products."""
@@ -184,6 +200,14 @@ class DecoderLayer:
         return None if nothing_wanted else attended.flatten(1).index_select(0, wanted)
 
 
+def _distinct(ropes: Iterable[RopeConfig | None]) -> list[RopeConfig | None]:
+    found: list[RopeConfig | None] = []
+    for rope in ropes:
+        if rope not in found:
+            found.append(rope)
+    return found
+
+
 def _qkv_rows(attention: Attention, prefix: str) -> list[Rows]:
     """Of the tensors that have them; `prefix`: of the names of attention's."""
     sizes = attention.queries, attention.keys, attention.keys
@@ -245,13 +269,24 @@ class Decoder:
                 _refuse_quantized_head(place)
                 name = EMBEDDING if config.tied_embeddings else HEAD
                 self._head = VocabTable(place, name, *sizes)
+        self._ropes = _distinct(map(config.attention.rope_of, stage.layers))
         self._layers = [
-            DecoderLayer(config, index, place, index - stage.layers.start) for index in stage.layers
+            DecoderLayer(
+                config,
+                index,
+                place,
+                index - stage.layers.start,
+                self._ropes.index(config.attention.rope_of(index)),
+            )
+            for index in stage.layers
         ]
         self._norm: Norm | None = None
         if stage.has_head:
             self._norm = Norm(place, "model.norm", config.hidden_size, stream_norms(config))
-        self._embedding_factor = config.multipliers.embedding / config.multipliers.residual
+        factor = config.multipliers.embedding / config.multipliers.residual
+        if config.multipliers.embedding_in_dtype:
+            factor = torch.tensor(factor, dtype=place.dtype).item()
+        self._embedding_factor = factor
         self.weights_bytes = 0  # of this rank's parameters; known after `prepare`
         self._mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, Mixture)]
         self.expert_bytes = sum(mixture.expert_bytes for mixture in self._mixtures)
@@ -289,12 +324,11 @@ class Decoder:
         return [mixture.weights for mixture in self._mixtures], count
 
     def _rotary_tables(self) -> list[Tensor]:
-        """By `ROTATED`, and by `UNROTATED` if there are such layers."""
-        attention, length = self.config.attention, self.config.max_position_embeddings
-        tables = [rotary_table(attention.rope, attention.head_dim, length, self.device)]
-        if attention.unrotated:
-            tables.append(identity_table(attention.head_dim, length, self.device))
-        return tables
+        sizes = self.config.attention.head_dim, self.config.max_position_embeddings, self.device
+        return [
+            identity_table(*sizes) if rope is None else rotary_table(rope, *sizes)
+            for rope in self._ropes
+        ]
 
     def _count_experts(self) -> Tensor | None:
         """[layers, experts] int64 to which steps add each expert's tokens; every rank routes all

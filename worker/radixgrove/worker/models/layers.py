@@ -74,6 +74,29 @@ class Rows:
         return [cls(prefix, size, first, sum(sizes)) for size, first in zip(sizes, firsts)]  # noqa: B905
 
 
+def norm_weight(place: TensorPlacement, width: int, kind: NormKind) -> Tensor:
+    """Of an RMSNorm or a LayerNorm; in float32 where the checkpoint's is 1 less, which has more
+    digits than the sum would keep."""
+    if kind is not NormKind.RMS_OF_ONE:
+        return place.empty(width)
+    return torch.empty(width, dtype=torch.float32, device=place.device)
+
+
+def norm_part(name: str, weight: Tensor, kind: NormKind) -> WeightPart:
+    """What fills a weight of `norm_weight`."""
+
+    def store(window: Tensor) -> None:
+        weight.copy_(window).add_(1.0)
+
+    return WeightPart(
+        f"{name}.weight",
+        weight,
+        tuple(weight.shape),
+        store=store if kind is NormKind.RMS_OF_ONE else None,
+        dummy=1.0,
+    )
+
+
 class Norm:
     """Of the residual stream, or of what is to join it."""
 
@@ -83,7 +106,8 @@ class Norm:
             name: in the checkpoint, without `.weight`.
         """
         self.eps = norms.eps
-        self.weight = place.empty(width)
+        self._kind = norms.kind
+        self.weight = norm_weight(place, width, norms.kind)
         self._bias = place.empty(width) if norms.kind is NormKind.LAYER else None
         self._name = name
 
@@ -93,9 +117,9 @@ class Norm:
         return self._bias is None
 
     def parts(self) -> Iterator[WeightPart]:
-        shape = tuple(self.weight.shape)
-        yield WeightPart(f"{self._name}.weight", self.weight, shape, dummy=1.0)
+        yield norm_part(self._name, self.weight, self._kind)
         if self._bias is not None:
+            shape = tuple(self._bias.shape)
             yield WeightPart(f"{self._name}.bias", self._bias, shape, dummy=0.0)
 
     @property

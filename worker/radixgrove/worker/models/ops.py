@@ -241,7 +241,7 @@ class TorchOps:
             # Of x beside -x the mean is 0 and the variance the mean square, which makes of
             # `layer_norm`, one call and in float32, an RMSNorm.
             normed = torch.layer_norm(torch.cat((x, -x), -1), (2 * size,), eps=eps)
-            return normed[..., :size] * weight
+            return (normed[..., :size] * weight).to(x.dtype)
         # Fewer and cheaper calls than `F.rms_norm`; the sum is in float32 for every dtype.
         norm: Tensor = torch.linalg.vector_norm(x, 2, -1, keepdim=True, dtype=torch.float32)
         scale = norm.square_().mul_(1 / size).add_(eps).rsqrt_()

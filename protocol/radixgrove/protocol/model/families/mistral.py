@@ -9,10 +9,9 @@ from radixgrove.protocol.model.source import Source
 
 def _read(source: Source) -> ModelConfig:
     return source.decoder(
-        attention=source.attention(kv_heads=8),
+        attention=source.attention(kv_heads=8, window=source.window(4096)),
         mlp=source.mlp(),
         norms=Norms(eps=source.number("rms_norm_eps", 1e-6)),
-        window=source.window(4096),
     )
 
 

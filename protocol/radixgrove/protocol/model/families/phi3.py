@@ -9,10 +9,9 @@ from radixgrove.protocol.model.source import Source
 
 def _read(source: Source) -> ModelConfig:
     return source.decoder(
-        attention=source.attention(fused="qkv_proj"),
+        attention=source.attention(fused="qkv_proj", window=source.window(None)),
         mlp=source.mlp(gate="gate_up_proj", up="gate_up_proj"),
         norms=Norms(eps=source.number("rms_norm_eps", 1e-5)),
-        window=source.window(None),
     )
 
 

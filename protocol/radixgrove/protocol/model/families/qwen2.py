@@ -9,18 +9,20 @@ from radixgrove.protocol.model.source import Source
 
 def _read(source: Source) -> ModelConfig:
     return source.decoder(
-        attention=source.attention(kv_heads=32, qkv_bias=True),
+        attention=source.attention(
+            kv_heads=32,
+            qkv_bias=True,
+            window=source.window_if_used(4096),
+            windowed=later_layers(source),
+        ),
         mlp=source.mlp(),
         norms=Norms(eps=source.number("rms_norm_eps", 1e-6)),
-        window=window_of_later_layers(source),
     )
 
 
-def window_of_later_layers(source: Source) -> int | None:
-    """Layers from `max_window_layers` on have one, with `use_sliding_window`."""
-    window = source.window_if_used(4096)
-    later = source.full_layers() < source.num_layers
-    return window if source.has_windowed_layers(later) else None
+def later_layers(source: Source) -> frozenset[int]:
+    """Those from `max_window_layers` on have a window, with `use_sliding_window`."""
+    return source.windowed_layers(range(source.full_layers(), source.num_layers))
 
 
 QWEN2 = Family("Qwen2ForCausalLM", "qwen2", 32768, _read)

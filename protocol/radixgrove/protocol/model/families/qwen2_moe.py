@@ -9,7 +9,12 @@ from radixgrove.protocol.model.source import Source
 
 def _read(source: Source) -> ModelConfig:
     return source.decoder(
-        attention=source.attention(kv_heads=16, qkv_bias=source.flag("qkv_bias", True)),
+        attention=source.attention(
+            kv_heads=16,
+            window=source.window_if_used(4096),
+            windowed=_windowed(source),
+            qkv_bias=source.flag("qkv_bias", True),
+        ),
         mlp=source.mlp(),
         norms=Norms(eps=source.number("rms_norm_eps", 1e-6)),
         experts=source.experts(
@@ -20,14 +25,13 @@ def _read(source: Source) -> ModelConfig:
             shared=5632,
             by_layer=True,
         ),
-        window=_window(source),
     )
 
 
-def _window(source: Source) -> int | None:
-    """Every other layer before `max_window_layers` has one, with `use_sliding_window`."""
-    window = source.window_if_used(4096)
-    return window if source.has_windowed_layers(source.full_layers() > 0) else None
+def _windowed(source: Source) -> frozenset[int]:
+    """Every other layer before `max_window_layers` has a window, with `use_sliding_window`."""
+    last = min(source.full_layers(), source.num_layers)
+    return source.windowed_layers(range(0, last, 2))
 
 
 QWEN2_MOE = Family("Qwen2MoeForCausalLM", "qwen2_moe", 32768, _read)

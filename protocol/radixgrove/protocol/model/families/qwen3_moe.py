@@ -11,7 +11,11 @@ def _read(source: Source) -> ModelConfig:
     bias = source.flag("attention_bias")
     return source.decoder(
         attention=source.attention(
-            kv_heads=4, qkv_bias=bias, output_bias=bias, qk_norm=QkNorm.HEAD
+            kv_heads=4,
+            window=source.window_if_used(4096),
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=QkNorm.HEAD,
         ),
         mlp=source.mlp(),
         norms=Norms(eps=source.number("rms_norm_eps", 1e-6)),
@@ -22,7 +26,6 @@ def _read(source: Source) -> ModelConfig:
             size=768,
             by_layer=True,
         ),
-        window=source.window_if_used(4096),
     )
 
 

@@ -8,18 +8,19 @@ from radixgrove.protocol.model.source import Source
 
 
 def _read(source: Source) -> ModelConfig:
-    bias = source.flag("attention_bias")
+    bias, unrotated = source.flag("attention_bias"), _unrotated(source)
     return source.decoder(
         attention=source.attention(
             kv_heads=4,
             theta=2e6,
-            unrotated=_unrotated(source),
+            unrotated=unrotated,
+            window=source.window_if_used(None),
+            windowed=source.windowed_layers(unrotated),
             qkv_bias=bias,
             output_bias=bias,
         ),
         mlp=source.mlp(bias=source.flag("mlp_bias")),
         norms=Norms(eps=source.number("rms_norm_eps", 1e-6)),
-        window=_window(source),
         tied=True,
     )
 
@@ -35,12 +36,6 @@ def _unrotated(source: Source) -> frozenset[int]:
             f"got {rotate!r}"
         )
     return frozenset(layer for layer in layers if not rotate[layer])
-
-
-def _window(source: Source) -> int | None:
-    """Layers that rotate have one, with `use_sliding_window`."""
-    window = source.window_if_used(None)
-    return window if source.has_windowed_layers(window is not None) else None
 
 
 SMOLLM3 = Family("SmolLM3ForCausalLM", "smollm3", 32768, _read)

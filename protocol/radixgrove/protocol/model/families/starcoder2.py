@@ -10,12 +10,13 @@ from radixgrove.protocol.model.source import Source
 def _read(source: Source) -> ModelConfig:
     bias = source.flag("use_bias", True)
     return source.decoder(
-        attention=source.attention(kv_heads=2, qkv_bias=bias, output_bias=bias),
+        attention=source.attention(
+            kv_heads=2, window=source.window(None), qkv_bias=bias, output_bias=bias
+        ),
         mlp=source.mlp(
             activation=Activation.GELU_TANH, bias=bias, gate="", up="c_fc", down="c_proj"
         ),
         norms=Norms(kind=NormKind.LAYER, eps=source.number("norm_epsilon", 1e-5)),
-        window=source.window(None),
         tied=True,
     )
 

@@ -1,0 +1,129 @@
+"""Attention of layers that see a row's last tokens alone, against all of attention masked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from radixgrove.kernels import attention, decode
+from radixgrove.kernels.decode import DecodeConfig, DecodeWorkspace
+from radixgrove.kernels.rope import rope_store_reference
+from tests.kernels.helpers import PagedKv, assert_close
+
+pytest.importorskip("triton")
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE, SCALE = 4, 2, 32, 16, 0.3
+LENGTHS = [1, 16, 20, 65, 130]
+WINDOWS = pytest.mark.parametrize("window", [1, 16, 20, 64, 500])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["wide", "narrow"])
+
+
+def paged(lengths: list[int], dtype: torch.dtype, device: torch.device) -> PagedKv:
+    return PagedKv.random(
+        lengths,
+        page_size=PAGE,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def exact(q: Tensor, kv: PagedKv, indptr: Tensor, window: int) -> Tensor:
+    """Softmax over a query's own window, row by row, apart from the code under test."""
+    rows = []
+    for item, (row, kv_len) in enumerate(zip(kv.rows.tolist(), kv.kv_lens.tolist(), strict=True)):
+        own = kv.page_table[row, : -(-kv_len // PAGE)].long()
+        k, v = kv.pages[:, own].flatten(1, 2)[:, :kv_len].double()
+        first, stop = int(indptr[item]), int(indptr[item + 1])
+        for index, query in enumerate(q[first:stop].double()):
+            end = kv_len - (stop - first) + index + 1
+            begin = max(0, end - window)
+            heads = query.view(KV_HEADS, -1, HEAD_DIM)
+            scores = torch.einsum("kgd,nkd->kgn", heads, k[begin:end]) * SCALE
+            rows.append(
+                torch.einsum("kgn,nkd->kgd", scores.softmax(-1), v[begin:end]).flatten(0, 1)
+            )
+    return torch.stack(rows)
+
+
+@WINDOWS
+@DTYPES
+def test_decode(window: int, dtype: torch.dtype, device: torch.device) -> None:
+    kv = paged(LENGTHS, dtype, device)
+    q = torch.randn(len(LENGTHS), HEADS, HEAD_DIM, device=device).to(dtype)
+    workspace = DecodeWorkspace(len(LENGTHS), HEADS, KV_HEADS, HEAD_DIM, device)
+    workspace.stats.fill_(float("nan"))
+    expected = exact(q, kv, torch.arange(len(LENGTHS) + 1), window)
+    arguments = q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, SCALE
+    for config in (None, DecodeConfig(block_n=16, stages=2, warps=1, programs=2, least=1)):
+        out = decode.decode_attention(*arguments, workspace, window=window, config=config)
+        assert_close(out, expected)
+        assert not workspace.counters.any(), "counters must be zero between launches"
+    assert_close(decode.decode_attention_reference(*arguments, window), expected)
+
+
+def test_decode_gives_each_of_many_rows_a_program(device: torch.device) -> None:
+    lengths = [1 + 7 * index % 60 for index in range(3 * 4 * decode._multiprocessors(device))]
+    kv = paged(lengths, torch.bfloat16, device)
+    q = torch.randn(len(lengths), HEADS, HEAD_DIM, device=device).bfloat16()
+    workspace = DecodeWorkspace(len(lengths), HEADS, KV_HEADS, HEAD_DIM, device)
+    out = decode.decode_attention(
+        q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, SCALE, workspace, window=24
+    )
+    assert_close(out, exact(q, kv, torch.arange(len(lengths) + 1), 24))
+
+
+@WINDOWS
+def test_decode_from_a_projection(window: int, device: torch.device) -> None:
+    kv = paged(LENGTHS, torch.float32, device)
+    width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    qkv = torch.randn(len(LENGTHS), width, device=device)
+    angles = torch.rand(max(LENGTHS), HEAD_DIM // 2, device=device) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    workspace = DecodeWorkspace(len(LENGTHS), HEADS, KV_HEADS, HEAD_DIM, device)
+    positions = kv.kv_lens.long() - 1
+    slots = kv.page_table[kv.rows.long(), positions // PAGE].long() * PAGE + positions % PAGE
+    stored = kv.pages.clone()
+    q = rope_store_reference(qkv.clone(), cos_sin, positions, slots, stored)
+    out = decode.rope_decode_attention(
+        qkv,
+        cos_sin,
+        kv.pages,
+        kv.rows,
+        kv.kv_lens,
+        kv.page_table,
+        SCALE,
+        workspace,
+        window=window,
+    )
+    kv.pages = stored
+    assert_close(out, exact(q, kv, torch.arange(len(LENGTHS) + 1), window), 1e-5)
+
+
+@WINDOWS
+@DTYPES
+@pytest.mark.parametrize("news", [[1, 16, 3, 65, 70], [1, 1, 20, 5, 130]], ids=["long", "mixed"])
+def test_extend(window: int, news: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Chunks that begin their rows, and chunks behind what is in the pages already."""
+    kv = paged(LENGTHS, dtype, device)
+    q = torch.randn(sum(news), HEADS, HEAD_DIM, device=device).to(dtype)
+    indptr = torch.tensor([0, *torch.tensor(news).cumsum(0).tolist()], device=device).int()
+    arguments = q, kv.pages, kv.rows, indptr, kv.kv_lens, kv.page_table, SCALE
+    expected = exact(q, kv, indptr, window)
+    for longest in (16, 130):
+        out = attention.extend_attention(*arguments, longest, window=window)
+        assert_close(out, expected)
+    assert_close(attention.extend_attention_reference(*arguments, window), expected)
+
+
+def test_prefixes_in_common_have_no_window(device: torch.device) -> None:
+    kv = paged([20, 20], torch.float32, device)
+    q = torch.randn(2, HEADS, HEAD_DIM, device=device)
+    workspace = DecodeWorkspace(2, HEADS, KV_HEADS, HEAD_DIM, device)
+    nothing = torch.zeros(2, dtype=torch.int32, device=device)
+    prefixes = decode.SharedPrefixes(nothing[:, None] - 1, nothing, nothing)
+    arguments = q, kv.pages, kv.rows, kv.kv_lens, kv.page_table, SCALE, workspace
+    with pytest.raises(ValueError, match="without a window"):
+        decode.decode_attention(*arguments, prefixes=prefixes, window=8)
