@@ -359,8 +359,8 @@ def launch_float8(hidden: int, *, few: bool = False) -> None:
             quantize.quantize(x, weight, norm=x[0], residual=x.clone())
 
 
-def launch_int8(hidden: int) -> None:
-    """Products of int8 weights at every tile, and what quantizes their inputs."""
+def launch_int8(hidden: int, *, few: bool = False) -> None:
+    """Products of int8 weights at every tile, and what quantizes their inputs; `few`: at one."""
     weight = Weight(
         torch.empty(2048, hidden, dtype=torch.int8),
         torch.bfloat16,
@@ -371,7 +371,7 @@ def launch_int8(hidden: int) -> None:
     x = torch.zeros(4, hidden, dtype=torch.bfloat16)
     int8.quantize_int8(x, weight, norm=x[0], residual=x.clone())
     int8.quantize_int8(torch.zeros(4, 2 * hidden, dtype=torch.bfloat16), weight, silu=True)
-    for tokens in (1, 32, 256, 8192):
+    for tokens in (32,) if few else (1, 32, 256, 8192):
         values = torch.zeros(tokens, hidden, dtype=torch.int8)
         residual = torch.zeros(tokens, 2048, dtype=torch.bfloat16)
         int8.int8_product(values, torch.ones(tokens, 1), weight, residual=residual)
@@ -525,4 +525,5 @@ if __name__ == "__main__":
         launch_all(torch.bfloat16, few=True)
         launch_paged(torch.bfloat16, FLOAT8, few=True)
         launch_float8(4096, few=True)
+        launch_int8(4096, few=True)
         launch_sampling()

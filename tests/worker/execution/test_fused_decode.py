@@ -53,8 +53,9 @@ class Decoding(DecodingBackend):
         return super().attend_qkv(layer, qkv, *rest)
 
 
-def rope_decode_attention(*arguments: Any) -> Tensor:
+def rope_decode_attention(*arguments: Any, window: int | None) -> Tensor:
     """The kernel's reference, which needs no workspace."""
+    assert not window, "no model here has windows"
     others = (value for value in arguments if not isinstance(value, DecodeWorkspace))
     return rope_decode_attention_reference(*others)
 
