@@ -21,6 +21,7 @@ from radixgrove.kernels._triton import (
     pdl,
     tl,
 )
+from radixgrove.kernels.norm import prepared_row
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
 
@@ -102,22 +103,9 @@ def _quantize_int8_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
-    wide = x.to(tl.float32)
-    # What a kernel of its own would store is rounded as that would be.
-    if SILU:
-        up = tl.load(x_ptr + row * x_stride + k + columns, mask=mask, other=0.0).to(tl.float32)
-        wide = (wide / (1.0 + tl.exp(-wide)) * up).to(x.dtype).to(tl.float32)
-    if ADD:
-        total = wide + tl.load(residual_ptr + row * k + columns, mask=mask, other=0.0).to(
-            tl.float32
-        )
-        x = total.to(x.dtype)
-        tl.store(residual_ptr + row * k + columns, x, mask=mask)
-        wide = x.to(tl.float32)
-    if NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / k + eps)
-        wide = (wide * scale * norm).to(x.dtype).to(tl.float32)
+    wide = prepared_row(
+        x_ptr, residual_ptr, norm, row, columns, mask, k, x_stride, eps, ADD, NORM, SILU
+    )
     nan = tl.max((wide != wide).to(tl.int32), axis=0)
     if STATIC:
         scale = tl.load(static_ptr)

@@ -62,6 +62,41 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * hidden + columns, (wide * scale * weight).to(x.dtype), mask=mask)
 
 
+@jit
+def prepared_row(
+    x_ptr,
+    residual_ptr,
+    norm,
+    row,
+    columns,
+    mask,
+    k,
+    x_stride,
+    eps,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """A row that is about to be quantized, float32: SiLU-and-multiplied, added to the residual, and
+    normed by `norm`, each if asked for, and rounded as a kernel of its own would store it."""
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
+    wide = x.to(tl.float32)
+    if SILU:
+        up = tl.load(x_ptr + row * x_stride + k + columns, mask=mask, other=0.0).to(tl.float32)
+        wide = (wide / (1.0 + tl.exp(-wide)) * up).to(x.dtype).to(tl.float32)
+    if ADD:
+        total = wide + tl.load(residual_ptr + row * k + columns, mask=mask, other=0.0).to(
+            tl.float32
+        )
+        x = total.to(x.dtype)
+        tl.store(residual_ptr + row * k + columns, x, mask=mask)
+        wide = x.to(tl.float32)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / k + eps)
+        wide = (wide * scale * norm).to(x.dtype).to(tl.float32)
+    return wide
+
+
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     tokens, hidden = x.shape
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
