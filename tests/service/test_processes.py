@@ -22,3 +22,28 @@ def test_nothing_gets_the_number_of_a_standard_stream_that_was_closed(tmp_path: 
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *program]
     subprocess.run(closed, check=True, timeout=60)
     assert int(file.read_text()) > 2
+
+
+_FREES_LARGE_BLOCKS = """
+import re, sys
+from pathlib import Path
+from radixgrove.service.processes import give_large_blocks_back
+
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+give_large_blocks_back()
+bytearray(8 << 20)  # from here on the C library keeps blocks of this size, if it may
+before, kept = resident(), []
+for _ in range(8):
+    large = [bytes(8 << 20) for _ in range(2)]
+    kept.append(bytearray(100_000))  # behind them
+    del large
+print(resident() - before)
+"""
+
+
+def test_what_large_bodies_took_is_given_back() -> None:
+    program = [sys.executable, "-c", _FREES_LARGE_BLOCKS]
+    done = subprocess.run(program, check=True, timeout=60, capture_output=True, text=True)
+    assert int(done.stdout) < 4 << 20

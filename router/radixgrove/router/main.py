@@ -20,7 +20,7 @@ from radixgrove.service.auth import ApiKeys, KeyFileError
 from radixgrove.service.directories import private_directory
 from radixgrove.service.listening import check_management, listen
 from radixgrove.service.liveness import tick
-from radixgrove.service.processes import take_descriptors
+from radixgrove.service.processes import give_large_blocks_back, take_descriptors
 from radixgrove.service.redis_rules import RedisAddress
 from radixgrove.service.supervisor import Supervised
 
@@ -57,6 +57,7 @@ def run_process(settings: RouterSettings, index: int, shared: Path | None) -> in
 
     logs.configure(settings.log_level.value, json=settings.log_json)
     logs.count_drops()
+    give_large_blocks_back()
 
     async def serve() -> None:
         await RouterProcess(settings, index, shared).run()

@@ -1,4 +1,5 @@
-"""What a process gets from the system: an end with the one that started it, and descriptors."""
+"""What a process gets from the system, and gives back: an end with the one that started it,
+descriptors, memory."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ import signal
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # mallopt(3)
+_LARGE = 1 << 20  # bytes
+_ARENAS = 2  # each keeps what its threads freed; by default there are eight a core
 
 # Loaded before any fork: between fork and exec a child must not take the import lock.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,3 +49,16 @@ def take_descriptors() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a sandbox may refuse it
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def give_large_blocks_back() -> None:
+    """Makes the C library return the memory of a large body, or of what it becomes, when it is
+    freed, and not keep it in a heap.
+
+    Once a block of some megabytes was freed, glibc takes the next ones of that size from its heap,
+    whose memory comes back only where nothing behind it lives on. Other libraries have no such
+    setting.
+    """
+    with contextlib.suppress(AttributeError):
+        _libc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        _libc.mallopt(_M_ARENA_MAX, _ARENAS)

@@ -15,6 +15,7 @@ from radixgrove.service import logs
 from radixgrove.service.auth import ApiKeys
 from radixgrove.service.listening import listen
 from radixgrove.service.liveness import tick
+from radixgrove.service.processes import give_large_blocks_back
 from radixgrove.service.server import Server
 from radixgrove.worker.frontend.app import Frontend
 from radixgrove.worker.frontend.generation import Signal
@@ -36,6 +37,7 @@ def run(directory: Path, index: int) -> None:
     logs.configure(settings.log_level, json=settings.log_json)
     logs.count_drops()
     logs.LevelFile(directory).follow()
+    give_large_blocks_back()
     frontend = Frontend(
         settings,
         ServedModel.load(runtime.model_dir, settings),
