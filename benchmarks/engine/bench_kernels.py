@@ -28,6 +28,7 @@ from radixgrove.kernels import (
     moe_tuning,
     norm,
     rope,
+    routing,
     sample,
     top_k_top_p,
 )
@@ -388,13 +389,13 @@ def bench_experts() -> None:
     """A layer's experts by the tuner's choice, in bf16 and float8, and by `grouped_mm`; the bytes
     are those of the experts that random logits choose."""
     for name, (experts, top_k, hidden, inner) in EXPERTS.items():
-        router = moe.Router(moe.Routing(top_k, renormalize=True))
+        router = routing.Router(routing.Routing(top_k, renormalize=True))
         for kind in ("bf16", "row", "blocks"):
             layers = [expert_layer(kind, experts, hidden, inner, router) for _ in range(4)]
             item = layers[0].gate_up.payload.element_size()
             for tokens in (1, 4, 16, 64, 256, 1024, 8192):
                 x, logits = random(tokens, hidden), torch.randn(tokens, experts, device="cuda")
-                used = len(moe.route_reference(logits, router).ids.unique())
+                used = len(routing.route_reference(logits, router).ids.unique())
                 moved = used * 3.0 * hidden * inner * item
                 flops = 6.0 * tokens * top_k * hidden * inner
                 time = partial(time_experts, x, logits, layers)
@@ -409,7 +410,7 @@ def bench_experts() -> None:
 
 
 def expert_layer(
-    kind: str, experts: int, hidden: int, inner: int, router: moe.Router
+    kind: str, experts: int, hidden: int, inner: int, router: routing.Router
 ) -> moe.ExpertWeights:
     matrices = (
         random(experts, rows, columns) / columns**0.5

@@ -45,6 +45,7 @@ from radixgrove.kernels import (
     penalties,
     quantize,
     rope,
+    routing,
     sample,
     top_k_top_p,
 )
@@ -74,6 +75,7 @@ MODULES = (
     norm,
     pages,
     quantize,
+    routing,
     sample,
     rope,
     decode_inputs,
@@ -269,9 +271,9 @@ def launch_experts(dtype: torch.dtype, *, few: bool = False) -> None:
     """Every way of a mixture, one layer of Qwen3-30B-A3B's widths, with fewer experts."""
     experts, hidden, inner = 16, 2048, 768
     places = torch.arange(experts, dtype=torch.int32)
-    router = moe.Router(moe.Routing(8, renormalize=True), load=torch.zeros(experts).long())
-    held = moe.Router(
-        moe.Routing(8, sigmoid=True, groups=4, groups_kept=2, group_top=2), places=places
+    router = routing.Router(routing.Routing(8, renormalize=True), load=torch.zeros(experts).long())
+    held = routing.Router(
+        routing.Routing(8, sigmoid=True, groups=4, groups_kept=2, group_top=2), places=places
     )
     for kind in (held,) if few else (router, held):
         weights = moe.ExpertWeights(
@@ -282,7 +284,7 @@ def launch_experts(dtype: torch.dtype, *, few: bool = False) -> None:
         for tokens in (1, 8192) if few else (1, 64, 8192):
             x, logits = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, experts)
             moe.experts(x, logits, weights, x.clone())
-        moe.route_and_sort(torch.zeros(64, experts), kind, experts, 16, counters=64)
+        routing.route_and_sort(torch.zeros(64, experts), kind, experts, 16, counters=64)
     if dtype == torch.bfloat16:
         for activations, blocks in () if few else FLOAT8_KINDS:
             launch_float8_experts(activations, blocks=blocks)
@@ -311,7 +313,7 @@ def float8_experts(
 
 def launch_float8_experts(activations: Activations, *, blocks: bool) -> None:
     stacks = float8_experts(4, 2048, 768, activations, blocks=blocks)
-    weights = moe.ExpertWeights(*stacks, moe.Router(moe.Routing(2)))
+    weights = moe.ExpertWeights(*stacks, routing.Router(routing.Routing(2)))
     for tokens in (1, 16, 1024):
         x, logits = torch.zeros(tokens, 2048, dtype=torch.bfloat16), torch.zeros(tokens, 4)
         moe.experts(x, logits, weights, x.clone())
@@ -387,7 +389,7 @@ def launch_expert_candidates(experts: int, top_k: int, hidden: int, inner: int) 
     def shaped(*shape: int) -> Weight:
         return Weight.plain(torch.zeros(1, dtype=torch.bfloat16).expand(shape))
 
-    router = moe.Router(moe.Routing(top_k, renormalize=True))
+    router = routing.Router(routing.Routing(top_k, renormalize=True))
     plain = shaped(experts, 2 * inner, hidden), shaped(experts, hidden, inner)
     launch_candidates(moe.ExpertWeights(*plain, router), experts)
     for activations, blocks in (Activations.TOKEN, False), (Activations.GROUP, True):

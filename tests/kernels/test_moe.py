@@ -18,11 +18,17 @@ from radixgrove.kernels.moe import (
     ExpertTiles,
     ExpertWeights,
     PairsConfig,
-    Router,
-    Routing,
     TileConfig,
 )
 from radixgrove.kernels.quantize import widened
+from radixgrove.kernels.routing import (
+    Router,
+    Routing,
+    route,
+    route_and_sort,
+    route_reference,
+    sort,
+)
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
 from tests.kernels.helpers import DTYPES, assert_close, sizes
@@ -80,8 +86,8 @@ def test_routes(kind: str, experts: int, bias: bool, tokens: int, device: torch.
     shifts = torch.randn(experts, device=device) * 0.1 if bias and not routing.late else None
     loads = [torch.full((experts,), 7, device=device) for _ in range(2)]
     logits = random_logits(tokens, experts, device)
-    routed = moe.route(logits, Router(routing, shifts, load=loads[0]))
-    expected = moe.route_reference(logits, Router(routing, shifts, load=loads[1]))
+    routed = route(logits, Router(routing, shifts, load=loads[0]))
+    expected = route_reference(logits, Router(routing, shifts, load=loads[1]))
     assert torch.equal(routed.ids, expected.ids)
     torch.testing.assert_close(routed.weights, expected.weights, rtol=1e-5, atol=1e-7)
     assert torch.equal(loads[0], loads[1])
@@ -91,14 +97,14 @@ def test_routes(kind: str, experts: int, bias: bool, tokens: int, device: torch.
 def test_of_equal_scores_the_first_experts_goes_first(device: torch.device) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0]], device=device)
     router = Router(Routing(3))
-    assert moe.route(logits, router).ids.tolist() == [[1, 2, 0], [0, 1, 2]]
-    assert moe.route_reference(logits, router).ids.tolist() == [[1, 2, 0], [0, 1, 2]]
+    assert route(logits, router).ids.tolist() == [[1, 2, 0], [0, 1, 2]]
+    assert route_reference(logits, router).ids.tolist() == [[1, 2, 0], [0, 1, 2]]
 
 
 def test_renormalized_softmax_is_the_late_one(device: torch.device) -> None:
     logits = random_logits(9, 8, device)
-    early = moe.route(logits, Router(Routing(2, renormalize=True)))
-    late = moe.route(logits, Router(Routing(2, late=True)))
+    early = route(logits, Router(Routing(2, renormalize=True)))
+    late = route(logits, Router(Routing(2, late=True)))
     assert torch.equal(early.ids, late.ids)
     torch.testing.assert_close(early.weights, late.weights)
 
@@ -418,10 +424,10 @@ def test_sorts_pairs_by_expert_in_blocks_of_one(block_m: int, device: torch.devi
     """More pairs than a program takes, so that programs must agree on where theirs go."""
     tokens, experts, top_k = 150, 8, 3
     logits = random_logits(tokens, experts, device)
-    routed = moe.route(logits, Router(Routing(top_k)), places=experts)
+    routed = route(logits, Router(Routing(top_k)), places=experts)
     assert routed.counts is not None
     assert len(routed.counts) > 1
-    made = moe.sort(routed, block_m, counters=3000)
+    made = sort(routed, block_m, counters=3000)
     ids = routed.ids.flatten()
     assert torch.equal(made.order.long(), ids.argsort(stable=True))
     assert torch.equal(made.order[made.positions.long()].long().cpu(), torch.arange(ids.numel()))
@@ -456,10 +462,10 @@ def test_few_tokens_are_routed_and_sorted_at_once(
         Router(ROUTINGS[kind], places=places, load=torch.zeros(experts, device=device).long())
         for _ in range(2)
     ]
-    routed, made = moe.route_and_sort(logits, routers[0], count, block_m, counters=3000)
+    routed, made = route_and_sort(logits, routers[0], count, block_m, counters=3000)
     assert routed.counts is None
-    expected = moe.route(logits, routers[1], places=count)
-    apart = moe.sort(expected, block_m, counters=1)
+    expected = route(logits, routers[1], places=count)
+    apart = sort(expected, block_m, counters=1)
     assert torch.equal(routed.ids, expected.ids)
     assert torch.equal(routed.weights, expected.weights)
     assert torch.equal(routers[0].load, routers[1].load)  # type: ignore[arg-type]

@@ -19,8 +19,6 @@ from radixgrove.kernels.moe import (
     ExpertPairs,
     ExpertTiles,
     ExpertWeights,
-    Router,
-    Routing,
     TileConfig,
 )
 from radixgrove.kernels.moe_tuning import (
@@ -30,6 +28,7 @@ from radixgrove.kernels.moe_tuning import (
     candidates,
     search,
 )
+from radixgrove.kernels.routing import Router, Routing
 from radixgrove.kernels.weight import Weight
 
 Cost = Callable[[ExpertChoice], float]

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from radixgrove.kernels.autotune import Projection
-from radixgrove.kernels.moe import ExpertWeights, Router, Routing
+from radixgrove.kernels.moe import ExpertWeights
+from radixgrove.kernels.routing import Router, Routing
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import Activation, ExpertsConfig, Mlp, ModelConfig
 from radixgrove.worker.models.layers import (
