@@ -36,12 +36,13 @@ class PeerAllReduce:
 
     def __init__(self, group: ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self._rank = group.rank()
         self._dtype = dtype
         self._half = _MAX_BYTES // dtype.itemsize
-        self._buffer, self._buffers = _share(group, 2 * self._half, dtype, device)
-        self._flags, self._all_flags = _share(group, PROGRAMS * group.size(), torch.int32, device)
-        self._meetings = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self._buffer, buffers = _share(group, 2 * self._half, dtype, device)
+        self._flags, flags = _share(group, PROGRAMS * group.size(), torch.int32, device)
+        meetings = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        # What a kernel needs to meet the other ranks'.
+        self._exchange = buffers, flags, meetings, self._half, group.rank()
         self.limit = 0
 
     def takes(self, x: Tensor) -> bool:
@@ -52,14 +53,13 @@ class PeerAllReduce:
     def __call__(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in a tensor of its own."""
         total = torch.empty_like(x)
-        all_reduce(x, total, self._buffers, self._all_flags, self._meetings, self._half, self._rank)
+        all_reduce(x, total, *self._exchange)
         return total
 
     def with_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum over the ranks of [T, hidden], and the RMSNorm of it."""
         total, normed = torch.empty_like(x), torch.empty_like(x)
-        exchange = self._buffers, self._all_flags, self._meetings, self._half, self._rank
-        all_reduce_norm(x, total, normed, weight, eps, *exchange)
+        all_reduce_norm(x, total, normed, weight, eps, *self._exchange)
         return total, normed
 
     def tune(self, hidden: int, other: Callable[[Tensor], object]) -> int:
