@@ -1,14 +1,17 @@
-"""Error measure and random paged KV for kernel tests."""
+"""Error measure, random paged KV and inputs to quantize, for kernel tests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from radixgrove.kernels.activation import silu_and_mul_reference
 from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.kernels.norm import rms_norm_reference
 
 # Relative Frobenius error that rounding inputs, sums and outputs to the type explains.
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
@@ -80,3 +83,33 @@ class PagedKv:
             torch.tensor(lengths, dtype=torch.int32, device=device),
             table.to(device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedInputs:
+    """Inputs of a kernel that quantizes them behind what comes before, and what they come to."""
+
+    x: Tensor
+    options: dict[str, Any]  # of the kernel
+    exact: Tensor  # what is quantized
+    total: Tensor  # the residual with x, where that comes before
+
+    @classmethod
+    def random(cls, before: str, tokens: int, k: int, device: torch.device) -> QuantizedInputs:
+        """`before`: "nothing", "norm", "added norm" or "silu"."""
+        x = torch.randn(tokens, 2 * k if before == "silu" else k, device=device).bfloat16() * 3
+        norm = torch.rand(k, device=device).bfloat16() + 0.5
+        residual = torch.randn(tokens, k, device=device).bfloat16()
+        options: dict[str, Any] = {}
+        exact = x
+        if before == "silu":
+            options["silu"] = True
+            exact = silu_and_mul_reference(x)
+        if before == "added norm":
+            options["residual"] = residual.clone()
+            exact = x + residual
+        total = exact
+        if before.endswith("norm"):
+            options |= {"norm": norm, "eps": 1e-5}
+            exact = rms_norm_reference(exact, norm, 1e-5)
+        return cls(x, options, exact, total)

@@ -26,7 +26,7 @@ from radixgrove.kernels.quantize import widened
 from radixgrove.kernels.scaled import library_takes, multiply_quantized
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
-from tests.kernels.helpers import assert_close
+from tests.kernels.helpers import QuantizedInputs, assert_close
 
 pytest.importorskip("triton")
 
@@ -50,30 +50,16 @@ def weight_of(scheme: str, n: int, k: int, device: torch.device) -> Weight:
 @pytest.mark.parametrize(("tokens", "k"), [(1, 64), (3, 200)])
 def test_quantize(scheme: str, before: str, tokens: int, k: int, device: torch.device) -> None:
     weight = weight_of(scheme, 8, k, device)
-    x = torch.randn(tokens, 2 * k if before == "silu" else k, device=device).bfloat16() * 3
-    norm = torch.rand(k, device=device).bfloat16() + 0.5
-    residual = torch.randn(tokens, k, device=device).bfloat16()
-    options: dict[str, Any] = {}
-    exact = x
-    if before == "silu":
-        options["silu"] = True
-        exact = silu_and_mul_reference(x)
-    if before == "added norm":
-        options["residual"] = residual.clone()
-        exact = x + residual
-    total = exact
-    if before.endswith("norm"):
-        options |= {"norm": norm, "eps": 1e-5}
-        exact = rms_norm_reference(exact, norm, 1e-5)
-    values, scales = quantize_int8(x, weight, **options)
-    expected, expected_scales = quantize_int8_reference(exact, weight)
+    inputs = QuantizedInputs.random(before, tokens, k, device)
+    values, scales = quantize_int8(inputs.x, weight, **inputs.options)
+    expected, expected_scales = quantize_int8_reference(inputs.exact, weight)
     # The kernel's norm rounds otherwise, which moves what lies between two by one.
     apart = (values.int() - expected.int()).abs()
     assert apart.max() <= 1
     assert (apart > 0).float().mean() < 0.02
     torch.testing.assert_close(scales, expected_scales, rtol=1e-2, atol=0)
     if before == "added norm":
-        assert torch.equal(options["residual"], total)
+        assert torch.equal(inputs.options["residual"], inputs.total)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

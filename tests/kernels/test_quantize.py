@@ -23,7 +23,7 @@ from radixgrove.kernels.quantize import quantize, quantize_reference
 from radixgrove.kernels.scaled import _padded, library_takes, multiply_quantized
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
-from tests.kernels.helpers import assert_close
+from tests.kernels.helpers import QuantizedInputs, assert_close
 
 pytest.importorskip("triton")
 
@@ -60,27 +60,13 @@ def same_float8(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(("tokens", "k"), [(1, 64), (3, 200)])
 def test_quantize(scheme: str, before: str, tokens: int, k: int, device: torch.device) -> None:
     weight = weight_of(scheme, 8, k, device)
-    x = torch.randn(tokens, 2 * k if before == "silu" else k, device=device).bfloat16() * 3
-    norm = torch.rand(k, device=device).bfloat16() + 0.5
-    residual = torch.randn(tokens, k, device=device).bfloat16()
-    options: dict[str, Any] = {}
-    exact = x
-    if before == "silu":
-        options["silu"] = True
-        exact = silu_and_mul_reference(x)
-    if before == "added norm":
-        options["residual"] = residual.clone()
-        exact = x + residual
-    total = exact
-    if before.endswith("norm"):
-        options |= {"norm": norm, "eps": 1e-5}
-        exact = rms_norm_reference(exact, norm, 1e-5)
-    values, scales = quantize(x, weight, **options)
-    expected, expected_scales = quantize_reference(exact, weight)
+    inputs = QuantizedInputs.random(before, tokens, k, device)
+    values, scales = quantize(inputs.x, weight, **inputs.options)
+    expected, expected_scales = quantize_reference(inputs.exact, weight)
     same_float8(values, expected)
     torch.testing.assert_close(scales, expected_scales, rtol=1e-2, atol=0)
     if before == "added norm":
-        assert torch.equal(options["residual"], total)
+        assert torch.equal(inputs.options["residual"], inputs.total)
 
 
 def test_quantize_keeps_nan_and_saturates(device: torch.device) -> None:

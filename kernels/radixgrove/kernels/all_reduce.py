@@ -22,6 +22,7 @@ from radixgrove.kernels._triton import (
     pdl,
     tl,
 )
+from radixgrove.kernels.norm import normed
 
 # Of every call, whatever its size: each program counts its own meetings.
 PROGRAMS = 128
@@ -161,9 +162,8 @@ def _all_reduce_norm_kernel(
             )
             tl.store(total_ptr + places, total, mask=inside)
             # The rounded sum is normalised: it is what the residual stream carries on.
-            wide = total.to(tl.float32)
-            scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / hidden + eps)
-            tl.store(out_ptr + places, (wide * scale * weight).to(element), mask=inside)
+            y = normed(total.to(tl.float32), weight, hidden, eps)
+            tl.store(out_ptr + places, y.to(element), mask=inside)
     tl.store(meetings_ptr + program, meeting)
 
 

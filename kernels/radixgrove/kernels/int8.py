@@ -22,11 +22,10 @@ from radixgrove.kernels._triton import (
     tl,
 )
 from radixgrove.kernels.norm import prepared_row
-from radixgrove.kernels.weight import Weight
+from radixgrove.kernels.weight import MIN_SCALE, Weight
 from radixgrove.protocol.model.quantization import Activations
 
 INT8_MAX = 127.0
-_MIN_SCALE = 1e-12  # so that a row of zeros has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def quantize_int8_reference(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
         scales = weight.input_scale[:1].expand(len(x), 1)
         scales = scales.where(~wide.isnan().any(-1, keepdim=True), float("nan"))
     else:
-        scales = wide.abs().amax(-1, keepdim=True).div_(INT8_MAX).clamp_(min=_MIN_SCALE)
+        scales = wide.abs().amax(-1, keepdim=True).div_(INT8_MAX).clamp_(min=MIN_SCALE)
     rounded = (wide / scales).round_().clamp_(-INT8_MAX, INT8_MAX)
     return rounded.nan_to_num_(0.0).to(torch.int8), scales
 

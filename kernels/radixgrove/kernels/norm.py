@@ -30,6 +30,48 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 
 @jit
+def normed(wide, weight, width, eps):
+    """The RMSNorm of a row: float32, as `wide` and `weight`, whose places past `width` are zero."""
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    return wide * scale * weight
+
+
+@jit
+def prepared_row(
+    x_ptr,
+    residual_ptr,
+    norm,
+    row,
+    columns,
+    mask,
+    k,
+    x_stride,
+    eps,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """A row of a product's inputs, float32: SiLU-and-multiplied, added to the residual, and normed
+    by `norm`, each if asked for, and rounded as a kernel of its own would store it. So what is
+    normed is what the residual stream carries on."""
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
+    wide = x.to(tl.float32)
+    if SILU:
+        up = tl.load(x_ptr + row * x_stride + k + columns, mask=mask, other=0.0).to(tl.float32)
+        wide = (wide / (1.0 + tl.exp(-wide)) * up).to(x.dtype).to(tl.float32)
+    if ADD:
+        total = wide + tl.load(residual_ptr + row * k + columns, mask=mask, other=0.0).to(
+            tl.float32
+        )
+        x = total.to(x.dtype)
+        tl.store(residual_ptr + row * k + columns, x, mask=mask)
+        wide = x.to(tl.float32)
+    if NORM:
+        wide = normed(wide, norm, k, eps).to(x.dtype).to(tl.float32)
+    return wide
+
+
+@jit
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -49,52 +91,10 @@ def _rms_norm_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
-    if ADD:
-        total = x.to(tl.float32) + tl.load(
-            residual_ptr + row * hidden + columns, mask=mask, other=0.0
-        ).to(tl.float32)
-        # The sum is rounded first: what is normalised is what the residual stream carries on.
-        x = total.to(x.dtype)
-        tl.store(residual_ptr + row * hidden + columns, x, mask=mask)
-    wide = x.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / hidden + eps)
-    tl.store(out_ptr + row * hidden + columns, (wide * scale * weight).to(x.dtype), mask=mask)
-
-
-@jit
-def prepared_row(
-    x_ptr,
-    residual_ptr,
-    norm,
-    row,
-    columns,
-    mask,
-    k,
-    x_stride,
-    eps,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
-    SILU: tl.constexpr,
-):
-    """A row that is about to be quantized, float32: SiLU-and-multiplied, added to the residual, and
-    normed by `norm`, each if asked for, and rounded as a kernel of its own would store it."""
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
-    wide = x.to(tl.float32)
-    if SILU:
-        up = tl.load(x_ptr + row * x_stride + k + columns, mask=mask, other=0.0).to(tl.float32)
-        wide = (wide / (1.0 + tl.exp(-wide)) * up).to(x.dtype).to(tl.float32)
-    if ADD:
-        total = wide + tl.load(residual_ptr + row * k + columns, mask=mask, other=0.0).to(
-            tl.float32
-        )
-        x = total.to(x.dtype)
-        tl.store(residual_ptr + row * k + columns, x, mask=mask)
-        wide = x.to(tl.float32)
-    if NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / k + eps)
-        wide = (wide * scale * norm).to(x.dtype).to(tl.float32)
-    return wide
+    wide = prepared_row(
+        x_ptr, residual_ptr, weight, row, columns, mask, hidden, x_stride, eps, ADD, True, False
+    )
+    tl.store(out_ptr + row * hidden + columns, wide.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:

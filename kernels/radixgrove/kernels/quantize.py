@@ -24,10 +24,8 @@ from radixgrove.kernels._triton import (
 from radixgrove.kernels.float8 import FLOAT8, FLOAT8_MAX, stored, to_page
 from radixgrove.kernels.int8 import quantize_int8_reference
 from radixgrove.kernels.norm import prepared_row
-from radixgrove.kernels.weight import Weight
+from radixgrove.kernels.weight import MIN_SCALE, Weight
 from radixgrove.protocol.model.quantization import Activations
-
-MIN_SCALE = 1e-12  # of activations, so that a row of zeros has one
 
 
 def widened(weight: Weight) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from radixgrove.protocol.model.quantization import Activations
 
+MIN_SCALE = 1e-12  # of inputs and of rows, so that zeros have one
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
