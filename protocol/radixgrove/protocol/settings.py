@@ -43,6 +43,11 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"
 
 
+class SamplingSource(StrEnum):
+    MODEL = "model"
+    OPENAI = "openai"
+
+
 class AttentionChoice(StrEnum):
     AUTO = "auto"
     FLASHINFER = "flashinfer"
@@ -370,6 +375,11 @@ class WorkerSettings(Settings):
     )
     chat_template: str | None = _field(
         None, "A file with a chat template in place of the model's.", max_length=4096
+    )
+    sampling_defaults: SamplingSource = _field(
+        SamplingSource.MODEL,
+        "Temperature, top_p, top_k, min_p and repetition_penalty of requests that leave them out; "
+        "model: as its `generation_config.json` recommends; openai: 1, 1, off, off, 1.",
     )
     tools_strict: bool = _field(
         True, "Hold arguments of calls to their schemas also where a tool is not `strict`."

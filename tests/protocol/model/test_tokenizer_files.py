@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.directory import DamagedFileError, ModelDirectory
+from radixgrove.protocol.openai.sampling import SamplingDefaults
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.protocol.text.prompts import PromptEncoder
 from radixgrove.protocol.text.tokenizer import SpecialTokens, TokenizerFiles
@@ -158,6 +159,16 @@ def test_the_first_file_that_names_an_end_counts(
     ):
         (tmp_path / name).write_text(json.dumps(content | {"eos_token_id": end}))
     assert ModelDirectory.load(tmp_path).eos_ids == expected
+
+
+def test_what_a_model_recommends_is_read_but_for_what_no_request_may_have(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert ModelDirectory.load(tmp_path).sampling == SamplingDefaults()
+    recommended = {"temperature": 0.6, "top_k": 20, "min_p": None, "top_p": 1.5, "do_sample": True}
+    recommended["repetition_penalty"] = "1.1"
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    assert ModelDirectory.load(tmp_path).sampling == SamplingDefaults(temperature=0.6, top_k=20)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from radixgrove.protocol.openai.requests import (
     peek_model,
     with_model,
 )
+from radixgrove.protocol.openai.sampling import SamplingDefaults
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=1000)
 
@@ -39,6 +41,26 @@ def test_another_model_takes_the_place_of_the_one_that_was_asked_for() -> None:
     changed = with_model(body, "served")
     assert json.loads(changed) == {"model": "served", "n": 1e2, "x": {"model": "a"}, "y": "ü"}
     assert b"1e2" in changed, "what is not read stays as it was written"
+
+
+def test_what_a_request_leaves_out_is_what_the_model_recommends() -> None:
+    recommended = SamplingDefaults(
+        temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.05
+    )
+    limits = msgspec.structs.replace(LIMITS, defaults=recommended)
+
+    def drawn(**fields: Any) -> SamplingDefaults:
+        body = {"model": "m", "prompt": "x", **fields}
+        sampling = parse_completion(json.dumps(body).encode(), limits).generation.sampling
+        names = SamplingDefaults.__struct_fields__
+        return SamplingDefaults(**{name: getattr(sampling, name) for name in names})
+
+    assert drawn() == drawn(temperature=None, top_k=None) == recommended
+    assert drawn(temperature=0, top_k=-1) == msgspec.structs.replace(
+        recommended, temperature=0.0, top_k=0
+    )
+    usual = SamplingDefaults()
+    assert drawn(**msgspec.structs.asdict(usual)) == usual
 
 
 def test_max_tokens_is_what_fits() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from radixgrove.protocol.settings import SamplingSource, WorkerSettings
+from radixgrove.worker.frontend.model import ServedModel
 from radixgrove.worker.messages import EngineInfo
 from tests.conftest import wait_until
 from tests.worker.frontend.conftest import ALIAS, MODEL, Frontend, StartFrontend, prompt_text
@@ -438,3 +441,15 @@ def test_extensions_reach_the_engine(frontend: Frontend) -> None:
     assert submit.priority == 5
     assert submit.cache == "bypass"
     assert submit.domain == "local"
+
+
+@pytest.mark.parametrize(("source", "temperature"), [("model", 0.25), ("openai", 1.0)])
+def test_sampling_that_a_model_recommends(
+    source: str, temperature: float, demo_model_dir: Path, tmp_path: Path
+) -> None:
+    for file in demo_model_dir.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25}')
+    settings = WorkerSettings(sampling_defaults=SamplingSource(source))
+    assert ServedModel.load(tmp_path, settings).limits.defaults.temperature == temperature

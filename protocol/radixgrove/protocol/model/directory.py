@@ -6,12 +6,16 @@ this module.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.parse import parse_config
+from radixgrove.protocol.openai.sampling import SamplingDefaults
 from radixgrove.protocol.text.tokenizer import (
     TOKENIZER_JSON,
     Prompting,
@@ -39,6 +43,7 @@ class ModelDirectory:
     config: ModelConfig
     tokenizer: TokenizerFiles
     eos_ids: tuple[int, ...]  # any of these ends an answer
+    sampling: SamplingDefaults  # that its authors recommend
 
     @classmethod
     def load(cls, path: Path, prompting: Prompting | None = None) -> ModelDirectory:
@@ -58,7 +63,7 @@ class ModelDirectory:
                 eos_ids = _valid_ids(files.eos_id, config.vocab_size)
         except TokenizerError as error:
             raise DamagedFileError(str(error)) from error
-        return cls(config, files, eos_ids)
+        return cls(config, files, eos_ids, _sampling_defaults(generation))
 
 
 def load_config(path: Path) -> ModelConfig:
@@ -122,6 +127,16 @@ def weight_files(path: Path) -> dict[str, frozenset[str] | None]:
             raise DamagedFileError(f"{index} names a file outside its directory: {name!r}")
         tensors.setdefault(name, set()).add(tensor)
     return {name: frozenset(found) for name, found in sorted(tensors.items())}
+
+
+def _sampling_defaults(generation: dict[str, Any]) -> SamplingDefaults:
+    """Of `generation_config.json`; a value that no request may have counts as absent."""
+    valid: dict[str, Any] = {}
+    for name in SamplingDefaults.__struct_fields__:
+        with contextlib.suppress(msgspec.ValidationError, KeyError):
+            single = msgspec.convert({name: generation[name]}, SamplingDefaults)
+            valid[name] = getattr(single, name)
+    return SamplingDefaults(**valid)
 
 
 def _eos_ids(

@@ -15,7 +15,13 @@ import msgspec
 from msgspec import Meta
 
 from radixgrove.protocol.constraints.constraint import Tag
-from radixgrove.protocol.openai.sampling import MAX_TOP_LOGPROBS
+from radixgrove.protocol.openai.sampling import (
+    MAX_TOP_LOGPROBS,
+    Probability,
+    RepetitionPenalty,
+    Temperature,
+    TopK,
+)
 
 MAX_SEQUENCES = 128  # choices of one request: OpenAI's bound for `n`
 MAX_MESSAGES = 8192
@@ -31,7 +37,6 @@ MAX_ALLOWED_TOKENS = 1 << 20
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARS = 256
 
-Probability = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0)]
 Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -120,7 +125,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: StopString | StopStrings | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     top_p: Probability | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -129,9 +134,9 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     service_tier: Any = None  # echoed when it is a string
 
     # Extensions that users of other servers know.
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: TopK | None = None
     min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None

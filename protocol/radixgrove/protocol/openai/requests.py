@@ -32,7 +32,7 @@ from radixgrove.protocol.openai.bodies import (
     Neutral,
     StreamOptions,
 )
-from radixgrove.protocol.openai.sampling import SamplingParams
+from radixgrove.protocol.openai.sampling import SamplingDefaults, SamplingParams
 from radixgrove.protocol.openai.structured import parse_constraint
 from radixgrove.protocol.openai.tools import Tools, parse_tools
 
@@ -47,6 +47,7 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_model_len: int  # prompt and completion together, in tokens
     vocab_size: int  # ids of every id-valued field are below it
+    defaults: SamplingDefaults = SamplingDefaults()  # for what the request leaves out
 
 
 class Envelope(msgspec.Struct, kw_only=True):
@@ -428,15 +429,16 @@ def _generation(
         raise errors.invalid("'min_tokens' must not exceed the tokens to generate.", "min_tokens")
     stop = (wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ())
     options = wire.stream_options or StreamOptions()
+    defaults = limits.defaults
     return Generation(
         sampling=SamplingParams(
             max_tokens=max_tokens or 1,
             seed=secrets.randbits(63) if wire.seed is None else wire.seed % (1 << 63),
-            temperature=_or(wire.temperature, 1.0) + 0.0,  # -0.0 becomes 0.0
-            top_p=_or(wire.top_p, 1.0) or 1.0,
+            temperature=_or(wire.temperature, defaults.temperature) + 0.0,  # -0.0 becomes 0.0
+            top_p=_or(wire.top_p, defaults.top_p) or 1.0,
             top_k=_top_k(wire, limits),
-            min_p=_or(wire.min_p, 0.0),
-            repetition_penalty=_or(wire.repetition_penalty, 1.0),
+            min_p=_or(wire.min_p, defaults.min_p),
+            repetition_penalty=_or(wire.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=_or(wire.presence_penalty, 0.0),
             frequency_penalty=_or(wire.frequency_penalty, 0.0),
             logit_bias=_logit_bias(wire.logit_bias or {}, limits.vocab_size),
@@ -492,7 +494,8 @@ def _top_k(wire: GenerationBody, limits: ModelLimits) -> int:
     """0 is off; an empty nucleus (`top_p: 0`) means the most probable token alone."""
     if wire.top_p == 0:
         return 1
-    return min(max(wire.top_k or 0, 0), limits.vocab_size)
+    top_k = limits.defaults.top_k if wire.top_k is None else wire.top_k
+    return min(max(top_k, 0), limits.vocab_size)
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 # OpenAI's bound for `top_logprobs`; also the width of the tensors that carry them.
 MAX_TOP_LOGPROBS = 20
 # Below it a draw is the most probable token, and logits divided by it leave float32.
 LEAST_TEMPERATURE = 1e-6
+
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1)]
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100)]
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request that leaves a field out is sampled with: as at OpenAI, or as a model says."""
+
+    temperature: Temperature = 1.0
+    top_p: Probability = 1.0
+    top_k: TopK = 0  # 0, -1: off
+    min_p: Probability = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -90,7 +90,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
             return asyncio.run(wait_to_be_replaced(settings))
         model_dir = resolve_model(settings.model)
         weights = settings.load_format is LoadFormat.SAFETENSORS
-        model_files.check(model_dir, settings, weights=weights)
+        model_files.check(model_dir, settings, weights=weights, sampling=settings.sampling_defaults)
         with private_directory("radixgrove-worker-") as directory:
             if settings.node_rank > 0:
                 settings = resolve_settings(settings, model_dir, settings.port)

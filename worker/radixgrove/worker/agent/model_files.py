@@ -9,21 +9,31 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import msgspec
 from safetensors import SafetensorError, safe_open
 
 from radixgrove.protocol.formats.table import UnknownFormatError
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.directory import DamagedFileError, ModelDirectory, weight_files
+from radixgrove.protocol.openai.sampling import SamplingDefaults
+from radixgrove.protocol.settings import SamplingSource
 from radixgrove.protocol.text.templates import ChatTemplate
 from radixgrove.protocol.text.tokenizer import Prompting
 
 _log = logging.getLogger(__name__)
 
 
-def check(model_dir: Path, prompting: Prompting | None = None, *, weights: bool) -> None:
+def check(
+    model_dir: Path,
+    prompting: Prompting | None = None,
+    *,
+    weights: bool,
+    sampling: SamplingSource = SamplingSource.MODEL,
+) -> None:
     """Looks at configuration, tokenizer and, with `weights`, at the weights' headers.
 
-    Says how the output is read, and warns of a tokenizer that knows more tokens than the model.
+    Says how the output is read and how tokens are drawn by default, and warns of a tokenizer that
+    knows more tokens than the model.
 
     Raises:
         ModelError: the first file that is damaged, or why the model cannot be served.
@@ -45,12 +55,25 @@ def check(model_dir: Path, prompting: Prompting | None = None, *, weights: bool)
         raise _damaged(model_dir, str(error)) from error
     unread = ": requests with tools are refused" if form.calls is None else ""
     _log.info("output format: %s%s", form, unread)
+    if sampling is SamplingSource.MODEL:
+        _say_sampling(model.sampling)
     if tokens > model.config.vocab_size:
         _log.warning(
             "the tokenizer has %d token ids and the model rows for %d: prompts with one of the "
             "others are refused",
             tokens,
             model.config.vocab_size,
+        )
+
+
+def _say_sampling(recommended: SamplingDefaults) -> None:
+    usual = msgspec.structs.asdict(SamplingDefaults())
+    changed = {k: v for k, v in msgspec.structs.asdict(recommended).items() if v != usual[k]}
+    if changed:
+        _log.info(
+            "by default tokens are sampled with %s, as the model recommends "
+            "(sampling_defaults: openai keeps OpenAI's values)",
+            ", ".join(f"{name} {value:g}" for name, value in changed.items()),
         )
 
 

@@ -13,8 +13,9 @@ from radixgrove.protocol.formats.shapes import Channels
 from radixgrove.protocol.model.directory import ModelDirectory
 from radixgrove.protocol.openai.requests import ChatRequest, ModelLimits, Request
 from radixgrove.protocol.openai.responses import ModelObject
+from radixgrove.protocol.openai.sampling import SamplingDefaults
 from radixgrove.protocol.openai.tools import ToolMode
-from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.settings import SamplingSource, WorkerSettings
 from radixgrove.protocol.text.prefix_cache import PrefixCache
 from radixgrove.protocol.text.prompts import EncodedPrompt, PromptEncoder
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
@@ -62,6 +63,9 @@ class ServedModel:
             limits=ModelLimits(
                 max_model_len=min(longest, settings.max_model_len or longest),
                 vocab_size=config.vocab_size,
+                defaults=directory.sampling
+                if settings.sampling_defaults is SamplingSource.MODEL
+                else SamplingDefaults(),
             ),
             eos_ids=directory.eos_ids,
             fingerprint="fp_" + sha256(identity.encode()).hexdigest()[:12],

@@ -30,6 +30,7 @@ _OWN = {
     "cors_origins",
     "chat_template",
     "output_format",
+    "sampling_defaults",
     "tools_strict",
     "json_whitespace",
     "grammar_threads",
