@@ -61,7 +61,7 @@ from radixgrove.worker.messages import Tokens
 KINDS = ("free", "one", "all")
 WHITESPACE = 8  # most characters between two tokens of JSON, as by default
 _PROPERTIES = 64  # strings that an answer must have: more than it has room for
-_COLD_PROPERTIES = 900  # of a schema that is slow to compile
+_COLD_PROPERTIES = 1500  # of a schema that is slow to compile
 _CONFIG_BYTES = 1 << 20
 
 
@@ -320,6 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--profiled", type=int, default=48, help="steps under the profiler")
     parser.add_argument("--cold", type=int, default=4, help="schemas that come new; 0: none")
+    parser.add_argument("--grammar-threads", type=int, help="default: one a core, 8 at most")
     add_engine_options(parser)
     arguments = parser.parse_args(argv)
     for name in arguments.model:
@@ -328,7 +329,8 @@ def main(argv: list[str] | None = None) -> int:
             grammars = Grammars(model_dir)
             grammar, seconds = grammars.of(object_of_strings())
             print(f"{model}: {grammars.tokenizer.vocab_size} tokens, compiled in {seconds:.3f} s")
-            engine = BenchmarkEngine(make_settings(arguments), model_dir)
+            changes = {"grammar_threads": arguments.grammar_threads}
+            engine = BenchmarkEngine(make_settings(arguments).model_copy(update=changes), model_dir)
             try:
                 check(engine, grammars, workload("one", min(8, *arguments.rows), 64, grammar))
                 report = Report(engine, model)

@@ -28,6 +28,7 @@ from radixgrove.worker.messages import (
 )
 from radixgrove.worker.scheduler import grammars as building
 from radixgrove.worker.scheduler.grammars import LoadTokenizer
+from radixgrove.worker.scheduler.matchers import Grammar
 from radixgrove.worker.scheduler.request import RequestState
 from radixgrove.worker.scheduler.rules import SequenceRules, fill_masks, mask_words
 from tests.conftest import wait_until
@@ -283,6 +284,24 @@ def test_a_matcher_that_fails_ends_its_request_with_an_error(
     assert rules_left(run) == 0
 
 
+def test_a_lexer_that_failed_fails_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a matcher share it, and it stays failed."""
+    rules = rules_of("[0-9]{50}")
+    monkeypatch.setattr(
+        grammar, "LIMITS", LLParserLimits(max_lexer_states=30, verbose_errors=False)
+    )
+    run = harness()
+    run.submit(request("first", encode("say"), 60, rules=rules))
+    run_all(run)
+    end = run.ended["first"]
+    assert isinstance(end, Refused)
+    assert (end.reason, "states" in end.detail) == (RefusalReason.GRAMMAR_FAILED, True)
+    monkeypatch.undo()
+    run.submit(request("later", encode("say"), 60, rules=rules))
+    run_all(run)
+    assert re.fullmatch("[0-9]{50}", answer(run, "later"))
+
+
 # ---- text that comes at once ---------------------------------------------------------------------
 
 FORCED = "(<[0-9]{2}> and so on and so forth, ){3}"
@@ -455,9 +474,11 @@ def allowed_in(mask: Any) -> str:
 
 def test_masks_are_made_behind_proposals_and_the_state_stays() -> None:
     """A position each behind what is proposed; where that cannot come, anything may."""
-    matcher = build_matcher(rules_of("abc|axy").grammar or "", tokenizer())
-    rules, again = (SequenceRules(TokenRules(), matcher.deep_copy()) for _ in range(2))
-    other = SequenceRules(TokenRules(), build_matcher(rules_of("[01]+").grammar or "", tokenizer()))
+    one, two = (
+        Grammar(build_matcher(rules_of(text).grammar or "", tokenizer()))
+        for text in ("abc|axy", "[01]+")
+    )
+    rules, other, again = (SequenceRules(TokenRules(), grammar) for grammar in (one, two, one))
     masks = np.zeros((8, mask_words(VOCAB)), dtype=np.int32)
     entries = [
         (rules, encode("ab")),

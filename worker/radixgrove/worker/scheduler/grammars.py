@@ -1,7 +1,7 @@
 """Grammars on their way from text to matchers: built in threads, kept for the next sequences.
 
 While its grammar is being built a request waits without a row (`AWAITING_GRAMMAR`), and holds up no
-other. A matcher that was built stays, at its beginning, and each sequence gets a copy.
+other. A matcher that was built stays, at its beginning, and each sequence gets a copy of one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from radixgrove.protocol.constraints.constraint import ConstraintError
 from radixgrove.protocol.constraints.grammar import build_matcher, compiler_threads
 from radixgrove.service.machine import cores
+from radixgrove.worker.scheduler.matchers import Grammar
 from radixgrove.worker.scheduler.request import Request, RequestState
 from radixgrove.worker.scheduler.rules import (
     Masks,
@@ -31,7 +32,7 @@ from radixgrove.worker.scheduler.rules import (
 
 LoadTokenizer = Callable[[], LLTokenizer]
 
-_BUILDERS = 2  # threads
+_BUILDERS = 2  # threads, for grammars that requests wait for; further lexers have one
 _MOST_KEPT = 64  # matchers at their beginning, of some megabytes where grammars are large
 _MOST_THREADS = 8
 
@@ -40,6 +41,7 @@ _MOST_THREADS = 8
 class _Build:
     """A matcher that is being built, and who waits for it."""
 
+    work: Callable[[], LLMatcher]
     begun: threading.Event
     future: Future[LLMatcher]
     waiting: list[Request] = field(default_factory=list)
@@ -72,10 +74,10 @@ class Grammars:
         self._load = load
         self._vocab_size = vocab_size
         self._timeout = timeout
-        self._threads = threads
+        self._threads = threads or min(_MOST_THREADS, cores())
         self._tokenizer: Future[LLTokenizer] | None = None
         self._builds: dict[bytes, _Build] = {}
-        self._kept: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._live: WeakSet[SequenceRules] = WeakSet()
 
     @property
@@ -106,6 +108,7 @@ class Grammars:
         if kept is not None:
             self._kept.move_to_end(key)
             self._attach(request, kept)
+            self._trim()
             return
         build = self._builds.get(key)
         if build is None:
@@ -120,7 +123,7 @@ class Grammars:
             waiting = [r for r in build.waiting if r.state is RequestState.AWAITING_GRAMMAR]
             if build.future.done():
                 del self._builds[key]
-                settled += self._end(key, build.future, waiting)
+                settled += self._end(key, build, waiting)
                 continue
             if build.begun.is_set() and build.since is None:
                 build.since = now
@@ -160,31 +163,50 @@ class Grammars:
             matcher.compute_bitmask()  # what it learns here its copies know
             return matcher
 
-        return _Build(begun, self._builders.submit(build))
+        return _Build(build, begun, self._builders.submit(build))
 
-    def _end(self, key: bytes, future: Future[LLMatcher], waiting: list[Request]) -> list[Settled]:
+    def _end(self, key: bytes, build: _Build, waiting: list[Request]) -> list[Settled]:
         try:
-            matcher = future.result()
+            matcher = build.future.result()
         except ConstraintError as error:
             return [Settled(request, f"{error.reason}.") for request in waiting]
-        self._kept[key] = matcher
-        if len(self._kept) > _MOST_KEPT:
-            self._kept.popitem(last=False)
+        grammar = Grammar(matcher, lambda: self._more.submit(build.work), self._threads)
+        self._kept[key] = grammar
         for request in waiting:
-            self._attach(request, matcher)
+            self._attach(request, grammar)
             request.become(RequestState.WAITING)
+        self._trim()
         return [Settled(request) for request in waiting]
 
-    def _attach(self, request: Request, matcher: LLMatcher | None) -> None:
-        own = None if matcher is None else matcher.deep_copy()
+    def _attach(self, request: Request, grammar: Grammar | None) -> None:
         assert request.submit.rules is not None
-        request.rules = SequenceRules(request.submit.rules, own)
+        request.rules = SequenceRules(request.submit.rules, grammar)
         self._live.add(request.rules)
+        if grammar is not None:
+            grammar.expect(request.rules)
+
+    def forget(self, rules: SequenceRules) -> None:
+        """A matcher failed. The fault may be its lexer's, such as too many states, and would then
+        be every later copy's: the next request has the grammar built anew."""
+        for key, grammar in self._kept.items():
+            if grammar is rules.grammar:
+                del self._kept[key]
+                return
+
+    def _trim(self) -> None:
+        """Forget the grammars that were not asked for the longest, but for the last one."""
+        kept = sum(grammar.lexers for grammar in self._kept.values())
+        while kept > _MOST_KEPT and len(self._kept) > 1:
+            kept -= self._kept.popitem(last=False)[1].lexers
 
     @cached_property
     def _builders(self) -> ThreadPoolExecutor:
         return compiler_threads(_BUILDERS, "grammars")
 
     @cached_property
+    def _more(self) -> ThreadPoolExecutor:
+        return compiler_threads(1, "lexers")
+
+    @cached_property
     def _executor(self) -> LLExecutor:
-        return LLExecutor(self._threads or min(_MOST_THREADS, cores()))
+        return LLExecutor(self._threads)

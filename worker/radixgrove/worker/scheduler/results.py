@@ -212,6 +212,7 @@ class Results:
         if rules.ended:
             self._lifecycle.finish_now(request, Finish.STOP)
         elif (error := rules.error) is not None:
+            self._grammars.forget(rules)
             self._fail(request, error)
         else:
             return True

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import itemgetter
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -16,6 +18,9 @@ from numpy.typing import NDArray
 
 from radixgrove.protocol.constraints.grammar import refusal
 from radixgrove.worker.messages import TokenRules
+from radixgrove.worker.scheduler.matchers import Grammar
+
+_Entry = TypeVar("_Entry")
 
 # To wake threads takes as long as some tokens.
 _FEWEST_BESIDE = 4
@@ -40,10 +45,12 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SequenceRules:
-    """The rules of one sequence; `matcher` is its own, where it has a grammar."""
+    """The rules of one sequence."""
 
     rules: TokenRules
-    matcher: LLMatcher | None
+    grammar: Grammar | None
+    matcher: LLMatcher | None = field(init=False, default=None)  # once the grammar has had a say
+    lexer: int = field(init=False, default=0)  # the matcher's: see `Grammar.begin`
     base: Masks | None = None  # [words]: what may come whatever came before, but for the grammar
     # Banned sequences of several tokens, by their last but one.
     longer: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -63,7 +70,7 @@ class SequenceRules:
     @property
     def _answering(self) -> Phase:
         """Where the answer itself begins."""
-        return Phase.FREE if self.rules.triggers or self.matcher is None else Phase.BOUND
+        return Phase.FREE if self.rules.triggers or self.grammar is None else Phase.BOUND
 
     @property
     def binds(self) -> bool:
@@ -104,12 +111,19 @@ class SequenceRules:
         else:
             self._match((token,))
 
+    def begin(self) -> LLMatcher | None:
+        """Its matcher, from now on; None: it has no grammar."""
+        if self.matcher is None and self.grammar is not None:
+            self.lexer, self.matcher = self.grammar.begin(self)
+        return self.matcher
+
     def _match(self, tokens: Sequence[int]) -> None:
-        if self.matcher is None:
+        matcher = self.begin()
+        if matcher is None:
             return
-        self.matcher.consume_tokens(list(tokens))
-        if self.rules.again and self.matcher.is_stopped() and self.error is None:
-            self.matcher.reset()
+        matcher.consume_tokens(list(tokens))
+        if self.rules.again and matcher.is_stopped() and self.error is None:
+            matcher.reset()
             self.phase = Phase.FREE
 
     @property
@@ -135,11 +149,10 @@ class SequenceRules:
     def forced(self) -> list[int]:
         """The tokens that come next whatever the model would have: the grammar leaves no choice.
         Rules that ban tokens might, so that there are none beside those."""
-        if self.phase is not Phase.BOUND or self.matcher is None or self.matcher.is_error():
+        if self.phase is not Phase.BOUND or self.rules.allowed is not None or self.rules.banned:
             return []
-        if self.rules.allowed is not None or self.rules.banned:
-            return []
-        return self.matcher.compute_ff_tokens()
+        matcher = self.begin()
+        return [] if matcher is None or matcher.is_error() else matcher.compute_ff_tokens()
 
     @property
     def error(self) -> str | None:
@@ -195,16 +208,16 @@ def consume_all(
     executor: LLExecutor, entries: Sequence[tuple[SequenceRules, Sequence[int]]]
 ) -> None:
     """Sequences got these tokens; matchers that get one each consume it beside each other."""
-    together: list[tuple[LLMatcher, int]] = []
+    together: list[tuple[int, tuple[LLMatcher, int]]] = []
     for rules, tokens in entries:
         if len(tokens) == 1 and rules.follows_alone and rules.matcher is not None:
-            together.append((rules.matcher, tokens[0]))
+            together.append((rules.lexer, (rules.matcher, tokens[0])))
         else:
             rules.consume(tokens)
     if len(together) >= _FEWEST_BESIDE:
-        executor.consume_token_par(together)
+        executor.consume_token_par(_by_lexer(together))
     else:
-        for matcher, token in together:
+        for _, (matcher, token) in together:
             matcher.consume_token(token)
 
 
@@ -220,23 +233,30 @@ def fill_masks(
         masks: all of its rows are written.
     """
     first = 0
-    plain: list[tuple[LLMatcher, int]] = []
-    ahead: list[tuple[LLMatcher, int, list[int]]] = []
+    plain: list[tuple[int, tuple[LLMatcher, int]]] = []
+    ahead: list[tuple[int, tuple[LLMatcher, int, list[int]]]] = []
     for rules, proposed in entries:
         rows = 1 + len(proposed)
-        if not rules.binds or rules.matcher is None or rules.stopped:
+        matcher = rules.begin() if rules.binds else None
+        if matcher is None or matcher.is_stopped():
             masks[first : first + rows] = -1
         elif proposed:
             masks[first : first + rows] = -1
-            ahead.append((rules.matcher, first, list(proposed)))
+            ahead.append((rules.lexer, (matcher, first, list(proposed))))
         else:
-            plain.append((rules.matcher, first))
+            plain.append((rules.lexer, (matcher, first)))
         first += rows
     where, row_bytes, count = masks.ctypes.data, masks.strides[0], len(masks)
     if plain:
-        executor.unsafe_compute_mask_ptr(plain, where, row_bytes, count)
+        executor.unsafe_compute_mask_ptr(_by_lexer(plain), where, row_bytes, count)
     if ahead:
-        executor.unsafe_compute_mask_ptr_with_draft_token(ahead, where, row_bytes, count)
+        executor.unsafe_compute_mask_ptr_with_draft_token(_by_lexer(ahead), where, row_bytes, count)
+
+
+def _by_lexer(entries: list[tuple[int, _Entry]]) -> list[_Entry]:
+    """Those of one lexer beside each other: threads, which take neighbours, rarely wait for it."""
+    entries.sort(key=itemgetter(0))
+    return [entry for _, entry in entries]
 
 
 def _bits(tokens: Sequence[int], words: int) -> Masks:
