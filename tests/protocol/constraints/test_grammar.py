@@ -83,6 +83,27 @@ def test_a_grammar_embeds_schemas() -> None:
     assert not accepts(asked, 'call {"b":1};')
 
 
+def test_schemas_that_a_grammar_embeds_have_bounds() -> None:
+    for levels in (65, 400):
+        deep = '{"allOf":[' * (levels // 2) + "{}" * (levels % 2) + "]}" * (levels // 2)
+        asked = constraint.text_form(Form.GRAMMAR, f"start: %json {deep}", "p")
+        assert refused(asked).code == TOO_LARGE
+
+
+@pytest.mark.parametrize("more", [{}, {"pattern": "^2"}])
+def test_a_date_is_one_of_the_calendar_wherever_it_stands(more: dict[str, str]) -> None:
+    date = {"type": "string", "format": "date", **more}
+    data = {"const": {"format": "date"}}
+    array = {"type": "array", "items": date, "prefixItems": [data], "minItems": 2}
+    for asked in (
+        schema_of(array, strict=True),
+        constraint.text_form(Form.GRAMMAR, f"start: %json {json.dumps(array)}", "p"),
+    ):
+        assert accepts(asked, '[{"format":"date"},"2024-02-29"]')
+        assert not accepts(asked, '[{"format":"date"},"2023-02-29"]')
+        assert accepts(asked, '[{"format":"date"},"1999-02-28"]') == (not more)
+
+
 def test_text_is_free_until_a_trigger_comes() -> None:
     """Then it goes on as one of the tags does, and is free again."""
     schema = msgspec.Raw(json.dumps(OBJECT).encode())

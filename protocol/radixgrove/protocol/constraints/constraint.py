@@ -82,11 +82,7 @@ def json_schema(schema: bytes, param: str, *, strict: bool = False) -> Constrain
         raise ConstraintError(
             f"the schema has {len(schema)} bytes, more than {MAX_SCHEMA_BYTES}", TOO_LARGE
         )
-    found = levels(schema)
-    if found > MAX_SCHEMA_LEVELS:
-        raise ConstraintError(
-            f"the schema has {found} levels, more than {MAX_SCHEMA_LEVELS}", TOO_LARGE
-        )
+    check_levels(schema)
     return Constraint(form=Form.JSON_SCHEMA, text=schema.decode(), param=param, strict=strict)
 
 
@@ -135,6 +131,18 @@ def tags(given: Tags, param: str) -> Constraint:
             f"the tags have {len(text)} bytes, more than {MAX_SCHEMA_BYTES}", TOO_LARGE
         )
     return Constraint(form=Form.TAGS, text=text.decode(), param=param)
+
+
+def check_levels(schema: bytes) -> None:
+    """
+    Raises:
+        ConstraintError: the schema, given as well-formed JSON, is nested too deep.
+    """
+    found = levels(schema)
+    if found > MAX_SCHEMA_LEVELS:
+        raise ConstraintError(
+            f"the schema has {found} levels, more than {MAX_SCHEMA_LEVELS}", TOO_LARGE
+        )
 
 
 def levels(text: bytes) -> int:

@@ -26,8 +26,9 @@ from radixgrove.protocol.constraints.constraint import (
     ConstraintError,
     Form,
     Tags,
+    check_levels,
 )
-from radixgrove.protocol.constraints.rewrite import rewrite
+from radixgrove.protocol.constraints.rewrite import precise, rewrite
 from radixgrove.protocol.constraints.schema import check_properties, has_value
 
 if TYPE_CHECKING:
@@ -235,22 +236,24 @@ def _options(whitespace: int, *, strict: bool) -> JsonCompileOptions:
 
 
 def _checked(text: str) -> dict[str, Any]:
-    """A schema without options of llguidance.
+    """A schema without options of llguidance, its formats precise.
 
     Raises:
-        ConstraintError: it is no JSON, too large, or surely has no value.
+        ConstraintError: it is no JSON, too large or too deep, or surely has no value.
     """
     try:
         schema = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         raise ConstraintError("the schema is not valid JSON") from None
+    check_levels(text.encode())
     check_properties(schema)
     if not has_value(schema):
         raise ConstraintError("no value satisfies the schema", UNSATISFIABLE)
     if not isinstance(schema, dict):
         return {}  # true: any value
     schema.pop(_OPTIONS, None)
-    return schema
+    checked: dict[str, Any] = precise(schema)
+    return checked
 
 
 def _tagged(tags: Tags, tokenizer: LLTokenizer) -> str:
@@ -298,10 +301,10 @@ def _lark(text: str, whitespace: int) -> str:
         if not found[0].startswith("%json") or found.start() < end:
             continue
         try:
-            schema, after = decoder.raw_decode(lark, found.end())
+            _, after = decoder.raw_decode(lark, found.end())
         except (ValueError, RecursionError):
             raise ConstraintError("a schema after %json is not valid JSON") from None
-        checked = _checked(json.dumps(schema))
+        checked = _checked(lark[found.end() : after])
         parts += [
             lark[end : found.end()],
             json.dumps(checked | {_OPTIONS: _options(whitespace, strict=False)}),

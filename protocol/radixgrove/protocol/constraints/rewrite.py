@@ -14,7 +14,7 @@ from typing import Any
 
 from radixgrove.protocol.constraints.disjoint import Prover
 from radixgrove.protocol.constraints.schema import TYPES, resolve, type_of
-from radixgrove.protocol.constraints.string_formats import ANY_TEXT, OLDER, PATTERNS
+from radixgrove.protocol.constraints.string_formats import ANY_TEXT, OLDER, PATTERNS, PRECISE
 
 Schema = dict[str, Any] | bool
 
@@ -45,6 +45,36 @@ def rewrite(schema: Any) -> Any:
         return schema
 
 
+def precise(schema: Any) -> Any:
+    """The schema, with patterns in place of the formats that llguidance takes loosely."""
+    if not isinstance(schema, dict):
+        return schema
+    out = _within(schema, precise)
+    name = out.get("format")
+    if not isinstance(name, str) or name not in PRECISE:
+        return out
+    del out["format"]
+    said = {"pattern": PRECISE[name]}
+    if "pattern" in out:
+        return {**out, "allOf": [*out.get("allOf", []), said]}
+    return {**out, **said}
+
+
+def _within(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A copy with its parts, which are schemas, changed."""
+    out = dict(schema)
+    for key in _MAPS:
+        if isinstance(out.get(key), dict):
+            out[key] = {name: change(part) for name, part in out[key].items()}
+    for key in _LISTS:
+        if isinstance(out.get(key), list):
+            out[key] = [change(part) for part in out[key]]
+    for key in _SINGLES:
+        if isinstance(out.get(key), dict):
+            out[key] = change(out[key])
+    return out
+
+
 class _Rewriter:
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -56,7 +86,7 @@ class _Rewriter:
     def schema(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
-        out = self._within(schema)
+        out = _within(schema, self.schema)
         added = [
             *self._negated(out),
             *self._conditional(out),
@@ -85,20 +115,6 @@ class _Rewriter:
         if isinstance(found, dict):
             return {**kept, **found}
         return {**kept, "not": {}} if not found else kept
-
-    def _within(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A copy with its parts rewritten."""
-        out = dict(schema)
-        for key in _MAPS:
-            if isinstance(out.get(key), dict):
-                out[key] = {name: self.schema(part) for name, part in out[key].items()}
-        for key in _LISTS:
-            if isinstance(out.get(key), list):
-                out[key] = [self.schema(part) for part in out[key]]
-        for key in _SINGLES:
-            if isinstance(out.get(key), dict):
-                out[key] = self.schema(out[key])
-        return out
 
     # ---- keywords: each takes itself out, and says the same in other words -----------------------
 

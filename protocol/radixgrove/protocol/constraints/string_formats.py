@@ -1,4 +1,4 @@
-"""Values of `format` that llguidance does not know, as regular expressions."""
+"""Values of `format` that llguidance does not know, or takes loosely, as regular expressions."""
 
 from __future__ import annotations
 
@@ -55,6 +55,20 @@ PATTERNS = {
     # OpenAPI's name for base64.
     "byte": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
 }
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_FOURS = "0[48]|[2468][048]|[13579][26]"  # numbers of two digits that four divides
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    f"|(?:[0-9]{{2}}(?:{_FOURS})|(?:{_FOURS})00)-02-29)"
+)
+_HOUR_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR_MINUTE}:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_HOUR_MINUTE})"
+
+# llguidance takes the 29th of February in every year, and a 60th second in every minute. Dates of
+# most languages have neither a year 0 nor leap seconds; they are left out here too.
+PRECISE = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+
 # Names that older drafts had for others.
 OLDER = {"host-name": "hostname", "ip-address": "ipv4"}
 # Of OpenAPI and pydantic; they hold for every text.
