@@ -26,13 +26,11 @@ from radixgrove.worker.agent import demo_model
 if TYPE_CHECKING:
     from redis import Redis
 
+CORES = len(os.sched_getaffinity(0))
+
 # Tests start hundreds of processes, which would each compile what they import.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-    # Else each of them, and each process that it starts, would compute with a thread a core.
-    threads = len(os.sched_getaffinity(0)) // int(workers)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 # The threads of one test's products would spin for a core that another test computes on.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if not Path("/proc/driver/nvidia").exists():
@@ -64,7 +62,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """More than cores: tests of routers, agents and clusters wait for most of their time."""
-    return len(os.sched_getaffinity(0)) * 5 // 2
+    return CORES * 5 // 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Processes of tests have their share of the cores, and begin with all imported."""
+    from tests.preloading import Preloaded
+
+    # Else each of them, and each process that it starts, would compute with a thread a core.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, CORES // len(specs))))
+    preloaded = Preloaded(Path(argument.partition("::")[0]) for argument in config.args)
+    config.add_cleanup(preloaded.close)
+    for spec in specs:
+        spec.python = preloaded.python
 
 
 @pytest.hookimpl(optionalhook=True)
