@@ -8,7 +8,6 @@ from functools import partial
 from openapi_spec_validator import validate
 
 from tests.conftest import RedisServer
-from tests.drawn_requests import send_drawn_requests
 from tests.router.conftest import MakeReplica, MakeRouter
 from tests.router.harness import MODEL
 
@@ -56,6 +55,8 @@ async def test_web_pages_may_use_the_api_and_never_the_management_port(
 async def test_no_request_that_a_document_allows_or_forbids_is_a_failure(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:
+    from tests.drawn_requests import send_drawn_requests
+
     await make_replica(redis_url=redis_server.url)
     router = await make_router(redis_server)
     for management in (False, True):

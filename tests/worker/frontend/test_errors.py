@@ -13,7 +13,6 @@ from openapi_spec_validator import validate
 
 from radixgrove.worker.messages import RefusalReason, Refused
 from tests.conftest import wait_until
-from tests.drawn_requests import send_drawn_requests
 from tests.worker.frontend.conftest import MODEL, Frontend, StartFrontend
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -483,6 +482,8 @@ def test_the_document_lists_what_is_served_and_nothing_else(frontend: Frontend) 
 
 
 def test_no_request_that_its_document_allows_or_forbids_is_a_failure(frontend: Frontend) -> None:
+    from tests.drawn_requests import send_drawn_requests
+
     with frontend.client() as client:
         document = client.get("/openapi.json").json()
     statuses = send_drawn_requests(frontend.url, document, MODEL)
