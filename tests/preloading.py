@@ -14,6 +14,7 @@ import json
 import os
 import selectors
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -88,10 +89,12 @@ def serve(listener: socket.socket) -> str:
             exec(statement, {})  # noqa: S102 - a line of a test file
     assert len(os.listdir("/proc/self/task")) == 1, "forks would lack the other threads"
     gc.freeze()
+    forks = []
     while _is_asked(listener):
         link, _ = listener.accept()
         program, streams, _, _ = socket.recv_fds(link, _LONGEST, 3)
-        if os.fork() == 0:
+        forks.append(os.fork())
+        if forks[-1] == 0:
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
                 os.close(stream)
@@ -101,9 +104,9 @@ def serve(listener: socket.socket) -> str:
         for stream in streams:
             os.close(stream)
         link.close()
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
+    for fork in forks:
+        os.kill(fork, signal.SIGKILL)  # one that hangs: the others have ended
+        os.waitpid(fork, 0)
     sys.exit()
 
 
