@@ -77,12 +77,12 @@ def test_chunks_of_seven(small_executor: Executor, small: tiny.SmallModel) -> No
         assert engine.generate([prompt], GREEDY)[0].tokens == tokens
     assert engine.most_chunks == max(-(-len(prompt) // 7) for prompt in small.prompts[:10])
     assert engine.most_chunks > 1
-    answers = engine.generate(small.prompts[10:], GREEDY)
-    assert [answer.tokens for answer in answers] == small.answers[10:]
+    answers = engine.generate(small.prompts[10:30], GREEDY)
+    assert [answer.tokens for answer in answers] == small.answers[10:30]
 
 
 def test_shuffled_batches_of_sixteen(small_executor: Executor, small: tiny.SmallModel) -> None:
-    order = list(range(len(small.prompts)))
+    order = list(range(32))
     random.Random(7).shuffle(order)
     engine = InProcessEngine(small_executor, small_settings(max_running=16))
     answers = engine.generate([small.prompts[i] for i in order], GREEDY)

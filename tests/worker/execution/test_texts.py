@@ -19,7 +19,7 @@ from radixgrove.worker.plan import Executor
 from tests.worker.execution import reference, tiny
 from tests.worker.execution.driver import Driver, cpu_runner, greedy
 
-TOKENS = 64
+TOKENS = 32
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def hf(demo_model_dir: Path) -> Any:
 def small(
     tmp_path_factory: pytest.TempPathFactory, demo_prompts: list[list[int]]
 ) -> tiny.SmallModel:
-    return tiny.small_model(tmp_path_factory.mktemp("small"), demo_prompts, TOKENS)
+    return tiny.small_model(tmp_path_factory.mktemp("small"), demo_prompts[::2], TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -36,11 +36,12 @@ def test_greedy_text_and_logprobs_equal_transformers(kind: str, tmp_path: Path) 
     model = tiny.save(kind, tmp_path)
     prompts = tiny.prompts()
     results = Driver(build(tmp_path)).generate(prompts, greedy(24, logprobs=0), chunk=50)
-    assert [result.tokens for result in results] == reference.greedy(model, prompts, 24)
     assert max(result.chunks for result in results) == 3
     for prompt, result in zip(prompts, results, strict=True):
         rows = reference.logprobs(model, prompt + result.tokens)[len(prompt) - 1 : -1]
-        expected = rows.gather(1, torch.tensor(result.tokens)[:, None]).squeeze(1)
+        assert len(result.tokens) == 24
+        assert result.tokens == rows.argmax(-1).tolist()
+        expected = rows.amax(-1)
         got = torch.tensor([entry.logprob for entry in result.logprobs])
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
 

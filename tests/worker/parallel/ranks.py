@@ -93,6 +93,8 @@ def generate(
     tp: int,
     prompts: list[list[int]],
     tokens: int = 24,
+    *,
+    masked: bool = False,
     **changes: object,
 ) -> str:
     """What a group of its own says, as `texts_of`."""
@@ -101,24 +103,27 @@ def generate(
     Runtime(directory, group, model_dir).write()
     ranks = group.tp * group.pp
     if ranks == 1:
-        return texts_of(leading(directory), prompts, tokens)
-    return run_group(directory, ranks, _print_texts, json.dumps(prompts), str(tokens))
+        return texts_of(leading(directory), prompts, tokens, masked)
+    return run_group(directory, ranks, _print_texts, json.dumps([prompts, tokens, masked]))
 
 
 def _print_texts(arguments: list[str]) -> None:
-    directory, prompts, tokens = arguments
-    print(texts_of(leading(Path(directory)), json.loads(prompts), int(tokens)))
+    directory, asked = arguments
+    print(texts_of(leading(Path(directory)), *json.loads(asked)))
 
 
-def texts_of(executor: Executor, prompts: list[list[int]], tokens: int) -> str:
-    """Greedy answers, and those of a second run in which every other row is under masks."""
+def texts_of(executor: Executor, prompts: list[list[int]], tokens: int, masked: bool) -> str:
+    """Greedy answers; `masked`: and those of a second run, with every other row under masks."""
     results = Driver(executor).generate(prompts, greedy(tokens), chunk=20)
+    texts = [result.tokens for result in results]
+    if not masked:
+        executor.close()
+        return str(texts)
     apart = Driver(executor, apart=True).generate(prompts, greedy(tokens), chunk=20)
     odd_rows = frozenset(range(1, len(prompts), 2))
-    masked = Driver(executor, apart=True, masked=odd_rows).generate(prompts, greedy(tokens))
+    others = Driver(executor, apart=True, masked=odd_rows).generate(prompts, greedy(tokens))
     executor.close()
-    texts = [result.tokens for result in results]
     assert texts == [result.tokens for result in apart]
-    for row, result in enumerate(masked):
+    for row, result in enumerate(others):
         assert all(token % 2 == 0 for token in result.tokens) or row not in odd_rows
-    return f"{texts} {[result.tokens for result in masked]}"
+    return f"{texts} {[result.tokens for result in others]}"

@@ -40,10 +40,11 @@ def test_two_ranks_say_what_one_says(kind: str, kv_dtype: str, tmp_path: Path) -
 
 
 def test_three_ranks_say_what_one_says(tmp_path: Path) -> None:
-    """At the demo model's heads, nine on three of keys and values: one of these for each rank."""
-    tiny.save("llama", tmp_path / "model", **tiny.NINE_HEADS)
-    prompts = tiny.prompts()
-    texts = [generate(tmp_path / f"tp{tp}", tmp_path / "model", tp, prompts) for tp in (1, 3)]
+    """At the demo model's heads, nine on three of keys and values: one of these for each rank.
+    Under masks, too."""
+    model_dir, prompts = tmp_path / "model", tiny.prompts()
+    tiny.save("llama", model_dir, **tiny.NINE_HEADS)
+    texts = [generate(tmp_path / f"tp{tp}", model_dir, tp, prompts, masked=True) for tp in (1, 3)]
     assert texts[0] == texts[1]
 
 
