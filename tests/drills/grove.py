@@ -34,8 +34,10 @@ WORKERS = 3
 HEALTHY_WITHIN = 600.0  # seconds; a worker starts meanwhile
 KEYS = ServiceKeys("radixgrove", "default")
 ROUTER = router_key("radixgrove", "")
-# What is cached of prompts has its most within minutes: what grows from then on is another thing.
+# What is cached of prompts, and of products prepared for a count of tokens, has its most within
+# minutes: what grows from then on is another thing.
 TINY_CACHE = ("--prompt-cache-bytes", str(1 << 19))
+FEW_PRODUCTS = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 TINY_POOL = ("--kv-tokens", "1024", "--max-running", "8", "--host-cache-gib", "0.004")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}a:"
@@ -117,7 +119,8 @@ class Part:
 
 def _environment() -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RADIXGROVE")}
-    return environment | {"RADIXGROVE_INTERNAL_KEY": "drill", "OMP_WAIT_POLICY": "passive"}
+    own = {"RADIXGROVE_INTERNAL_KEY": "drill", "OMP_WAIT_POLICY": "passive"}
+    return environment | own | FEW_PRODUCTS
 
 
 def worker(directory: Path, name: str, redis_url: str, *options: str) -> Part:
