@@ -52,10 +52,13 @@ def complete(machine: MachineProcess, prompt: list[int], tokens: int) -> tuple[i
     return machine.post("/v1/completions", body)
 
 
-def test_two_machines_serve_one_model_and_end_together(net: Network, model_dir: Path) -> None:
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_machines_serve_one_model_and_end_together(
+    tp: int, net: Network, model_dir: Path
+) -> None:
     prompt = tiny.prompts()[5]
     (expected,) = Driver(cpu_runner(model_dir)).generate([prompt], greedy(16))
-    with group(net, model_dir, served_model_name=["m"], tp=2) as machines:
+    with group(net, model_dir, served_model_name=["m"], tp=tp) as machines:
         wait_ready(machines)
         assert machines[0].readiness() == (200, "serving")
         assert machines[1].readiness() == (200, "joined")
@@ -63,7 +66,7 @@ def test_two_machines_serve_one_model_and_end_together(net: Network, model_dir: 
         assert status == 200, body
         text = json.loads(body)["choices"][0]["text"]
         assert text.split() == [f"w{token}" for token in expected.tokens]
-        assert machines[1].management()["ranks"] == [2, 3]
+        assert machines[1].management()["ranks"] == list(range(tp, 2 * tp))
         # Both pods of a group get SIGTERM; it is rank 0 that says when all is answered.
         machines[1].process.send_signal(signal.SIGTERM)
         assert complete(machines[0], prompt, 4)[0] == 200
@@ -83,7 +86,7 @@ def cut(machines: list[MachineProcess], net: Network) -> None:
     net.cut(1)
 
 
-@pytest.mark.parametrize("fault", [kill, freeze, cut])
+@pytest.mark.parametrize("fault", [kill, pytest.param(freeze, marks=pytest.mark.slow), cut])
 def test_a_rank_that_is_lost_ends_the_group_and_is_named(
     fault: Callable[[list[MachineProcess], Network], None], model_dir: Path
 ) -> None:

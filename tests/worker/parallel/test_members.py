@@ -90,7 +90,7 @@ def alone(model_dir: Path) -> list[tuple[list[int], list[float]]]:
 
 def test_each_member_says_what_one_process_says(model_dir: Path) -> None:
     expected = alone(model_dir)
-    with worker(model_dir, pp=2) as machine:
+    with worker(model_dir) as machine:
         for member in (0, 1):
             answers = [ask(machine, body(prompt, logprobs=1), member) for prompt in PROMPTS]
             answers.append(ask(machine, body(PROMPTS[3], logprobs=1, n=2, **SAMPLED), member))
@@ -111,9 +111,9 @@ def test_each_member_says_what_one_process_says(model_dir: Path) -> None:
         cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
         assert cached == [0, 176, 176, 176]
 
-        machine.rank(3).kill()
+        machine.rank(1).kill()
         assert machine.end() != 0
-    assert re.search(r"rank 3\b", "".join(machine.lines[-6:])), "the group ends, and names it"
+    assert re.search(r"rank 1\b", "".join(machine.lines[-6:])), "the group ends, and names it"
 
 
 # ---- on two machines -----------------------------------------------------------------------------
@@ -150,6 +150,7 @@ def test_members_on_two_machines_serve_at_one_port_and_end_together(model_dir: P
         assert [machine.end() for machine in machines] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_cut_off_ends_the_group_and_is_named(model_dir: Path) -> None:
     with network(2) as net:
         if not net.links:
