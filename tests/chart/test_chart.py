@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import cache
 from typing import Any
 
 import helm_python
@@ -90,12 +91,19 @@ def texts(
 def render(
     values: dict[str, Any], name: str = "radixgrove", namespace: str = "rg"
 ) -> list[dict[str, Any]]:
+    """The chart's objects, the caller's own; rendered once for all who ask for the same."""
+    objects: list[dict[str, Any]] = json.loads(_objects(json.dumps(values), name, namespace))
+    return objects
+
+
+@cache
+def _objects(values: str, name: str, namespace: str) -> str:
     documents = []
-    for path, text in sorted(texts(values, name, namespace).items()):
+    for path, text in sorted(texts(json.loads(values), name, namespace).items()):
         if path.endswith(".yaml"):
             parsed = yaml.load_all(text, Loader=yaml.CSafeLoader)  # ten times as fast as in Python
             documents += [document for document in parsed if document]
-    return documents
+    return json.dumps(documents)
 
 
 def find(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
