@@ -38,7 +38,7 @@ smoke: setup ## the same, checked, and gone afterwards
 test: setup-dev ## all tests that need neither a GPU nor Kubernetes (all but the slow ones)
 	$(BIN)/python -m pytest $(SPREAD)
 
-test-slow: setup-dev ## those of them that take half a minute each
+test-slow: setup-dev ## those of them that take half a minute each, or show the same of more cases
 	$(BIN)/python -m pytest -m "slow and not (gpu or cluster or drill)" $(SPREAD)
 
 test-drills: setup-dev ## each ordinary fault beside a load, RECORD= a directory for the figures
