@@ -208,7 +208,7 @@ def test_what_admission_rewrites_is_written_once() -> None:
 def test_a_neighbour_is_served_while_another_service_is_refused() -> None:
     cluster = Cluster()
     cluster.kube.refusal = REFUSALS[1]
-    for number in range(50):
+    for number in range(12):
         cluster.apply(("team-a", f"s{number}"))
     cluster.apply(QWEN)
     assert cluster.run(600)[:2] == [("team-a", "s0"), QWEN]

@@ -216,10 +216,14 @@ class Cluster:
 
     def __init__(self, nodes: Sequence[Node], groups: list[Wanted], rng: random.Random) -> None:
         self.nodes, self.groups, self.rng, self.now = nodes, groups, rng, 0.0
+        self._rooms: dict[int, list[str]] = {}  # by a group's age
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds
         while self.now < end:
+            if all(own.whole for own in self.groups):
+                self.now = end  # nothing is left to change
+                return
             self._operate()
             self._schedule()
             self.now += 10.0
@@ -229,9 +233,9 @@ class Cluster:
 
     def _operate(self) -> None:
         for own in self.rng.sample(self.groups, len(self.groups)):
-            placement = own.placement()
             if own.whole or (own.on is None and self.now < own.retry_at):
                 continue
+            placement = own.placement()
             seen = [g.placement() for g in self.groups if g.on is not None and not g.whole]
             found = Contention(seen, self.nodes, self.now, TIMEOUT)
             if own.on is None:
@@ -255,16 +259,19 @@ class Cluster:
             own.starved_since = None
         for own, rank in self.rng.sample(pending, len(pending)):
             assert own.on is not None
-            free = [
-                node.name
-                for node in self.nodes
-                if node.name not in self.taken() and own.demand.admits(node)
-            ]
+            taken = self.taken()
+            free = [node for node in self._room(own) if node not in taken]
             if free:
                 own.on[rank] = self.rng.choice(free)
             else:
                 before = found[own.age]
                 own.starved_since = self.now if before is None else before
+
+    def _room(self, own: Wanted) -> list[str]:
+        if own.age not in self._rooms:
+            admitted = [node.name for node in self.nodes if own.demand.admits(node)]
+            self._rooms[own.age] = admitted
+        return self._rooms[own.age]
 
 
 DEMANDS = st.builds(
