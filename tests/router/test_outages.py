@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import redis
 
+from radixgrove.service.listening import bound_socket
 from tests.conftest import RedisServer, find_free_port
 from tests.router.conftest import MakeReplica, MakeRouter
 from tests.router.harness import MODEL, Router, completion, eventually, prompt
@@ -368,25 +370,34 @@ async def test_a_process_that_hangs_is_named_and_replaced(
         assert (await router.complete(prompt(i))).status == 200
 
 
-async def test_processes_that_cannot_start_end_the_router(tmp_path: Path) -> None:
+def test_processes_that_cannot_start_end_the_router(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         settings = {
             "processes": 2,
             "port": find_free_port(),
             "management_port": other.getsockname()[1],
         }
-        file = tmp_path / "router.json"
-        file.write_text(json.dumps(settings))
-        router = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "radixgrove.router", str(file)), stderr=asyncio.subprocess.PIPE
-        )
-        async with asyncio.timeout(60):
-            _, said = await router.communicate()
-    assert router.returncode == 1
-    lines = said.decode().splitlines()
+        lines = _last_words(settings, tmp_path / "router.json")
     taken = f"cannot listen on 127.0.0.1 management port {settings['management_port']}"
     assert any(taken in line for line in lines)
     assert "router process 0 (process " in lines[-1]
+
+
+def test_processes_do_not_join_those_of_another_router_on_its_port(tmp_path: Path) -> None:
+    with bound_socket("127.0.0.1", 0, shared=True) as other:
+        other.listen()
+        settings = {"processes": 2, "port": other.getsockname()[1], "management_port": 0}
+        lines = _last_words(settings, tmp_path / "router.json")
+    assert f"cannot listen on 127.0.0.1 port {settings['port']}: Address already in" in lines[-1]
+
+
+def _last_words(settings: dict[str, int], file: Path) -> list[str]:
+    """What a router that cannot start says, line by line."""
+    file.write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "radixgrove.router", str(file)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    return done.stderr.splitlines()
 
 
 async def test_killed_parent_leaves_no_process_and_its_directory_goes_with_the_next_start(

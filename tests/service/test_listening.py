@@ -14,6 +14,7 @@ from radixgrove.service.listening import (
     bound_socket,
     listen,
     listen_for_management,
+    reserve,
 )
 
 
@@ -61,6 +62,15 @@ def test_a_port_is_shared_only_by_those_who_mean_to() -> None:
         first.listen()
         with pytest.raises(OSError, match="in use"):
             bound_socket("::", port)
+
+
+def test_a_port_is_not_reserved_where_strangers_share_it() -> None:
+    with reserve("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with bound_socket("127.0.0.1", port, shared=True) as serving:
+            serving.listen()
+            with pytest.raises(BindingError, match=f"port {port}: Address already in use"):
+                reserve("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1"])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 _OPENS_A_FILE = """
 import os, sys
@@ -22,6 +26,44 @@ def test_nothing_gets_the_number_of_a_standard_stream_that_was_closed(tmp_path: 
     closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *program]
     subprocess.run(closed, check=True, timeout=60)
     assert int(file.read_text()) > 2
+
+
+_ENDS = """
+import asyncio
+from radixgrove.service.processes import on_end
+
+async def main():
+    end = asyncio.Event()
+    on_end(end.set)
+    print("up", flush=True)
+    await end.wait()
+    print("ended in order", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_what_ends_a_process_ends_it_in_order(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", _ENDS], stdout=subprocess.PIPE, text=True) as it:
+        assert it.stdout is not None
+        assert it.stdout.readline() == "up\n"
+        it.send_signal(number)
+        assert it.communicate(timeout=60)[0] == "ended in order\n"
+    assert it.returncode == 0
+
+
+def test_what_was_started_to_outlive_its_terminal_does() -> None:
+    command = ["nohup", sys.executable, "-c", _ENDS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as it:
+        assert it.stdout is not None
+        assert it.stdout.readline() == "up\n"
+        status = Path(f"/proc/{it.pid}/status").read_text()
+        it.terminate()
+        it.communicate(timeout=60)
+    ignored = re.search(r"SigIgn:\s+([0-9a-f]+)", status)
+    assert ignored is not None
+    assert int(ignored[1], 16) & 1 << signal.SIGHUP - 1
 
 
 _FREES_LARGE_BLOCKS = """

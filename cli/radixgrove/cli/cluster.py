@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings,
 from radixgrove.service import machine
 from radixgrove.service.children import Sink
 from radixgrove.service.probing import is_ready, local_address
+from radixgrove.service.processes import on_end
 from radixgrove.service.supervisor import ChildFailed, Supervised
 
 _REDIS_START = 10.0
@@ -288,14 +288,12 @@ def _in_url(host: str) -> str:
 
 
 class Signals:
-    """First SIGINT or SIGTERM: stop. Second: hurry."""
+    """First signal: stop. Second: hurry."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+        on_end(self._on_signal)
 
     def _on_signal(self) -> None:
         if self.stop.is_set():

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from radixgrove.router.replicas import static_address
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.auth import ApiKeys, KeyFileError
 from radixgrove.service.directories import private_directory
-from radixgrove.service.listening import check_management, listen
+from radixgrove.service.listening import check_management, reserve
 from radixgrove.service.liveness import tick
-from radixgrove.service.processes import give_large_blocks_back, take_descriptors
+from radixgrove.service.processes import give_large_blocks_back, on_end, take_descriptors
 from radixgrove.service.redis_rules import RedisAddress
 from radixgrove.service.supervisor import Supervised
 
@@ -35,7 +34,7 @@ class RouterStartError(StartFailed):
 
 
 def run(settings: RouterSettings) -> int:
-    """Runs the router until SIGTERM or SIGINT; returns the exit code."""
+    """Runs the router until a signal ends it; returns the exit code."""
     take_descriptors()
     if settings.processes == 1:
         return run_process(settings, 0, None)
@@ -53,6 +52,9 @@ def run(settings: RouterSettings) -> int:
 def run_process(settings: RouterSettings, index: int, shared: Path | None) -> int:
     """Runs one router process; `shared` is the directory of those that share the port."""
     # Here, not above: prometheus_client decides at import whether it is in multiprocess mode.
+    from radixgrove.service.metric_files import reserve_room
+
+    reserve_room()
     from radixgrove.router.server import RouterProcess
 
     logs.configure(settings.log_level.value, json=settings.log_json)
@@ -112,13 +114,12 @@ async def _supervise(settings: RouterSettings, directory: Path) -> None:
 
     Raises:
         ChildFailed: one ended before it served.
+        BindingError: the port is taken or the address not ours.
     """
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    # Held open, never listening: port 0 becomes one port for all, which no other program gets.
-    reserved = listen(settings.host, settings.port, shared=True)
+    on_end(stop.set)
+    # Port 0 becomes one port for all.
+    reserved = reserve(settings.host, settings.port)
     settings = settings.model_copy(update={"port": reserved.getsockname()[1]})
     _write_settings(settings, directory / SETTINGS_FILE)
     (directory / "metrics").mkdir()

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import secrets
-import signal
 import socket
 from collections.abc import Coroutine
 from pathlib import Path
@@ -34,6 +33,7 @@ from radixgrove.service.asgi import App
 from radixgrove.service.auth import ApiKeys
 from radixgrove.service.listening import listen, listen_for_management
 from radixgrove.service.liveness import tick
+from radixgrove.service.processes import on_end
 from radixgrove.service.redis_link import RedisLink
 from radixgrove.service.redis_rules import RedisUnavailable
 from radixgrove.service.server import Server
@@ -89,15 +89,13 @@ class RouterProcess:
         return ServiceKeys(prefix, service).heartbeat(self.router_id)
 
     async def run(self) -> None:
-        """Serves until SIGTERM or SIGINT, then drains within `drain_timeout`.
+        """Serves until a signal ends it, then drains within `drain_timeout`.
 
         Raises:
             TaskEnded: it was no signal that ended it; it drained all the same.
         """
         settings, link = self._settings, self._link
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+        on_end(self._stop.set)
         session = _make_session(settings)
         upstream = Upstream(settings)
         fleet = Fleet(settings, self.router_id, link, lambda: session)

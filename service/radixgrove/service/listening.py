@@ -22,6 +22,20 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     return _bind(host, port, "port", "--port", shared=shared)
 
 
+def reserve(host: str, port: int) -> socket.socket:
+    """A bound socket that holds the port for processes that share it, and never listens.
+
+    The kernel hands it no connection. A first bind that shares nothing finds strangers on the port,
+    which a shared one would silently join.
+
+    Raises:
+        BindingError: the port is taken or the address not ours.
+    """
+    if port:
+        listen(host, port).close()
+    return listen(host, port, shared=True)
+
+
 def listen_for_management(settings: WorkerSettings | RouterSettings) -> socket.socket:
     """A bound socket for the management port.
 

@@ -3,6 +3,7 @@ descriptors, memory."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
@@ -31,6 +32,19 @@ def die_with(parent: int) -> Callable[[], None]:
             os._exit(1)
 
     return set_up
+
+
+def on_end(callback: Callable[[], None]) -> None:
+    """Lets the running event loop call back when this process is to end.
+
+    A terminal that closes asks for it by SIGHUP; not of a process that was started to outlive it
+    (`nohup`), which has that signal ignored.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, callback)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, callback)
 
 
 def take_descriptors() -> None:

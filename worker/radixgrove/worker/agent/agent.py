@@ -25,10 +25,10 @@ from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.settings import LoadFormat, LogLevel, WorkerSettings
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.directories import private_directory
-from radixgrove.service.listening import BindingError, check_management
+from radixgrove.service.listening import BindingError, check_management, reserve
 from radixgrove.service.liveness import tick
 from radixgrove.service.probing import is_ready
-from radixgrove.service.processes import take_descriptors
+from radixgrove.service.processes import on_end, take_descriptors
 from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import demo_model, management, model_files
 from radixgrove.worker.agent.engines import Engine, total
@@ -38,7 +38,6 @@ from radixgrove.worker.agent.machines import Machines
 from radixgrove.worker.agent.preparation import (
     AgentError,
     check_group,
-    reserved_port,
     resolve_model,
     resolve_settings,
     with_group,
@@ -76,7 +75,7 @@ class Modules:
 
 
 def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
-    """Run a worker until SIGTERM or SIGINT has drained it; returns the exit code."""
+    """Run a worker until a signal has drained it; returns the exit code."""
     logs.configure(settings.log_level, json=settings.log_json)
     take_descriptors()
     # Until the event loop takes over, SIGTERM must still unwind: a conversion may be running.
@@ -96,7 +95,8 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
                 settings = resolve_settings(settings, model_dir, settings.port)
                 runtime = _runtime(directory, settings, model_dir)
                 return asyncio.run(Machine(runtime, marker, modules.engine).run())
-            with reserved_port(settings) as port:
+            with reserve(settings.host, settings.port) as reserved:
+                port = reserved.getsockname()[1]
                 settings = resolve_settings(settings, model_dir, port)
                 runtime = _runtime(directory, settings, model_dir)
                 return asyncio.run(Agent(runtime, modules, marker).run())
@@ -112,6 +112,9 @@ def _runtime(directory: Path, settings: WorkerSettings, model_dir: Path) -> Runt
     runtime = Runtime(directory, settings, model_dir)
     runtime.metrics_dir.mkdir()
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(runtime.metrics_dir)
+    from radixgrove.service.metric_files import reserve_room
+
+    reserve_room()
     logs.count_drops()
     runtime.write()
     return runtime
@@ -184,9 +187,7 @@ class Agent:
 
     async def run(self) -> int:
         """Start everything, serve until a signal, drain; or fail with the name of what failed."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        on_end(self._on_signal)
         tasks = [asyncio.create_task(tick(), name="ticks")]
         for engine in self.engines:
             engine.open()

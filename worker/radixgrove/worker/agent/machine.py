@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -25,6 +24,7 @@ from radixgrove.service import exit_codes, logs
 from radixgrove.service.listening import listen_for_management
 from radixgrove.service.liveness import tick
 from radixgrove.service.management import ManagementApi
+from radixgrove.service.processes import on_end
 from radixgrove.service.server import Server
 from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import probes
@@ -86,8 +86,7 @@ class Machine:
     async def run(self) -> int:
         """Run the ranks until the group ends; or fail with the name of what failed."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+        on_end(self._stop.set)
         self._inbox.bind(self.runtime.machine_socket)
         self._over = loop.create_future()
         why = ""
@@ -233,8 +232,7 @@ async def wait_to_be_replaced(settings: WorkerSettings) -> int:
     """A machine that was restarted in place: its group goes without it, until all of it is new."""
     _log.warning("restarted in place: waiting to be replaced with the group")
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    on_end(stop.set)
     async with probes.serving(settings, lambda: ""):
         await stop.wait()
     return 0

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service import exit_codes, logs
-from radixgrove.service.listening import bound_socket
 from radixgrove.service.supervisor import Supervised
 from radixgrove.worker.agent import demo_model
 from radixgrove.worker.parallel.rendezvous import MeetingPoint
@@ -172,26 +170,3 @@ def resolve_settings(settings: WorkerSettings, model_dir: Path, port: int) -> Wo
             "advertise_url": settings.advertise_url or f"http://{name}:{port}",
         }
     )
-
-
-@contextlib.contextmanager
-def reserved_port(settings: WorkerSettings) -> Iterator[int]:
-    """Hold the API port for the frontends, which share it by SO_REUSEPORT.
-
-    The socket never listens, so the kernel hands it no connection. A first bind without
-    SO_REUSEPORT finds a stranger on the port that a shared bind would silently join.
-
-    Raises:
-        AgentError: the port is taken or the address not ours.
-    """
-    try:
-        if settings.port:
-            bound_socket(settings.host, settings.port).close()
-        holder = bound_socket(settings.host, settings.port, shared=True)
-    except OSError as error:
-        raise AgentError(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
-            "choose another with --port (0: any free one)"
-        ) from error
-    with holder:
-        yield holder.getsockname()[1]

@@ -25,6 +25,7 @@ import zmq
 
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service import logs
+from radixgrove.service.metric_files import reserve_room
 from radixgrove.worker.cache.identity import block_hasher, cache_namespace
 from radixgrove.worker.engine.links import Links, tell_joined
 from radixgrove.worker.engine.metrics import EngineMetrics, PhaseClock
@@ -393,6 +394,7 @@ def run(
     runtime = Runtime.load(directory)
     settings = runtime.settings
     logs.configure(settings.log_level, json=settings.log_json)
+    reserve_room()
     logs.count_drops()
     logs.LevelFile(directory).follow()
     signal.signal(signal.SIGTERM, _exit_at_once)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from radixgrove.service import logs
 from radixgrove.service.auth import ApiKeys
 from radixgrove.service.listening import listen
 from radixgrove.service.liveness import tick
-from radixgrove.service.processes import give_large_blocks_back
+from radixgrove.service.metric_files import reserve_room
+from radixgrove.service.processes import give_large_blocks_back, on_end
 from radixgrove.service.server import Server
 from radixgrove.worker.frontend.app import Frontend
 from radixgrove.worker.frontend.generation import Signal
@@ -31,10 +31,11 @@ _ENGINE_WORDS_SECONDS = 0.5  # for aborts to be confirmed
 
 
 def run(directory: Path, index: int) -> None:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal ends the drain at once."""
+    """Serve until a signal ends it, then drain; a second signal ends the drain at once."""
     runtime = Runtime.load(directory)
     settings = runtime.settings
     logs.configure(settings.log_level, json=settings.log_json)
+    reserve_room()
     logs.count_drops()
     logs.LevelFile(directory).follow()
     give_large_blocks_back()
@@ -57,7 +58,6 @@ def run(directory: Path, index: int) -> None:
 
 
 async def _serve(frontend: Frontend, server: Server) -> None:
-    loop = asyncio.get_running_loop()
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -65,8 +65,7 @@ async def _serve(frontend: Frontend, server: Server) -> None:
             hurry.set()
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    on_end(on_signal)
     frontend.members.start()
     housekeeping = asyncio.create_task(frontend.housekeeping(), name="housekeeping")
     ticking = asyncio.create_task(tick(), name="ticks")
