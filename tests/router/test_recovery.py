@@ -205,6 +205,13 @@ NO_ANSWERS = {
         "died",
     ),
     "JSON cut short of its length": (OK[:-3], "died"),
+    "JSON of no bytes": (
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 0\r\n\r\n",
+        "no_answer",
+    ),
+    "no bytes of nothing": (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", "no_answer"),
+    "no content": (b"HTTP/1.1 204 No Content\r\n\r\n", "no_answer"),
+    "interim answers without end": (b"HTTP/1.1 102 Processing\r\n\r\n" * 4000, "died"),
     "JSON ended by its connection, and cut": (
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + OK[-22:-3],
         "no_answer",

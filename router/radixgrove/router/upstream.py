@@ -196,7 +196,8 @@ class Attempt:
             self._note(self.answer.body)
             return
         self.answer.body = await self._whole(deadline)
-        if self._connection.until_close and media_type in JSON and not _is_json(self.answer.body):
+        cut = self._connection.until_close and media_type in JSON and not _is_json(self.answer.body)
+        if cut or (not self.answer.body and self.answer.status < 300):
             raise NoAnswer
         self._note(self.answer.body[-4096:])
 
