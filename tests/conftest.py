@@ -152,6 +152,20 @@ def find_free_port() -> int:
 
 
 @contextlib.contextmanager
+def silent(address: str = "127.0.0.1", port: int = 0) -> Iterator[int]:
+    """A port whose full backlog drops what comes, as a host that is gone does: no refusal."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind((address, port))
+        listener.listen(0)
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+@contextlib.contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """The address at which `handler` answers, in threads of this process."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from radixgrove.router import http_client
 from radixgrove.router.http_client import AnswerBroke, ConnectFailed, Connection, Pool
-from tests.conftest import examples, find_free_port
+from tests.conftest import examples, find_free_port, silent
 from tests.router.harness import eventually
 
 BODY = b'{"model":"m"}'
@@ -309,18 +308,10 @@ async def test_unread_bodies_make_the_server_wait() -> None:
 
 
 async def test_a_connection_that_nobody_accepts_is_given_up_in_time() -> None:
-    """A full backlog drops what comes, as a host that is gone does: no refusal, only silence."""
-    with socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))
-        deaf.listen(0)
-        with contextlib.ExitStack() as waiting:
-            for _ in range(4):
-                filler = waiting.enter_context(socket.socket())
-                filler.setblocking(False)
-                filler.connect_ex(deaf.getsockname())
-            async with pool(connect_timeout=0.3) as client, asyncio.timeout(30):
-                with pytest.raises(ConnectFailed):
-                    await post(client, f"http://127.0.0.1:{deaf.getsockname()[1]}", seconds=60)
+    with silent() as port:
+        async with pool(connect_timeout=0.3) as client, asyncio.timeout(30):
+            with pytest.raises(ConnectFailed):
+                await post(client, f"http://127.0.0.1:{port}", seconds=60)
 
 
 async def test_nobody_listens() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import ipaddress
 import logging
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -28,8 +29,8 @@ from radixgrove.service.redis_rules import (
     RedisUnsuitable,
     check_server,
 )
-from tests.conftest import RedisServer
-from tests.redis_faults import REFUSALS, route, well
+from tests.conftest import RedisServer, silent
+from tests.redis_faults import REFUSALS, RedisRoute, route, well
 from tests.router.harness import eventually
 
 KEY = "test:router:r"
@@ -100,6 +101,25 @@ async def test_a_demoted_server_is_left_for_the_one_that_has_its_name_now(
         await eventually(lambda: other.client.exists(KEY), what="a heartbeat at the new master")
         await eventually(lambda: link.up)
         assert way.connections >= 2
+
+
+@pytest.mark.parametrize("wrong", ["demoted", "silent", "gone"])
+async def test_of_the_servers_that_have_a_name_the_one_that_can_be_used_is_found(
+    wrong: str, redis_server: RedisServer, other: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = redis_server.port
+    kind = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+    places = [(*kind, (address, port)) for address in ("127.0.0.2", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    async with contextlib.AsyncExitStack() as stack:
+        if wrong == "demoted":
+            other.client.execute_command("REPLICAOF", "127.0.0.1", port)
+            handle = RedisRoute(other.port).handle
+            await stack.enter_async_context(await asyncio.start_server(handle, "127.0.0.2", port))
+        elif wrong == "silent":
+            stack.enter_context(silent("127.0.0.2", port))
+        link = await stack.enter_async_context(linked(f"redis://a.name:{port}/0"))
+        await eventually(lambda: link.up)
 
 
 async def test_the_operators_client_leaves_a_demoted_server_too(

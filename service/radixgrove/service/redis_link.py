@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -74,6 +75,7 @@ class RedisLink:
         self._wake = asyncio.Event()  # the next heartbeat is due now
         self._usable = asyncio.Event()
         self._tried = asyncio.Event()
+        self._attempts = 0  # at the server, that came to nothing or have ended
         self._complaints = Complaints(logger, logging.WARNING)
         self._complained = False
         self._round_trips: deque[float] = deque(maxlen=ROUND_TRIPS)
@@ -198,6 +200,7 @@ class RedisLink:
                     self.unsuitable = isinstance(error, RedisUnsuitable)
                     self._down(_describe(error))
                 self._drop()
+                self._attempts += 1
                 if self.since != before:  # it was usable for a while
                     backoff = MIN_BACKOFF
                 await asyncio.sleep(backoff)
@@ -213,11 +216,8 @@ class RedisLink:
             async with asyncio.timeout(CONNECT_TIMEOUT):
                 if address.path is not None:
                     await loop.create_unix_connection(lambda: wire, address.path)
-                else:  # the name is resolved anew each time: it may stand for another server now
-                    context = address.tls()
-                    await loop.create_connection(
-                        lambda: wire, address.host, address.port, ssl=context
-                    )
+                else:
+                    await self._connect_to_name(wire)
             await self._greet(wire)
         except BaseException:
             wire.close()
@@ -225,6 +225,32 @@ class RedisLink:
         self._wire = wire
         self._round_trips.clear()
         self.unsuitable = False
+
+    async def _connect_to_name(self, wire: RedisWire) -> None:
+        """The name is resolved anew each time: it may stand for another server now.
+
+        Where it stands for several, each attempt begins with the next of them: the one before
+        answered nothing, or was none to use.
+        """
+        loop, address = asyncio.get_running_loop(), self._address
+        context = address.tls()
+        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        first = self._attempts % len(found)
+        error = OSError()
+        for *_, place in found[first:] + found[:first]:
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT / len(found)):
+                    await loop.create_connection(
+                        lambda: wire,
+                        str(place[0]),
+                        address.port,
+                        ssl=context,
+                        server_hostname=address.host if context else None,
+                    )
+                return
+            except OSError as failed:
+                error = failed
+        raise error
 
     async def _greet(self, wire: RedisWire) -> None:
         """In one round trip: a Redis may be far away."""
