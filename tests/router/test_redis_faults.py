@@ -30,7 +30,7 @@ from radixgrove.router.fleet import Fleet
 from radixgrove.router.janitor import Janitor
 from radixgrove.router.placement import PlacementRequest, Placer
 from radixgrove.router.replicas import Breaker, Replica, Service
-from radixgrove.service.cluster_directory import ClusterDirectory
+from radixgrove.service.cluster_directory import BlockingDirectory, ClusterDirectory
 from radixgrove.service.redis_link import RedisLink
 from radixgrove.worker.messages import Tier
 from tests.conftest import RedisServer, find_free_port
@@ -357,6 +357,28 @@ async def test_entries_that_make_no_sense_harm_nothing_but_themselves(
     states = {"r0": "ready", "r1": "ready"}
     await eventually(lambda: _has_ready(router, states), what="the new replica")
     assert (await router.complete(prompt(1))).status == 200
+
+
+async def test_entries_without_end_are_not_read(redis_server: RedisServer) -> None:
+    """Nor many of them: one service must not fill the memory of what reads all services."""
+    keys, entry = register(redis_server, "aaa", 50_000)
+    client, long = redis_server.client, b"x" * (8 << 20)
+    client.hset(keys.load(entry.generation), mapping={MEASURED: long, "other": long})
+    client.hset(keys.replicas, mapping={b"r8": long, long: b"{}"})
+    client.hset(keys.leases, mapping={f"many-{number}": long[:60_000] for number in range(200)})
+    client.hset(keys.demand, "router", long)
+    async with linked(redis_server.url) as link:
+        before = client.info("stats")["total_net_output_bytes"]
+        record = await ClusterDirectory(link, PREFIX).service("aaa", measured=True)
+        blocking = BlockingDirectory(client, PREFIX)
+        again = blocking.service("aaa")
+        assert blocking.demand("aaa") == {}
+        sent = client.info("stats")["total_net_output_bytes"] - before
+    for seen in (record, again):
+        assert list(seen.registrations) == [entry.replica_id]
+        assert seen.malformed >= 2 + 200
+    assert not record.measured
+    assert sent < 2 * (9 << 20)
 
 
 async def _has_ready(router: Router, states: dict[str, str]) -> bool:

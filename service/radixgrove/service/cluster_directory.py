@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import redis
 
+from radixgrove.protocol import index
 from radixgrove.protocol.foreign import decode_json
 from radixgrove.protocol.keys import MEASURED, ServiceKeys, services_key
 from radixgrove.protocol.model_table import ModelTable, table_key
@@ -29,6 +30,8 @@ from radixgrove.service.redis_rules import RedisUnavailable
 T = TypeVar("T")
 
 AT_ONCE = 1024  # services: the link bounds the calls under way
+# Bytes of a hash, and of one field with its value: others wrote them, and may write anything.
+_MOST = (8 << 20, 64 << 10)
 
 
 @dataclass(slots=True)
@@ -56,13 +59,12 @@ class ServiceRecord:
         return [entry for entry in self.registrations.values() if entry.group == group]
 
 
-def _record(
-    registrations: Iterable[tuple[bytes, bytes]],
-    leases: Iterable[tuple[bytes, bytes]],
-    clock: tuple[int, int],
-) -> ServiceRecord:
-    record = ServiceRecord(now_ms=int(clock[0]) * 1000 + int(clock[1]) // 1000)
-    for name, data in registrations:
+def _record(answer: Any) -> ServiceRecord:
+    """Of what the script `read` says of registrations and leases."""
+    (seconds, micros), left_out, registrations, leases = answer
+    now_ms = int(seconds) * 1000 + int(micros) // 1000
+    record = ServiceRecord(now_ms, malformed=left_out)
+    for name, data in _pairs(registrations):
         try:
             registration = Registration.decode(data)
             if registration.replica_id != name.decode():
@@ -70,7 +72,7 @@ def _record(
             record.registrations[registration.replica_id] = registration
         except ValueError:
             record.malformed += 1
-    for name, data in leases:
+    for name, data in _pairs(leases):
         try:
             record.leases[name.decode()] = Lease.unpack(data)
         except ValueError:
@@ -102,12 +104,8 @@ class ClusterDirectory:
     async def service(self, name: str, *, measured: bool = False) -> ServiceRecord:
         """`measured`: with what each replica says of its speed, which takes one more answer."""
         keys = ServiceKeys(self._prefix, name)
-        registrations, leases, clock = await asyncio.gather(
-            self._link.call("HGETALL", keys.replicas),
-            self._link.call("HGETALL", keys.leases),
-            self._link.call("TIME"),
-        )
-        record = _record(_pairs(registrations), _pairs(leases), clock)
+        answer = await self._link.run_script("read", [keys.replicas, keys.leases], *_MOST)
+        record = _record(answer)
         self._link.saw_clock(record.now_ms / 1000)
         if measured:
             await self._add_measured(keys, record)
@@ -115,11 +113,11 @@ class ClusterDirectory:
 
     async def _add_measured(self, keys: ServiceKeys, record: ServiceRecord) -> None:
         generations = [entry.generation for entry in record.registrations.values()]
-        found = await asyncio.gather(
-            *(self._link.call("HGET", keys.load(name), MEASURED) for name in generations)
+        found = await self._link.run_scripts(
+            "read", [([keys.load(name)], _MOST) for name in generations]
         )
-        for generation, data in zip(generations, found, strict=True):
-            if data is not None:
+        for generation, (_, _, load) in zip(generations, found, strict=True):
+            if (data := dict(_pairs(load)).get(MEASURED.encode())) is not None:
                 try:
                     record.measured[generation] = decode_json(data, Measured)
                 except ValueError:
@@ -152,15 +150,19 @@ class BlockingDirectory:
     def __init__(self, client: redis.Redis, prefix: str) -> None:
         self._client = client
         self._prefix = prefix
+        self._read = client.register_script(index.script("read").text)
 
     def service(self, name: str) -> ServiceRecord:
         keys = ServiceKeys(self._prefix, name)
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.hgetall(keys.replicas)
-        pipeline.hgetall(keys.leases)
-        pipeline.time()
-        registrations, leases, clock = ask(self._client, pipeline.execute)
-        return _record(registrations.items(), leases.items(), clock)
+        return _record(self._read_hashes(keys.replicas, keys.leases))
+
+    def demand(self, name: str) -> dict[bytes, bytes]:
+        """What routers report of a service, as far as it is no longer than that."""
+        _, _, fields = self._read_hashes(ServiceKeys(self._prefix, name).demand)
+        return dict(_pairs(fields))
+
+    def _read_hashes(self, *keys: str) -> Any:
+        return ask(self._client, partial(self._read, keys=keys, args=_MOST))
 
     def table(self, name: str) -> ModelTable | None:
         """As of `ClusterDirectory`."""

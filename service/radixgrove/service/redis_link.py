@@ -46,7 +46,7 @@ HEARTBEAT_LIFE_MS = 15_000
 SETTLE_SECONDS = 10.0  # from usable until every other living process has renewed what it holds
 CLOCK_STEP_SECONDS = 2.0  # by less, Redis's clock and ours part while an answer is under way
 ROUND_TRIPS = 3
-PRELOADED = ("place", "release", "router_heartbeat", "heartbeat")  # what is called most, or posted
+PRELOADED = ("place", "release", "router_heartbeat", "heartbeat", "read")  # called most, or posted
 
 Keys = Sequence[str | bytes]
 ScriptCall = tuple[Keys, Sequence[Argument]]

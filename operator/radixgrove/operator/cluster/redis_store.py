@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import redis
 
@@ -215,7 +215,7 @@ class RedisStore:
     def _held(self, service: str, now_ms: int) -> int:
         key = ServiceKeys(self._prefix, service).demand
         try:
-            raw: Any = self._call(partial(self._client.hgetall, key))
+            raw = self._directory.demand(service)
         except WrongType:
             logger.warning("the demand in Redis was no hash; routers report it anew")
             self._call(partial(self._client.delete, key))
