@@ -55,6 +55,12 @@ def test_a_held_request_wakes_a_sleeping_service() -> None:
     assert wanted(0, load(replicas=0, running=0, held=0)) == 0
 
 
+def test_a_clock_that_was_set_back_delays_by_no_more_than_the_cooldown() -> None:
+    before = decide(SCALING, 3, load(replicas=3), AutoscalingStatus(), NOW + 3600)
+    after = decide(SCALING, 3, load(replicas=3), before, NOW)
+    assert wanted(3, load(replicas=3), after, NOW + 60) == 2
+
+
 def test_calm_gives_groups_back_one_at_a_time_after_the_cooldown() -> None:
     first = decide(SCALING, 3, load(replicas=3), AutoscalingStatus(), NOW)
     assert first.desired == 3

@@ -46,7 +46,7 @@ def decide(
     if wanted == current:
         return AutoscalingStatus(desired=current, message=_describe(load))
     low_since = times.from_text(before.low_since)
-    if low_since is None:
+    if low_since is None or low_since > now:  # the latter: the clock was set back
         low_since = now
     if now - low_since < seconds(scaling.cooldown):
         return AutoscalingStatus(
