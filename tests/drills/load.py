@@ -140,7 +140,10 @@ def judge(
         return End.LOST, ()
     if answer.status != 200:
         return End.FAILED, ()
-    end, texts = _of_stream(answer) if stream else _of_whole(answer)
+    try:
+        end, texts = _of_stream(answer) if stream else _of_whole(answer)
+    except (ValueError, KeyError):  # what came whole is none of ours
+        return End.WRONG, ()
     if expected is not None and differ(end, texts, expected):
         end = End.WRONG
     return end, texts
@@ -161,7 +164,8 @@ def _of_whole(answer: Answer) -> tuple[End, tuple[str, ...]]:
 
 
 def _of_stream(answer: Answer) -> tuple[End, tuple[str, ...]]:
-    events = [part.removeprefix(b"data: ") for part in answer.raw.split(b"\n\n")[:-1]]
+    parts = answer.raw.split(b"\n\n")[:-1]
+    events = [part.removeprefix(b"data: ") for part in parts if not part.startswith(b":")]
     done = b"[DONE]" in events
     parsed = [json.loads(event) for event in events if event != b"[DONE]"]
     texts: defaultdict[int, str] = defaultdict(str)

@@ -34,6 +34,10 @@ def event(text: str, index: int = 0) -> bytes:
         (event("xx"), "closed", End.WRONG),
         (ERROR, "", End.FAILED),
         (b"", "closed", End.LOST),
+        (b": ping\n\n" + event("abc") + DONE, "", End.WHOLE),
+        (b": ping\n\n", "closed", End.LOST),
+        (event("ab") + b": ping\n\n", "closed", End.CUT),
+        (event("abc") + b"data: nonsense\n\n" + DONE, "", End.WRONG),
         (b"", "", End.TRUNCATED),
     ],
 )

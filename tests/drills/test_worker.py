@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import json
 import signal
-from collections.abc import AsyncIterator
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from tests.drills.grove import (
     write_model,
 )
 from tests.drills.load import Load, ask
+from tests.drills.odd_requests import odd_requests, send
 from tests.drills.stage import watched
 from tests.redis_faults import REFUSALS, well
 from tests.router.harness import eventually
@@ -214,6 +217,82 @@ async def test_values_of_a_request_overflow(stage: RealStage) -> None:
             bodies = [body | {"prompt": body["prompt"] + POISON} for body in bodies]
             asked = (ask(grove.session, grove.routers[0].url, body) for body in bodies)
             assert {answer.status for answer in await asyncio.gather(*asked)} == {500}
+
+
+@pytest.mark.slow
+async def test_an_agent_stands_still(stage: RealStage) -> None:
+    """What publishes the lease and watches the others; these serve on."""
+    async with stage.drill("An agent stands still (SIGSTOP)") as grove:
+        part = grove.workers[1]
+        before = part.memory().keys()
+        part.signal(signal.SIGSTOP, "")
+        await asyncio.sleep(2 * FAULT)
+        part.signal(signal.SIGCONT, "")
+    assert part.memory().keys() == before, "the same processes serve on"
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A file system of a few megabytes."""
+    # Below /tmp: paths of sockets are short.
+    with tempfile.TemporaryDirectory(prefix="rg-", dir="/tmp") as name:
+        mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", name]
+        if subprocess.run(mount, check=False, capture_output=True).returncode:
+            pytest.skip("needs the right to mount a file system")
+        yield Path(name)
+        subprocess.run(["umount", "--lazy", name], check=True)
+
+
+@pytest.mark.slow
+async def test_the_disk_of_temporary_files_is_full(stage: RealStage, small_disk: Path) -> None:
+    async with stage.drill("The disk of temporary files is full") as grove:
+        parts = [grove.routers[1], grove.workers[2]]
+        for part in parts:
+            await part.end()
+            part.environment |= {"TMPDIR": str(small_disk)}
+            part.start()
+        parts[0].held = parts[1].held = False
+        await eventually(grove.healthy, deadline=HEALTHY_WITHIN, what="both parts")
+        before = [part.memory().keys() for part in parts]
+        _fill(small_disk / "full")
+        for _ in range(3):  # of every kind: what is counted for the first time takes room
+            for number in range(8):
+                kinds = [{"stream": True}, {"n": 2}, {"logprobs": 2}, {"max_tokens": 0}, {"n": 0}]
+                kinds += [{"structured_outputs": {"regex": "[a-z]{3,8}"}}, {"model": "none"}]
+                bodies = [_request(number) | kind for kind in kinds]
+                await asyncio.gather(*(ask(grove.session, parts[0].url, body) for body in bodies))
+                await asyncio.gather(*(ask(grove.session, parts[1].url, body) for body in bodies))
+        for part in parts:
+            assert (await grove.get(f"{part.url}/metrics"))[0] == 200
+        assert [part.memory().keys() for part in parts] == before, "the same processes serve on"
+        (small_disk / "full").unlink()
+        for part in parts:
+            await part.end()
+            del part.environment["TMPDIR"]
+            part.held = False
+
+
+def _fill(file: Path) -> None:
+    with file.open("wb", buffering=0) as full:
+        for size in (1 << 16, 1 << 9, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    full.write(bytes(size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["worker", "router"])
+async def test_odd_requests_come(stage: RealStage, kind: str) -> None:
+    async with stage.drill(f"Odd requests come to a {kind}") as grove:
+        part = grove.workers[0] if kind == "worker" else grove.routers[0]
+        before, wrong = part.memory().keys(), {}
+        for oddity, (data, right) in odd_requests(MODEL).items():
+            statuses = await send(part.port, data)
+            if len(statuses) != 1 or statuses[0] not in right:
+                wrong[oddity] = statuses
+        assert not wrong
+        assert part.memory().keys() == before, "the same processes serve on"
+    assert "Traceback" not in (part.directory / f"{part.name}.log").read_text()
 
 
 @pytest.mark.slow
