@@ -39,6 +39,7 @@ from radixgrove.protocol.text.user_text import (
     guard_values,
     without_sentinels,
 )
+from radixgrove.protocol.text.words import WordIds
 
 # Text that is new to the cache up to this long is encoded in place: a thread costs more.
 INLINE_CHARS = 4096
@@ -93,6 +94,7 @@ class PromptEncoder:
         self._literal = files.tokenizer()  # reads special tokens as plain text
         self._literal.encode_special_tokens = True
         self._special_ids = frozenset(self.special.ids.values())
+        self._words = None if self.special.normalized else WordIds.of(self.tokenizer)
         texts = files.special_texts()
         self._template = ChatTemplate(source, texts) if source is not None else None
         self._tool_template = (
@@ -405,7 +407,8 @@ class PromptEncoder:
     def _encode_piece(self, text: str) -> bytes:
         """Ids of one piece; control tokens only where the sentinel-bearing text has them."""
         if len(text) > SHORT_CHARS:
-            return array("i", self._piece_ids(text)).tobytes()
+            by_words = self._ids_by_words(text) if len(text) <= INLINE_CHARS else None
+            return by_words or array("i", self._piece_ids(text)).tobytes()
         token_ids = self._short.get(text)
         if token_ids is None:
             token_ids = array("i", self._piece_ids(text)).tobytes()
@@ -413,6 +416,19 @@ class PromptEncoder:
                 self._short.clear()
             self._short[text] = token_ids
         return token_ids
+
+    def _ids_by_words(self, text: str) -> bytes | None:
+        """Ids of a text with no added token, but perhaps one at its beginning; None: of another."""
+        if self._words is None:
+            return None
+        head = b""
+        for match in self.special.finder.find(text):
+            if match.start() > 0 or match[0] not in self.special.heads:
+                return None
+            head = array("i", [self.special.ids[match[0]]]).tobytes()
+            text = text[match.end() :]
+        rest = self._words.encode(text)
+        return head + rest if rest is not None else None
 
     def _piece_ids(self, text: str) -> list[int]:
         clean = text.replace(BREAK, "") if BREAK in text else text

@@ -323,6 +323,7 @@ class SpecialTokens:
 
     ids: dict[str, int]  # the special ones: text → id
     cuts: frozenset[str]
+    heads: frozenset[str]  # of these, those that touch no text behind them either
     finder: TokenFinder  # of every added token
     normalized: bool  # some are looked for in normalized text, where we cannot see them
 
@@ -340,6 +341,9 @@ class SpecialTokens:
                 if token.special or text in markers
             },
             cuts=frozenset(text for text, (_, token) in tokens.items() if _is_cut(token)),
+            heads=frozenset(
+                text for text, (_, token) in tokens.items() if _is_cut(token) and not token.rstrip
+            ),
             finder=TokenFinder(tokens),
             normalized=any(token.special and token.normalized for _, token in tokens.values()),
         )
