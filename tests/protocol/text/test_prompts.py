@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import threading
 from array import array
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from radixgrove.protocol.openai.requests import (
 )
 from radixgrove.protocol.text.prefix_cache import Piece, PrefixCache
 from radixgrove.protocol.text.prompts import EncodedPrompt, PromptEncoder
+from radixgrove.protocol.text.token_finder import TokenFinder
 from radixgrove.protocol.text.tokenizer import (
     TOKENIZER_JSON,
     TokenizerError,
@@ -33,7 +36,7 @@ from radixgrove.protocol.text.tokenizer import (
     most_characters,
 )
 from tests.conftest import examples
-from tests.protocol.text.tokenizers_of_tests import llama_like, normalizing
+from tests.protocol.text.tokenizers_of_tests import llama_like, normalizing, overlapping
 
 LIMITS = ModelLimits(max_model_len=1 << 20, vocab_size=49152)
 Conversation = list[dict[str, Any]]
@@ -48,10 +51,9 @@ class CountingCache(PrefixCache):
 
     found = added = 0
 
-    def lookup(self, root: int, texts: list[str]) -> list[Piece]:
-        pieces = super().lookup(root, texts)
-        self.found += len(pieces)
-        return pieces
+    def use(self, path: list[Piece]) -> None:
+        super().use(path)
+        self.found += len(path)
 
     def extend(self, *of_piece: Any) -> Piece:
         self.added += 1
@@ -104,6 +106,15 @@ plain_texts = (
     .filter(lambda text: not any(special in text for special in SPECIALS))
 )
 any_texts = st.lists(st.sampled_from(PLAIN + SPECIALS), max_size=8).map("".join)
+
+
+# Parts of texts with tokens that begin, end and lie within each other.
+OVERLAPPING = ["<e>", "<e>x", "y<e", "e><", "<", ">", "e", "x", "y", "long text " * 8]
+
+
+@pytest.fixture(scope="module")
+def overlapping_encoder() -> PromptEncoder:
+    return PromptEncoder(overlapping())
 
 
 def conversations(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Conversation]:
@@ -267,6 +278,48 @@ def test_the_next_turn_is_new_text_only(demo_model_dir: Path) -> None:
     before = cache.added
     encoder.encode_chat(chat(turns))
     assert 0 < cache.added - before <= 3  # the turn, the line break, the next opening
+
+
+class CountingFinder(TokenFinder):
+    """Counts the tokens that it finds."""
+
+    count = 0
+
+    def find(self, text: str, start: int = 0) -> Iterator[re.Match[str]]:
+        for match in super().find(text, start):
+            self.count += 1
+            yield match
+
+
+def test_known_turns_are_not_cut_again(demo_model_dir: Path) -> None:
+    """Nor are they where two conversations take turns that begin alike."""
+    encoder = PromptEncoder(TokenizerFiles.load(demo_model_dir))
+    finder = CountingFinder(SPECIALS)
+    encoder.special = dataclasses.replace(encoder.special, finder=finder)
+    conversations = [
+        [
+            {"role": ("user", "assistant")[i % 2], "content": f"{name if i > 9 else ''} turn {i}"}
+            for i in range(100)
+        ]
+        for name in ("one", "another")
+    ]
+    for conversation in conversations:
+        encoder.encode_chat(chat(conversation[:-1]))
+    for conversation in conversations:
+        finder.count = 0
+        encoder.encode_chat(chat(conversation))
+        assert finder.count < 20  # of 200
+
+
+@examples(300)
+@given(texts=st.lists(st.lists(st.sampled_from(OVERLAPPING), max_size=8).map("".join), max_size=6))
+def test_a_cut_moves_where_what_follows_makes_it_another_token(
+    overlapping_encoder: PromptEncoder, texts: list[str]
+) -> None:
+    for text in texts:
+        prompt = "x" + text
+        expected = overlapping_encoder.tokenizer.encode(prompt, add_special_tokens=False).ids
+        assert complete(overlapping_encoder, prompt) == [expected]
 
 
 # ---- templates ---------------------------------------------------------------------------------

@@ -63,6 +63,17 @@ def normalizing(chat_template: str) -> TokenizerFiles:
     return _files(tokenizer, chat_template)
 
 
+def overlapping() -> TokenizerFiles:
+    """Special tokens of which one begins, ends or has another."""
+    characters = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(characters, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    texts = ["<e>", "<e>x", "y<e", "e><e"]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in texts])
+    tokenizer.add_tokens([AddedToken("<e>y", normalized=False)])
+    return _files(tokenizer, None)
+
+
 def _files(tokenizer: Tokenizer, chat_template: str | None) -> TokenizerFiles:
     contents = {
         "tokenizer.json": tokenizer.to_str().encode(),

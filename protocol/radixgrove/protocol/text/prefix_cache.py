@@ -15,6 +15,8 @@ DEFAULT_CACHE_BYTES = 256 << 20
 class Piece(msgspec.Struct):
     """One cut of a prompt, behind a given path of earlier ones."""
 
+    before: int  # names the path that it continues
+    text: str
     serial: int  # names the path: the key of what follows it
     token_ids: bytes
     hashes: bytes  # of the blocks that end within this piece
@@ -34,6 +36,7 @@ class PrefixCache:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._pieces: OrderedDict[tuple[int, str], Piece] = OrderedDict()
+        self._latest: dict[int, Piece] = {}  # by the path before it: the one that was last there
         self._serial = 0
         self._lock = threading.Lock()
 
@@ -48,23 +51,32 @@ class PrefixCache:
             self._serial += 1
             return self._serial
 
-    def lookup(self, root: int, texts: list[str]) -> list[Piece]:
-        """The longest known path, as pieces."""
+    def follow(self, path: int, text: str, start: int) -> tuple[list[Piece], int]:
+        """Pieces that a text has from `start` on, each the one that was last there; their end.
+
+        Comparing costs a fraction of cutting and looking up: the text is neither copied nor hashed.
+        """
         found: list[Piece] = []
-        keys: list[tuple[int, str]] = []
-        path = root
         with self._lock:
-            for text in texts:
-                key = (path, text)
-                piece = self._pieces.get(key)
-                if piece is None:
-                    break
+            while (piece := self._latest.get(path)) and text.startswith(piece.text, start):
                 found.append(piece)
-                keys.append(key)
                 path = piece.serial
-            for key in reversed(keys):
-                self._pieces.move_to_end(key)
-        return found
+                start += len(piece.text)
+        return found, start
+
+    def get(self, path: int, text: str) -> Piece | None:
+        """The piece of that text behind a path, where it is known."""
+        with self._lock:
+            return self._pieces.get((path, text))
+
+    def use(self, path: list[Piece]) -> None:
+        """Makes pieces that follow each other the last ones that are evicted, or compared with."""
+        with self._lock:
+            for piece in reversed(path):
+                key = (piece.before, piece.text)
+                if self._pieces.get(key) is piece:  # it may have been evicted meanwhile
+                    self._pieces.move_to_end(key)
+                    self._latest[piece.before] = piece
 
     def extend(
         self,
@@ -85,16 +97,20 @@ class PrefixCache:
                 block = hasher.block_size * TOKEN_BYTES
                 parent = hashes[-len(hasher.root) :]
                 tail = tail[len(tail) - len(tail) % block :]
-        key = (last.serial if last else root, text)
-        cost = 4 * len(text) + len(token_ids) + len(hashes) + 512
+        before = last.serial if last else root
+        key = (before, text)
+        cost = 4 * len(text) + len(token_ids) + len(hashes) + 640
         with self._lock:
             self._serial += 1
-            piece = Piece(self._serial, token_ids, hashes, parent, tail, cost)
+            piece = Piece(before, text, self._serial, token_ids, hashes, parent, tail, cost)
             known = self._pieces.setdefault(key, piece)
             if known is not piece:
                 return known
             self._bytes += cost
+            self._latest[before] = piece
             while self._bytes > self._max_bytes:
                 _, evicted = self._pieces.popitem(last=False)
                 self._bytes -= evicted.cost
+                if self._latest.get(evicted.before) is evicted:
+                    del self._latest[evicted.before]
         return piece

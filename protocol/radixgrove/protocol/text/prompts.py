@@ -12,7 +12,7 @@ start, with their block hashes: the next turn of a long conversation costs only 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -360,8 +360,36 @@ class PromptEncoder:
     # ---- encoding ----------------------------------------------------------------------------
 
     def _plan(self, text: str, prefix: bytes = b"") -> _Plan:
-        texts = self._cut(text)
-        return _Plan(prefix, texts, self.cache.lookup(self._root, texts))
+        """Cuts a text into pieces, each but the first beginning with a special token.
+
+        Where a text goes on as an earlier one did, so do its cuts: up to the last behind which both
+        are still equal for the length of any token, which may begin there, or before.
+        """
+        known: list[Piece] = []
+        new: list[str] = []
+        path, start, equal = self._root, 0, 0
+        cuts = self._cuts(text, start)
+        while start < len(text):
+            if start >= equal and not new:
+                followed, equal = self.cache.follow(path, text, start)
+                end = equal
+                while followed and end + self.special.finder.longest > equal:
+                    end -= len(followed.pop().text)
+                if followed:
+                    known += followed
+                    path, start = followed[-1].serial, end
+                    cuts = self._cuts(text, start)
+                    continue
+            end = next(cuts, len(text))
+            piece = self.cache.get(path, text[start:end]) if not new else None
+            if piece is None:
+                new.append(text[start:end])
+            else:
+                known.append(piece)
+                path = piece.serial
+            start = end
+        self.cache.use(known)
+        return _Plan(prefix, known, new)
 
     def _plan_completion(self, prompt: str | list[int]) -> _Plan:
         if not isinstance(prompt, str):
@@ -379,7 +407,7 @@ class PromptEncoder:
 
     def _finish(self, plan: _Plan, check: Callable[[], None]) -> EncodedPrompt:
         pieces = list(plan.known)
-        for text in plan.texts[len(pieces) :]:
+        for text in plan.new:
             check()
             token_ids = self._encode_piece(text)
             piece = self.cache.extend(self._root, pieces, text, token_ids, self._hasher)
@@ -390,19 +418,12 @@ class PromptEncoder:
             return EncodedPrompt(token_ids, self.hash_blocks(token_ids))
         return EncodedPrompt(body, b"".join([piece.hashes for piece in pieces]))
 
-    def _cut(self, text: str) -> list[str]:
-        """Pieces of a text, each but perhaps the first beginning with a special token."""
-        pieces: list[str] = []
-        start = 0
+    def _cuts(self, text: str, start: int) -> Iterator[int]:
+        """Where pieces of a text end, from a cut on; not the last of them."""
         cuts = self.special.cuts
-        for match in self.special.finder.find(text):
-            position = match.start()
-            if position > start and match[0] in cuts:
-                pieces.append(text[start:position])
-                start = position
-        if start < len(text):
-            pieces.append(text[start:])
-        return pieces
+        for match in self.special.finder.find(text, start):
+            if match.start() > start and match[0] in cuts:
+                yield match.start()
 
     def _encode_piece(self, text: str) -> bytes:
         """Ids of one piece; control tokens only where the sentinel-bearing text has them."""
@@ -471,12 +492,12 @@ class _Plan(msgspec.Struct):
     """A prompt cut into pieces, the first of which the cache knows."""
 
     prefix: bytes  # ids before the first piece
-    texts: list[str]
     known: list[Piece]
+    new: list[str]
 
     @property
     def new_chars(self) -> int:
-        return sum([len(text) for text in self.texts[len(self.known) :]])
+        return sum([len(text) for text in self.new])
 
 
 def _chat_length(request: ChatRequest) -> int:

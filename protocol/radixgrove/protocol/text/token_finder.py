@@ -22,12 +22,12 @@ class TokenFinder:
         self.longest = max(map(len, found), default=0)
         self._pattern = re.compile(_alternatives(found)) if found else None
 
-    def find(self, text: str) -> Iterator[re.Match[str]]:
-        """Matches that do not overlap, from the left."""
+    def find(self, text: str, start: int = 0) -> Iterator[re.Match[str]]:
+        """Matches that do not overlap, from the left, those that begin at `start` or later."""
         if self._pattern is None:
             return
-        position = 0
-        for stop in range(_WINDOW, len(text) + _WINDOW, _WINDOW):
+        position = start
+        for stop in range(start + _WINDOW, len(text) + _WINDOW, _WINDOW):
             # What begins before `stop` ends before `reach`.
             reach = stop + self.longest - 1
             for match in self._pattern.finditer(text, position, reach):
