@@ -573,34 +573,47 @@ def _checked_messages(messages: list[ChatMessage] | None) -> list[ChatMessage]:
     if not messages:
         raise errors.invalid("'messages' must not be empty.", "messages")
     for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if message.role not in ROLES:
-            raise errors.invalid(
-                f"Invalid value for '{where}.role': must be one of {', '.join(ROLES)}.",
-                f"{where}.role",
-            )
-        for field in MESSAGE_UNSUPPORTED:
-            if getattr(message, field) is not None:
-                raise errors.unsupported(f"{where}.{field}")
-        if message.content is None and message.role != "assistant":
-            raise errors.invalid(
-                f"Missing required parameter: '{where}.content'.", f"{where}.content"
-            )
-        if message.tool_calls and message.role != "assistant":
-            raise errors.invalid(
-                f"'{where}.tool_calls' is allowed in assistant messages only.",
-                f"{where}.tool_calls",
-            )
-        for number, call in enumerate(message.tool_calls or ()):
-            if (call.function is None) == (call.custom is None):
-                raise errors.invalid(
-                    f"'{where}.tool_calls[{number}]' must have 'function' or 'custom'.",
-                    f"{where}.tool_calls[{number}].function",
-                )
-        if isinstance(message.content, list):
-            for position, part in enumerate(message.content):
-                _check_part(part, f"{where}.content[{position}]")
+        if not _is_plain(message):
+            _check_message(message, f"messages[{index}]")
     return messages
+
+
+def _is_plain(message: ChatMessage) -> bool:
+    """Whether it is a text by someone known, and asks for nothing more: most are."""
+    return (
+        message.role in ROLES
+        and isinstance(message.content, str)
+        and message.tool_calls is None
+        and message.audio is None
+        and message.function_call is None
+    )
+
+
+def _check_message(message: ChatMessage, where: str) -> None:
+    if message.role not in ROLES:
+        raise errors.invalid(
+            f"Invalid value for '{where}.role': must be one of {', '.join(ROLES)}.",
+            f"{where}.role",
+        )
+    for field in MESSAGE_UNSUPPORTED:
+        if getattr(message, field) is not None:
+            raise errors.unsupported(f"{where}.{field}")
+    if message.content is None and message.role != "assistant":
+        raise errors.invalid(f"Missing required parameter: '{where}.content'.", f"{where}.content")
+    if message.tool_calls and message.role != "assistant":
+        raise errors.invalid(
+            f"'{where}.tool_calls' is allowed in assistant messages only.",
+            f"{where}.tool_calls",
+        )
+    for number, call in enumerate(message.tool_calls or ()):
+        if (call.function is None) == (call.custom is None):
+            raise errors.invalid(
+                f"'{where}.tool_calls[{number}]' must have 'function' or 'custom'.",
+                f"{where}.tool_calls[{number}].function",
+            )
+    if isinstance(message.content, list):
+        for position, part in enumerate(message.content):
+            _check_part(part, f"{where}.content[{position}]")
 
 
 def _check_part(part: ContentPart, where: str) -> None:
