@@ -6,6 +6,7 @@ request; tokenizing and hashing are included for routers that do them. Tokenizin
 are measured too, cold and as the next turn of a known conversation.
 
     python -m benchmarks.load.router_overhead [--peers-venv VENV] [--processes 1,2] [--seconds 5]
+    python -m benchmarks.load.router_overhead --beside CHECKOUT       # CPU beside another commit's
     python -m benchmarks.load.router_overhead --whole-path demo       # router + worker: 2 and 24 KB
     python -m benchmarks.load.router_overhead --whole-path two-layers # random weights: 2 and 64 KB
     python -m benchmarks.load.router_overhead --worker URL --router URL --model NAME --sizes 2,64
@@ -219,6 +220,32 @@ def measure(
     )
 
 
+def beside(report: Report, urls: list[str], redis_url: str, options: argparse.Namespace) -> None:
+    """CPU of this checkout's router as a share of another's: both run, and take turns, so that what
+    else the machine does falls on both."""
+    ratios: dict[str, list[float]] = {name: [] for name in SIZES}
+    conversations = {name: Conversation(size, MODEL) for name, size in SIZES.items()}
+    with contextlib.ExitStack() as stack:
+        routers = [
+            stack.enter_context(
+                router("radixgrove", urls, redis_url=redis_url, log=options.log, checkout=checkout)
+            )
+            for checkout in (None, options.beside)
+        ]
+        for number in range(options.rounds + 1):
+            for name, conversation in conversations.items():
+                used = {}
+                for running in routers if number % 2 else reversed(routers):
+                    before = running.cpu_seconds()
+                    uvloop.run(latency(running.port, conversation, options.requests))
+                    used[running] = running.cpu_seconds() - before
+                if number:  # in the first round they learn the words
+                    ratios[name].append(used[routers[0]] / used[routers[1]])
+    for name, values in ratios.items():
+        metric = f"CPU beside {options.beside.name}, median of {len(values)} turns"
+        report.add("radixgrove", name, metric, percentile(values, 0.5), "ratio")
+
+
 def timed(work: Callable[[], object], repeat: int) -> float:
     """Median milliseconds."""
     times = []
@@ -362,6 +389,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="per throughput figure")
     parser.add_argument("--streams", type=int, default=25, help="per connection")
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--beside", type=Path, help="a checkout of another commit")
+    parser.add_argument("--rounds", type=int, default=9, help="of both, with --beside")
     parser.add_argument("--whole-path", choices=["demo", "two-layers"])
     parser.add_argument("--worker", help="a worker's URL, for the whole path")
     parser.add_argument("--router", help="its router's URL")
@@ -382,7 +411,8 @@ def main() -> None:
     files = TokenizerFiles.load(model_dir)
     peers = available_peers(options.peers_venv)
     subjects = options.subjects.split(",") if options.subjects else ["radixgrove", *peers]
-    encoding(report, files)
+    if options.beside is None:
+        encoding(report, files)
     with contextlib.ExitStack() as stack:
         redis_url = stack.enter_context(redis_server())
         ports = [free_port() for _ in range(options.replicas)]
@@ -393,6 +423,9 @@ def main() -> None:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         for url in urls:
             wait_for_http(url + "/health")
+        if options.beside is not None:
+            beside(report, urls, redis_url, options)
+            return
         direct = measure_direct(report, ports[0], options)
         for subject in subjects:
             counts = options.processes.split(",") if subject == "radixgrove" else ["1"]

@@ -32,6 +32,7 @@ PEERS = {
     "vllm-router": ("vllm_router", "vllm_router.launch_router"),
 }
 START_SECONDS = 40.0
+PACKAGES = ("protocol", "service", "kernels", "worker", "router", "operator", "cli")
 
 
 def available_peers(venv: Path | None) -> list[str]:
@@ -116,9 +117,16 @@ def router(
     venv: Path | None = None,
     processes: int = 1,
     log: Path | None = None,
+    checkout: Path | None = None,
 ) -> Iterator[RunningRouter]:
-    """The named router before `replicas` (radixgrove finds them in Redis)."""
+    """The named router before `replicas` (radixgrove finds them in Redis).
+
+    `checkout`: where radixgrove's code is, if not here.
+    """
     port = free_port()
+    environ = {}
+    if checkout is not None:
+        environ["PYTHONPATH"] = ":".join(str(checkout / package) for package in PACKAGES)
     with tempfile.TemporaryDirectory() as directory:
         if subject.startswith("radixgrove"):
             _, _, policy = subject.partition(":")
@@ -146,7 +154,7 @@ def router(
             if subject == "smg":
                 command.append("--disable-tokenizer-autoload")
             ready = f"http://127.0.0.1:{port}/health"
-        with process(command, log) as pid:
+        with process(command, log, **environ) as pid:
             wait_for_http(ready)
             time.sleep(1.5)  # all replicas, not only the first
             yield RunningRouter(port, pid)
