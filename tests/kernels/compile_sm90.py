@@ -165,13 +165,13 @@ def launch_all(dtype: torch.dtype, *, few: bool = False) -> None:
     )
     inputs = (index64, lens, tokens_known, table, 16, index32, index32, index64, index32, index64)
     decode_inputs.gather_rows(*inputs, zeros(64, hidden), zeros(4, hidden))
-    addresses, counts = zeros(2, kind=torch.int64), zeros(all_reduce.PROGRAMS, kind=torch.int32)
+    addresses, turns = zeros(2, kind=torch.int64), zeros(512, kind=torch.int32)
+    exchange = all_reduce.Exchange(addresses, turns, all_reduce.Exchange.room_for(hidden), rank=0)
     for rows_reduced in (64,) if few else (1, 64, 256):
         part = zeros(rows_reduced, hidden)
-        exchange = addresses, addresses.clone(), counts, 1 << 20, 0
-        all_reduce.all_reduce(part, part.clone(), *exchange)
+        all_reduce.all_reduce(part, part.clone(), exchange)
         normed = part.clone(), part.clone(), zeros(hidden), 1e-6
-        all_reduce.all_reduce_norm(part, *normed, *exchange)
+        all_reduce.all_reduce_norm(part, *normed, exchange)
     launch_paged(dtype, dtype, few=few)
     launch_linear(dtype, hidden, few=few)
     launch_experts(dtype, few=few)
@@ -473,6 +473,10 @@ def launch_sampling() -> None:
     history = sample.History(known[:, 0].contiguous(), known, 8)
     where: dict[str, Any] = {"rows": index64, "history": history, "out": index64.clone()}
     sample.argmax(logits, **where)
+    peers = torch.zeros(2, dtype=torch.int64)
+    shard = sample.VocabShard(75968, peers, index32, rank=1)
+    sample.argmax(logits, **where, shard=shard)
+    sample.sample(logits, one, index64, index64, shard=shard)
     least = top_k_top_p.sampling_thresholds(
         logits, floats[:, 0], integers[:, 1], floats[:, 1], floats[:, 2], rows=index64
     )

@@ -4,6 +4,9 @@
 Every row is drawn alone, with the numbers of `random.py`, so that its token does not depend on the
 batch around it. Parameters may stand in tables of all rows, of which a batch names some: no kernel
 has to gather them.
+
+Ranks that share the vocabulary each draw from their own part and tell the others the best of it,
+eight bytes a row, so that no rank needs all logits.
 """
 
 from __future__ import annotations
@@ -17,6 +20,24 @@ from radixgrove.kernels import random
 from radixgrove.kernels._triton import cdiv, gdc_launch_dependents, gdc_wait, jit, pdl, tl
 
 _MAX_PARTS = 64  # pieces of a row that are searched side by side
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """A rank's part of the vocabulary, and where ranks tell each other their winners.
+
+    Attributes:
+        first: token of the part.
+        buffers: [size] int64 on the device, addresses of the ranks' buffers as this rank maps them:
+            each is [rows, 2, size] int64, zero before the first draw.
+        turns: [rows] int32 of this rank, zero before the first draw: which of the two sides of its
+            place in the buffer a row of a batch is at, see `all_reduce`.
+    """
+
+    first: int
+    buffers: Tensor
+    turns: Tensor
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +136,7 @@ def _race_kernel(
     best_ptr,
     index_ptr,
     vocab,
+    first_token,
     logits_stride,
     temperature_stride,
     seed_stride,
@@ -155,7 +177,8 @@ def _race_kernel(
         score = x
         if not GREEDY:
             if temperature > 0:
-                score = x * scale - _log2_exponential(first_key, second_key, column, FAST)
+                token = first_token + column
+                score = x * scale - _log2_exponential(first_key, second_key, token, FAST)
             if FILTER:
                 score = tl.where(x < threshold, float("-inf"), score)
         better = score > best
@@ -165,7 +188,41 @@ def _race_kernel(
     # Of equal scores the lowest index wins, as in torch.argmax; never one past the vocabulary.
     index = tl.min(tl.where(best == winner, best_index, vocab - 1), axis=0)
     tl.store(best_ptr + item * tl.num_programs(1) + part, winner)
-    tl.store(index_ptr + item * tl.num_programs(1) + part, index)
+    tl.store(index_ptr + item * tl.num_programs(1) + part, first_token + index)
+
+
+@jit
+def _best_of_ranks(
+    winner, token, buffers_ptr, turns_ptr, item, RANK: tl.constexpr, SIZE: tl.constexpr
+):
+    """Score and token of the best of all ranks, of equal ones the lowest token.
+
+    One word carries both, and says that it is there: it is never zero, which takes its place then.
+    """
+    turn = tl.load(turns_ptr + item)
+    place = (item * 2 + turn) * SIZE
+    score_bits = winner.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    own = ((token + 1).to(tl.int64) << 32) | score_bits
+    for step in tl.static_range(1, SIZE):
+        theirs = tl.load(buffers_ptr + (RANK + step) % SIZE).to(tl.pointer_type(tl.int64))
+        tl.store(theirs + place + RANK, own)
+    heard = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.int64)) + place
+    for sender in tl.static_range(SIZE):
+        word = own
+        if sender != RANK:
+            word = tl.atomic_xchg(heard + sender, 0, sem="relaxed", scope="sys")
+            while word == 0:
+                word = tl.atomic_xchg(heard + sender, 0, sem="relaxed", scope="sys")
+        score = (word & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+        index = (word >> 32).to(tl.int32) - 1
+        if sender == 0:
+            winner = score
+            token = index
+        else:  # later ranks have higher tokens
+            token = tl.where(score > winner, index, token)
+            winner = tl.maximum(score, winner)
+    tl.store(turns_ptr + item, 1 - turn)
+    return winner, token
 
 
 @jit(varying=("index_ptr", "rows_ptr", "out_ptr", "parts", "dummy_row"))
@@ -176,11 +233,15 @@ def _race_winner_kernel(
     rows_ptr,
     lens_ptr,
     tokens_ptr,
-    vocab,
+    buffers_ptr,
+    turns_ptr,
+    last_token,
     parts,
     tokens_stride,
     dummy_row,
     APPEND: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -192,9 +253,11 @@ def _race_winner_kernel(
         gdc_wait()
         gdc_launch_dependents()
     best = tl.load(best_ptr + item * parts + lane, mask=mask, other=float("-inf"))
-    index = tl.load(index_ptr + item * parts + lane, mask=mask, other=vocab - 1)
+    index = tl.load(index_ptr + item * parts + lane, mask=mask, other=last_token)
     winner = tl.max(best, axis=0)
-    token = tl.min(tl.where(best == winner, index, vocab - 1), axis=0)
+    token = tl.min(tl.where(best == winner, index, last_token), axis=0)
+    if SIZE > 1:
+        winner, token = _best_of_ranks(winner, token, buffers_ptr, turns_ptr, item, RANK, SIZE)
     # Nothing exceeds -inf where the logits are NaN. The row goes on with a token that exists.
     tl.store(out_ptr + item, tl.where(winner > float("-inf"), token, -1))
     if APPEND:
@@ -211,6 +274,7 @@ def argmax(
     rows: Tensor | None = None,
     history: History | None = None,
     out: Tensor | None = None,
+    shard: VocabShard | None = None,
 ) -> Tensor:
     """The most probable token of each row [B, V], [B] int64: `sample` at temperature 0.
 
@@ -218,8 +282,8 @@ def argmax(
     """
     out = _allocate(logits, out)
     if len(out):
-        best, index = _race(logits, None, None, None, None, None)
-        _finish(best, index, out, logits.shape[1], rows, history)
+        best, index = _race(logits, None, None, None, None, None, shard)
+        _finish(best, index, out, logits.shape[1], rows, history, shard)
     return out
 
 
@@ -233,6 +297,7 @@ def sample(
     rows: Tensor | None = None,
     history: History | None = None,
     out: Tensor | None = None,
+    shard: VocabShard | None = None,
 ) -> Tensor:
     """Draw one token a row: `argmax(logits / temperature - log(exponential))`, greedy at 0.
 
@@ -245,14 +310,16 @@ def sample(
             [R], and row i of the batch takes those of `rows[i]`. They may be strided.
         history: where each token is appended, for `rows`; `position` may be its `lens`.
         out: [B] int64 contiguous, where to write; allocated when None.
+        shard: what part of the vocabulary `logits` are of; every rank calls it with as many rows,
+            in the same order, from one stream. None: all of it.
 
     Returns:
         [B] int64; -1 for a row of NaN alone.
     """
     out = _allocate(logits, out)
     if len(out):
-        best, index = _race(logits, temperature, seed, position, thresholds, rows)
-        _finish(best, index, out, logits.shape[1], rows, history)
+        best, index = _race(logits, temperature, seed, position, thresholds, rows, shard)
+        _finish(best, index, out, logits.shape[1], rows, history, shard)
     return out
 
 
@@ -273,6 +340,7 @@ def _race(
     position: Tensor | None,
     thresholds: Tensor | None,
     rows: Tensor | None,
+    shard: VocabShard | None,
 ) -> tuple[Tensor, Tensor]:
     """Scores and tokens, [B, parts], of the winners of each part of the vocabulary."""
     batch, vocab = logits.shape
@@ -293,6 +361,7 @@ def _race(
         best,
         index,
         vocab,
+        shard.first if shard is not None else 0,
         logits.stride(0),
         temperature.stride(0) if temperature is not None else 0,
         seed.stride(0) if seed is not None else 0,
@@ -316,8 +385,10 @@ def _finish(
     vocab: int,
     rows: Tensor | None,
     history: History | None,
+    shard: VocabShard | None,
 ) -> None:
     batch, parts = best.shape
+    first = shard.first if shard is not None else 0
     _race_winner_kernel[(batch,)](
         best,
         index,
@@ -325,11 +396,15 @@ def _finish(
         rows,
         history.lens if history is not None else None,
         history.tokens if history is not None else None,
-        vocab,
+        shard.buffers if shard is not None else None,
+        shard.turns if shard is not None else None,
+        first + vocab - 1,
         parts,
         history.tokens.stride(0) if history is not None else 0,
         history.dummy_row if history is not None else 0,
         APPEND=history is not None,
+        RANK=shard.rank if shard is not None else 0,
+        SIZE=len(shard.buffers) if shard is not None else 1,
         BLOCK=_MAX_PARTS,
         num_warps=1,
         **pdl(best),

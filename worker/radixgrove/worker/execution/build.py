@@ -152,7 +152,8 @@ def _ready_memory(loaded: LoadedModel) -> None:
         locking = f"locking {loaded.memory.bytes.nbytes / GIB:.1f} GiB for the host tier"
         loaded.memory.wait(lambda done: loaded.say(EngineState.LOADING, locking, done))
     tensor, model = loaded.member.tensor, loaded.model
-    if rows := tensor.use_peer_memory(loaded.config.hidden_size, model.dtype):
+    sizes = loaded.config.hidden_size, model.dtype, loaded.limits.max_running
+    if rows := tensor.use_peer_memory(*sizes):
         loaded.say(EngineState.WARMING_UP, f"all-reduce over peer memory up to {rows} tokens")
 
 

@@ -138,6 +138,12 @@ class DecodeGraphs:
                 (largest, model.config.vocab_size), dtype=model.logits_dtype, device=self._device
             )
             self._known_logits = self._logits[:, : model.known_tokens]
+            # Ranks that draw from their own parts gather them only for what needs all.
+            self._shard = model.vocab_shard()
+            width = model.vocab_part if self._shard is not None else 0
+            self._part = torch.empty(
+                (largest, width), dtype=model.logits_dtype, device=self._device
+            )
         else:
             self._states = torch.empty(shape, dtype=model.dtype, device=self._device)
         attention.prepare_capture(largest, table.pages.shape[1])
@@ -198,14 +204,26 @@ class DecodeGraphs:
             self._attention,
             embedded=self._hidden[:size] if self._begins_with_hidden else None,
         )
-        if self._model.stage.has_head:
-            self._model.logits(hidden, out=self._logits[:size])
-        else:
+        if not self._model.stage.has_head:
             self._states[:size].copy_(hidden)
+        elif self._shard is not None:
+            self._model.part_of_logits(hidden, out=self._part[:size])
+        else:
+            self._model.logits(hidden, out=self._logits[:size])
+
+    def _gather_logits(self, size: int) -> None:
+        if self._shard is not None:
+            self._model.whole_logits(self._part[:size], out=self._logits[:size])
 
     def _draw(self, size: int, need: int) -> None:
-        logits, rows = self._known_logits[:size], self._rows[:size]
-        self._sampler.draw_and_append(logits, rows, need, out=self._tokens[:size])
+        shard, logits = self._shard, self._known_logits[:size]
+        if need & SamplingFeatures.FILTER:
+            self._gather_logits(size)
+            shard = None
+        elif shard is not None:
+            logits = self._model.known_part(self._part[:size])
+        rows, out = self._rows[:size], self._tokens[:size]
+        self._sampler.draw_and_append(logits, rows, need, out, shard)
 
     def _batch(self, rows: list[int], size: int, grouped: bool) -> AttentionBatch:
         return AttentionBatch(
@@ -264,7 +282,8 @@ class DecodeGraphs:
         """
         count, size = len(rows), self._padded(rows)
         need = self._sampler.need(rows)
-        if need & _EAGER:
+        if need & _EAGER or (masks is not None and self._shard is not None):
+            self._gather_logits(count)
             logits = self._known_logits[:count]
             return self._sampler.sample(logits, self._rows[:count], rows, masks)
         if masks is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from radixgrove.kernels.autotune import Projection
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.moe import ExpertWeights
+from radixgrove.kernels.sample import VocabShard
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import (
     Attention,
@@ -426,9 +427,45 @@ class Decoder:
         Args:
             out: [N, vocab_size], where to leave them, `logits_dtype`.
         """
+        head, norm = self._ending
+        logits = self._scaled(head.logits(hidden, norm, self._ops, self.group, out))
+        return logits[:, : self.known_tokens]
+
+    def vocab_shard(self) -> VocabShard | None:
+        """To draw from `part_of_logits`; None where that takes whole logits."""
+        head, _ = self._ending
+        last = (self.group.size - 1) * head.part_size
+        return self.group.vocab_shard(head.first) if last < self.known_tokens else None
+
+    @property
+    def vocab_part(self) -> int:
+        """Tokens of a rank's part of the vocabulary, padding included."""
+        return self._ending[0].part_size
+
+    def part_of_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Final norm and head: [N, hidden] -> [N, known tokens of this rank's part].
+
+        Args:
+            out: [N, vocab_part], where to leave them, `logits_dtype`.
+        """
+        head, norm = self._ending
+        return self.known_part(self._scaled(head.part(hidden, norm, self._ops, out)))
+
+    def known_part(self, part: Tensor) -> Tensor:
+        """[N, vocab_part] without what is padding of the vocabulary."""
+        return part[:, : self.known_tokens - self._ending[0].first]
+
+    def whole_logits(self, part: Tensor, out: Tensor) -> Tensor:
+        """[N, vocab_part] of every rank -> [N, known_tokens] on every rank; `out` as `logits`."""
+        head, _ = self._ending
+        return head.whole(part, self.group, out)[:, : self.known_tokens]
+
+    @property
+    def _ending(self) -> tuple[VocabTable, Norm]:
         assert self._head is not None, "the last stage has the head"
         assert self._norm is not None
-        logits = self._head.logits(hidden, self._norm, self._ops, self.group, out)
-        if self.config.multipliers.logits != 1.0:
-            logits.mul_(self.config.multipliers.logits)
-        return logits[:, : self.known_tokens]
+        return self._head, self._norm
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        factor = self.config.multipliers.logits
+        return logits if factor == 1.0 else logits.mul_(factor)

@@ -469,6 +469,7 @@ class VocabTable:
         group = place.group
         length = -(-vocab_size // group.size)
         self.vocab_size = vocab_size
+        self._length = length
         self._first = group.rank * length
         self.weight = place.empty(length, hidden)
         held = max(0, min(length, vocab_size - self._first))
@@ -507,6 +508,28 @@ class VocabTable:
         rows = context.ops.embed(self.weight, token_ids, self._first)
         return context.group.all_reduce(rows)
 
+    @property
+    def first(self) -> int:
+        """Token of this rank's first row."""
+        return self._first
+
+    @property
+    def part_size(self) -> int:
+        """Rows that each rank holds, padding included."""
+        return self._length
+
+    def part(self, hidden: Tensor, norm: Norm, ops: Ops, out: Tensor | None = None) -> Tensor:
+        """[N, hidden] before `norm` -> [N, part_size], of this rank's rows; in `out` if given."""
+        weight = norm.weight if norm.is_rms else None
+        if weight is None:
+            hidden = norm(hidden, ops)
+        return ops.head(hidden, self._head, weight, norm.eps, out)
+
+    def whole(self, part: Tensor, group: TensorParallel, out: Tensor | None = None) -> Tensor:
+        """All ranks' parts [N, part_size] -> [N, vocab_size], on every rank; in `out` if given."""
+        logits = group.all_gather(part)[:, : self.vocab_size]
+        return logits if out is None else out.copy_(logits)
+
     def logits(
         self,
         hidden: Tensor,
@@ -516,11 +539,6 @@ class VocabTable:
         out: Tensor | None = None,
     ) -> Tensor:
         """[N, hidden] before `norm` -> [N, vocab_size], whole on every rank; in `out` if given."""
-        weight = norm.weight if norm.is_rms else None
-        if weight is None:
-            hidden = norm(hidden, ops)
         if out is not None and group.size == 1 and self._head.payload.layout == torch.strided:
-            return ops.head(hidden, self._head, weight, norm.eps, out)
-        part = ops.head(hidden, self._head, weight, norm.eps, None)
-        logits = group.all_gather(part)[:, : self.vocab_size]
-        return logits if out is None else out.copy_(logits)
+            return self.part(hidden, norm, ops, out)
+        return self.whole(self.part(hidden, norm, ops), group, out)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from radixgrove.worker.parallel.custom_all_reduce import PeerAllReduce, is_possible
+from radixgrove.worker.parallel.peer_memory import PeerAllReduce, PeerWinners, is_possible
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from radixgrove.kernels.sample import VocabShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class TensorParallel:
         self._devices = devices
         self._activity = activity or Activity()
         self._peer: PeerAllReduce | None = None
+        self._winners: PeerWinners | None = None
 
     @property
     def rank(self) -> int:
@@ -87,19 +90,29 @@ class TensorParallel:
     def size(self) -> int:
         return self.shard.size
 
-    def use_peer_memory(self, hidden: int, dtype: torch.dtype) -> int:
-        """Take the way of `peer` for activations small enough; rows of `hidden` up to which it is.
+    def use_peer_memory(self, hidden: int, dtype: torch.dtype, rows: int) -> int:
+        """Talk over peer memory where the devices reach each other: sum activations that are
+        small enough, and draw from parts of the vocabulary; rows of `hidden` up to which it is.
 
         Every rank calls it at the same point, since it measures collectives.
+
+        Args:
+            rows: most that a step samples.
         """
         if self._group is None or self._device.type != "cuda":
             return 0
         if not is_possible(self._devices):
             return 0
-        peer = PeerAllReduce(self._group, self._device, dtype)
-        peer.limit = self.minimum(peer.tune(hidden, self._all_reduce))
+        peer = PeerAllReduce(self._group, self._device, dtype, hidden)
+        peer.limit = self.minimum(peer.tune(self._all_reduce))
         self._peer = peer
+        self._winners = PeerWinners(self._group, self._device, rows)
         return peer.limit // hidden
+
+    def vocab_shard(self, first: int) -> VocabShard | None:
+        """What draws from this rank's part of the vocabulary, from token `first` on, so that the
+        best of all parts is every rank's; None where logits have to be gathered for that."""
+        return None if self._winners is None else self._winners.of(first)
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         with self._activity:

@@ -25,6 +25,7 @@ def draw_by_kernels(
     table: RequestTable,
     need: int,
     out: Tensor | None,
+    shard: sample.VocabShard | None = None,
 ) -> Tensor:
     """One token a row, added to the table: two kernels, three with filters, which read what they
     need of each row where it stands.
@@ -34,13 +35,14 @@ def draw_by_kernels(
         rows: [S] int64, distinct but for the table's dummy row.
         need: union over the rows; only `RANDOM` and `FILTER` count.
         out: [S] int64, where to write; allocated when None.
+        shard: what part of the vocabulary `logits` are of, without `FILTER`; None: all of it.
 
     Returns:
         [S] int64.
     """
     history = table.history
     if not need & SamplingFeatures.RANDOM:
-        return sample.argmax(logits, rows=rows, history=history, out=out)
+        return sample.argmax(logits, rows=rows, history=history, out=out, shard=shard)
     temperature = state.column("temperature")
     least = None
     if need & SamplingFeatures.FILTER:
@@ -55,6 +57,7 @@ def draw_by_kernels(
         rows=rows,
         history=history,
         out=out,
+        shard=shard,
     )
 
 

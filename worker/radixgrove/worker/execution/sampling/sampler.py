@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from radixgrove.kernels.sample import VocabShard
 from radixgrove.worker.execution.sampling.draw import draw, draw_by_kernels
 from radixgrove.worker.execution.sampling.logits_processors import edit_logits
 from radixgrove.worker.execution.sampling.logprobs import LogprobTensors, token_logprobs
@@ -143,14 +144,22 @@ class Sampler:
         return Sampled(tokens, counts, asking_rows, self._logprobs(raw, tokens, index, asking_rows))
 
     def draw_and_append(
-        self, logits: Tensor, rows: Tensor, need: int, out: Tensor | None = None
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        need: int,
+        out: Tensor | None = None,
+        shard: VocabShard | None = None,
     ) -> Tensor:
         """The part that is captured: device work only, shapes alone decide what runs.
 
         The tokens, [S] int64, are in `out` if given; `INVALID_TOKEN` where the logits are NaN.
+
+        Args:
+            shard: see `draw_by_kernels`; on CUDA alone.
         """
         if logits.is_cuda:
-            return draw_by_kernels(logits, rows, self._state, self._table, need, out)
+            return draw_by_kernels(logits, rows, self._state, self._table, need, out, shard)
         positions = self._table.lens.index_select(0, rows).long()
         tokens = draw(logits, rows, positions, self._state, need)
         self._table.append(rows, tokens)

@@ -1,7 +1,8 @@
-"""All-reduce of small tensors over NVLink peer memory: one kernel instead of a NCCL ring.
+"""What ranks tell each other over NVLink peer memory: sums of small tensors, by one kernel instead
+of a NCCL ring, and the tokens that each has drawn from its part of the vocabulary.
 
-What crosses the links grows with the number of ranks, so it wins for decode batches and loses for
-prefill; `tune` measures where. NVLink multicast is not used.
+What crosses the links for a sum grows with the number of ranks, so it wins for decode batches and
+loses for prefill; `tune` measures where. NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -13,9 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from radixgrove.kernels.all_reduce import PROGRAMS, all_reduce, all_reduce_norm
+from radixgrove.kernels.all_reduce import (
+    MAX_PROGRAMS,
+    Exchange,
+    all_reduce,
+    all_reduce_norm,
+    cleared,
+)
+from radixgrove.kernels.sample import VocabShard
 
-_MAX_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20  # of a tensor
 _CALLS = 20  # in one measurement
 
 
@@ -31,18 +39,27 @@ class PeerAllReduce:
     """The buffer of one rank, mapped by the others; used by one stream at a time.
 
     Attributes:
+        exchange: where its kernels meet the other ranks'.
         limit: elements of the largest tensor for which it is the faster way; 0 before `tune`.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, dtype: torch.dtype, hidden: int
+    ) -> None:
+        """
+        Args:
+            hidden: values of a row, of which each program takes one.
+        """
+        self._device = device
         self._dtype = dtype
-        self._half = _MAX_BYTES // dtype.itemsize
-        self._buffer, buffers = _share(group, 2 * self._half, dtype, device)
-        self._flags, flags = _share(group, PROGRAMS * group.size(), torch.int32, device)
-        meetings = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-        # What a kernel needs to meet the other ranks'.
-        self._exchange = buffers, flags, meetings, self._half, group.rank()
+        room = Exchange.room_for(hidden)
+        programs = min(MAX_PROGRAMS, _MAX_BYTES // (room * dtype.itemsize))
+        elements = Exchange.elements(programs, room, group.size())
+        self._buffer, buffers = _share(group, elements, dtype, device, cleared)
+        turns = torch.zeros(programs, dtype=torch.int32, device=device)
+        self.exchange = Exchange(buffers, turns, room, group.rank())
+        self._most = programs * hidden
+        self._hidden = hidden
         self.limit = 0
 
     def takes(self, x: Tensor) -> bool:
@@ -53,44 +70,63 @@ class PeerAllReduce:
     def __call__(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in a tensor of its own."""
         total = torch.empty_like(x)
-        all_reduce(x, total, *self._exchange)
+        all_reduce(x, total, self.exchange)
         return total
 
     def with_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum over the ranks of [T, hidden], and the RMSNorm of it."""
         total, normed = torch.empty_like(x), torch.empty_like(x)
-        all_reduce_norm(x, total, normed, weight, eps, *self._exchange)
+        all_reduce_norm(x, total, normed, weight, eps, self.exchange)
         return total, normed
 
-    def tune(self, hidden: int, other: Callable[[Tensor], object]) -> int:
-        """Measure against `other` for batches of 1, 2, 4 … rows of `hidden`; every rank does so.
+    def tune(self, other: Callable[[Tensor], object]) -> int:
+        """Measure against `other` for batches of 1, 2, 4 … rows; every rank does so.
 
         Returns:
             Elements up to which this one wins on this rank. The ranks must agree before `limit` is
             set: a collective that only some of them take this way would hang.
         """
         best = 0
-        elements = hidden
-        while elements <= self._half:
-            x = torch.zeros(elements, dtype=self._dtype, device=self._buffer.device)
+        elements = self._hidden
+        while elements <= self._most:
+            x = torch.zeros(elements, dtype=self._dtype, device=self._device)
             if _milliseconds(lambda x=x: self(x)) < _milliseconds(lambda x=x: other(x)):  # type: ignore[misc]
                 best = elements
             elements *= 2
         return best
 
 
+class PeerWinners:
+    """Where ranks tell each other what they have drawn, for batches of up to `rows`."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device, rows: int) -> None:
+        words = rows * 2 * group.size()
+        self._buffer, self._buffers = _share(group, words, torch.int64, device, Tensor.zero_)
+        self._turns = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._rank = group.rank()
+
+    def of(self, first: int) -> VocabShard:
+        """For a part of the vocabulary that begins with this token."""
+        return VocabShard(first, self._buffers, self._turns, self._rank)
+
+
 def _share(
-    group: ProcessGroup, count: int, dtype: torch.dtype, device: torch.device
+    group: ProcessGroup,
+    count: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    clear: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Zeroed memory [count] that the peers map, and [size] int64: its address on every rank."""
+    """Cleared memory [count] that the peers map, and [size] int64: its address on every rank."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch.distributed import _symmetric_memory as symmetric
 
-    memory = symmetric.empty(count, dtype=dtype, device=device).zero_()
+    memory = clear(symmetric.empty(count, dtype=dtype, device=device))
     mapped = symmetric.rendezvous(memory, group.group_name)
     peers = [mapped.get_buffer(rank, (count,), dtype) for rank in range(group.size())]
     addresses = torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)
-    torch.distributed.barrier(group)  # no rank writes to memory that is still to be zeroed
+    torch.distributed.barrier(group)  # no rank writes to memory that is still to be cleared
     return memory, addresses
 
 
