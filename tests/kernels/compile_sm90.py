@@ -47,6 +47,7 @@ from radixgrove.kernels import (
     rope,
     routing,
     sample,
+    token_mail,
     top_k_top_p,
 )
 from radixgrove.kernels.autotune import (
@@ -79,6 +80,7 @@ MODULES = (
     sample,
     rope,
     decode_inputs,
+    token_mail,
     top_k_top_p,
 )
 
@@ -477,6 +479,8 @@ def launch_sampling() -> None:
     shard = sample.VocabShard(75968, peers, index32, rank=1)
     sample.argmax(logits, **where, shard=shard)
     sample.sample(logits, one, index64, index64, shard=shard)
+    token_mail.post(index64, index64, peers, 8, 1)
+    token_mail.take(index64, 4, 8, 1, history)
     least = top_k_top_p.sampling_thresholds(
         logits, floats[:, 0], integers[:, 1], floats[:, 1], floats[:, 2], rows=index64
     )

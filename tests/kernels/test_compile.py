@@ -29,6 +29,7 @@ KERNELS = {
     "_kv_indices_kernel",
     "_mask_tokens_kernel",
     "_penalize_kernel",
+    "_post_kernel",
     "prefix_kernel",
     "_quantize_int8_kernel",
     "_quantize_kernel",
@@ -42,6 +43,7 @@ KERNELS = {
     "_silu_and_mul_kernel",
     "_skinny_kernel",
     "sort_kernel",
+    "_take_kernel",
     "_thresholds_kernel",
 }
 # Sampling reads float32 whatever the model's dtype; the others are of bfloat16 alone.

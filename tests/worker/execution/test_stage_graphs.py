@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from radixgrove.kernels.sample import History
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
 from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.execution.runner import Runner
@@ -21,6 +22,7 @@ from radixgrove.worker.parallel.activations import StageLinks
 from radixgrove.worker.parallel.group import Activity
 from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.parallel.member import Member
+from radixgrove.worker.parallel.peer_memory import PeerMail
 from radixgrove.worker.plan import NewRow, PrefillChunk, StepPlan, StepResult
 from tests.worker.execution import tiny
 from tests.worker.execution.driver import Driver, cpu_runner, greedy
@@ -45,13 +47,36 @@ class QueueLinks(StageLinks):
         self.sent.append(x)
 
 
-class Pipeline:
-    """An executor over two stages, of one step in flight."""
+class QueueMail(PeerMail):
+    """Of one stage; both have the same letters."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, letters: dict[int, tuple[Tensor, Tensor]]) -> None:
+        self._letters = letters
+        self._step = 0
+
+    def post(self, step: int, rows: Tensor, tokens: Tensor) -> None:
+        self._letters[step] = rows.clone(), tokens.clone()
+
+    def take(self, step: int, count: int, history: History) -> None:
+        rows, tokens = self._letters.pop(step)
+        assert len(rows) == count
+        history.tokens[rows, history.lens[rows].long()] = tokens.int()
+        history.lens[rows] += 1
+
+
+class Pipeline:
+    """An executor over two stages: of one step in flight, or, where samples come by mail, of as
+    many as a pipeline has."""
+
+    def __init__(self, model_dir: Path, *, by_mail: bool = False) -> None:
         self.links = QueueLinks()
+        self._letters: dict[int, tuple[Tensor, Tensor]] = {}
+        self._by_mail = by_mail
         self.first, self.last = (self._stage(model_dir, rank) for rank in range(2))
-        self.info = msgspec.structs.replace(self.first.info, depth=1)
+        self.info = self.first.info
+        assert self.info.run_ahead == by_mail
+        if not by_mail:
+            self.info = msgspec.structs.replace(self.info, depth=1)
         self._rows: list[int] = []
 
     def _stage(self, model_dir: Path, rank: int) -> Runner:
@@ -64,6 +89,8 @@ class Pipeline:
             pp=2,
         )
         member = Member(Layout(pp=2), rank, links=self.links)
+        if self._by_mail:
+            member.mail = QueueMail(self._letters)
         return build_rank(settings, model_dir, lambda phase: None, rank, lambda _: member)[0]
 
     def launch(self, plan: StepPlan) -> None:
@@ -74,7 +101,8 @@ class Pipeline:
     def collect(self) -> StepResult:
         self.first.collect()
         result = self.last.collect()
-        self.first.take_back(self._rows, result.tokens)
+        if not self._by_mail:
+            self.first.take_back(self._rows, result.tokens)
         return result
 
 
@@ -96,6 +124,21 @@ def test_stages_with_graphs_say_what_one_process_says(kind: str, tmp_path: Path)
     assert decodes > 8
     assert mixed > 2
     assert [graphs.replays for graphs in captured[2:]] == [decodes, mixed]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_stages_run_ahead_of_what_the_host_has_seen(graphs: bool, tmp_path: Path) -> None:
+    tiny.save("qwen3", tmp_path)
+    prompts = tiny.prompts()[-5:]
+    expected = Driver(cpu_runner(tmp_path)).generate(prompts, params, chunk=50)
+    pipeline = Pipeline(tmp_path, by_mail=True)
+    for stage in (pipeline.first, pipeline.last) if graphs else ():
+        stage.capture([1, 4, ROWS], lambda text, done: None)
+    driver = Driver(pipeline)  # type: ignore[arg-type]
+    assert driver.executor.info.depth == 3
+    for _ in range(2):  # once more in rows that held others
+        results = driver.generate(prompts, params, chunk=50)
+        assert [result.tokens for result in results] == [result.tokens for result in expected]
 
 
 @pytest.mark.parametrize("graphs", [False, True])

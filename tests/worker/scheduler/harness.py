@@ -110,6 +110,7 @@ class Harness:
                 depth=depth,
                 max_row_tokens=config.max_row_tokens,
                 micro_batches=config.micro_batches,
+                run_ahead=config.run_ahead,
                 num_host_pages=config.num_host_pages,
             ),
             count,

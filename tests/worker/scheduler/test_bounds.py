@@ -147,9 +147,15 @@ def test_a_row_in_lockstep_decodes_only_with_all_its_tokens_known(depth: int) ->
     ]
 
 
+@pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("micro_batches", [2, 3])
-def test_micro_batches_are_level_and_take_turns(micro_batches: int) -> None:
-    harness = Harness(depth=micro_batches + 1, micro_batches=micro_batches, max_step_tokens=64)
+def test_micro_batches_are_level_and_take_turns(micro_batches: int, run_ahead: bool) -> None:
+    harness = Harness(
+        depth=micro_batches + 1,
+        micro_batches=micro_batches,
+        run_ahead=run_ahead,
+        max_step_tokens=64,
+    )
     for index in range(7):
         harness.submit(request(f"r{index}", prompt(index, 4), 8 if index < 3 else 30))
     for _ in range(8 * micro_batches):
@@ -164,6 +170,31 @@ def test_micro_batches_are_level_and_take_turns(micro_batches: int) -> None:
     assert max(map(len, last)) - min(map(len, last)) <= 1
     harness.run()
     assert all(harness.tokens[f"r{index}"] == harness.expected(f"r{index}") for index in range(7))
+
+
+def test_a_lone_row_that_runs_ahead_is_in_every_step_in_flight() -> None:
+    harness = Harness(depth=3, micro_batches=2, run_ahead=True)
+    harness.submit(request("alone", prompt(0, 4), 20))
+    while harness.launch():
+        pass
+    assert [plan.sampled_rows() for plan in harness.plans] == [[0]] * 3
+    harness.run()
+    assert harness.tokens["alone"] == harness.expected("alone")
+
+
+def test_rows_that_run_ahead_leave_a_step_between_their_samples_to_others() -> None:
+    harness = Harness(
+        depth=3, micro_batches=2, run_ahead=True, max_step_tokens=16, prefix_cache=False
+    )
+    for index in range(6):
+        harness.submit(request(f"r{index}", prompt(index, 12), 20))
+    harness.run()
+    sampled = [set(plan.sampled_rows()) for plan in harness.plans]
+    # While there are rows for two parts: no stage waits for tokens of the step right before.
+    both = [(first, second) for first, second in pairwise(sampled[:-8]) if first and second]
+    assert len(both) > 20
+    assert all(first.isdisjoint(second) for first, second in both)
+    assert all(harness.tokens[f"r{index}"] == harness.expected(f"r{index}") for index in range(6))
 
 
 @pytest.mark.parametrize(

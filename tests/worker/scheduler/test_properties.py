@@ -92,6 +92,7 @@ setups = st.fixed_dictionaries(
         "depth": st.integers(1, 4),
         "max_row_tokens": st.sampled_from([1, 2, 4, 4]),
         "micro_batches": st.sampled_from([1, 1, 2, 3, 4]),
+        "run_ahead": st.booleans(),
         "counts": st.one_of(st.none(), st.integers(0, 1 << 16)),  # a seed; None: all it may be
         "num_pages": st.integers(16, 40),
         "page_size": st.sampled_from([1, 2, 4]),
@@ -275,6 +276,7 @@ ONE_ROW_A_STEP: dict[str, object] = {
     "depth": 1,
     "max_row_tokens": 4,
     "micro_batches": 1,
+    "run_ahead": False,
     "counts": None,
     "max_step_tokens": 6,
     "max_step_seconds": None,

@@ -100,6 +100,7 @@ def load_once(ready: threading.Event) -> LoadTokenizer:
         (1, {}),
         (2, {}),
         (3, {"micro_batches": 2}),
+        (3, {"micro_batches": 2, "run_ahead": True}),
         (1, {"max_row_tokens": 3}),
     ],
 )

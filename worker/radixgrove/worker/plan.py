@@ -21,8 +21,8 @@ step may read or write (rows, pages) is not reused until that step has been coll
 
 Which rows share a step: a step holds every decoding row that may go on. A request in lockstep
 (`Submit.lockstep`) is not decoded before all its tokens are on the host. With
-`ExecutorInfo.micro_batches` above 1 that holds for every row, and the rows are dealt into so many
-steps, level in number.
+`ExecutorInfo.micro_batches` above 1 the rows are dealt into so many steps, level in number, and
+unless `run_ahead` says that samples reach all stages by themselves that holds for every row.
 
 The two halves of a step: `Executor.forward` computes the logits, `Executor.sample` the tokens. Work
 on the host has its place between them: a step with rows that have rules for their tokens is
@@ -156,6 +156,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     depth: int  # steps in flight: 1 synchronous, 2 overlapped, more for a pipeline
     max_row_tokens: int = 1  # k: most tokens that a step yields a row
     micro_batches: int = 1  # parts that decoding rows are dealt into, at most `depth`
+    run_ahead: bool = False  # of micro-batches: a row's next token may be in flight behind its last
     num_host_pages: int = 0  # of the host tier, the scheduler's to give out as well
 
 

@@ -21,8 +21,9 @@ from radixgrove.worker.plan import ExecutorInfo, StepPlan, StepResult
 class GroupExecutor:
     """An `Executor` over all ranks of a group; a step that fails names the rank to blame.
 
-    In a pipeline the last stage has the results. What it sampled goes out with the next order: no
-    row is decoded again before its token has been collected here.
+    In a pipeline the last stage has the results. Unless it sends what it sampled to the stages
+    itself, that goes out with the next order: no row is decoded again before its token has been
+    collected here.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class GroupExecutor:
         if self._in_pipeline:
             rows = self._sampled_rows.popleft()
             result = self._links.await_result()
-            if rows:
+            if rows and not self._runner.info.run_ahead:
                 self._returned.append(Returned(rows, result.tokens))
         if self._plans is not None:
             self._compare(self._plans.popleft(), result)

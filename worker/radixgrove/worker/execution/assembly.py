@@ -61,6 +61,7 @@ class LoadedModel:
             vocab_size=self.config.vocab_size,
             depth=self.limits.depth,
             micro_batches=self.limits.micro_batches,
+            run_ahead=self.member.mail is not None,
             num_host_pages=0 if memory is None else self.host_pages,
         )
         pool = self.shape.allocate(num_pages, device)

@@ -155,6 +155,8 @@ def _ready_memory(loaded: LoadedModel) -> None:
     sizes = loaded.config.hidden_size, model.dtype, loaded.limits.max_running
     if rows := tensor.use_peer_memory(*sizes):
         loaded.say(EngineState.WARMING_UP, f"all-reduce over peer memory up to {rows} tokens")
+    if loaded.member.use_mail(model.device, loaded.limits.max_running, loaded.limits.depth):
+        loaded.say(EngineState.WARMING_UP, "samples return to the first stage over peer memory")
 
 
 def _sizes(loaded: LoadedModel) -> tuple[int, int]:

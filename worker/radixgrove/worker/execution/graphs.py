@@ -270,6 +270,10 @@ class DecodeGraphs:
         """[count, hidden] of the step that was forwarded last, until the next."""
         return self._states[:count]
 
+    def rows(self, count: int) -> Tensor:
+        """[count] int64, those of the step that was forwarded last, until the next."""
+        return self._rows[:count]
+
     def sample(
         self, rows: list[int], fetched: Callable[[], None], masks: TokenMasks | None = None
     ) -> Sampled:

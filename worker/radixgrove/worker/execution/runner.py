@@ -30,6 +30,7 @@ from radixgrove.worker.execution.transfer import PinnedRing
 from radixgrove.worker.messages import TokenLogprobs
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.parallel.member import Member
+from radixgrove.worker.parallel.peer_memory import PeerMail
 from radixgrove.worker.plan import ExecutorInfo, PrefillChunk, StepPlan, StepResult
 
 T = TypeVar("T")
@@ -53,6 +54,21 @@ class _Forwarded:
     # Takes the step's masks. None: nothing was computed, there are copies only.
     sample: Callable[[TokenMasks | None], Sampled] | None
     prompts: list[_PromptLogprobs]
+    rows: Tensor | None = None  # [S] int64, those that are sampled on the last stage
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """A step whose samples, of these rows, are on their way from the last stage to this one's
+    table. `mailed`: its number there; `launched`: how many steps were launched here before it."""
+
+    plan: StepPlan
+    mailed: int
+    launched: int
+
+    @property
+    def rows(self) -> list[int]:
+        return self.plan.sampled_rows()
 
 
 @dataclass(slots=True)
@@ -118,8 +134,9 @@ def _nothing() -> None:
 class Runner:
     """An `Executor` on one device, which may be one rank of several.
 
-    Of a pipeline it computes a stage. The last stage alone samples; the others yield no tokens, and
-    get those of collected steps by `take_back`, before they are to compute what follows them.
+    Of a pipeline it computes a stage. The last stage alone samples; the others yield no tokens.
+    They get them over peer memory, or else, of collected steps, by `take_back`, before they are to
+    compute what follows them.
     """
 
     def __init__(
@@ -150,6 +167,9 @@ class Runner:
         self._mixed: MixedGraphs | None = None
         self._forwarded: _Forwarded | None = None
         self._in_flight: deque[_InFlight] = deque()
+        self._launched = 0  # steps
+        self._mailed = 0  # the newest step's number in the mail
+        self._awaited: deque[_Awaited] = deque()
         self._collected = 0  # steps
         self.expert_load: ExpertLoad | None = None
         if model.expert_load is not None:
@@ -234,6 +254,10 @@ class Runner:
 
     def _compute(self, plan: StepPlan) -> _Forwarded:
         """Everything up to the logits that are sampled from."""
+        if self._member.mail is not None:
+            self._mailed = self._member.mail.next_step()
+            self._take_mail(plan, self._member.mail)
+        self._launched += 1
         self._table.apply(plan)
         if plan.new_rows:
             self._state.enter(plan.new_rows)
@@ -250,7 +274,12 @@ class Runner:
             if not self._member.is_last:
                 return self._passed_on(plan, graphs.states(len(plan.decodes)).clone())
             fetched = self._results.await_last if self._results is not None else _nothing
-            return _Forwarded(plan, lambda masks: graphs.sample(plan.decodes, fetched, masks), [])
+            return _Forwarded(
+                plan,
+                lambda masks: graphs.sample(plan.decodes, fetched, masks),
+                [],
+                graphs.rows(len(plan.decodes)),
+            )
         inputs = step_inputs(plan, self._table, self._device)
         wanted = inputs.sampled_tokens if self._member.is_last and not whole else None
         if mixed is not None:
@@ -276,7 +305,24 @@ class Runner:
         if not rows:
             return _Forwarded(plan, lambda _: Sampled(inputs.sampled_rows), prompts)
         logits, sampled = self._model.logits(hidden), inputs.sampled_rows
-        return _Forwarded(plan, lambda masks: self._draw(plan, logits, sampled, masks), prompts)
+        return _Forwarded(
+            plan, lambda masks: self._draw(plan, logits, sampled, masks), prompts, sampled
+        )
+
+    def _take_mail(self, plan: StepPlan, mail: PeerMail) -> None:
+        """On a stage before the last: bring the table up to date with samples that the plan's rows
+        go on from, and with those of steps whose rows may be others' by now."""
+        decodes, awaited = set(plan.decodes), self._awaited
+        needed = [index for index, step in enumerate(awaited) if not decodes.isdisjoint(step.rows)]
+        count = needed[-1] + 1 if needed else 0
+        while awaited:
+            step = awaited[0]
+            ended = step.plan.step_id <= plan.collected or step.launched < self._collected
+            if count <= 0 and not ended:
+                return
+            mail.take(step.mailed, len(step.rows), self._table.history)
+            awaited.popleft()
+            count -= 1
 
     def _received(self, plan: StepPlan) -> Tensor | None:
         """What the stage before made of the step's tokens; None on the first."""
@@ -289,6 +335,8 @@ class Runner:
     def _passed_on(self, plan: StepPlan, hidden: Tensor) -> _Forwarded:
         """A step whose stage is not the last: it needs no masks, and yields no tokens."""
         self._member.links.send(hidden)
+        if self._member.mail is not None and plan.sampled_rows():
+            self._awaited.append(_Awaited(plan, self._mailed, self._launched - 1))
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
         return _Forwarded(plan, lambda _: Sampled(nothing), [])
 
@@ -355,6 +403,8 @@ class Runner:
             return _InFlight(plan, torch.empty(0, dtype=torch.int64), [], [], None, [], None)
         sampled = step.sample(masks)
         self._table.advance(plan.sampled_rows(), plan.bounds)
+        if self._member.mail is not None and step.rows is not None:
+            self._member.mail.post(self._mailed, step.rows, sampled.tokens)
         samples, logprobs = sampled.tokens, sampled.logprobs
         if sampled.counts is not None:
             samples = torch.cat([samples, sampled.counts])

@@ -20,6 +20,7 @@ from radixgrove.protocol.settings import Transport
 from radixgrove.worker.parallel.activations import DirectLinks, HostLinks, Link, StageLinks
 from radixgrove.worker.parallel.group import Activity, Shard, TensorParallel
 from radixgrove.worker.parallel.layout import Layout, Place
+from radixgrove.worker.parallel.peer_memory import PeerMail, is_possible
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,6 +59,7 @@ class Member:
         self.activity = activity or Activity()
         self._everyone = everyone
         self._links = links
+        self.mail: PeerMail | None = None  # see `use_mail`
 
     @property
     def stages(self) -> int:
@@ -81,6 +83,26 @@ class Member:
     def links(self) -> StageLinks:
         assert self._links is not None, "a member of one stage has no links"
         return self._links
+
+    def use_mail(self, device: torch.device, rows: int, depth: int) -> bool:
+        """Let samples of the last stage reach the stages before it over peer memory, from device to
+        device, where that is possible; every rank calls it at the same point.
+
+        Args:
+            rows: most that a step samples. depth: steps in flight.
+        """
+        layout, place = self.layout, self.place
+        if self._everyone is None or self.stages == 1 or layout.members_straddle:
+            return False
+        if distributed.get_backend(self._everyone) != "nccl":
+            return False
+        first = layout.place(layout.leader(place.member)).local_rank
+        if not self.minimum(is_possible(range(first, first + layout.ranks_per_member))):
+            return False
+        before = [stage * layout.tp + place.shard for stage in range(self.stages - 1)]
+        receivers = before if self.is_last else []
+        self.mail = PeerMail(self._everyone, device, rows, depth, receivers)
+        return True
 
     def least(self, value: int) -> tuple[int, int]:
         """The smallest of the ranks' values, on every rank, and the first stage that has it."""

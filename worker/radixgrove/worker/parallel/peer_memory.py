@@ -1,5 +1,6 @@
 """What ranks tell each other over NVLink peer memory: sums of small tensors, by one kernel instead
-of a NCCL ring, and the tokens that each has drawn from its part of the vocabulary.
+of a NCCL ring, the tokens that each has drawn from its part of the vocabulary, and those that the
+last stage of a pipeline sends back.
 
 What crosses the links for a sum grows with the number of ranks, so it wins for decode batches and
 loses for prefill; `tune` measures where. NVLink multicast is not used.
@@ -21,7 +22,8 @@ from radixgrove.kernels.all_reduce import (
     all_reduce_norm,
     cleared,
 )
-from radixgrove.kernels.sample import VocabShard
+from radixgrove.kernels.sample import History, VocabShard
+from radixgrove.kernels.token_mail import MARKS, post, take
 
 _MAX_BYTES = 4 << 20  # of a tensor
 _CALLS = 20  # in one measurement
@@ -108,6 +110,48 @@ class PeerWinners:
     def of(self, first: int) -> VocabShard:
         """For a part of the vocabulary that begins with this token."""
         return VocabShard(first, self._buffers, self._turns, self._rank)
+
+
+class PeerMail:
+    """Samples from the last stage to those before it, at most `rows` a step.
+
+    Every stage says `next_step` for each step; `depth` of them are in flight at most.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        rows: int,
+        depth: int,
+        receivers: Sequence[int],
+    ) -> None:
+        """
+        Args:
+            group: of all stages. receivers: ranks of it to which this rank sends, if it does.
+        """
+        self._rows = rows
+        self._steps = depth + 2  # boxes: what is in flight, and what was when it was taken
+        self._box, addresses = _share(group, self._steps * rows, torch.int64, device, Tensor.zero_)
+        self._receivers = addresses[list(receivers)].clone()
+        self._step = 0
+
+    def next_step(self) -> int:
+        """The number of a step that begins."""
+        self._step += 1
+        return self._step
+
+    def post(self, step: int, rows: Tensor, tokens: Tensor) -> None:
+        """Send the samples of a step: both [S] int64."""
+        post(tokens, rows, self._receivers, *self._place(step))
+
+    def take(self, step: int, count: int, history: History) -> None:
+        """Append the `count` samples of a step, for which the stream waits."""
+        take(self._box, count, *self._place(step), history)
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """The first place of a step's letters, and its mark."""
+        return step % self._steps * self._rows, 1 + step % MARKS
 
 
 def _share(

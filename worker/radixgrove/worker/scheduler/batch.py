@@ -64,6 +64,8 @@ class Batch:
         self._page_size = config.page_size
         self._most = min(config.max_row_tokens, config.max_step_tokens)  # tokens of a row and step
         self._micro_batches = config.micro_batches
+        self._run_ahead = config.run_ahead
+        self._turn = config.micro_batches  # counts steps; rows that wait for their first had 0
         self._memory = memory
         self._prefilling: list[RunningRequest] = []
         self._decoding: list[RunningRequest] = []  # a stable order
@@ -91,16 +93,20 @@ class Batch:
 
     def _waits(self, active: RunningRequest) -> bool:
         """Whether the row decodes only once all its tokens are on the host."""
-        return active.request.submit.lockstep or self._micro_batches > 1
+        if active.request.submit.lockstep:
+            return True
+        return self._micro_batches > 1 and not self._run_ahead
 
     # ---- decodes ---------------------------------------------------------------------------------
 
-    def add_decodes(self, step: StepDraft, make_room: MakeRoom) -> None:
+    def add_decodes(self, step: StepDraft, make_room: MakeRoom, *, idle: bool) -> None:
         """Every decoding row that may go on, and has, or gets, a slot for a token at least.
 
-        `make_room` is asked for pages when there are too few; it returns the rows that still run.
+        Args:
+            make_room: asked for pages when there are too few; returns the rows that still run.
+            idle: no step is in flight.
         """
-        rows = self._take_turns(self._ready(), step.budget // self._most)
+        rows = self._take_turns(self._ready(idle=idle), step.budget // self._most)
         short = [active for active in rows if active.launched + self._most > active.capacity]
         if short:
             rows = self._grow(rows, short, step.appended, make_room)
@@ -118,15 +124,30 @@ class Batch:
             step.decode_bounds.append(bound)
         step.budget -= sum(step.decode_bounds)
 
-    def _ready(self) -> list[RunningRequest]:
+    def _ready(self, *, idle: bool) -> list[RunningRequest]:
         """Rows that may be in the next step; with micro-batches, the share of one."""
         if self._left:
             self._decoding = [active for active in self._decoding if active.live]
             self._left = False
-        if not self._in_lockstep:
+        if not self._in_lockstep and self._micro_batches == 1:
             return [active for active in self._decoding if active.tokens_left]
         ready = [active for active in self._decoding if active.tokens_left and not active.held]
-        return ready[: -(-len(self._decoding) // self._micro_batches)]
+        share = -(-len(self._decoding) // self._micro_batches)
+        return self._in_turn(ready, share, idle=idle) if self._run_ahead else ready[:share]
+
+    def _in_turn(
+        self, ready: list[RunningRequest], share: int, *, idle: bool
+    ) -> list[RunningRequest]:
+        """Of the rows that are `ready` a part: between two samples of a row each other part has a
+        step, so that no stage waits for another's tokens."""
+        self._turn += 1
+        parts = min(self._micro_batches, len(self.active))
+        latest = self._turn - parts
+        if not idle:
+            ready = [active for active in ready if active.turn <= latest]
+        dealt = {active.turn for active in self._decoding if active.turn > latest}
+        left = max(1, parts - len(dealt))
+        return ready[: min(share, -(-len(ready) // left))]
 
     def _take_turns(self, ready: list[RunningRequest], most: int) -> list[RunningRequest]:
         """The first of them, where a step cannot hold all: these stand behind the others then."""
@@ -234,6 +255,9 @@ class Batch:
             The rows that are held until the step has been collected.
         """
         held = []
+        if self._run_ahead:
+            for active in step.sampled:
+                active.turn = self._turn
         if self._in_lockstep:
             held = [active for active in step.sampled if self._waits(active)]
             for active in held:

@@ -25,6 +25,7 @@ class SchedulerConfig:
     vocab_size: int
     max_row_tokens: int = 1  # most tokens that a step yields a row
     micro_batches: int = 1
+    run_ahead: bool = False  # their rows need not wait until their tokens are on the host
     namespace: str = ""
     watermark: float = 0.02
     schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
@@ -78,6 +79,7 @@ class SchedulerConfig:
             vocab_size=info.vocab_size,
             max_row_tokens=info.max_row_tokens,
             micro_batches=info.micro_batches,
+            run_ahead=info.run_ahead,
             namespace=namespace,
             watermark=settings.watermark,
             schedule_policy=settings.schedule_policy,

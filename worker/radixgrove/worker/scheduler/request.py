@@ -163,6 +163,7 @@ class RunningRequest:
     capacity: int  # tokens that `pages` hold
     tokens_left: int  # what it may still generate if steps in flight yield all they may
     held: bool = False  # decodes only after a step in flight has been collected
+    turn: int = 0  # of the batch, in which it was sampled last
     spoiled: bool = False  # its values are NaN: nothing of it is to be cached
     live: bool = True  # False once released: results that arrive later are discarded
     claim: tuple[TreeNode, bytes] | None = None  # under which `InFlightPrefixes` lists it

@@ -233,7 +233,8 @@ class Scheduler:
         """Decodes first, then short prompts, prefill that has begun, and new requests."""
         preemptions = self.counters.preemptions
         if self._may_decode:
-            self._batch.add_decodes(step, self._admission.make_room)
+            idle = not self._results.in_flight
+            self._batch.add_decodes(step, self._admission.make_room, idle=idle)
         if self.config.max_step_seconds is not None:
             self._bound_time(step, self.config.max_step_seconds)
         # A preempted request would come straight back for the pages it just gave.
@@ -253,7 +254,7 @@ class Scheduler:
         flight: those that are back wait for those that come back next, so that parts grow level.
         """
         parts = self.config.micro_batches
-        return parts == 1 or self._results.decoding < parts
+        return parts == 1 or self.config.run_ahead or self._results.decoding < parts
 
     def _bound_time(self, step: StepDraft, most: float) -> None:
         """Rows that decode wait for the end of the step: prefill gets the time that is left."""
