@@ -26,11 +26,13 @@
 #   multi_turn    conversations that are more than the GPU holds, with the host tier and without;
 #                 MULTI_TURN_OPTIONS go to multi_turn.py (not by default)
 #   tp            two GPUs: bs1_decode, bs64_decode, nano256
-#   tp_correctness   two GPUs: the text of random models, split, against Hugging Face;
-#                 CORRECTNESS_OPTIONS as above (--modes chooses)
+#   ranks         two GPUs: sums over the ranks, and draws from halves of the vocabulary, by each way
+#   tp_correctness   two GPUs: the text of a random model, split, against Hugging Face; CORRECTNESS_OPTIONS
+#                 in place of its own (--random and --modes choose: each mode starts an engine)
 #   pp, pp_correctness   the same of two stages; two stages on one GPU with
 #                 CORRECTNESS_OPTIONS="--transport gloo", ENGINE_OPTIONS likewise
 #   pp_profile    what the first of two stages does, sends beside compute in its trace
+#   faults        two GPUs: a rank killed, and one frozen, while clients ask, with tp 2 and with pp 2
 #   dp            two GPUs: a worker of two members over HTTP, 512 streams at once, and one GPU's 256 to
 #                 compare with; SERVING_OPTIONS go to serving.py
 #
@@ -176,6 +178,16 @@ run_tp() {
         --workload bs1_decode bs64_decode nano256
 }
 
+run_ranks() { python3 -m benchmarks.engine.bench_ranks; }
+
+run_faults() {
+    local status=0 ranks
+    for ranks in tp pp; do
+        python3 -m benchmarks.load.rank_faults -- "--$ranks" 2 || status=$?
+    done
+    return $status
+}
+
 run_tp_correctness() { split_correctness --tp 2; }
 
 run_pp() {
@@ -202,15 +214,16 @@ run_pp_profile() {
 
 split_correctness() {
     # shellcheck disable=SC2086
-    python3 -m benchmarks.correctness.gpu_correctness "$@" --backend triton ${CORRECTNESS_OPTIONS:-}
+    python3 -m benchmarks.correctness.gpu_correctness "$@" --backend triton \
+        ${CORRECTNESS_OPTIONS:---random llama-8-2 --modes graphs chunked bfloat16}
 }
 
 declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [float8]=150 [quantized]=280 [host_tier]=90 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
-    [profile]=120 [profile_small]=120 [serving]=180 [open_loop]=200 [multi_turn]=270 [tp]=240 [tp_correctness]=420 [pp]=240 [pp_correctness]=420
-    [pp_profile]=150 [dp]=300)
+    [profile]=120 [profile_small]=120 [serving]=180 [open_loop]=200 [multi_turn]=270 [tp]=240 [tp_correctness]=200 [pp]=240 [pp_correctness]=200
+    [pp_profile]=150 [dp]=300 [ranks]=60 [faults]=200)
 declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [float8]=60 [quantized]=40 [host_tier]=24 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
     [profile]=26 [profile_small]=52 [serving]=30 [open_loop]=6 [multi_turn]=12 [tp]=8 [tp_correctness]=24 [pp]=8 [pp_correctness]=24
-    [pp_profile]=26 [dp]=12)
+    [pp_profile]=26 [dp]=12 [ranks]=40 [faults]=8)
 declare -A STATUS SECONDS_OF
 
 run_stage() {

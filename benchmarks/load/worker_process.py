@@ -192,7 +192,19 @@ def request(port: int, method: str, path: str) -> tuple[int, bytes]:
 def running_worker(
     model_dir: Path, name: str, *, frontends: int, max_model_len: int, options: Sequence[str] = ()
 ) -> Iterator[Worker]:
-    """A worker that is ready; shows the end of its log when anything fails."""
+    """A worker that is ready, and is drained at the end; shows the end of its log when anything
+    fails."""
+    own = {"frontends": frontends, "max_model_len": max_model_len, "options": options}
+    with started_worker(model_dir, name, **own) as worker:
+        yield worker
+        worker.stop()
+
+
+@contextlib.contextmanager
+def started_worker(
+    model_dir: Path, name: str, *, frontends: int, max_model_len: int, options: Sequence[str] = ()
+) -> Iterator[Worker]:
+    """As `running_worker`, of a worker that may end by itself."""
     port, management_port = free_port(), free_port()
     own = {
         "--model": model_dir,
@@ -212,7 +224,6 @@ def running_worker(
     try:
         worker.wait_until_ready()
         yield worker
-        worker.stop()
     except BaseException:
         print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
         raise
