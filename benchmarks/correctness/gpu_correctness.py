@@ -234,16 +234,26 @@ def check_rescoring(
     report: Report,
     *,
     allowed: float = 1.0,
+    alone: int = 0,
 ) -> None:
     """KL between the distribution that decoding sampled from and prefill's of the same text.
 
     Both round to bfloat16 in different places, so the bound is `allowed` times what transformers
     itself reaches on these texts, should that be more than `KL_BOUND`.
+
+    Args:
+        alone: prompts that are also decoded one by one: steps of one token have kernels of their
+            own.
     """
-    for cache in ("cold", "warm"):
-        out = subject.generate(prompts, max_tokens=NEW_TOKENS, temperature=1.0, logprobs=0)
-        proved = (subject.counters.cached_tokens > 0) == (cache == "warm")
-        texts = [p + g.token_ids for p, g in zip(prompts, out, strict=True)]
+    for mode in ("cold cache", "warm cache", *(["one by one"] if alone else [])):
+        apart = mode == "one by one"
+        asked = prompts[:alone] if apart else prompts
+        sampling = {"max_tokens": NEW_TOKENS, "temperature": 1.0, "logprobs": 0}
+        out = subject.generate(asked, one_by_one=apart, **sampling)
+        proved = (subject.counters.cached_tokens > 0) == (mode != "cold cache")
+        if apart:
+            proved = subject.counters.largest_batch == 1
+        texts = [p + g.token_ids for p, g in zip(asked, out, strict=True)]
         rescored = subject.generate(texts, max_tokens=1, temperature=0.0, prompt_logprobs=0)
         log_ratios = []
         for generated, score in zip(out, rescored, strict=True):
@@ -252,7 +262,7 @@ def check_rescoring(
         kl = kl_estimate(torch.cat(log_ratios))
         theirs = judge.own_kl(texts, NEW_TOKENS)
         report.check(
-            f"{what}: decode then rescore, {cache} cache",
+            f"{what}: decode then rescore, {mode}",
             proved and kl < max(KL_BOUND, allowed * theirs),
             f"KL {kl:.2e}, transformers' own {theirs:.2e}"
             + ("" if proved else f"; not proved: {subject.counters}"),

@@ -8,7 +8,8 @@ projections round their inputs to float8 as the format says, in plain torch: bot
 places, and the engine may be twice as far from exact as that. Judged are
 
 - log-probabilities of texts that the engine has written, scored by it;
-- decoding beside scoring of the same text, by the engine and by the reference (KL);
+- decoding beside scoring of the same text, by the engine and by the reference (KL), also one text
+  at a time, since the engine leaves one token's inputs as they are;
 - of mixtures, the experts of every token where the margin between the last one chosen and the next
   is more than the reference's error could cross.
 
@@ -83,6 +84,7 @@ ROUTES_BOUND = 0.01
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _PROJECTIONS = (*_ATTENTION, "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _ROUTED_TEXTS = 8
+ALONE = 16  # texts that are decoded one by one
 _QUANTILE = 0.99  # of the reference's errors of router logits, which is taken for its error
 
 
@@ -230,7 +232,9 @@ def check(model: str, model_dir: Path, kind: str, backend: str, report: Report) 
             prompts = make_prompts(served, subject.engine.info.vocab_size)
             check_logprobs(what, subject, prompts, judge, report)
             subject.flush()
-            check_rescoring(what, subject, prompts, judge, report, allowed=ALLOWED)
+            check_rescoring(
+                what, subject, prompts, judge, report, allowed=ALLOWED, alone=ALONE
+            )
         finally:
             subject.close()
         if "num_experts_per_tok" in json.loads((model_dir / "config.json").read_text()):

@@ -61,7 +61,7 @@ def test_the_reference_is_what_the_engine_computes(
     model: str, kind: str, recorded: Path, tmp_path: Path
 ) -> None:
     found = check(model, kind, recorded, tmp_path)
-    assert len(found) == (5 if model == "qwen3-moe" else 4)
+    assert len(found) == (6 if model == "qwen3-moe" else 5)
     assert all(passed for passed, _ in found.values()), found
 
 

@@ -59,8 +59,8 @@ from radixgrove.kernels.autotune import (
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.linear import SkinnyWorkspace
 from radixgrove.kernels.matmul import Scratch, multiply
-from radixgrove.kernels.scaled import multiply_quantized
-from radixgrove.kernels.weight import Weight
+from radixgrove.kernels.scaled import feed, multiply_quantized
+from radixgrove.kernels.weight import QuantizedRows, Weight
 from radixgrove.protocol.model.quantization import Activations
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -217,6 +217,19 @@ def launch_paged(dtype: torch.dtype, kv_dtype: torch.dtype, *, few: bool = False
         weight,
         weight,
     )
+    for count in () if dtype == torch.float32 else (4,) if few else (4, 3000):
+        index = zeros(count, kind=torch.int32)
+        decode.rope_decode_attention(
+            zeros(count, (heads + 2 * kv_heads) * dim),
+            zeros(64, dim, kind=torch.float32),
+            layer,
+            index,
+            index.clone(),
+            table,
+            1.0,
+            decode.DecodeWorkspace(count, heads, kv_heads, dim, torch.device("cpu")),
+            quantized=QuantizedRows.by_parts(count, heads * dim, dim, torch.device("cpu")),
+        )
     decode.decode_attention(
         zeros(4, heads, dim),
         layer,
@@ -257,11 +270,11 @@ def launch_prefixes(q: torch.Tensor, layer: torch.Tensor, table: torch.Tensor) -
 def launch_linear(dtype: torch.dtype, hidden: int, *, few: bool = False) -> None:
     """Every candidate of the tuner; float32 has none but the default `gemv`."""
     one, weight = torch.zeros(1, hidden, dtype=dtype), torch.zeros(2048, hidden, dtype=dtype)
-    default_only = few or dtype == torch.float32
+    plain, default_only = Weight.plain(weight), few or dtype == torch.float32
     for candidate in GEMV_CANDIDATES[2:3] if default_only else GEMV_CANDIDATES:
         config = candidate.gemv
         silu = config is not None and config.block_k <= 4096  # no gate is as wide as the widest
-        linear.gemv(one, weight, norm=one[0], silu=silu, config=config)
+        linear.gemv(one, plain, norm=one[0], silu=silu, config=config)
     workspace = SkinnyWorkspace(torch.device("cpu"))
     many = torch.zeros(16, hidden, dtype=dtype)
     skinny = SKINNY_CANDIDATES[:1] if few else SKINNY_CANDIDATES
@@ -318,7 +331,9 @@ def launch_float8_experts(activations: Activations, *, blocks: bool) -> None:
     weights = moe.ExpertWeights(*stacks, routing.Router(routing.Routing(2)))
     for tokens in (1, 16, 1024):
         x, logits = torch.zeros(tokens, 2048, dtype=torch.bfloat16), torch.zeros(tokens, 4)
-        moe.experts(x, logits, weights, x.clone())
+        choice = moe.default_choice(tokens, weights)
+        x, rows = moe.norm_for_experts(x, x[0], 1e-6, weights, choice, x.clone())
+        moe.experts(x, logits, weights, x.clone(), rows=rows, choice=choice)
 
 
 def float8_weight(rows: int, columns: int, activations: Activations, *, blocks: bool) -> Weight:
@@ -352,12 +367,11 @@ def launch_float8(hidden: int, *, few: bool = False) -> None:
         for choice, tokens in ((GEMV_CANDIDATES[2], 1), (SKINNY_CANDIDATES[2], 16)):
             x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
             multiply_quantized(x, weight, choice=choice, scratch=scratch, **gate_up)
+            feed(x, weight, weight, choice=choice, scratch=scratch, norm=gate_up["norm"])
             if activations != Activations.STATIC:
                 continue  # the other ending has nothing of the weight's kind
             residual = torch.zeros(tokens, 2048, dtype=torch.bfloat16)
-            gated = torch.zeros(tokens, 2 * hidden, dtype=torch.bfloat16)
-            options: dict[str, Any] = {"residual": residual, "gated": True}
-            multiply_quantized(gated, weight, choice=choice, scratch=scratch, **options)
+            multiply_quantized(x, weight, choice=choice, scratch=scratch, residual=residual)
         if activations != Activations.KEPT:
             x = torch.zeros(4, hidden, dtype=torch.bfloat16)
             quantize.quantize(x, weight, norm=x[0], residual=x.clone())
@@ -415,13 +429,25 @@ def launch_products(hidden: int, inner: int, qkv: int, attended: int, vocab: int
         weight = Weight.plain(torch.empty(rows, columns, dtype=torch.bfloat16))
         return Projection([weight], **options)
 
-    layer = (
+    def float8_projection(rows: int, columns: int, *, blocks: bool, **options: Any) -> Projection:
+        kind = Activations.GROUP if blocks else Activations.TOKEN
+        return Projection([float8_weight(rows, columns, kind, blocks=blocks)], **options)
+
+    layer = [
         projection(qkv, hidden),
         projection(hidden, attended, residual=True),
         projection(2 * inner, hidden, silu=True),
         projection(hidden, inner, residual=True),
         projection(vocab, hidden, every_token=False, wide=True),
-    )
+    ]
+    for blocks in (False, True):
+        down = float8_projection(hidden, inner, blocks=blocks, residual=True)
+        layer += [
+            float8_projection(qkv, hidden, blocks=blocks),
+            float8_projection(hidden, attended, blocks=blocks, residual=True),
+            float8_projection(2 * inner, hidden, blocks=blocks, silu=True, feeds=down.weights[0]),
+            down,
+        ]
     chip = SimpleNamespace(multi_processor_count=multiprocessors(torch.device("cpu")))
     setattr(torch.cuda, "get_device_properties", lambda device: chip)  # noqa: B010
     scratch = Scratch(torch.device("cpu"))
@@ -434,8 +460,14 @@ def launch_products(hidden: int, inner: int, qkv: int, attended: int, vocab: int
                 options["out"] = target
             if kind.residual:
                 options = {"residual": target}
+            weight = kind.weights[0]
             for choice in own_candidates(tokens, kind, scratch):
-                multiply(x, kind.weights[0], choice=choice, scratch=scratch, **options)
+                if kind.feeds is not None:
+                    where: dict[str, Any] = {"choice": choice, "scratch": scratch}
+                    feed(x, weight, kind.feeds, norm=x[0], **where)
+                    continue
+                product = multiply_quantized if weight.quantized else multiply
+                product(x, weight, choice=choice, scratch=scratch, **options)
 
 
 def launch_decode(heads: int, kv_heads: int, dim: int, *, norm: bool) -> None:
@@ -498,7 +530,7 @@ def launch_smallest() -> None:
     one, index = torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64)
     for silu in (False, True):
         weight = torch.zeros(2 if silu else 1, 8)
-        linear.gemv(torch.zeros(1, 8), weight, silu=silu)
+        linear.gemv(torch.zeros(1, 8), Weight.plain(weight), silu=silu)
         linear.skinny(torch.zeros(1, 8), weight, silu=silu)
     norm.rms_norm(one, one[0], 1.0)
     activation.silu_and_mul(torch.zeros(1, 2))

@@ -114,7 +114,8 @@ def assert_they_fit(kernels: list[tuple[str, int, int, int]]) -> None:
 def test_products_for_hopper_keep_their_sums_in_registers(cache: Path) -> None:
     """At the shapes of Qwen3-0.6B and Llama-3.1-8B, in every form that the tuner asks about."""
     kernels = compiled(cache, "products")
-    assert {name for name, *_ in kernels} == {"_gemv_kernel", "_skinny_kernel", "_rms_norm_kernel"}
+    others = {"_rms_norm_kernel", "_quantize_kernel"}
+    assert {name for name, *_ in kernels} == {"_gemv_kernel", "_skinny_kernel"} | others
     assert len(kernels) > 40
     for name, registers, stack, shared in kernels:
         assert stack == 0, f"{name} spills {stack} bytes at {registers} registers"

@@ -119,7 +119,12 @@ def test_every_choice_gives_the_same_logits(
         multiplied.append(options.get("norm") is not None)
         return multiply(x, weight, bias, choice=choice, scratch=Scratch(), **options)  # type: ignore[arg-type]
 
+    def feed(x: Tensor, weight: Weight, feeds: Weight, bias: None, **options: Any) -> Tensor:
+        assert options.pop("added_to") is None, "no product leaves its residual to a norm"
+        return linear(x, weight, silu=True, **options)
+
     monkeypatch.setattr(ops, "linear", linear)
+    monkeypatch.setattr(ops, "feed", feed)
     logits = logits_of(make_decoder(KernelOps(), device), device)
     assert_close(logits, expected, 2e-5)
     assert multiplied == [True, False, True, False] * CONFIG.num_layers + [True]

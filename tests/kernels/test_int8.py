@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from radixgrove.kernels import linear
-from radixgrove.kernels.activation import silu_and_mul_reference
 from radixgrove.kernels.int8 import (
     Int8Config,
     config_for,
@@ -23,7 +22,7 @@ from radixgrove.kernels.linear import GemvConfig, SkinnyConfig
 from radixgrove.kernels.matmul import CUBLAS, Choice
 from radixgrove.kernels.norm import rms_norm_reference
 from radixgrove.kernels.quantize import widened
-from radixgrove.kernels.scaled import library_takes, multiply_quantized
+from radixgrove.kernels.scaled import feed, library_takes, multiply_quantized
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
 from tests.kernels.helpers import QuantizedInputs, assert_close
@@ -130,7 +129,7 @@ CHOICES = [
 
 @pytest.mark.parametrize("choice", CHOICES, ids=["int8", "gemv", "skinny"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("before", ["norm", "added norm", "gated"])
+@pytest.mark.parametrize("before", ["norm", "added norm", "quantized"])
 @pytest.mark.parametrize("silu", [False, True])
 def test_every_choice_multiplies_alike(
     choice: Choice, scheme: str, before: str, silu: bool, device: torch.device
@@ -140,14 +139,16 @@ def test_every_choice_multiplies_alike(
     # Triton's interpreter makes no bfloat16 of int8.
     scales = torch.full_like(weight.scales, 1e-3)
     weight = replace(weight, dtype=torch.float16, scales=scales)
-    x = torch.randn(tokens, 2 * k if before == "gated" else k, device=device).half()
-    options: dict[str, Any] = {"gated": before == "gated", "silu": silu}
-    exact = silu_and_mul_reference(x) if before == "gated" else x
+    x: Any = torch.randn(tokens, k, device=device).half()
+    options: dict[str, Any] = {"silu": silu}
+    exact = x
+    if before == "quantized" and choice is CUBLAS:
+        x = quantize_int8(x, weight)
     if before == "added norm":
         options["added_to"] = torch.randn_like(x)
         exact = exact + options["added_to"]
     norm = None
-    if before != "gated":
+    if before != "quantized":
         norm = torch.rand(k, device=device).half() + 0.5
         exact = rms_norm_reference(exact, norm, 1e-6)
     residual = torch.randn(tokens, n, device=device).half()
@@ -159,6 +160,25 @@ def test_every_choice_multiplies_alike(
     assert y is residual
     # Products of few tokens do not round their inputs.
     assert_close(y, expected, 6e-2 if scheme == "static" else 3e-2)
+
+
+@pytest.mark.parametrize(("tokens", "quantizes"), [(4, False), (129, True)])
+def test_many_tokens_are_quantized_with_their_silu(
+    tokens: int, quantizes: bool, device: torch.device
+) -> None:
+    """Few are not: the product after it widens its weight."""
+    weight, after = (weight_of("token", n, k, device) for n, k in ((64, 40), (40, 32)))
+    x = torch.randn(tokens, 40, device=device).half()
+    weight, after = (replace(each, dtype=torch.float16) for each in (weight, after))
+    scratch: Any = SimpleNamespace(cublaslt=None, skinny=None)
+    made = feed(x, weight, after, choice=CUBLAS, scratch=scratch)
+    h = linear.linear_reference(x, weight, silu=True)
+    if not quantizes:
+        assert isinstance(made, torch.Tensor)
+        assert_close(made, h, 3e-2)
+        return
+    values, scales = quantize_int8_reference(h, after)
+    assert_close(made[0].float() * made[1], values.float() * scales, 3e-2)
 
 
 def test_torchs_float8_is_not_for_int8(device: torch.device) -> None:

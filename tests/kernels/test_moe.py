@@ -20,6 +20,7 @@ from radixgrove.kernels.moe import (
     PairsConfig,
     TileConfig,
 )
+from radixgrove.kernels.norm import rms_norm_reference
 from radixgrove.kernels.quantize import widened
 from radixgrove.kernels.routing import (
     Router,
@@ -317,6 +318,26 @@ def test_tiles_quantize_what_float8_experts_multiply(
     )
     if activations != Activations.TOKEN:  # whose bound cuts values
         assert_close(out, exact(x, logits, weights, None), 0.06)
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["norm", "added norm"])
+@pytest.mark.parametrize("kind", ["rows", "blocks"])
+def test_a_norm_quantizes_for_experts(kind: str, added: bool, device: torch.device) -> None:
+    block, activations = QUANTIZED[kind]
+    weights = float8_experts(256, 128, block, device, activations=activations)
+    x, logits = torch.randn(20, 256, device=device).bfloat16(), random_logits(20, 6, device)
+    norm = torch.rand(256, device=device).bfloat16() + 0.5
+    rest = torch.randn_like(x) if added else None
+    exact = rms_norm_reference(x if rest is None else x + rest, norm, 1e-6)
+    choice = QUANTIZING_TILES["small-tiles"]
+    normed, rows = moe.norm_for_experts(x, norm, 1e-6, weights, choice, rest)
+    assert_close(normed, exact)
+    assert rows is not None
+    out = moe.experts(normed, logits, weights, rows=rows, choice=choice)
+    assert torch.equal(out, moe.experts(normed, logits, weights, choice=choice))
+    plain = moe.norm_for_experts(x, norm, 1e-6, weights, WAYS["pairs"])
+    assert plain[1] is None
+    assert_close(plain[0], rms_norm_reference(x, norm, 1e-6))
 
 
 @pytest.mark.parametrize("kind", ["rows", "blocks"])

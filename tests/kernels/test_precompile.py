@@ -11,6 +11,7 @@ import torch
 
 from radixgrove.kernels import attention, decode, rope
 from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.kernels.weight import QuantizedRows
 from radixgrove.worker.attention.base import AttentionBatch, PaddedBatch
 from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
 from radixgrove.worker.attention.triton import TritonAttention
@@ -28,11 +29,11 @@ ROWS, PAGES, PAGE = 256, 48, 16
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 32
 # Of positional arguments, by kernel: those that Triton does not specialise on.
 _VARYING = {
-    "decode_kernel": {17},
+    "decode_kernel": {12, 19},
     "_extend_kernel": {10},
     "prefix_kernel": {14, 15},
     "_rope_store_kernel": {9},
-    "shared_decode_kernel": {17, 22, 23},
+    "shared_decode_kernel": {12, 19, 24, 25},
 }
 Launches = set[tuple[Any, ...]]
 
@@ -66,7 +67,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return seen
 
 
-def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None) -> None:
+def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None, *, quantizes: bool) -> None:
     """Eager decodes beside chunks, decodes alone of every kind, chunks, and a padded step."""
     dtype = torch.bfloat16
 
@@ -102,7 +103,11 @@ def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None) -> None:
         rope.rope_store(qkv, angles, tokens, tokens, pool[0], norm, norm)
         backend.plan(batch)
         if backend.takes_qkv:
-            backend.attend_qkv(0, qkv, (angles, tokens), norm, norm, 1e-6)
+            projected = 0, qkv, (angles, tokens), norm, norm, 1e-6
+            backend.attend_qkv(*projected)
+            if quantizes and rows > 1:
+                into = QuantizedRows.by_parts(rows, HEADS * HEAD_DIM, HEAD_DIM, pool.device)
+                backend.attend_qkv(*projected, quantized=into)
         # As beside chunks, however few they are.
         backend.attend(0, zeros(rows, HEADS, HEAD_DIM, kind=dtype), qkv)
         if rows > 1:
@@ -141,10 +146,12 @@ def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FLOAT8], ids=["bfloat16", "float8"])
 @pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("quantizes", [False, True], ids=["plain", "quantizing"])
 def test_everything_that_steps_launch_is_compiled_ahead(
-    qk_norm: bool, kv_dtype: torch.dtype, launches: Launches
+    quantizes: bool, qk_norm: bool, kv_dtype: torch.dtype, launches: Launches
 ) -> None:
-    launch_steps(kv_dtype, torch.ones(HEAD_DIM, dtype=torch.bfloat16) if qk_norm else None)
+    norm = torch.ones(HEAD_DIM, dtype=torch.bfloat16) if qk_norm else None
+    launch_steps(kv_dtype, norm, quantizes=quantizes)
     wanted = set(launches)
     launches.clear()
     shape = AttentionShape(
@@ -158,6 +165,7 @@ def test_everything_that_steps_launch_is_compiled_ahead(
         torch.bfloat16,
         kv_dtype,
         extends=True,
+        quantizes=quantizes,
     )
     for job in compile_jobs(shape, torch.device("cpu")):
         job()

@@ -11,6 +11,9 @@ from torch import Tensor
 from radixgrove.kernels import decode, rope
 from radixgrove.kernels.decode import MAX_PROGRAMS, DecodeConfig, DecodeWorkspace
 from radixgrove.kernels.float8 import FLOAT8, FLOAT8_MAX, bits
+from radixgrove.kernels.quantize import quantize_reference
+from radixgrove.kernels.weight import QuantizedRows, Weight
+from radixgrove.protocol.model.quantization import Activations
 from tests.conftest import examples
 from tests.kernels.helpers import PAGED_DTYPES, PagedKv, assert_close
 
@@ -55,7 +58,9 @@ class Case:
         if norm:
             self.norms = tuple((torch.rand(2, head_dim, device=device) + 0.5).to(dtype))
 
-    def run(self, config: DecodeConfig | None = None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, config: DecodeConfig | None = None, quantized: QuantizedRows | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Attention, and the pages it leaves."""
         kv, pages, qkv = self.kv, self.kv.pages.clone(), self.qkv.clone()
         workspace = DecodeWorkspace(
@@ -75,6 +80,7 @@ class Case:
             *self.norms,
             eps=EPS,
             config=config,
+            quantized=quantized,
         )
         assert not workspace.counters.any(), "counters must be zero between launches"
         assert torch.equal(self.qkv, qkv), "the projection is only read"
@@ -130,6 +136,28 @@ def test_each_type(
     dtype: torch.dtype, kv_dtype: torch.dtype | None, norm: bool, device: torch.device
 ) -> None:
     Case(LENGTHS, 4, 2, 64, norm=norm, dtype=dtype, kv_dtype=kv_dtype, device=device).check()
+
+
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, [70] * 12], ids=["shared programs", "a program a row"]
+)
+def test_the_result_may_be_quantized_by_heads(lengths: list[int], device: torch.device) -> None:
+    """As a kernel of its own would: a product whose inputs have parts of 64 columns takes it."""
+    case = Case(lengths, 4, 2, 64, device=device)
+    count = len(lengths)
+    rows = QuantizedRows.by_parts(count, 256, 64, device)
+    case.run(quantized=rows)
+    out, _ = case.run()
+    weight = Weight(
+        torch.zeros(8, 256, device=device).to(FLOAT8),
+        torch.bfloat16,
+        scales=torch.ones(1, 4, device=device),
+        block=(64, 64),
+        activations=Activations.GROUP,
+    )
+    values, scales = quantize_reference(out.flatten(1), weight)
+    torch.testing.assert_close(rows.scales, scales, rtol=1e-6, atol=0)
+    assert torch.equal(bits(rows.values), bits(values))
 
 
 def test_float8_saturates(device: torch.device) -> None:

@@ -26,7 +26,13 @@ from radixgrove.kernels.cublaslt import CublasLtConfig
 from radixgrove.kernels.linear import MAX_SKINNY_TOKENS, GemvConfig, SkinnyConfig
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.norm import add_rms_norm, rms_norm
-from radixgrove.kernels.scaled import library_takes, multiply_quantized
+from radixgrove.kernels.scaled import (
+    ends_in_parts,
+    feed,
+    library_takes,
+    multiply_quantized,
+    takes_quantized,
+)
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
 
@@ -54,18 +60,44 @@ GEMV_CANDIDATES = tuple(
         (2, 16384, 8),
     )
 )
+# Of weights in float8, a program has as many bytes of twice as many.
+FLOAT8_GEMV_CANDIDATES = tuple(
+    Choice(gemv=GemvConfig(rows=rows, block_k=block_k, warps=warps))
+    for rows, block_k, warps in (
+        (8, 1024, 4),
+        (4, 2048, 4),
+        (8, 2048, 4),
+        (2, 4096, 4),
+        (4, 4096, 4),
+        (1, 16384, 8),
+        (2, 16384, 8),
+        (4, 16384, 8),
+    )
+)
 # Every one is compiled for every ending and several token counts, so only what has won is here.
 SKINNY_CANDIDATES = tuple(
     Choice(skinny=SkinnyConfig(block_n=64, block_k=block_k, splits=splits, stages=stages))
     for block_k, stages in ((128, 4), (64, 6))
     for splits in (4, 2, 1)
 )
-# Of weights in float8: steps of as many bytes, or more of them on their way.
+# Of weights in float8: steps of as many bytes, or more of them on their way. High tiles read x half
+# as often, and may be a part of the next product's inputs, which is quantized at their end.
 FLOAT8_CANDIDATES = tuple(
-    Choice(skinny=SkinnyConfig(block_n=64, block_k=block_k, splits=splits, stages=stages))
-    for block_k, stages in ((256, 4), (128, 6), (128, 4))
+    Choice(
+        skinny=SkinnyConfig(
+            block_n=block_n, block_k=block_k, splits=splits, stages=stages, warps=warps
+        )
+    )
+    for block_n, block_k, stages, warps in (
+        (64, 256, 4, 4),
+        (64, 128, 6, 4),
+        (64, 128, 4, 4),
+        (128, 128, 4, 8),
+        (128, 128, 6, 8),
+    )
     for splits in (4, 2, 1)
 )
+_HIGH_TILE_TOKENS = 64  # for whose sums a tile of 128 rows has registers
 # What a block of compute capability 9.0 has, less some for what the compiler needs beside tiles.
 _SHARED_MEMORY_BYTES = 225 << 10
 SCALED = Choice(scaled=True)
@@ -78,7 +110,7 @@ MARGIN = 0.985
 _HOPELESS = 1.3
 _REPEATS = 4
 _COLD_BYTES = 256 << 20  # of weights in a row, so that the L2 cache does not hold them
-_FORMAT = 8  # of the file
+_FORMAT = 9  # of the file
 _Key = tuple[str, int, int, int, bool]  # the weight's format, token bucket, N, K, silu
 _Shape = tuple[torch.dtype, _Key]
 C = TypeVar("C")
@@ -91,7 +123,7 @@ class Projection:
 
     `weights`: of several layers, the same shape. `every_token`: it multiplies all tokens of a
     prefill step, not only those that are sampled from. Without `residual` a norm precedes it.
-    `wide`: its output is float32.
+    `wide`: its output is float32. `feeds`: with `silu`, the weight whose product takes the result.
     """
 
     weights: Sequence[Weight]
@@ -100,6 +132,7 @@ class Projection:
     biased: bool = False
     every_token: bool = True
     wide: bool = False
+    feeds: Weight | None = None
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -247,7 +280,9 @@ def own_candidates(bucket: int, projection: Projection, scratch: Scratch) -> lis
     """Of our kernels, those worth timing for a shape."""
     if bucket == 1:
         widest = max(2048, next_power_of_2(projection.weights[0].shape[1]))
-        return [one for one in GEMV_CANDIDATES if one.gemv and one.gemv.block_k <= widest]
+        quantized = projection.weights[0].quantized
+        steps = FLOAT8_GEMV_CANDIDATES if quantized else GEMV_CANDIDATES
+        return [one for one in steps if one.gemv and one.gemv.block_k <= widest]
     if bucket > MAX_SKINNY_TOKENS:
         return []
     fitting = partial(_fits, bucket=bucket, projection=projection, scratch=scratch)
@@ -266,17 +301,23 @@ def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch)
         return False
     if (block := projection.weights[0].block) and block[1] % config.block_k:
         return False
-    weight, n = projection.weights[0], projection.outputs
+    if config.block_n > 64 and bucket > _HIGH_TILE_TOKENS:
+        return False
+    weight, feeds = projection.weights[0], projection.feeds
+    silu, n = projection.silu, projection.outputs
+    if feeds is not None and takes_quantized(bucket, feeds):
+        silu = ends_in_parts(config, weight, feeds)
+        n = n if silu else weight.shape[0]
     chip = torch.cuda.get_device_properties(weight.device)
     kept = weight.activations == Activations.KEPT or weight.payload.dtype == torch.int8
     item_bytes = weight.dtype.itemsize if kept else weight.payload.itemsize
-    shared = config.shared_memory_bytes(bucket, item_bytes, silu=projection.silu)
+    shared = config.shared_memory_bytes(bucket, item_bytes, silu=silu)
     splits = _splits(cdiv(n, config.block_n), chip.multi_processor_count)
     tried = (1, splits) if projection.silu or weight.quantized else (splits,)
     return (
         config.splits in tried
         and shared <= _SHARED_MEMORY_BYTES
-        and scratch.skinny.fits(config, bucket, n, projection.silu)
+        and scratch.skinny.fits(config, bucket, n, silu)
     )
 
 
@@ -360,6 +401,10 @@ class _Trial:
         self._operands = self._operands or self._make_operands()
         x, of_inputs, of_outputs, residual = self._operands
         projection = self._projection
+        if projection.feeds is not None:
+            where: dict[str, Any] = {"choice": choice, "scratch": self._scratch}
+            feed(x, weight, projection.feeds, norm=of_inputs, **where)
+            return
         product = partial(
             multiply_quantized if weight.quantized else multiply,
             x,
@@ -518,7 +563,8 @@ def _timing_event() -> torch.cuda.Event:
 
 def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
     # Algorithms are one version's of cuBLASLt.
-    what = (_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES, FLOAT8_CANDIDATES)
+    gemvs = GEMV_CANDIDATES, FLOAT8_GEMV_CANDIDATES
+    what = (_FORMAT, BUCKETS, gemvs, SKINNY_CANDIDATES, FLOAT8_CANDIDATES)
     return tuned_path("linear", device, str(cublaslt.version()), str(dtype), repr(what))
 
 

@@ -24,6 +24,7 @@ from radixgrove.kernels.attention import LOG2_E, extend_attention_reference
 from radixgrove.kernels.decode_kernels import decode_kernel, shared_decode_kernel
 from radixgrove.kernels.prefix_kernel import prefix_kernel
 from radixgrove.kernels.rope import rope_store_reference
+from radixgrove.kernels.weight import QuantizedRows
 
 MAX_PROGRAMS = 16  # of a decode, on each multiprocessor
 
@@ -287,6 +288,7 @@ def rope_decode_attention(
     *,
     window: int = 0,
     config: DecodeConfig | None = None,
+    quantized: QuantizedRows | None = None,
 ) -> Tensor:
     """`rope.rope_store` of each row's last token, then `decode_attention`, in one kernel.
 
@@ -296,12 +298,16 @@ def rope_decode_attention(
             position `kv_lens[b] - 1`, and the place in the pages that the table gives it. Rows may
             share the page of that place only where it is never read (padding, the scratch page).
         q_norm, k_norm: [D] each, both or none.
+        quantized: [B, H * D], where to write the result instead, with a scale for each head.
 
     The other arguments, the result and what is raised are those of `decode_attention`.
     """
     kv_heads, head_dim = pages.shape[3:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    out = torch.empty((qkv.shape[0], heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if quantized is None:
+        out = torch.empty((len(qkv), heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    else:
+        out = quantized.values.view(-1, heads, head_dim)
     inputs = _Inputs(
         qkv,
         qkv.stride(0),
@@ -312,7 +318,9 @@ def rope_decode_attention(
         raw=True,
         norm=q_norm is not None,
     )
-    _launch(inputs, pages, rows, kv_lens, page_table, scale, window, workspace, config, out)
+    scales = None if quantized is None else quantized.scales
+    where = pages, rows, kv_lens, page_table
+    _launch(inputs, *where, scale, window, workspace, config, out, scales)
     return out
 
 
@@ -343,6 +351,7 @@ def _launch(
     workspace: DecodeWorkspace,
     config: DecodeConfig | None,
     out: Tensor,
+    out_scales: Tensor | None = None,
 ) -> None:
     tokens, heads, head_dim = out.shape
     batch = tokens if inputs.tokens is None else len(inputs.tokens)
@@ -354,7 +363,7 @@ def _launch(
     programs = workspace.multiprocessors * (config or _MANY_ROWS).programs
     # Of indexed rows any number may have no KV, which only the shares account for.
     whole = inputs.tokens is None and batch * kv_heads >= _WHOLE_PAIRS * programs
-    wide = out.dtype == torch.float32
+    wide = inputs.source.dtype == torch.float32
     if config is None:
         few = _FEW_ROWS if batch <= _FEW else _MANY_ROWS
         config = _WIDE if wide else _WHOLE if whole else few
@@ -373,6 +382,7 @@ def _launch(
         "NORM": inputs.norm,
         "PREFIX": prefixes is not None,
         "WINDOW": window,
+        "QUANTIZES": out_scales is not None,
         "num_warps": config.warps,
         "num_stages": config.stages,
         **pdl(out),
@@ -389,6 +399,8 @@ def _launch(
         kv_lens,
         page_table,
         out,
+        out if out_scales is None else out_scales,
+        tokens,
         prefixes.row_lens if prefixes is not None else rows,
         workspace.prefixes.state,
         workspace.prefixes.state_stats,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from radixgrove.kernels._triton import gdc_launch_dependents, gdc_wait, jit, tl
 from radixgrove.kernels.attention import above
+from radixgrove.kernels.float8 import stored
 from radixgrove.kernels.rope import decode_queries
 
 
@@ -76,11 +77,20 @@ def store_result(
     state_stats_ptr,
     state_heads,
     out_ptr,
+    out_scale_ptr,
+    out_tokens,
+    like_ptr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PREFIX: tl.constexpr,
+    QUANTIZES: tl.constexpr,
 ):
-    """The result of `heads`; their softmax goes on from what was left of their prefix."""
+    """The result of `heads`; their softmax goes on from what was left of their prefix.
+
+    With `QUANTIZES` it is rounded to the type behind `like_ptr`, then to float8, with a scale for
+    each head: [heads, tokens].
+    """
     dim = tl.arange(0, BLOCK_D)
     mask = inside[:, None] & (dim < HEAD_DIM)[None, :]
     if PREFIX:
@@ -96,10 +106,16 @@ def store_result(
         acc = acc * shrink[:, None] + other * weight[:, None]
     out = acc / norm[:, None]
     target = heads[:, None] * HEAD_DIM + dim[None, :]
+    if QUANTIZES:
+        out = out.to(like_ptr.dtype.element_ty).to(tl.float32)
+        scales = tl.maximum(tl.max(tl.abs(out), axis=1) / 448.0, 1e-12)
+        place = out_scale_ptr + heads % HEADS * out_tokens + heads // HEADS
+        tl.store(place, scales, mask=inside)
+        out = stored(out / scales[:, None], out_ptr)
     tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@jit(varying=("rows_ptr", "kv_lens_ptr", "prefix_lens_ptr", "state_heads"))
+@jit(varying=("rows_ptr", "kv_lens_ptr", "out_tokens", "prefix_lens_ptr", "state_heads"))
 def decode_kernel(
     source_ptr,
     source_stride,
@@ -112,6 +128,8 @@ def decode_kernel(
     kv_lens_ptr,
     page_table_ptr,
     out_ptr,
+    out_scale_ptr,
+    out_tokens,
     prefix_lens_ptr,
     state_ptr,
     state_stats_ptr,
@@ -131,6 +149,7 @@ def decode_kernel(
     NORM: tl.constexpr,
     PREFIX: tl.constexpr,
     WINDOW: tl.constexpr,
+    QUANTIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: the query heads of one KV head of one row."""
@@ -198,9 +217,14 @@ def decode_kernel(
         state_stats_ptr,
         state_heads,
         out_ptr,
+        out_scale_ptr,
+        out_tokens,
+        source_ptr,
+        KV_HEADS * GROUP,
         HEAD_DIM,
         BLOCK_D,
         PREFIX,
+        QUANTIZES,
     )
 
 
@@ -295,6 +319,7 @@ def merge_parts(
         "rows_ptr",
         "kv_lens_ptr",
         "tokens_ptr",
+        "out_tokens",
         "prefix_lens_ptr",
         "state_heads",
         "batch",
@@ -313,6 +338,8 @@ def shared_decode_kernel(
     kv_lens_ptr,
     page_table_ptr,
     out_ptr,
+    out_scale_ptr,
+    out_tokens,
     prefix_lens_ptr,
     state_ptr,
     state_stats_ptr,
@@ -339,6 +366,7 @@ def shared_decode_kernel(
     RAW: tl.constexpr,
     NORM: tl.constexpr,
     PREFIX: tl.constexpr,
+    QUANTIZES: tl.constexpr,
     INDEXED: tl.constexpr,
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
@@ -439,9 +467,14 @@ def shared_decode_kernel(
                 state_stats_ptr,
                 state_heads,
                 out_ptr,
+                out_scale_ptr,
+                out_tokens,
+                source_ptr,
+                KV_HEADS * GROUP,
                 HEAD_DIM,
                 BLOCK_D,
                 PREFIX,
+                QUANTIZES,
             )
         else:
             pair = (row * KV_HEADS + kv_head).to(tl.int64)
@@ -485,8 +518,13 @@ def shared_decode_kernel(
                     state_stats_ptr,
                     state_heads,
                     out_ptr,
+                    out_scale_ptr,
+                    out_tokens,
+                    source_ptr,
+                    KV_HEADS * GROUP,
                     HEAD_DIM,
                     BLOCK_D,
                     PREFIX,
+                    QUANTIZES,
                 )
         unit += count

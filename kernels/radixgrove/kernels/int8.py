@@ -22,7 +22,7 @@ from radixgrove.kernels._triton import (
     tl,
 )
 from radixgrove.kernels.norm import prepared_row
-from radixgrove.kernels.weight import MIN_SCALE, Weight
+from radixgrove.kernels.weight import MIN_SCALE, QuantizedRows, Weight
 from radixgrove.protocol.model.quantization import Activations
 
 INT8_MAX = 127.0
@@ -126,7 +126,7 @@ def quantize_int8(
     eps: float = 1e-6,
     residual: Tensor | None = None,
     silu: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> QuantizedRows:
     """`quantize_int8_reference` in one kernel, with what comes before it.
 
     Args:
@@ -164,7 +164,7 @@ def quantize_int8(
             num_warps=min(16, max(1, block // 512)),
             **pdl(x),
         )
-    return out, scales
+    return QuantizedRows(out, scales)
 
 
 @jit(varying=("tokens",))

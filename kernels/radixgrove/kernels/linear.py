@@ -32,9 +32,10 @@ from radixgrove.kernels._triton import (
     tl,
 )
 from radixgrove.kernels.activation import silu_and_mul_reference
+from radixgrove.kernels.float8 import stored
 from radixgrove.kernels.norm import rms_norm_reference
 from radixgrove.kernels.quantize import product_reference
-from radixgrove.kernels.weight import Weight
+from radixgrove.kernels.weight import QuantizedRows, Weight
 
 MAX_SKINNY_TOKENS = 128
 _GEMV_STAGES = 3  # of the pipeline of tiles after a program's first
@@ -72,25 +73,32 @@ class ProductScales:
     Attributes:
         weight: [N] of rows, or with `block` [ceil(N / rows), ceil(K / columns)].
         block: rows and columns of the weight that share a scale.
-        inputs: [T, 1] of rows of x, [1, 1] of all, or [T, ceil(K / columns)]; None: x is not
+        inputs: [T, 1] of rows of x, [1, 1] of all, or [T, ceil(K / part)]; None: x is not
             quantized.
+        part: columns of x that share a scale, those of a block if there are blocks.
     """
 
     weight: Tensor
     block: tuple[int, int] | None = None
     inputs: Tensor | None = None
+    part: int = 0
+
+    @property
+    def width(self) -> int:
+        """Columns with the same scales; 0: all."""
+        return self.block[1] if self.block else self.part
 
     def arguments(self, x: Tensor) -> dict[str, object]:
         """For a kernel that takes them."""
         inputs = self.inputs
-        high, wide = self.block or (0, 0)
         return {
             "w_scale_ptr": self.weight,
             "x_scale_ptr": self.weight if inputs is None else inputs,
             "x_scale_stride": inputs.stride(0) if inputs is not None and len(inputs) > 1 else 0,
+            "x_part_stride": 0 if inputs is None else inputs.stride(1),
             "SCALED": True,
-            "HIGH": high,
-            "WIDE": wide,
+            "HIGH": self.block[0] if self.block else 0,
+            "WIDE": self.width,
             "X_SCALED": inputs is not None,
             "X_PARTS": inputs is not None and inputs.shape[1] > 1,
         }
@@ -99,8 +107,8 @@ class ProductScales:
 def _scale_arguments(scales: ProductScales | None, x: Tensor) -> dict[str, object]:
     if scales is not None:
         return scales.arguments(x)
-    nothing = {"w_scale_ptr": x, "x_scale_ptr": x, "x_scale_stride": 0, "SCALED": False}
-    return nothing | {"HIGH": 0, "WIDE": 0, "X_SCALED": False, "X_PARTS": False}
+    nothing = {"w_scale_ptr": x, "x_scale_ptr": x, "x_scale_stride": 0, "x_part_stride": 0}
+    return nothing | {"SCALED": False, "HIGH": 0, "WIDE": 0, "X_SCALED": False, "X_PARTS": False}
 
 
 def linear_reference(
@@ -135,12 +143,12 @@ def linear_reference(
     return y if residual is None else residual.add_(y)
 
 
-def _rows_in_block(scales: ProductScales | None, rows: int, gap: int) -> bool:
+def _rows_in_block(block: tuple[int, int] | None, rows: int, gap: int) -> bool:
     """Whether `rows` from a multiple of them on, and those `gap` further on, share blocks, and
     eight columns from a multiple of them on do."""
-    if scales is None or scales.block is None:
+    if block is None:
         return False
-    high, wide = scales.block
+    high, wide = block
     return high % rows == 0 and gap % rows == 0 and wide % 8 == 0
 
 
@@ -167,7 +175,7 @@ def gated(gate, up, like_ptr):
 
 @jit
 def _inputs(x_ptr, column, k):
-    """[1, K] of one token as float32, without its scales."""
+    """[1, K] of one token as float32."""
     return tl.load(x_ptr + column, mask=column < k, other=0.0).to(tl.float32)[None, :]
 
 
@@ -176,7 +184,6 @@ def _sums(
     w,
     x,
     w_scale_ptr,
-    x_scale_ptr,
     row,
     first_row,
     offset,
@@ -184,12 +191,11 @@ def _sums(
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
-    X_PARTS: tl.constexpr,
     ROWS_IN_BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """[N, K / 8]: sums of eight products each, of a tile of the weight with columns from `offset`
-    on, times the scales of their blocks and of the parts of x.
+    on, times the scales of their blocks.
 
     Where all rows from `first_row` on share blocks, a scale is loaded once for eight columns.
     """
@@ -199,16 +205,10 @@ def _sums(
         scales = w_scale_ptr + (row // HIGH)[:, None] * tl.cdiv(k, WIDE) + (column // WIDE)[None, :]
         w *= tl.load(scales, mask=(column < k)[None, :], other=0.0)
     sums = folded(w * x)
-    if X_PARTS or ROWS_IN_BLOCK:
+    if ROWS_IN_BLOCK:
         eight = offset + tl.arange(0, BLOCK_K // 8) * 8
-        inside = eight < k
-        scales = tl.full((BLOCK_K // 8,), 1.0, dtype=tl.float32)
-        if X_PARTS:
-            scales = tl.load(x_scale_ptr + eight // WIDE, mask=inside, other=0.0)
-        if ROWS_IN_BLOCK:
-            blocks = w_scale_ptr + first_row // HIGH * tl.cdiv(k, WIDE) + eight // WIDE
-            scales *= tl.load(blocks, mask=inside, other=0.0)
-        sums *= scales[None, :]
+        blocks = w_scale_ptr + first_row // HIGH * tl.cdiv(k, WIDE) + eight // WIDE
+        sums *= tl.load(blocks, mask=eight < k, other=0.0)[None, :]
     return sums
 
 
@@ -221,11 +221,9 @@ def _gemv_kernel(
     residual_ptr,
     out_ptr,
     w_scale_ptr,
-    x_scale_ptr,
     n,
     k,
     eps,
-    x_scale_stride,
     NORM: tl.constexpr,
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
@@ -237,8 +235,6 @@ def _gemv_kernel(
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
-    X_SCALED: tl.constexpr,
-    X_PARTS: tl.constexpr,
     ROWS_IN_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -275,7 +271,6 @@ def _gemv_kernel(
                 w,
                 x,
                 w_scale_ptr,
-                x_scale_ptr,
                 source,
                 own,
                 offset,
@@ -283,7 +278,6 @@ def _gemv_kernel(
                 SCALED,
                 HIGH,
                 WIDE,
-                X_PARTS,
                 ROWS_IN_BLOCK,
                 BLOCK_K,
             )
@@ -293,7 +287,6 @@ def _gemv_kernel(
                     u,
                     x,
                     w_scale_ptr,
-                    x_scale_ptr,
                     source + n,
                     own + n,
                     offset,
@@ -301,7 +294,6 @@ def _gemv_kernel(
                     SCALED,
                     HIGH,
                     WIDE,
-                    X_PARTS,
                     ROWS_IN_BLOCK,
                     BLOCK_K,
                 )
@@ -313,7 +305,6 @@ def _gemv_kernel(
         tile,
         x,
         w_scale_ptr,
-        x_scale_ptr,
         source,
         own,
         0,
@@ -321,7 +312,6 @@ def _gemv_kernel(
         SCALED,
         HIGH,
         WIDE,
-        X_PARTS,
         ROWS_IN_BLOCK,
         BLOCK_K,
     )
@@ -332,7 +322,6 @@ def _gemv_kernel(
             upper_tile,
             x,
             w_scale_ptr,
-            x_scale_ptr,
             source + n,
             own + n,
             0,
@@ -340,7 +329,6 @@ def _gemv_kernel(
             SCALED,
             HIGH,
             WIDE,
-            X_PARTS,
             ROWS_IN_BLOCK,
             BLOCK_K,
         )
@@ -349,10 +337,6 @@ def _gemv_kernel(
         y *= tl.load(w_scale_ptr + source)
         if SILU:
             upper_y *= tl.load(w_scale_ptr + source + n)
-    if X_SCALED and not X_PARTS:
-        scale = tl.load(x_scale_ptr)
-        y *= scale
-        upper_y *= scale
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / k + eps)
         y *= scale
@@ -369,7 +353,7 @@ def _gemv_kernel(
 
 def gemv(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -378,39 +362,40 @@ def gemv(
     residual: Tensor | None = None,
     config: GemvConfig | None = None,
     out: Tensor | None = None,
-    scales: ProductScales | None = None,
-    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`ending(norm(x) @ weight.T + bias)` for one token, summed in float32.
 
+    Float8 weights are widened as they are multiplied; x stays as it is, however they want inputs
+    quantized: that would take longer than it saves, and is nearer to what they stand for.
+
     Args:
-        x: [1, K] contiguous, float32, bfloat16 or float16; float8 with `scales` of inputs.
+        x: [1, K] contiguous, float32, bfloat16 or float16.
         weight: [N, K] contiguous, or [2 N, K] (gate, then up) with `silu`. bias: [N], not with
             `silu`.
         norm: [K], weight of an RMSNorm of x with `eps`, applied first.
         silu: SiLU-and-multiply the halves of the product.
         residual: [1, N], added to, in place, and returned.
         out: where to write without `residual`, x's dtype or float32; allocated when None.
-        scales: of a weight in float8, and of x where it is; not with `norm` then.
-        dtype: of the result, if not x's.
 
     Returns:
-        [1, N], `dtype`, x's or that of `out`.
+        [1, N], x's dtype or that of `out`.
     """
     k = x.shape[1]
     n = weight.shape[0] // 2 if silu else weight.shape[0]
     if residual is not None:
         out = residual
     elif out is None:
-        out = torch.empty((1, n), dtype=dtype or x.dtype, device=x.device)
+        out = torch.empty((1, n), dtype=x.dtype, device=x.device)
     config = config or GemvConfig()
+    high, wide = weight.block or (0, 0)
     _gemv_kernel[(cdiv(n, config.rows),)](
         x,
-        weight,
+        weight.payload,
         bias if bias is not None else x,
         norm if norm is not None else x,
         residual if residual is not None else x,
         out,
+        weight.scales if weight.scales is not None else x,
         n=n,
         k=k,
         eps=eps,
@@ -422,21 +407,64 @@ def gemv(
         BLOCK_K=config.block_k,
         ONE_TILE=config.block_k >= k,
         STAGES=_GEMV_STAGES,
-        ROWS_IN_BLOCK=_rows_in_block(scales, config.rows, n if silu else 0),
-        **_scale_arguments(scales, x),
+        SCALED=weight.scales is not None,
+        HIGH=high,
+        WIDE=wide,
+        ROWS_IN_BLOCK=_rows_in_block(weight.block, config.rows, n if silu else 0),
         num_warps=config.warps,
         **pdl(x),
     )
     return out
 
 
-@jit(varying=("tokens",))
+@jit
+def _block_scales(
+    weight_scales,
+    upper_scales,
+    input_scales,
+    offset,
+    k,
+    x_part_stride,
+    SILU: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    X_PARTS: tl.constexpr,
+):
+    """Of the step along K from `offset` on: what its sums are multiplied by, of the weight's rows,
+    those of `up`, and x's."""
+    step = tl.minimum(offset, k - 1) // WIDE
+    none = tl.full((1,), 1.0, dtype=tl.float32)
+    scale = tl.load(weight_scales + step) if HIGH > 0 else none
+    upper = tl.load(upper_scales + step) if HIGH > 0 and SILU else scale
+    own = tl.load(input_scales + step * x_part_stride) if X_PARTS else none
+    return scale, upper, own
+
+
+@jit
+def _times(
+    part, scale, own, HIGH: tl.constexpr, IN_BLOCK: tl.constexpr, X_PARTS: tl.constexpr
+):
+    """A step's sums [N, M], times the scales of the weight's rows, or of all, and of x's rows."""
+    if HIGH > 0 and not IN_BLOCK:
+        part *= scale[:, None]
+    elif HIGH > 0 and X_PARTS:
+        own *= scale
+    elif HIGH > 0:
+        part *= scale
+    if X_PARTS:
+        part *= own[None, :]
+    return part
+
+
+@jit(varying=("tokens", "x_part_stride"))
 def _skinny_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
     residual_ptr,
     out_ptr,
+    out_scale_ptr,
+    like_ptr,
     partial_ptr,
     counter_ptr,
     w_scale_ptr,
@@ -446,9 +474,11 @@ def _skinny_kernel(
     k,
     k_split,
     x_scale_stride,
+    x_part_stride,
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    QUANTIZES: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -458,11 +488,16 @@ def _skinny_kernel(
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
+    IN_BLOCK: tl.constexpr,
     X_SCALED: tl.constexpr,
     X_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: out[:, tile] over one share of K, as weight_tile @ x.T in float32."""
+    """One program: out[:, tile] over one share of K, as weight_tile @ x.T in float32.
+
+    With `IN_BLOCK` a tile's rows share blocks of scales. With `QUANTIZES` the output is float8, and
+    each token has a scale for the tile: [tiles, T].
+    """
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -481,20 +516,49 @@ def _skinny_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if WIDE > 0:
+        weight_scales = w_scale_ptr
+        upper_scales = w_scale_ptr
+        if HIGH > 0:
+            of = tile * BLOCK_N if IN_BLOCK else source
+            columns = tl.cdiv(k, WIDE)
+            weight_scales += of // HIGH * columns
+            upper_scales += (of + n) // HIGH * columns
+        input_scales = x_scale_ptr + own * x_scale_stride
+        # A step's scales are asked for while the step before is multiplied.
+        scale, upper_scale, own_scale = _block_scales(
+            weight_scales,
+            upper_scales,
+            input_scales,
+            start,
+            k,
+            x_part_stride,
+            SILU,
+            HIGH,
+            WIDE,
+            X_PARTS,
+        )
     for offset in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
         inside = offset + lane < stop
         w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
         x = tl.load(inputs + offset, mask=inside[:, None], other=0.0)
         if SCALED and not X_SCALED:
             w = w.to(x.dtype)
-        if WIDE > 0:  # a step along K is within a block, whose scales its sum is multiplied by
-            step = offset // WIDE
-            columns = tl.cdiv(k, WIDE)
-            scale = tl.load(w_scale_ptr + source // HIGH * columns + step)[:, None]
-            own_scale = 1.0
-            if X_PARTS:
-                own_scale = tl.load(x_scale_ptr + own * x_scale_stride + step)[None, :]
-            total += tl.dot(w, x, input_precision=PRECISION) * scale * own_scale
+        if WIDE > 0:  # a step along K is within a block, and a part of x
+            later = _block_scales(
+                weight_scales,
+                upper_scales,
+                input_scales,
+                offset + BLOCK_K,
+                k,
+                x_part_stride,
+                SILU,
+                HIGH,
+                WIDE,
+                X_PARTS,
+            )
+            part = tl.dot(w, x, input_precision=PRECISION)
+            total += _times(part, scale, own_scale, HIGH, IN_BLOCK, X_PARTS)
         else:
             total = tl.dot(w, x, total, input_precision=PRECISION)
         if SILU:
@@ -504,10 +568,12 @@ def _skinny_kernel(
             if SCALED and not X_SCALED:
                 upper = upper.to(x.dtype)
             if WIDE > 0:
-                scale = tl.load(w_scale_ptr + (source + n) // HIGH * columns + step)[:, None]
-                upper_total += tl.dot(upper, x, input_precision=PRECISION) * scale * own_scale
+                part = tl.dot(upper, x, input_precision=PRECISION)
+                upper_total += _times(part, upper_scale, own_scale, HIGH, IN_BLOCK, X_PARTS)
             else:
                 upper_total = tl.dot(upper, x, upper_total, input_precision=PRECISION)
+        if WIDE > 0:
+            scale, upper_scale, own_scale = later
     last = True
     if SPLITS > 1:
         # Every split leaves its share; the last one to arrive sums them in a fixed order.
@@ -533,24 +599,30 @@ def _skinny_kernel(
                     upper_total += tl.load(slot + area + inner, cache_modifier=".cg")
     if last:
         y = total
-        if SCALED and WIDE == 0:
+        if SCALED and HIGH == 0:
             y *= tl.load(w_scale_ptr + source)[:, None]
             if SILU:
                 upper_total *= tl.load(w_scale_ptr + source + n)[:, None]
         if X_SCALED and not X_PARTS:
-            scale = tl.load(x_scale_ptr + own * x_scale_stride)[None, :]
-            y *= scale
+            factor = tl.load(x_scale_ptr + own * x_scale_stride)[None, :]
+            y *= factor
             if SILU:
-                upper_total *= scale
+                upper_total *= factor
         if BIAS:
             y += tl.load(bias_ptr + row, mask=alive, other=0.0).to(tl.float32)[:, None]
         if SILU:
-            y = gated(y, upper_total, out_ptr)
+            y = gated(y, upper_total, like_ptr)
         mask = alive[:, None] & (token < tokens)[None, :]
         target = token[None, :] * n + row[:, None]
         if RESIDUAL:
-            y = rounded(y, out_ptr)
+            y = rounded(y, like_ptr)
             y += tl.load(residual_ptr + target, mask=mask, other=0.0).to(tl.float32)
+        if QUANTIZES:
+            y = rounded(y, like_ptr)
+            scales = tl.maximum(tl.max(tl.abs(y), axis=0) / 448.0, 1e-12)
+            place = out_scale_ptr + tile * tokens + token
+            tl.store(place, scales, mask=token < tokens)
+            y = stored(y / scales[None, :], out_ptr)
         tl.store(out_ptr + target, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -589,10 +661,21 @@ def skinny(
     out: Tensor | None = None,
     scales: ProductScales | None = None,
     dtype: torch.dtype | None = None,
+    quantized: QuantizedRows | None = None,
 ) -> Tensor:
-    """As `gemv` without its norm, for 1 to `MAX_SKINNY_TOKENS` tokens: x is [T, K] contiguous.
+    """`ending(x @ weight.T + bias)` for 1 to `MAX_SKINNY_TOKENS` tokens.
 
-    A step along K of `config` divides the width of blocks that share a scale.
+    Args:
+        x: [T, K] contiguous, float32, bfloat16 or float16; float8 with `scales` of inputs.
+        weight: [N, K] contiguous, or [2 N, K] with `silu`. bias, silu, residual, out: as of `gemv`.
+        config: a step along K divides the width of blocks that share a scale.
+        scales: of a weight in float8, and of x where it is.
+        dtype: of the result, if not x's.
+        quantized: where to write in place of `out`, rounded to `dtype` first, with scales for as
+            many columns as a tile of `config` has, which divides N; not with `residual`.
+
+    Returns:
+        [T, N]: `residual`, `out` or a new one; the values of `quantized`.
 
     Raises:
         ValueError: too many tokens, steps that do not, or `config` splits K and `workspace` is
@@ -603,11 +686,14 @@ def skinny(
     config = config or SkinnyConfig()
     if not 1 <= tokens <= MAX_SKINNY_TOKENS:
         raise ValueError(f"{tokens} tokens are not within 1..{MAX_SKINNY_TOKENS}")
-    if scales is not None and scales.block and scales.block[1] % config.block_k:
-        raise ValueError(f"steps of {config.block_k} do not divide blocks of {scales.block[1]}")
+    if scales is not None and scales.width % config.block_k:
+        raise ValueError(f"steps of {config.block_k} do not divide blocks of {scales.width}")
     if config.splits > 1 and (workspace is None or not workspace.fits(config, tokens, n, silu)):
         raise ValueError("splitting K needs a workspace of sufficient size")
-    if residual is not None:
+    like = residual
+    if quantized is not None:
+        out, like = quantized.values, torch.empty(0, dtype=dtype or x.dtype, device=x.device)
+    elif residual is not None:
         out = residual
     elif out is None:
         out = torch.empty((tokens, n), dtype=dtype or x.dtype, device=x.device)
@@ -618,6 +704,8 @@ def skinny(
         bias if bias is not None else x,
         residual if residual is not None else x,
         out,
+        quantized.scales if quantized is not None else x,
+        like if like is not None else out,
         workspace.partials if workspace is not None else x,
         workspace.counters if workspace is not None else x,
         tokens=tokens,
@@ -627,12 +715,15 @@ def skinny(
         SILU=silu,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
+        QUANTIZES=quantized is not None,
         SPLITS=config.splits,
         BLOCK_M=_block_m(tokens),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        IN_BLOCK=scales is not None
+        and _rows_in_block(scales.block, config.block_n, n if silu else 0),
         **_scale_arguments(scales, x),
         num_warps=config.warps,
         **pdl(x),

@@ -64,7 +64,7 @@ def multiply(
     if choice.gemv is not None:
         return gemv(
             x,
-            weight.payload,
+            weight,
             bias,
             norm=norm,
             eps=eps,

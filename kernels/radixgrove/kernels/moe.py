@@ -33,6 +33,7 @@ from radixgrove.kernels.moe_kernels import (
     gate_up_pairs_kernel,
     gate_up_tiles_kernel,
 )
+from radixgrove.kernels.norm import add_rms_norm, rms_norm
 from radixgrove.kernels.quantize import product_reference, quantize
 from radixgrove.kernels.routing import (
     Routed,
@@ -42,7 +43,7 @@ from radixgrove.kernels.routing import (
     route_and_sort,
     route_reference,
 )
-from radixgrove.kernels.weight import Weight
+from radixgrove.kernels.weight import QuantizedRows, Weight
 from radixgrove.protocol.model.quantization import Activations
 
 _LEAST_STEP = 16  # along K, of a product on tensor cores
@@ -174,12 +175,32 @@ def _product(x: Tensor, weight: Weight) -> Tensor:
     return torch.nn.functional.linear(x, weight.payload)
 
 
+def norm_for_experts(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weights: ExpertWeights,
+    choice: ExpertChoice,
+    added_to: Tensor | None = None,
+) -> tuple[Tensor, QuantizedRows | None]:
+    """The RMSNorm of x [T, K], or of `added_to` after x has been added in place; and that
+    quantized, if `experts` multiplies it so by the way of `choice`. In one kernel."""
+    if choice.tiles is not None and weights.quantizes_inputs:
+        normed, inputs = torch.empty_like(x), _dynamic(weights.gate_up)
+        rows = quantize(x, inputs, norm=norm, eps=eps, residual=added_to, normed=normed)
+        return normed, rows
+    if added_to is not None:
+        return add_rms_norm(x, added_to, norm, eps), None
+    return rms_norm(x, norm, eps), None
+
+
 def experts(
     x: Tensor,
     logits: Tensor,
     weights: ExpertWeights,
     residual: Tensor | None = None,
     *,
+    rows: QuantizedRows | None = None,
     choice: ExpertChoice | None = None,
 ) -> Tensor:
     """`residual += sum over a token's experts of weight * down(silu(gate(x)) * up(x))`.
@@ -195,6 +216,7 @@ def experts(
     Args:
         x: [T, K] contiguous, float32, bfloat16 or float16. logits: [T, experts] float32.
         residual: [T, K] contiguous, x's dtype, updated in place and returned.
+        rows: x quantized, as from `norm_for_experts`.
 
     Returns:
         [T, K], x's dtype; zeros, or the residual, for tokens with no expert on this rank.
@@ -211,7 +233,7 @@ def experts(
         routed = route(logits, weights.router)
         return _by_pairs(x, routed, weights, residual, out, choice.pairs)
     if choice.tiles is not None:
-        return _by_tiles(x, logits, weights, residual, out, choice.tiles)
+        return _by_tiles(x, rows, logits, weights, residual, out, choice.tiles)
     return _by_groups(x, logits, weights, residual, out)
 
 
@@ -264,6 +286,7 @@ def _by_pairs(
 
 def _by_tiles(
     x: Tensor,
+    quantized_x: QuantizedRows | None,
     logits: Tensor,
     weights: ExpertWeights,
     residual: Tensor | None,
@@ -292,7 +315,7 @@ def _by_tiles(
     if quantized:
         if first.block_n != H_WIDTH:
             raise ValueError(f"quantized inputs take tiles of {H_WIDTH}, not {first.block_n}")
-        rows, x_scales = quantize(x, _dynamic(weights.gate_up))
+        rows, x_scales = quantized_x or quantize(x, _dynamic(weights.gate_up))
         h = torch.empty((pairs, inner), dtype=FLOAT8, device=x.device)
         h_scales = x_scales.new_empty(gate_tiles, pairs)
     bound = weights.down.activation_bound
@@ -309,6 +332,7 @@ def _by_tiles(
         hidden,
         gate_tiles,
         pairs,
+        tokens,
         inf if bound is None else bound,
         QUANTIZED=quantized,
         X_PARTS=quantized and weights.gate_up.activations == Activations.GROUP,

@@ -284,7 +284,7 @@ def _scaled_columns(total, scale_ptr, column, SWAP: tl.constexpr):
     return total * _along(tl.load(scale_ptr + column), SWAP)
 
 
-@jit(varying=("pairs",))
+@jit(varying=("pairs", "tokens"))
 def gate_up_tiles_kernel(
     x_ptr,
     x_scale_ptr,
@@ -302,6 +302,7 @@ def gate_up_tiles_kernel(
     k,
     tiles,
     pairs,
+    tokens,
     bound,
     TOP_K: tl.constexpr,
     SCALED: tl.constexpr,
@@ -323,7 +324,8 @@ def gate_up_tiles_kernel(
     in the order of experts, and rounded to the type behind `like_ptr`.
 
     With `QUANTIZED` x is float8 with scales of tokens, or of parts as wide as a block of the weight
-    (`X_PARTS`), and `out` becomes float8 with a scale for each row of the tile: [tiles, pairs].
+    (`X_PARTS`: [parts, T]), and `out` becomes float8 with a scale for each row of the tile:
+    [tiles, pairs].
     """
     if PDL:
         gdc_wait()
@@ -356,13 +358,12 @@ def gate_up_tiles_kernel(
         count = tl.cdiv(2 * n, HIGH) * tl.cdiv(k, WIDE) if WIDE else 2 * n
         own += expert.to(tl.int64) * count
     of = tile * BLOCK_N if ONE_BLOCK else held
-    parts = token * (tl.cdiv(k, WIDE) if X_PARTS else 1)
     for offset in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         inside = (offset + lane < k)[None, :]
         x = tl.load(xs + offset, mask=inside, other=0.0)
         w = tl.load(gates + offset, mask=inside, other=0.0)
         u = tl.load(gates + (half + offset), mask=inside, other=0.0)
-        rows = tl.load(x_scale_ptr + (parts + offset // WIDE)) if X_PARTS else 1.0
+        rows = tl.load(x_scale_ptr + offset // WIDE * tokens + token) if X_PARTS else 1.0
         gate = _multiplied(
             x,
             w,
@@ -398,7 +399,7 @@ def gate_up_tiles_kernel(
             X_PARTS,
         )
     if QUANTIZED and not X_PARTS:
-        rows = _along(tl.load(x_scale_ptr + parts), not SWAP)
+        rows = _along(tl.load(x_scale_ptr + token), not SWAP)
         gate *= rows
         up *= rows
     if SCALED and not WIDE:

@@ -6,7 +6,7 @@ A decoder layer over the residual stream `h` [T, hidden], with one rank:
     q = ops.rope_store(qkv, cos_sin, positions, slots, pool[layer], w_q_norm, w_k_norm, eps)
     a = backend.attend(layer, q)                      # K and V are in the pages already
     ops.linear(a.flatten(1), w_o, residual=h)         # h += ..., in place
-    g = ops.linear(h, w_gate_up, norm=w_post_norm, eps=eps, silu=True)
+    g = ops.feed(h, w_gate_up, w_down, norm=w_post_norm, eps=eps)
     ops.linear(g, w_down, residual=h)
 
 Where `ops.defers_residual` says so, the addition is cheaper in the norm after it:
@@ -22,12 +22,12 @@ from torch import Tensor
 from radixgrove.kernels import activation, bitmask, gather, moe, norm, pages, penalties, rope
 from radixgrove.kernels import decode_inputs as _rows
 from radixgrove.kernels import linear as _linear
+from radixgrove.kernels import scaled as _scaled
 from radixgrove.kernels.autotune import LinearTuner
 from radixgrove.kernels.matmul import multiply
 from radixgrove.kernels.moe_tuning import ExpertTuner
 from radixgrove.kernels.penalties import PROMPT_BIT
-from radixgrove.kernels.scaled import multiply_quantized
-from radixgrove.kernels.weight import Weight
+from radixgrove.kernels.weight import QuantizedRows, Weight
 
 __all__ = [
     "PROMPT_BIT",
@@ -36,13 +36,16 @@ __all__ = [
     "embed",
     "expert_tuner",
     "experts",
+    "feed",
     "gather_pages",
     "gather_rows",
     "kv_indices",
     "linear",
     "mask_tokens",
+    "norm_for_experts",
     "penalize",
     "rms_norm",
+    "room_for_heads",
     "rope_store",
     "scatter_pages",
     "silu_and_mul",
@@ -91,7 +94,7 @@ def rope_store(
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     weight: Weight,
     bias: Tensor | None = None,
     *,
@@ -101,27 +104,24 @@ def linear(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     added_to: Tensor | None = None,
-    gated: bool = False,
 ) -> Tensor:
     """`residual += silu_and_mul(rms_norm(x) @ weight.T + bias)`, each part optional.
 
     What comes before a product with a quantized weight is in the kernel that quantizes x.
 
     Args:
-        x: [T, K] contiguous. weight: [N, K], or [2 N, K] with `silu`. bias: [N].
+        x: [T, K] contiguous, or quantized for `weight`, without a norm then. weight: [N, K], or
+            [2 N, K] with `silu`. bias: [N].
         norm, eps: weight [K] and epsilon of an RMSNorm applied to x first.
         silu: SiLU-and-multiply the two halves of the product; excludes `bias`.
         residual: [T, N] contiguous, updated in place and returned.
         out: [T, N] contiguous, where to write a product without any ending; x's dtype or float32.
         added_to: [T, K] contiguous, to which x is added before the norm, in place.
-        gated: x is [T, 2 K], gate first, and SiLU-and-multiplied first; with a quantized weight.
 
     Returns:
         [T, N], x's dtype or that of `out`.
     """
-    if not x.is_cuda:
-        if gated:
-            x = activation.silu_and_mul_reference(x)
+    if isinstance(x, Tensor) and not x.is_cuda:
         if added_to is not None:
             x = added_to.add_(x)
         return _linear.linear_reference(
@@ -129,20 +129,20 @@ def linear(
         )
     choice = tuner.choose(x.shape[0], weight, silu=silu)
     if weight.quantized:
-        return multiply_quantized(
+        return _scaled.multiply_quantized(
             x,
             weight,
             bias,
             choice=choice,
-            scratch=tuner.scratch(x.device),
+            scratch=tuner.scratch(weight.device),
             norm=norm,
             eps=eps,
             added_to=added_to,
-            gated=gated,
             silu=silu,
             residual=residual,
             out=out,
         )
+    assert isinstance(x, Tensor), "only a quantized weight takes quantized inputs"
     if added_to is not None:
         assert norm is not None
         x, norm = add_rms_norm(x, added_to, norm, eps), None
@@ -160,14 +160,84 @@ def linear(
     )
 
 
+def feed(
+    x: Tensor,
+    weight: Weight,
+    feeds: Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    added_to: Tensor | None = None,
+) -> Tensor | QuantizedRows:
+    """SiLU-and-multiply the halves of `rms_norm(x) @ weight.T + bias`, for a product with `feeds`:
+    quantized where that takes it so.
+
+    Args:
+        x: [T, K] contiguous. weight: [2 N, K], gate first. bias: [2 N].
+        norm, eps, added_to: as of `linear`.
+
+    Returns:
+        [T, N].
+    """
+    if not x.is_cuda:
+        if added_to is not None:
+            x = added_to.add_(x)
+        y = _linear.linear_reference(x, weight, bias, norm=norm, eps=eps)
+        return activation.silu_and_mul_reference(y)
+    return _scaled.feed(
+        x,
+        weight,
+        feeds,
+        bias,
+        choice=tuner.choose(x.shape[0], weight, silu=bias is None),
+        scratch=tuner.scratch(x.device),
+        norm=norm,
+        eps=eps,
+        added_to=added_to,
+    )
+
+
+def room_for_heads(tokens: int, weight: Weight, head_dim: int) -> QuantizedRows | None:
+    """Where attention is to leave its result, [T, heads * D], quantized for the product with
+    `weight`, each head with a scale; None: it is not."""
+    if weight.device.type != "cuda" or not _scaled.takes_quantized(tokens, weight):
+        return None
+    if not _scaled.takes_heads(weight, head_dim):
+        return None
+    return QuantizedRows.by_parts(tokens, weight.shape[1], head_dim, weight.device)
+
+
+def norm_for_experts(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weights: moe.ExpertWeights,
+    count: int,
+    added_to: Tensor | None = None,
+) -> tuple[Tensor, QuantizedRows | None]:
+    """[T, K] -> its norm, and that quantized where `experts` wants it, of which there are `count`
+    on all ranks; see `moe.norm_for_experts`."""
+    if not x.is_cuda:
+        if added_to is not None:
+            x = added_to.add_(x)
+        return norm.rms_norm_reference(x, norm_weight, eps), None
+    choice = expert_tuner.choose(x.shape[0], count, weights)
+    return moe.norm_for_experts(x, norm_weight, eps, weights, choice, added_to)
+
+
 def experts(
-    x: Tensor, logits: Tensor, weights: moe.ExpertWeights, residual: Tensor | None = None
+    x: Tensor,
+    logits: Tensor,
+    weights: moe.ExpertWeights,
+    residual: Tensor | None = None,
+    rows: QuantizedRows | None = None,
 ) -> Tensor:
     """`residual +=` what each token's experts make of x; see `moe.experts`."""
     if not x.is_cuda:
         return moe.experts_reference(x, logits, weights, residual)
     choice = expert_tuner.choose(x.shape[0], logits.shape[1], weights)
-    return moe.experts(x, logits, weights, residual, choice=choice)
+    return moe.experts(x, logits, weights, residual, rows=rows, choice=choice)
 
 
 def defers_residual(tokens: int, weight: Weight) -> bool:

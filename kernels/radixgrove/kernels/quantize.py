@@ -24,7 +24,7 @@ from radixgrove.kernels._triton import (
 from radixgrove.kernels.float8 import FLOAT8, FLOAT8_MAX, stored, to_page
 from radixgrove.kernels.int8 import quantize_int8_reference
 from radixgrove.kernels.norm import prepared_row
-from radixgrove.kernels.weight import MIN_SCALE, Weight
+from radixgrove.kernels.weight import MIN_SCALE, QuantizedRows, Weight
 from radixgrove.protocol.model.quantization import Activations
 
 
@@ -116,20 +116,23 @@ def product_reference(x: Tensor, weight: Weight, bias: Tensor | None = None) -> 
     return torch.nn.functional.linear(rounded(x, weight), widened(weight), wide)
 
 
-@jit
+@jit(varying=("scale_stride",))
 def _quantize_kernel(
     x_ptr,
     residual_ptr,
     norm_ptr,
     static_ptr,
+    normed_ptr,
     out_ptr,
     scales_ptr,
     k,
     x_stride,
+    scale_stride,
     eps,
     bound,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
+    KEEP: tl.constexpr,
     SILU: tl.constexpr,
     STATIC: tl.constexpr,
     BOUND: tl.constexpr,
@@ -157,8 +160,7 @@ def _quantize_kernel(
         parts = tl.reshape(wide, (BLOCK // WIDTH, WIDTH))
         scales = tl.maximum(tl.max(tl.abs(parts), axis=1) / 448.0, 1e-12)
         part = tl.arange(0, BLOCK // WIDTH)
-        count = tl.cdiv(k, WIDTH)
-        tl.store(scales_ptr + row * count + part, scales, mask=part < count)
+        tl.store(scales_ptr + row + part * scale_stride, scales, mask=part < tl.cdiv(k, WIDTH))
         wide = tl.reshape(parts / scales[:, None], (BLOCK,))
     else:
         largest = tl.max(tl.abs(wide), axis=0)
@@ -177,8 +179,9 @@ def quantize(
     norm: Tensor | None = None,
     eps: float = 1e-6,
     residual: Tensor | None = None,
+    normed: Tensor | None = None,
     silu: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> QuantizedRows:
     """`quantize_reference` in one kernel, with what comes before it.
 
     Args:
@@ -186,10 +189,8 @@ def quantize(
         weight: whose inputs they are; a width of parts is a power of two.
         norm: [K], weight of an RMSNorm with `eps`, applied first.
         residual: [T, K] contiguous, to which x is added first, in place; not with `silu`.
+        normed: [T, K] contiguous, x's dtype, where to leave what is quantized.
         silu: SiLU-and-multiply the halves of x first.
-
-    Returns:
-        [T, K] float8 contiguous, and float32 scales as `quantize_reference`.
     """
     tokens, width = x.shape
     k = width // 2 if silu else width
@@ -198,13 +199,10 @@ def quantize(
     if weight.activations == Activations.GROUP:
         assert weight.block is not None
         group = weight.block[1]
-    out = torch.empty((tokens, k), dtype=FLOAT8, device=x.device)
+    made = QuantizedRows.by_parts(tokens, k, group or k, x.device)
     if static:
-        assert weight.input_scale is not None
-        scales = weight.input_scale[:1].view(1, 1)  # before `settled`, in a rehearsal, any
-    else:
-        columns = cdiv(k, group) if group else 1
-        scales = torch.empty((tokens, columns), dtype=torch.float32, device=x.device)
+        assert weight.input_scale is not None  # before `settled`, in a rehearsal, any
+        made = QuantizedRows(made.values, weight.input_scale[:1].view(1, 1))
     if tokens:
         block = max(next_power_of_2(k), group)
         bound = weight.activation_bound
@@ -212,15 +210,18 @@ def quantize(
             x,
             residual if residual is not None else x,
             norm if norm is not None else x,
-            scales,
-            out,
-            scales,
+            made.scales,
+            normed if normed is not None else x,
+            made.values,
+            made.scales,
             k,
             x.stride(0),
+            tokens,
             eps,
             bound if bound is not None else 0.0,
             ADD=residual is not None,
             NORM=norm is not None,
+            KEEP=normed is not None,
             SILU=silu,
             STATIC=static,
             BOUND=bound is not None,
@@ -229,4 +230,4 @@ def quantize(
             num_warps=min(16, max(1, block // 512)),
             **pdl(x),
         )
-    return out, scales
+    return made

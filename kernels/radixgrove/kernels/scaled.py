@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +13,17 @@ from radixgrove.kernels.activation import silu_and_mul
 from radixgrove.kernels.cublaslt import CublasLt, CublasLtConfig, CublasLtError
 from radixgrove.kernels.float8 import FLOAT8, bits
 from radixgrove.kernels.int8 import int8_product, quantize_int8
-from radixgrove.kernels.linear import ProductScales, gemv, skinny
-from radixgrove.kernels.matmul import Choice, Scratch
+from radixgrove.kernels.linear import (
+    MAX_SKINNY_TOKENS,
+    ProductScales,
+    SkinnyConfig,
+    gemv,
+    skinny,
+)
+from radixgrove.kernels.matmul import Choice, Scratch, multiply
 from radixgrove.kernels.norm import add_rms_norm, rms_norm
 from radixgrove.kernels.quantize import quantize, widened
-from radixgrove.kernels.weight import Weight
+from radixgrove.kernels.weight import QuantizedRows, Weight
 from radixgrove.protocol.model.quantization import Activations
 
 log = logging.getLogger(__name__)
@@ -28,7 +35,7 @@ _BLOCK_ROWS = 4  # and rows of inputs with scales of parts
 
 
 def multiply_quantized(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     weight: Weight,
     bias: Tensor | None = None,
     *,
@@ -37,7 +44,6 @@ def multiply_quantized(
     norm: Tensor | None = None,
     eps: float = 1e-6,
     added_to: Tensor | None = None,
-    gated: bool = False,
     silu: bool = False,
     residual: Tensor | None = None,
     out: Tensor | None = None,
@@ -45,30 +51,29 @@ def multiply_quantized(
     """As `ops.linear`, for a weight that `settled`.
 
     Sums are in float32, but those of two float8 operands per tensor and row in the tensor cores'
-    fast accumulation, with fewer bits: `skinny`'s and the library's. Int8 weights are widened where
-    few rows are multiplied, and inputs left as they are.
+    fast accumulation, with fewer bits: `skinny`'s and the library's. Where weights are all that a
+    product waits for, they are widened and inputs left as they are: those of one token, and of few
+    with int8 weights.
     """
-    if weight.payload.dtype == torch.int8:
-        reads = choice.gemv is not None or choice.skinny is not None  # weights are all it waits for
-        if weight.activations != Activations.KEPT and not reads:
-            quantized = quantize_int8(x, weight, norm=norm, eps=eps, residual=added_to, silu=gated)
-            return _int8(*quantized, weight, bias, silu, residual, out)
-        weight = replace(weight, activations=Activations.KEPT)
-    values, inputs = _inputs(x, weight, norm, eps, added_to, gated)
-    assert weight.scales is not None
-    scales = ProductScales(weight.scales, weight.block, inputs)
-    if choice.gemv is not None:
+    if choice.gemv is not None and isinstance(x, Tensor):
+        x, norm = _added(x, norm, eps, added_to)
         return gemv(
-            values,
-            weight.payload,
+            x,
+            weight,
             bias,
+            norm=norm,
+            eps=eps,
             silu=silu,
             residual=residual,
             config=choice.gemv,
             out=out,
-            scales=scales,
-            dtype=weight.dtype,
         )
+    if weight.payload.dtype == torch.int8:
+        if weight.activations != Activations.KEPT and choice.skinny is None:
+            quantized = _inputs(x, weight, norm, eps, added_to)
+            return _int8(quantized, weight, bias, silu, residual, out)
+        weight = replace(weight, activations=Activations.KEPT)
+    values, inputs = _inputs(x, weight, norm, eps, added_to)
     if choice.skinny is not None:
         return skinny(
             values,
@@ -79,7 +84,7 @@ def multiply_quantized(
             config=choice.skinny,
             workspace=scratch.skinny,
             out=out,
-            scales=scales,
+            scales=_product_scales(weight, inputs),
             dtype=weight.dtype,
         )
     if not silu:
@@ -88,15 +93,91 @@ def multiply_quantized(
     return y if residual is None else residual.add_(y)
 
 
+def feed(
+    x: Tensor,
+    weight: Weight,
+    feeds: Weight,
+    bias: Tensor | None = None,
+    *,
+    choice: Choice,
+    scratch: Scratch,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    added_to: Tensor | None = None,
+) -> Tensor | QuantizedRows:
+    """As `ops.feed`, for weights that `settled`."""
+    if not weight.quantized:
+        x, norm = _added(x, norm, eps, added_to)
+        added_to = None
+    before: dict[str, Any] = {"norm": norm, "eps": eps}
+    if added_to is not None:
+        before["added_to"] = added_to
+    product = multiply_quantized if weight.quantized else multiply
+    where: dict[str, Any] = {"choice": choice, "scratch": scratch}
+    quantizes = takes_quantized(x.shape[0], feeds)
+    if bias is None and not quantizes:
+        return product(x, weight, silu=True, **where, **before)
+    if bias is not None or choice.skinny is None or not ends_in_parts(choice.skinny, weight, feeds):
+        halves = product(x, weight, bias, **where, **before)
+        return _quantize(halves, feeds, silu=True) if quantizes else silu_and_mul(halves)
+    values, inputs = _inputs(x, weight, norm, eps, added_to)
+    made = QuantizedRows.by_parts(
+        x.shape[0], weight.shape[0] // 2, choice.skinny.block_n, weight.device
+    )
+    skinny(
+        values,
+        weight.payload,
+        silu=True,
+        config=choice.skinny,
+        workspace=scratch.skinny,
+        scales=_product_scales(weight, inputs),
+        dtype=weight.dtype,
+        quantized=made,
+    )
+    return made
+
+
+def takes_quantized(tokens: int, weight: Weight) -> bool:
+    """Whether the inputs of a product of so many tokens are quantized whichever kernel multiplies,
+    so that what makes them had better do it."""
+    if weight.activations == Activations.KEPT:
+        return False
+    return tokens > (MAX_SKINNY_TOKENS if weight.payload.dtype == torch.int8 else 1)
+
+
+def ends_in_parts(config: SkinnyConfig, weight: Weight, feeds: Weight) -> bool:
+    """Whether a tile of `skinny`, the halves of `weight` multiplied, is one part of the inputs of
+    `feeds`, with a scale of its own."""
+    if feeds.activations != Activations.GROUP or not weight.quantized:
+        return False
+    assert feeds.block is not None
+    width = feeds.block[1]
+    return config.block_n == width and weight.shape[0] // 2 % width == 0
+
+
+def takes_heads(weight: Weight, head_dim: int) -> bool:
+    """Whether a head of attention is one part of the inputs of the product with `weight`."""
+    if weight.activations != Activations.GROUP:
+        return False
+    assert weight.block is not None
+    return weight.block[1] == head_dim and weight.shape[1] % head_dim == 0
+
+
+def _product_scales(weight: Weight, inputs: Tensor | None) -> ProductScales:
+    assert weight.scales is not None
+    return ProductScales(weight.scales, weight.block, inputs)
+
+
 def _int8(
-    values: Tensor,
-    inputs: Tensor,
+    quantized: tuple[Tensor, Tensor | None],
     weight: Weight,
     bias: Tensor | None,
     silu: bool,
     residual: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
+    values, inputs = quantized
+    assert inputs is not None
     if not silu:
         return int8_product(values, inputs, weight, bias, residual=residual, out=out)
     y = silu_and_mul(int8_product(values, inputs, weight, bias))
@@ -149,22 +230,34 @@ def _by_algorithm(
     return library.matmul(values, weight.payload, config, residual=residual, out=out, scales=scales)
 
 
+def _added(
+    x: Tensor, norm: Tensor | None, eps: float, added_to: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """x once it has been added, and the norm that is left to do."""
+    if added_to is None:
+        return x, norm
+    assert norm is not None
+    return add_rms_norm(x, added_to, norm, eps), None
+
+
+def _quantize(x: Tensor, weight: Weight, **before: Any) -> QuantizedRows:
+    by = quantize_int8 if weight.payload.dtype == torch.int8 else quantize
+    return by(x, weight, **before)
+
+
 def _inputs(
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     weight: Weight,
     norm: Tensor | None,
     eps: float,
     added_to: Tensor | None,
-    gated: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """What is multiplied, and its scales if it is quantized."""
+    if isinstance(x, QuantizedRows):
+        return x
     if weight.activations != Activations.KEPT:
-        return quantize(x, weight, norm=norm, eps=eps, residual=added_to, silu=gated)
-    if gated:
-        x = silu_and_mul(x)
-    if added_to is not None:
-        assert norm is not None
-        return add_rms_norm(x, added_to, norm, eps), None
+        return _quantize(x, weight, norm=norm, eps=eps, residual=added_to)
+    x, norm = _added(x, norm, eps, added_to)
     return (x if norm is None else rms_norm(x, norm, eps)), None
 
 

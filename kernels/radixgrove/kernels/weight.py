@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from radixgrove.kernels._triton import cdiv
+from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.quantization import Activations
 
 MIN_SCALE = 1e-12  # of inputs and of rows, so that zeros have one
+
+
+class QuantizedRows(NamedTuple):
+    """Inputs of a product, quantized.
+
+    Attributes:
+        values: [T, K] float8 or int8, contiguous.
+        scales: float32, of all, of rows, or of parts of rows: as of `quantize.quantize_reference`.
+            Those of parts are contiguous along T, as the tensor cores' products and the library's
+            read them.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    @classmethod
+    def by_parts(cls, tokens: int, k: int, width: int, device: torch.device) -> QuantizedRows:
+        """Unfilled, in float8, for scales of parts of `width` columns."""
+        scales = torch.empty((cdiv(k, width), tokens), dtype=torch.float32, device=device)
+        return cls(torch.empty((tokens, k), dtype=FLOAT8, device=device), scales.t())
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
 
 
 @dataclass(frozen=True, slots=True)

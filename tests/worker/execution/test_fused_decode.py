@@ -47,14 +47,14 @@ class Decoding(DecodingBackend):
             ways[q.shape[0], "apart"] += 1
         return self._apart.attend(layer, q, kv)
 
-    def attend_qkv(self, layer: int, qkv: Tensor, *rest: Any) -> Tensor:
+    def attend_qkv(self, layer: int, qkv: Tensor, *rest: Any, **options: Any) -> Tensor:
         if layer == 0:
             ways[qkv.shape[0], "fused"] += 1
-        return super().attend_qkv(layer, qkv, *rest)
+        return super().attend_qkv(layer, qkv, *rest, **options)
 
 
-def rope_decode_attention(*arguments: Any, window: int | None) -> Tensor:
-    """The kernel's reference, which needs no workspace."""
+def rope_decode_attention(*arguments: Any, window: int | None, quantized: None) -> Tensor:
+    """The kernel's reference, which needs no workspace, and quantizes nothing."""
     assert not window, "no model here has windows"
     others = (value for value in arguments if not isinstance(value, DecodeWorkspace))
     return rope_decode_attention_reference(*others)

@@ -217,7 +217,7 @@ def test_layers_of_several_formats_are_tuned_apart(tmp_path: Path) -> None:
         (False, True, False, 1),  # outputs and downs
         (True, True, False, layers - 1),
         (True, False, True, 1),  # gate and up, before an unquantized product
-        (True, False, False, layers - 1),
+        (True, False, True, layers - 1),
         (False, False, False, 1),  # the head
     }
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels.decode import SharedPrefixes
+from radixgrove.kernels.weight import QuantizedRows
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,6 +127,7 @@ class AttentionBackend(ABC):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
+        quantized: QuantizedRows | None = None,
     ) -> Tensor:
         """Normalise (optionally) and rotate q and k, store k and v, attend; if `takes_qkv`.
 
@@ -133,9 +135,11 @@ class AttentionBackend(ABC):
             qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim], heads of q, then k, then v.
             rotation: what the arithmetic of the backend's device makes of the step's positions.
             q_norm, k_norm: [head_dim] each, both or none. eps: of their RMSNorm.
+            quantized: [T, num_heads * head_dim], where to write the result instead, with a scale
+                for each head.
 
         Returns:
-            [T, num_heads, head_dim], qkv's dtype.
+            [T, num_heads, head_dim], qkv's dtype or the values of `quantized`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not take projections")
 

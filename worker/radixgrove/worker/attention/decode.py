@@ -17,6 +17,7 @@ from radixgrove.kernels.decode import (
     rope_decode_attention,
     tile_rows,
 )
+from radixgrove.kernels.weight import QuantizedRows
 from radixgrove.worker.attention.base import (
     AttentionBackend,
     AttentionBatch,
@@ -109,6 +110,7 @@ class PagedDecode:
         k_norm: Tensor | None,
         eps: float,
         batch: AttentionBatch,
+        quantized: QuantizedRows | None,
     ) -> Tensor:
         """See `AttentionBackend.attend_qkv`, for a batch of decode rows only.
 
@@ -130,6 +132,7 @@ class PagedDecode:
             k_norm,
             eps,
             window=self._windows[layer],
+            quantized=quantized,
         )
 
 
@@ -217,5 +220,8 @@ class DecodingBackend(AttentionBackend):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
+        quantized: QuantizedRows | None = None,
     ) -> Tensor:
-        return self._decode.run_qkv(layer, qkv, rotation, q_norm, k_norm, eps, self._batch)
+        return self._decode.run_qkv(
+            layer, qkv, rotation, q_norm, k_norm, eps, self._batch, quantized
+        )

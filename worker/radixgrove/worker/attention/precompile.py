@@ -22,6 +22,7 @@ from radixgrove.kernels.decode import (
     tile_rows,
 )
 from radixgrove.kernels.rope import rope_store
+from radixgrove.kernels.weight import QuantizedRows
 from radixgrove.worker.attention.decode import (
     FUSED_ROWS,
     PADDED_CHUNKS,
@@ -50,6 +51,7 @@ class AttentionShape:
     kv_dtype: torch.dtype
     extends: bool  # our kernel for chunks of eager steps too, where there is no window
     windows: tuple[int, ...] = (0,)  # that layers have, 0: none
+    quantizes: bool = False  # some layer's result, by heads
 
 
 def compile_jobs(shape: AttentionShape, device: torch.device) -> list[Callable[[], object]]:
@@ -74,6 +76,10 @@ def _jobs(steps: _Steps, shape: AttentionShape, window: int) -> list[Callable[[]
         steps.decode_padded,
         partial(steps.rope_decode, 1),
         partial(steps.rope_decode, min(FUSED_ROWS, shape.max_rows)),
+        *(
+            partial(steps.rope_decode, min(rows, shape.max_rows), quantizes=True)
+            for rows in ((2, FUSED_ROWS) if shape.quantizes else ())
+        ),
         partial(steps.extend, PADDED_CHUNKS, 1, PADDED_EXTEND),
         *(partial(steps.extend, shape.max_rows, length, None) for length in lengths),
     ]
@@ -141,8 +147,12 @@ class _Steps:
             window=self._window,
         )
 
-    def rope_decode(self, rows: int) -> None:
-        lens = self._integers(rows) + 1
+    def rope_decode(self, rows: int, *, quantizes: bool = False) -> None:
+        shape, lens = self._shape, self._integers(rows) + 1
+        quantized = None
+        if quantizes:
+            width = shape.heads * shape.head_dim
+            quantized = QuantizedRows.by_parts(rows, width, shape.head_dim, self._device)
         rope_decode_attention(
             self._projection(rows),
             self._angles,
@@ -154,6 +164,7 @@ class _Steps:
             self._workspace,
             *self._norms,
             window=self._window,
+            quantized=quantized,
         )
 
     def extend(self, count: int, longest: int, config: ExtendConfig | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,6 +46,7 @@ def load_model(
     others: list[Callable[[], object]] = []
     if place.device.type == "cuda":
         shape = attention_shape(settings, config, limits, place, kv_dtype, stage)
+        shape = replace(shape, quantizes=model.quantizes_heads)
         others += compile_jobs(shape, place.device)
         others += kernels.expert_tuner.jobs(*model.experts(), limits.max_step_tokens)
     with kernels.tuner.compiling(model.projections(), *sizes, others):

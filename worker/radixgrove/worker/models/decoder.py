@@ -12,6 +12,7 @@ from radixgrove.kernels.autotune import Projection
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.sample import VocabShard
+from radixgrove.kernels.scaled import takes_heads
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import (
     Attention,
@@ -38,7 +39,7 @@ from radixgrove.worker.models.layers import (
     norm_weight,
 )
 from radixgrove.worker.models.mlp import FeedForward, Mixture
-from radixgrove.worker.models.ops import Ops
+from radixgrove.worker.models.ops import Inputs, Ops
 from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
 from radixgrove.worker.models.rope import identity_table, rotary_table
 from radixgrove.worker.models.stages import Stage
@@ -67,6 +68,7 @@ class DecoderLayer:
         own = f"{prefix}.self_attn"
         hidden, attention = config.hidden_size, config.attention
         self._index = pool_index
+        self._head_dim = attention.head_dim
         self._table = table
         self._qkv = Linear.column(place, hidden, _qkv_rows(attention, own), bias=attention.qkv_bias)
         self._output = Linear.row(
@@ -151,6 +153,11 @@ class DecoderLayer:
             self._qkv.scale_outputs(slice(0, self._queries), keys)
             self._qkv.scale_outputs(slice(self._queries, behind), 1 / keys)
 
+    @property
+    def takes_heads(self) -> bool:
+        """Whether attention may leave its result quantized, head by head."""
+        return takes_heads(self._output.weight, self._head_dim)
+
     @staticmethod
     def projections(layers: Sequence[DecoderLayer]) -> list[Projection]:
         """For the tuner: the products of these layers' attention."""
@@ -177,7 +184,7 @@ class DecoderLayer:
         stream.add(self._output, attended, context, norm=self._after_attention)
         self.mlp(stream, context, self._before_mlp)
 
-    def _attend(self, qkv: Tensor, context: StepContext, wanted: Tensor | None) -> Tensor | None:
+    def _attend(self, qkv: Tensor, context: StepContext, wanted: Tensor | None) -> Inputs | None:
         """Store K and V and attend: [T, H * D], or [S, H * D] at the wanted positions if any."""
         attention = context.attention
         norms = self._q_norm, self._k_norm, self._qk_eps
@@ -188,7 +195,10 @@ class DecoderLayer:
         if context.await_layer is not None:
             context.await_layer(self._index)
         if attention.takes_qkv:
-            attended = attention.attend_qkv(self._index, qkv, rotation, *norms)
+            rows = None if wanted is not None else self._output.room_for_heads(len(qkv), context)
+            attended = attention.attend_qkv(self._index, qkv, rotation, *norms, quantized=rows)
+            if rows is not None:
+                return rows
         else:
             pages = attention.pool[self._index]
             q = context.ops.rope_store(qkv, rotation, context.slots, pages, *norms)
@@ -309,10 +319,8 @@ class Decoder:
         """What the tuner measures: each kind of product, over all layers, and the head."""
         found = DecoderLayer.projections(self._layers)
         mlps = [layer.mlp for layer in self._layers]
-        found += FeedForward.projections(
-            [mlp for mlp in mlps if isinstance(mlp, FeedForward)], self._ops
-        )
-        found += Mixture.projections(self._mixtures, self._ops)
+        found += FeedForward.projections([mlp for mlp in mlps if isinstance(mlp, FeedForward)])
+        found += Mixture.projections(self._mixtures)
         if self._head is not None:
             wide = self.logits_dtype != self.dtype
             head = Weight.plain(self._head.weight)
@@ -361,6 +369,11 @@ class Decoder:
             self.weights_bytes += self._embedding.weight.nbytes
         if self.device.type == "cpu":
             use_huge_pages(matrices)
+
+    @property
+    def quantizes_heads(self) -> bool:
+        """Whether attention of some layer may leave its result quantized, head by head."""
+        return any(layer.takes_heads for layer in self._layers)
 
     @property
     def quantized_bytes(self) -> dict[str, int]:

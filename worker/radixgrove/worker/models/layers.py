@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from radixgrove.kernels.autotune import Projection
-from radixgrove.kernels.weight import Weight
+from radixgrove.kernels.moe import ExpertWeights
+from radixgrove.kernels.weight import QuantizedRows, Weight
 from radixgrove.protocol.model.config import NormKind, Norms
 from radixgrove.worker.attention.base import AttentionBackend
 from radixgrove.worker.models.formats.base import (
@@ -21,7 +22,7 @@ from radixgrove.worker.models.formats.base import (
     fused_shape,
     placed,
 )
-from radixgrove.worker.models.ops import Ops, Rotation
+from radixgrove.worker.models.ops import Inputs, Ops, Rotation
 from radixgrove.worker.models.parts import Piece, WeightPart
 from radixgrove.worker.parallel.group import TensorParallel
 
@@ -220,14 +221,13 @@ class Linear:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Inputs,
         context: StepContext,
         *,
         norm: Norm | None = None,
         silu: bool = False,
         residual: Tensor | None = None,
         added_to: Tensor | None = None,
-        gated: bool = False,
     ) -> Tensor:
         """[T, in] -> [T, out], with what stands before and after it, so that it can be fused.
 
@@ -236,7 +236,6 @@ class Linear:
             silu: multiply the second half of the product by the SiLU of the first.
             residual: [T, out], to which the product is added; its memory may be used for that.
             added_to: [T, in], to which `x` is added before the norm, in place.
-            gated: SiLU-and-multiply the halves of `x`, [T, 2 in], first; where `ops.takes_gated`.
         """
         reduce = self.is_summed(context)
         # The sum over the ranks takes in the residual once, from rank 0.
@@ -248,20 +247,18 @@ class Linear:
             silu=silu,
             residual=own,
             added_to=added_to,
-            gated=gated,
         )
         return context.group.all_reduce(y) if reduce else y
 
     def partial(
         self,
-        x: Tensor,
+        x: Inputs,
         context: StepContext,
         *,
         norm: Norm | None = None,
         silu: bool = False,
         residual: Tensor | None = None,
         added_to: Tensor | None = None,
-        gated: bool = False,
     ) -> Tensor:
         """This rank's part of a row-parallel layer, with `residual` added in any case; the sum over
         the ranks is the caller's. A bias is in rank 0's part."""
@@ -275,8 +272,31 @@ class Linear:
             silu=silu,
             residual=residual,
             added_to=added_to,
-            gated=gated,
         )
+
+    def feed(
+        self,
+        x: Tensor,
+        context: StepContext,
+        after: Linear,
+        *,
+        norm: Norm | None = None,
+        added_to: Tensor | None = None,
+    ) -> Inputs:
+        """As a call with `silu`, in the form in which the product of `after` takes it."""
+        return context.ops.feed(
+            x,
+            self.weight,
+            self.bias,
+            after.weight,
+            norm=None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            added_to=added_to,
+        )
+
+    def room_for_heads(self, tokens: int, context: StepContext) -> QuantizedRows | None:
+        """Where attention is to leave this product's inputs, if it is to quantize them."""
+        return context.ops.room_for_heads(tokens, self.weight, context.attention.head_dim)
 
     def is_summed(self, context: StepContext) -> bool:
         """Whether each rank has a part of the result."""
@@ -289,24 +309,30 @@ class Linear:
         return context.ops.defers_residual(tokens, self.weight)
 
     @staticmethod
-    def projections(linears: Sequence[Linear], *, silu: bool = False) -> list[Projection]:
-        """For the tuner: the same in several layers, those of each format by themselves; `silu` is
-        as they are called with.
+    def projections(linears: Sequence[Linear], *, feed: Sequence[Linear] = ()) -> list[Projection]:
+        """For the tuner: the same in several layers, those of each format by themselves.
 
-        With a bias, SiLU is a kernel of its own.
+        Args:
+            feed: what they `feed`, each one of these. With a bias, SiLU is a kernel of its own.
         """
-        alike: dict[str, list[Linear]] = defaultdict(list)
-        for linear in linears:
-            alike[linear.weight.format].append(linear)
-        return [
-            Projection(
-                [linear.weight for linear in group],
-                silu=silu and group[0].bias is None,
-                residual=group[0]._row_parallel,
-                biased=group[0].bias is not None,
+        alike: dict[tuple[str, str], list[tuple[Linear, Linear | None]]] = defaultdict(list)
+        for linear, fed in zip_longest(linears, feed):
+            formats = linear.weight.format, "" if fed is None else fed.weight.format
+            alike[formats].append((linear, fed))
+        found = []
+        for pairs in alike.values():
+            first, fed = pairs[0]
+            feeds = None if fed is None or first.bias is not None else fed.weight
+            found.append(
+                Projection(
+                    [linear.weight for linear, _ in pairs],
+                    silu=feeds is not None,
+                    residual=first._row_parallel,
+                    biased=first.bias is not None,
+                    feeds=feeds,
+                )
             )
-            for group in alike.values()
-        ]
+        return found
 
 
 class WidthNorms:
@@ -374,21 +400,34 @@ class ResidualStream:
             None  # to be summed over the ranks: the stream is in rank 0's
         )
 
-    def into(
-        self, linear: Linear, context: StepContext, norm: Norm | None, *, silu: bool = False
-    ) -> Tensor:
+    def into(self, linear: Linear, context: StepContext, norm: Norm | None) -> Tensor:
         """`linear` of the stream's norm, or of the stream."""
+        x, within, added_to = self._take(linear, context, norm)
+        return linear(x, context, norm=within, added_to=added_to)
+
+    def feed(
+        self, linear: Linear, after: Linear, context: StepContext, norm: Norm | None
+    ) -> Inputs:
+        """What `linear` of the stream's norm, or of the stream, feeds to `after`."""
+        x, within, added_to = self._take(linear, context, norm)
+        return linear.feed(x, context, after, norm=within, added_to=added_to)
+
+    def _take(
+        self, linear: Linear, context: StepContext, norm: Norm | None
+    ) -> tuple[Tensor, Norm | None, Tensor | None]:
+        """The inputs of `linear`, a norm of them that is left to it, and what it first adds them
+        to."""
         if norm is None or not norm.is_rms:
-            return linear(self.normed(context, norm), context, silu=silu)
+            return self.normed(context, norm), None, None
         if self._partial is not None and not linear.weight.quantized:
             x = self._summed_norm(self._partial, context, norm)
             if x is not None:
-                return linear(x, context, silu=silu)
+                return x, None, None
         self._sum(context)
         pending, self._pending = self._pending, None
         if pending is None:
-            return linear(self._value, context, norm=norm, silu=silu)
-        return linear(pending, context, norm=norm, silu=silu, added_to=self._value)
+            return self._value, norm, None
+        return pending, norm, self._value
 
     def normed(self, context: StepContext, norm: Norm | None) -> Tensor:
         """The stream's norm, for several products."""
@@ -405,6 +444,17 @@ class ResidualStream:
         self._pending = None
         return x
 
+    def normed_for(
+        self, experts: ExpertWeights, count: int, context: StepContext, norm: Norm | None
+    ) -> tuple[Tensor, QuantizedRows | None]:
+        """The stream's norm for a router of `count` experts, and quantized where this rank's
+        experts want that."""
+        if norm is None or not norm.is_rms or self._partial is not None:
+            return self.normed(context, norm), None
+        pending, self._pending = self._pending, None
+        x, added_to = (self._value, None) if pending is None else (pending, self._value)
+        return context.ops.norm_for_experts(x, norm.weight, norm.eps, experts, count, added_to)
+
     def add_partial(self, add: Callable[[Tensor | None], Tensor], context: StepContext) -> None:
         """Add what each rank has a part of: `add` takes the tensor to add its part to, which is
         the stream on rank 0, and none elsewhere."""
@@ -414,24 +464,22 @@ class ResidualStream:
     def add(
         self,
         linear: Linear,
-        x: Tensor,
+        x: Inputs,
         context: StepContext,
         *,
-        gated: bool = False,
         norm: Norm | None = None,
     ) -> None:
         """Add `linear(x)`, or its norm."""
         if norm is not None:
-            self._pending = norm(linear(x, context, gated=gated), context.ops)
+            self._pending = norm(linear(x, context), context.ops)
         elif linear.defers_residual(x.shape[0], context):
-            self._pending = linear(x, context, gated=gated)
+            self._pending = linear(x, context)
         elif linear.is_summed(context):
             self.add_partial(
-                lambda residual: linear.partial(x, context, residual=residual, gated=gated),
-                context,
+                lambda residual: linear.partial(x, context, residual=residual), context
             )
         else:
-            self._value = linear(x, context, residual=self._value, gated=gated)
+            self._value = linear(x, context, residual=self._value)
 
     def select(self, wanted: Tensor, context: StepContext) -> None:
         """Go on with these positions only."""

@@ -23,7 +23,7 @@ from radixgrove.worker.models.layers import (
     StepContext,
     TensorPlacement,
 )
-from radixgrove.worker.models.ops import Ops
+from radixgrove.worker.models.ops import Inputs, Ops
 from radixgrove.worker.models.parts import FLOATS, Piece, WeightPart
 from radixgrove.worker.parallel.experts import ExpertPlacement
 
@@ -52,7 +52,7 @@ class FeedForward:
 
     @property
     def _has_silu(self) -> bool:
-        """Whether a product can take the activation into its ending, or its beginning."""
+        """Whether a product can take the activation into its ending."""
         return self._gated and self._activation is Activation.SILU
 
     def parts(self) -> Iterator[WeightPart]:
@@ -68,26 +68,27 @@ class FeedForward:
         return self.gate_up.prepare(ops) + self.down.prepare(ops)
 
     @staticmethod
-    def projections(layers: Sequence[FeedForward], ops: Ops) -> list[Projection]:
+    def projections(layers: Sequence[FeedForward]) -> list[Projection]:
         """For the tuner: what these have in common."""
-        found = []
-        for silu in (True, False):
-            some = [layer.gate_up for layer in layers if layer._ends_with_silu(ops) == silu]
-            found += Linear.projections(some, silu=silu)
-        return found + Linear.projections([layer.down for layer in layers])
-
-    def _ends_with_silu(self, ops: Ops) -> bool:
-        """Whether the first product does, rather than the second begin with it."""
-        return self._has_silu and not ops.takes_gated(self.down.weight)
+        feeding = [layer for layer in layers if layer._has_silu]
+        others = [layer.gate_up for layer in layers if not layer._has_silu]
+        return [
+            *Linear.projections(
+                [layer.gate_up for layer in feeding], feed=[layer.down for layer in feeding]
+            ),
+            *Linear.projections(others),
+            *Linear.projections([layer.down for layer in layers]),
+        ]
 
     def __call__(self, stream: ResidualStream, context: StepContext, norm: Norm | None) -> None:
         """Add it, of the stream's norm, to the stream."""
-        silu = self._ends_with_silu(context.ops)
-        inner = stream.into(self.gate_up, context, norm, silu=silu)
-        if not self._has_silu:
+        inner: Inputs
+        if self._has_silu:
+            inner = stream.feed(self.gate_up, self.down, context, norm)
+        else:
+            inner = stream.into(self.gate_up, context, norm)
             inner = _activated(inner, self._activation, gated=self._gated)
-        gated = self._has_silu and not silu
-        stream.add(self.down, inner, context, gated=gated, norm=self._after)
+        stream.add(self.down, inner, context, norm=self._after)
 
 
 def _gate_and_up(mlp: Mlp, prefix: str) -> list[Rows]:
@@ -185,21 +186,21 @@ class Mixture:
         return size
 
     @staticmethod
-    def projections(layers: Sequence[Mixture], ops: Ops) -> list[Projection]:
+    def projections(layers: Sequence[Mixture]) -> list[Projection]:
         """For the tuner: the dense products that these have in common."""
         if not layers:
             return []
         shared = [layer._shared for layer in layers if layer._shared is not None]
         router = Projection([layer._gate for layer in layers], wide=True)
-        return [router, *FeedForward.projections(shared, ops)]
+        return [router, *FeedForward.projections(shared)]
 
     def __call__(self, stream: ResidualStream, context: StepContext, norm: Norm | None) -> None:
         """Add it, of the stream's norm, to the stream."""
-        x = stream.normed(context, norm)
+        x, rows = stream.normed_for(self._weights, self._gate.shape[0], context, norm)
 
         def add(residual: Tensor | None) -> Tensor:
             logits = context.ops.wide_linear(x, self._gate)
-            y = context.ops.experts(x, logits, self._weights, residual)
+            y = context.ops.experts(x, logits, self._weights, residual, rows)
             return y if self._shared is None else self._add_shared(self._shared, x, y, context)
 
         stream.add_partial(add, context)

@@ -19,12 +19,12 @@ from radixgrove.kernels import ops as kernels
 from radixgrove.kernels.float8 import bits, to_page
 from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.quantize import rounded, widened
-from radixgrove.kernels.weight import Weight
-from radixgrove.protocol.model.quantization import Activations
+from radixgrove.kernels.weight import QuantizedRows, Weight
 
 logger = logging.getLogger(__name__)
 
 Rotation = tuple[Tensor, Tensor]
+Inputs = Tensor | QuantizedRows  # of a product; quantized on CUDA alone
 _MKLDNN = torch.ops.mkldnn
 # Up to here a call costs more than the work it does.
 _FEW_ELEMENTS = 8192
@@ -56,7 +56,7 @@ class Ops(Protocol):
 
     def linear(
         self,
-        x: Tensor,
+        x: Inputs,
         weight: Weight,
         bias: Tensor | None,
         *,
@@ -65,7 +65,6 @@ class Ops(Protocol):
         silu: bool,
         residual: Tensor | None,
         added_to: Tensor | None = None,
-        gated: bool = False,
     ) -> Tensor:
         """`residual += silu_and_mul(rms_norm(x) @ weight.T + bias)`, each part optional.
 
@@ -73,26 +72,59 @@ class Ops(Protocol):
             x: [T, K]. weight: [N, K] ([2 N, K], gate first, with `silu`). bias: [N].
             residual: [T, N]; its memory may be used for the result.
             added_to: [T, K], to which x is added before the norm, in place.
-            gated: x is [T, 2 K], gate first, and SiLU-and-multiplied first; where `takes_gated`.
         """
+        ...
+
+    def feed(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        feeds: Weight,
+        *,
+        norm: Tensor | None,
+        eps: float,
+        added_to: Tensor | None,
+    ) -> Inputs:
+        """`linear` with `silu`, as the product with the weight `feeds` takes it."""
+        ...
+
+    def room_for_heads(self, tokens: int, weight: Weight, head_dim: int) -> QuantizedRows | None:
+        """Where attention is to leave its result, [T, heads * D], quantized for the product with
+        `weight`, each head with a scale; None: it is not."""
         ...
 
     def wide_linear(self, x: Tensor, weight: Weight) -> Tensor:
         """`x @ weight.T` in float32, [T, N], of a weight in its plain form."""
         ...
 
+    def norm_for_experts(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weights: ExpertWeights,
+        count: int,
+        added_to: Tensor | None,
+    ) -> tuple[Tensor, QuantizedRows | None]:
+        """The norm of x, or of `added_to` after x has been added in place; and that quantized, if
+        `experts` wants it, of which there are `count` on all ranks."""
+        ...
+
     def experts(
-        self, x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None
+        self,
+        x: Tensor,
+        logits: Tensor,
+        weights: ExpertWeights,
+        residual: Tensor | None,
+        rows: QuantizedRows | None = None,
     ) -> Tensor:
         """`residual +=` what the experts that `logits` choose make of x; see `moe.experts`.
 
         Args:
             x: [T, K]. logits: [T, experts] float32. residual: [T, K]; its memory may be used.
+            rows: x quantized, as of `norm_for_experts`.
         """
-        ...
-
-    def takes_gated(self, weight: Weight) -> bool:
-        """Whether SiLU-and-multiply is better left to the product after it, with this weight."""
         ...
 
     def defers_residual(self, tokens: int, weight: Weight) -> bool:
@@ -174,7 +206,7 @@ class TorchOps:
 
     def linear(
         self,
-        x: Tensor,
+        x: Inputs,
         weight: Weight,
         bias: Tensor | None,
         *,
@@ -183,8 +215,8 @@ class TorchOps:
         silu: bool,
         residual: Tensor | None,
         added_to: Tensor | None = None,
-        gated: bool = False,
     ) -> Tensor:
+        assert isinstance(x, Tensor)
         if added_to is not None:
             x = added_to.add_(x)
         if norm is not None:
@@ -194,6 +226,20 @@ class TorchOps:
             gate, up = y.chunk(2, dim=-1)
             y = F.silu(gate).mul_(up)
         return y if residual is None else residual.add_(y)
+
+    def feed(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        feeds: Weight,
+        *,
+        norm: Tensor | None,
+        eps: float,
+        added_to: Tensor | None,
+    ) -> Inputs:
+        before: dict[str, Any] = {"norm": norm, "eps": eps, "added_to": added_to}
+        return self.linear(x, weight, bias, silu=True, residual=None, **before)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if not self._is_wide(weight):
@@ -209,14 +255,32 @@ class TorchOps:
         """Whether it was quantized: its payload may be wider than what it is multiplied with."""
         return weight.quantized or weight.payload.dtype != weight.dtype
 
-    def takes_gated(self, weight: Weight) -> bool:
-        return False
+    def room_for_heads(self, tokens: int, weight: Weight, head_dim: int) -> QuantizedRows | None:
+        return None
 
     def wide_linear(self, x: Tensor, weight: Weight) -> Tensor:
         return F.linear(x.float(), weight.payload.float())
 
+    def norm_for_experts(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weights: ExpertWeights,
+        count: int,
+        added_to: Tensor | None,
+    ) -> tuple[Tensor, QuantizedRows | None]:
+        if added_to is not None:
+            x = added_to.add_(x)
+        return self.rms_norm(x, norm, eps), None
+
     def experts(
-        self, x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None
+        self,
+        x: Tensor,
+        logits: Tensor,
+        weights: ExpertWeights,
+        residual: Tensor | None,
+        rows: QuantizedRows | None = None,
     ) -> Tensor:
         return moe.experts_reference(x, logits, weights, residual)
 
@@ -328,7 +392,7 @@ class KernelOps:
 
     def linear(
         self,
-        x: Tensor,
+        x: Inputs,
         weight: Weight,
         bias: Tensor | None,
         *,
@@ -337,29 +401,55 @@ class KernelOps:
         silu: bool,
         residual: Tensor | None,
         added_to: Tensor | None = None,
-        gated: bool = False,
     ) -> Tensor:
         before: dict[str, Any] = {"norm": norm, "eps": eps}
         if added_to is not None:
             before["added_to"] = added_to
-        if gated:
-            before["gated"] = True
         if silu and bias is not None:
             y = kernels.silu_and_mul(kernels.linear(x, weight, bias, **before))
             return y if residual is None else residual.add_(y)
         return kernels.linear(x, weight, bias, silu=silu, residual=residual, **before)
 
-    def takes_gated(self, weight: Weight) -> bool:
-        return weight.activations != Activations.KEPT
+    def feed(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        feeds: Weight,
+        *,
+        norm: Tensor | None,
+        eps: float,
+        added_to: Tensor | None,
+    ) -> Inputs:
+        return kernels.feed(x, weight, feeds, bias, norm=norm, eps=eps, added_to=added_to)
+
+    def room_for_heads(self, tokens: int, weight: Weight, head_dim: int) -> QuantizedRows | None:
+        return kernels.room_for_heads(tokens, weight, head_dim)
 
     def wide_linear(self, x: Tensor, weight: Weight) -> Tensor:
         out = x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
         return kernels.linear(x, weight, out=out)
 
+    def norm_for_experts(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weights: ExpertWeights,
+        count: int,
+        added_to: Tensor | None,
+    ) -> tuple[Tensor, QuantizedRows | None]:
+        return kernels.norm_for_experts(x, norm, eps, weights, count, added_to)
+
     def experts(
-        self, x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None
+        self,
+        x: Tensor,
+        logits: Tensor,
+        weights: ExpertWeights,
+        residual: Tensor | None,
+        rows: QuantizedRows | None = None,
     ) -> Tensor:
-        return kernels.experts(x, logits, weights, residual)
+        return kernels.experts(x, logits, weights, residual, rows)
 
     def defers_residual(self, tokens: int, weight: Weight) -> bool:
         return kernels.defers_residual(tokens, weight)
