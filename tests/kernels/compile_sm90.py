@@ -451,7 +451,7 @@ def launch_products(hidden: int, inner: int, qkv: int, attended: int, vocab: int
     chip = SimpleNamespace(multi_processor_count=multiprocessors(torch.device("cpu")))
     setattr(torch.cuda, "get_device_properties", lambda device: chip)  # noqa: B010
     scratch = Scratch(torch.device("cpu"))
-    for tokens in (1, 16, 32, 64, 128):
+    for tokens in (1, 16, 32, 64, 128, 256):
         for kind in layer:
             x = torch.zeros(tokens, kind.weights[0].shape[1], dtype=torch.bfloat16)
             target = torch.zeros(tokens, kind.outputs, dtype=kind.result_dtype)

@@ -23,7 +23,7 @@ from torch import Tensor
 from radixgrove.kernels import cublaslt
 from radixgrove.kernels._triton import cdiv, next_power_of_2
 from radixgrove.kernels.cublaslt import CublasLtConfig
-from radixgrove.kernels.linear import MAX_SKINNY_TOKENS, GemvConfig, SkinnyConfig
+from radixgrove.kernels.linear import MAX_SKINNY_TOKENS, TOKEN_TILE, GemvConfig, SkinnyConfig
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.norm import add_rms_norm, rms_norm
 from radixgrove.kernels.scaled import (
@@ -97,7 +97,7 @@ FLOAT8_CANDIDATES = tuple(
     )
     for splits in (4, 2, 1)
 )
-_HIGH_TILE_TOKENS = 64  # for whose sums a tile of 128 rows has registers
+_HIGH_TILE_TOKENS = 64  # for whose sums of both halves a tile of 128 rows has registers
 # What a block of compute capability 9.0 has, less some for what the compiler needs beside tiles.
 _SHARED_MEMORY_BYTES = 225 << 10
 SCALED = Choice(scaled=True)
@@ -283,7 +283,7 @@ def own_candidates(bucket: int, projection: Projection, scratch: Scratch) -> lis
         quantized = projection.weights[0].quantized
         steps = FLOAT8_GEMV_CANDIDATES if quantized else GEMV_CANDIDATES
         return [one for one in steps if one.gemv and one.gemv.block_k <= widest]
-    if bucket > MAX_SKINNY_TOKENS:
+    if bucket > (MAX_SKINNY_TOKENS if projection.weights[0].block else TOKEN_TILE):
         return []
     fitting = partial(_fits, bucket=bucket, projection=projection, scratch=scratch)
     if projection.weights[0].quantized:
@@ -301,18 +301,19 @@ def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch)
         return False
     if (block := projection.weights[0].block) and block[1] % config.block_k:
         return False
-    if config.block_n > 64 and bucket > _HIGH_TILE_TOKENS:
-        return False
     weight, feeds = projection.weights[0], projection.feeds
     silu, n = projection.silu, projection.outputs
     if feeds is not None and takes_quantized(bucket, feeds):
         silu = ends_in_parts(config, weight, feeds)
         n = n if silu else weight.shape[0]
+    if silu and config.block_n > 64 and bucket > _HIGH_TILE_TOKENS:
+        return False
     chip = torch.cuda.get_device_properties(weight.device)
     kept = weight.activations == Activations.KEPT or weight.payload.dtype == torch.int8
     item_bytes = weight.dtype.itemsize if kept else weight.payload.itemsize
     shared = config.shared_memory_bytes(bucket, item_bytes, silu=silu)
-    splits = _splits(cdiv(n, config.block_n), chip.multi_processor_count)
+    tiles = cdiv(n, config.block_n) * cdiv(bucket, TOKEN_TILE)
+    splits = _splits(tiles, chip.multi_processor_count)
     tried = (1, splits) if projection.silu or weight.quantized else (splits,)
     return (
         config.splits in tried

@@ -8,9 +8,10 @@ flight on every multiprocessor and the number of launches:
   (the scale factors out of the sum), and SiLU-and-multiply or the residual addition into its end. A
   program's first tile of weights is in registers before the kernel before has ended, the others are
   copied ahead asynchronously.
-- `skinny` (up to 128 tokens) puts the weights on the tensor cores' long side, splits the reduction
-  when there are too few tiles for the chip, and folds the same endings in. Past 128 tokens every
-  program would read more of x than of its weights.
+- `skinny` (up to 256 tokens) puts the weights on the tensor cores' long side, splits the reduction
+  when there are too few tiles for the chip, and folds the same endings in. Past 128 tokens programs
+  read more of x than of their weights: only weights with blocks of scales, for which libraries have
+  nothing better, are multiplied so.
 
 Both are optional: `tuning.py` decides by measurement where they beat cuBLAS.
 """
@@ -37,7 +38,8 @@ from radixgrove.kernels.norm import rms_norm_reference
 from radixgrove.kernels.quantize import product_reference
 from radixgrove.kernels.weight import QuantizedRows, Weight
 
-MAX_SKINNY_TOKENS = 128
+MAX_SKINNY_TOKENS = 256
+TOKEN_TILE = 128  # the most tokens of one program of `skinny`
 _GEMV_STAGES = 3  # of the pipeline of tiles after a program's first
 
 
@@ -493,7 +495,7 @@ def _skinny_kernel(
     X_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: out[:, tile] over one share of K, as weight_tile @ x.T in float32.
+    """One program: a tile of out over one share of K, as weight_tile @ x_tile.T in float32.
 
     With `IN_BLOCK` a tile's rows share blocks of scales. With `QUANTIZES` the output is float8, and
     each token has a scale for the tile: [tiles, T].
@@ -501,7 +503,7 @@ def _skinny_kernel(
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tl.arange(0, BLOCK_M)
+    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     lane = tl.arange(0, BLOCK_K)
     alive = row < n
     # Rows past the end read row 0 rather than carry a mask through the pipeline.
@@ -577,23 +579,24 @@ def _skinny_kernel(
     last = True
     if SPLITS > 1:
         # Every split leaves its share; the last one to arrive sums them in a fixed order.
-        tiles = tl.num_programs(0)
+        cell = tl.program_id(2) * tl.num_programs(0) + tile
+        cells = tl.num_programs(2) * tl.num_programs(0)
         area: tl.constexpr = BLOCK_N * BLOCK_M
-        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + token[None, :]
+        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         halves: tl.constexpr = 2 if SILU else 1
-        slot = partial_ptr + (split * tiles + tile).to(tl.int64) * halves * area
+        slot = partial_ptr + (split * cells + cell).to(tl.int64) * halves * area
         tl.store(slot + inner, total)
         if SILU:
             tl.store(slot + area + inner, upper_total)
         tl.debug_barrier()
-        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+        arrived = tl.atomic_add(counter_ptr + cell, 1, sem="acq_rel")
         last = arrived == SPLITS - 1
         if last:
-            tl.store(counter_ptr + tile, 0)
+            tl.store(counter_ptr + cell, 0)
             total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             upper_total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             for other in range(SPLITS):
-                slot = partial_ptr + (other * tiles + tile).to(tl.int64) * halves * area
+                slot = partial_ptr + (other * cells + cell).to(tl.int64) * halves * area
                 total += tl.load(slot + inner, cache_modifier=".cg")
                 if SILU:
                     upper_total += tl.load(slot + area + inner, cache_modifier=".cg")
@@ -639,14 +642,15 @@ class SkinnyWorkspace:
         self.counters = torch.zeros(tiles, dtype=torch.int32, device=device)
 
     def fits(self, config: SkinnyConfig, tokens: int, n: int, silu: bool) -> bool:
-        tiles = cdiv(n, config.block_n)
-        area = config.block_n * _block_m(tokens) * (2 if silu else 1)
+        block_m = _block_m(tokens)
+        tiles = cdiv(n, config.block_n) * cdiv(tokens, block_m)
+        area = config.block_n * block_m * (2 if silu else 1)
         return tiles <= len(self.counters) and config.splits * tiles * area <= len(self.partials)
 
 
 def _block_m(tokens: int) -> int:
     """Tokens in a tile of x: a power of two that the tensor cores have."""
-    return max(16, next_power_of_2(tokens))
+    return min(TOKEN_TILE, max(16, next_power_of_2(tokens)))
 
 
 def skinny(
@@ -698,7 +702,8 @@ def skinny(
     elif out is None:
         out = torch.empty((tokens, n), dtype=dtype or x.dtype, device=x.device)
     k_split = cdiv(cdiv(k, config.splits), config.block_k) * config.block_k
-    _skinny_kernel[(cdiv(n, config.block_n), config.splits)](
+    block_m = _block_m(tokens)
+    _skinny_kernel[(cdiv(n, config.block_n), config.splits, cdiv(tokens, block_m))](
         x,
         weight,
         bias if bias is not None else x,
@@ -717,7 +722,7 @@ def skinny(
         RESIDUAL=residual is not None,
         QUANTIZES=quantized is not None,
         SPLITS=config.splits,
-        BLOCK_M=_block_m(tokens),
+        BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.stages,

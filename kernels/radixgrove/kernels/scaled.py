@@ -14,7 +14,7 @@ from radixgrove.kernels.cublaslt import CublasLt, CublasLtConfig, CublasLtError
 from radixgrove.kernels.float8 import FLOAT8, bits
 from radixgrove.kernels.int8 import int8_product, quantize_int8
 from radixgrove.kernels.linear import (
-    MAX_SKINNY_TOKENS,
+    TOKEN_TILE,
     ProductScales,
     SkinnyConfig,
     gemv,
@@ -142,7 +142,7 @@ def takes_quantized(tokens: int, weight: Weight) -> bool:
     so that what makes them had better do it."""
     if weight.activations == Activations.KEPT:
         return False
-    return tokens > (MAX_SKINNY_TOKENS if weight.payload.dtype == torch.int8 else 1)
+    return tokens > (TOKEN_TILE if weight.payload.dtype == torch.int8 else 1)
 
 
 def ends_in_parts(config: SkinnyConfig, weight: Weight, feeds: Weight) -> bool:
