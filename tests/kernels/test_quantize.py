@@ -327,7 +327,7 @@ class TestTuner:
         deferred = [choice for choice in found("token", 512, residual=True) if choice.deferred]
         assert [choice.scaled for choice in deferred] == [False, True]
         after = replace(weight_of("group", 256, 128, device), block=(128, 128))
-        own = [choice.skinny for choice in found("group", 32, 128, silu=True, feeds=after)]
+        own = [choice.skinny for choice in found("group", 64, 128, silu=True, feeds=after)]
         tiles = {(c.block_n, c.stages) for c in own if c}
         assert tiles == {(64, 6), (64, 4), (128, 4)}, "of both halves six are more than fit"
 
