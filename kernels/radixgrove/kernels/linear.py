@@ -443,9 +443,7 @@ def _block_scales(
 
 
 @jit
-def _times(
-    part, scale, own, HIGH: tl.constexpr, IN_BLOCK: tl.constexpr, X_PARTS: tl.constexpr
-):
+def _times(part, scale, own, HIGH: tl.constexpr, IN_BLOCK: tl.constexpr, X_PARTS: tl.constexpr):
     """A step's sums [N, M], times the scales of the weight's rows, or of all, and of x's rows."""
     if HIGH > 0 and not IN_BLOCK:
         part *= scale[:, None]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import (
-    cdiv,
     gdc_launch_dependents,
     gdc_wait,
     jit,
