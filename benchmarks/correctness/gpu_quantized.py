@@ -9,7 +9,7 @@ places, and the engine may be twice as far from exact as that. Judged are
 
 - log-probabilities of texts that the engine has written, scored by it;
 - decoding beside scoring of the same text, by the engine and by the reference (KL), also one text
-  at a time, since the engine leaves one token's inputs as they are;
+  at a time;
 - of mixtures, the experts of every token where the margin between the last one chosen and the next
   is more than the reference's error could cross.
 

@@ -40,7 +40,7 @@ from radixgrove.kernels.autotune import (
     candidates,
 )
 from radixgrove.kernels.float8 import FLOAT8, to_page
-from radixgrove.kernels.linear import TOKEN_TILE
+from radixgrove.kernels.linear import MAX_SKINNY_TOKENS
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.scaled import multiply_quantized
 from radixgrove.kernels.weight import Weight
@@ -145,7 +145,7 @@ def bench_linear() -> None:
                 choices = [CUBLAS]
                 if tokens == 1:
                     choices += GEMV_CANDIDATES
-                elif tokens <= TOKEN_TILE:
+                elif tokens <= MAX_SKINNY_TOKENS:
                     choices += SKINNY_CANDIDATES
                 if scratch.cublaslt is not None:
                     configs = scratch.cublaslt.candidates(tokens, weights[0].payload, DTYPE)

@@ -105,7 +105,7 @@ def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None, *, quantizes:
         if backend.takes_qkv:
             projected = 0, qkv, (angles, tokens), norm, norm, 1e-6
             backend.attend_qkv(*projected)
-            if quantizes and rows > 1:
+            if quantizes:
                 into = QuantizedRows.by_parts(rows, HEADS * HEAD_DIM, HEAD_DIM, pool.device)
                 backend.attend_qkv(*projected, quantized=into)
         # As beside chunks, however few they are.

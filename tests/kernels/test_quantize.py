@@ -18,7 +18,7 @@ from radixgrove.kernels.float8 import FLOAT8, bits, to_page
 from radixgrove.kernels.linear import GemvConfig, ProductScales, SkinnyConfig, SkinnyWorkspace
 from radixgrove.kernels.matmul import CUBLAS, Choice
 from radixgrove.kernels.norm import rms_norm_reference
-from radixgrove.kernels.quantize import quantize, quantize_reference, widened
+from radixgrove.kernels.quantize import quantize, quantize_reference
 from radixgrove.kernels.scaled import _padded, feed, library_takes, multiply_quantized
 from radixgrove.kernels.weight import QuantizedRows, Weight
 from radixgrove.protocol.model.quantization import Activations
@@ -47,11 +47,6 @@ def weight_of(scheme: str, n: int, k: int, device: torch.device) -> Weight:
     )
 
 
-def as_it_is(weight: Weight) -> Weight:
-    """With inputs that are not quantized."""
-    return replace(weight, activations=Activations.KEPT)
-
-
 def same_float8(found: Tensor, expected: Tensor) -> None:
     """But for a few that lie between two: the kernel's norm rounds otherwise."""
     differ = bits(found) != bits(expected)
@@ -61,7 +56,7 @@ def same_float8(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES[:4])
 @pytest.mark.parametrize("before", ["nothing", "norm", "added norm", "silu"])
-@pytest.mark.parametrize(("tokens", "k"), [(1, 64), (3, 200)])
+@pytest.mark.parametrize(("tokens", "k"), [(1, 64), (3, 200), (2, 5000)])
 def test_quantize(scheme: str, before: str, tokens: int, k: int, device: torch.device) -> None:
     weight = weight_of(scheme, 8, k, device)
     inputs = QuantizedInputs.random(before, tokens, k, device)
@@ -88,22 +83,12 @@ def test_quantize_keeps_nan_and_saturates(device: torch.device) -> None:
 class Case:
     """Operands of one product, and what it comes to in float64."""
 
-    def __init__(
-        self,
-        scheme: str,
-        tokens: int,
-        n: int,
-        k: int,
-        ending: str,
-        on: torch.device,
-        *,
-        kept: bool = False,
-    ):
+    def __init__(self, scheme: str, tokens: int, n: int, k: int, ending: str, on: torch.device):
         self.silu = ending == "silu"
         self.weight = weight_of(scheme, 2 * n if self.silu else n, k, on)
         x = torch.randn(tokens, k, device=on).bfloat16()
         self.x, inputs = x, None
-        if self.weight.activations != Activations.KEPT and not kept:
+        if self.weight.activations != Activations.KEPT:
             self.x, inputs = quantize_reference(x, self.weight)
         assert self.weight.scales is not None
         self.scales = ProductScales(self.weight.scales, self.weight.block, inputs)
@@ -113,15 +98,21 @@ class Case:
         )
         self.exact = linear.linear_reference(
             x.float(),
-            as_it_is(self.weight) if kept else self.weight,
+            self.weight,
             None if self.bias is None else self.bias.float(),
             silu=self.silu,
             residual=None if self.residual is None else self.residual.float(),
         )
 
-    def ending(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         residual = None if self.residual is None else self.residual.clone()
-        return {"bias": self.bias, "silu": self.silu, "residual": residual}
+        return {
+            "bias": self.bias,
+            "silu": self.silu,
+            "residual": residual,
+            "scales": self.scales,
+            "dtype": torch.bfloat16,
+        }
 
 
 ENDINGS = pytest.mark.parametrize("ending", ["plain", "bias", "silu", "residual"])
@@ -133,53 +124,39 @@ ENDINGS = pytest.mark.parametrize("ending", ["plain", "bias", "silu", "residual"
 @pytest.mark.parametrize(("n", "k"), [(1, 8), (37, 200), (64, 600)])
 @pytest.mark.parametrize("rows", [4, 64], ids=["within a block", "over blocks"])
 def test_gemv(scheme: str, ending: str, n: int, k: int, rows: int, device: torch.device) -> None:
-    """Whatever the weight wants of inputs, one token's stay as they are."""
-    case = Case(scheme, 1, n, k, ending, device, kept=True)
+    case = Case(scheme, 1, n, k, ending, device)
     config = GemvConfig(rows=rows, block_k=256)
-    out = linear.gemv(case.x, case.weight, config=config, **case.ending())
+    out = linear.gemv(case.x, case.weight.payload, config=config, **case.options())
     assert out.dtype == torch.bfloat16
-    assert_close(out, case.exact, 1e-2)
+    assert_close(out, case.exact, 2e-2)
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @ENDINGS
-@pytest.mark.parametrize("tokens", [1, 33, 140])
+@pytest.mark.parametrize("tokens", [1, 5, 33])
 @pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("step", [16, 32, 64], ids=["in a block", "a block", "two blocks"])
 @pytest.mark.parametrize(("n", "k"), [(40, 96), (70, 300)])
 def test_skinny(
-    scheme: str, ending: str, tokens: int, splits: int, n: int, k: int, device: torch.device
+    scheme: str,
+    ending: str,
+    tokens: int,
+    splits: int,
+    step: int,
+    n: int,
+    k: int,
+    device: torch.device,
 ) -> None:
     case = Case(scheme, tokens, n, k, ending, device)
     out = linear.skinny(
         case.x,
         case.weight.payload,
-        config=SkinnyConfig(block_n=32, block_k=32, splits=splits, stages=2),
-        workspace=SkinnyWorkspace(device, partials=1 << 21),
-        scales=case.scales,
-        dtype=torch.bfloat16,
-        **case.ending(),
+        config=SkinnyConfig(block_n=32, block_k=step, splits=splits, stages=2),
+        workspace=SkinnyWorkspace(device, partials=1 << 20),
+        **case.options(),
     )
     assert_close(out, case.exact, 2e-2)
-
-
-def test_inputs_may_have_more_scales_than_the_weight_asks_for(device: torch.device) -> None:
-    """A weight with scales of rows takes those of parts of x, too."""
-    weight = weight_of("token", 37, 200, device)
-    assert weight.scales is not None
-    x = torch.randn(5, 200, device=device).bfloat16()
-    parts = replace(weight, block=(1, 32), activations=Activations.GROUP)
-    values, scales = quantize_reference(x, parts)
-    out = linear.skinny(
-        values,
-        weight.payload,
-        config=SkinnyConfig(block_n=32, block_k=32, splits=2, stages=2),
-        workspace=SkinnyWorkspace(device, partials=1 << 20),
-        scales=ProductScales(weight.scales, None, scales, part=32),
-        dtype=torch.bfloat16,
-    )
-    inputs = values.double() * scales.repeat_interleave(32, 1)[:, :200]
-    assert_close(out, inputs @ widened(weight).double().t(), 2e-2)
 
 
 CHOICES = [
@@ -201,7 +178,7 @@ def test_every_choice_multiplies_alike(
     x: Any = torch.randn(tokens, k, device=device).bfloat16()
     options: dict[str, Any] = {}
     exact = x
-    if before == "quantized" and weight.activations != Activations.KEPT and not choice.gemv:
+    if before == "quantized" and weight.activations != Activations.KEPT:
         x = quantize(x, weight)
     if before == "added norm":
         options["added_to"] = torch.randn_like(x)
@@ -211,8 +188,7 @@ def test_every_choice_multiplies_alike(
         norm = torch.rand(k, device=device).bfloat16() + 0.5
         exact = rms_norm_reference(exact, norm, 1e-6)
     residual = torch.randn(tokens, n, device=device).bfloat16()
-    reference = as_it_is(weight) if choice.gemv else weight
-    expected = linear.linear_reference(exact.float(), reference, residual=residual.float())
+    expected = linear.linear_reference(exact.float(), weight, residual=residual.float())
     scratch: Any = SimpleNamespace(cublaslt=None, skinny=None)
     y = multiply_quantized(
         x, weight, choice=choice, scratch=scratch, norm=norm, residual=residual, **options
@@ -237,12 +213,12 @@ def test_a_product_feeds_the_next_one(
     norm = torch.rand(k, device=device).bfloat16() + 0.5
     rest = torch.randn_like(x) if added else None
     exact = rms_norm_reference(x if rest is None else x + rest, norm, 1e-6)
-    h = linear.linear_reference(exact, as_it_is(weight) if choice.gemv else weight, silu=True)
+    h = linear.linear_reference(exact, weight, silu=True)
     scratch: Any = SimpleNamespace(cublaslt=None, skinny=SkinnyWorkspace(device, partials=1 << 18))
     where: dict[str, Any] = {"choice": choice, "scratch": scratch}
     made = feed(x, weight, after, norm=norm, added_to=rest, **where)
     assert made.shape == (tokens, inner)
-    if tokens == 1 or after.activations == Activations.KEPT:
+    if after.activations == Activations.KEPT:
         assert isinstance(made, Tensor)
         assert_close(made, h, 3e-2)
     else:
@@ -285,7 +261,15 @@ def test_rows_are_filled_up_for_the_library(tokens: int, rows: int, device: torc
 
 
 # Rows of a tile, its columns, and how many are on their way.
-TILES = [(64, 256, 4), (64, 128, 6), (64, 128, 4), (128, 128, 4), (128, 128, 6)]
+TILES = [
+    (64, 256, 3),
+    (64, 256, 4),
+    (64, 128, 4),
+    (64, 128, 6),
+    (128, 128, 3),
+    (128, 128, 6),
+    (128, 128, 4),
+]
 
 
 class TestTuner:
@@ -316,20 +300,20 @@ class TestTuner:
         own = [choice.skinny for choice in found("token", 32)[2:]]
         steps = [(c.block_n, c.block_k, c.stages, c.splits) for c in own if c]
         assert steps == [(*tile, ways) for tile in TILES for ways in (4, 1)]
-        own = [choice.skinny for choice in found("token", 128, silu=True)[2:]]
-        assert {c.block_n for c in own if c} == {64}, "both halves of high tiles have no room"
+        own = [choice.skinny for choice in found("token", 128)[2:]]
+        assert {c.block_n for c in own if c} == {64}, "sums of high tiles have no room"
         own = [choice.skinny for choice in found("group", 32, 128)[2:]]
-        assert {c.block_k for c in own if c} == {128}, "a step along K is within a block"
-        own = [choice.skinny for choice in found("group", 256, 128)[2:]]
-        assert {c.block_n for c in own if c} == {64, 128}
-        assert not [c for c in found("token", 256) if c.skinny], "libraries are better at these"
+        assert {c.block_k for c in own if c} == {128, 256}
+        own = [choice.skinny for choice in found("group", 32, 64)[2:]]
+        assert {c.block_k for c in own if c} == {128}, "a step along K is two blocks at most"
         assert found("group", 32, 16) == [CUBLAS], "no step along K is within such a block"
         deferred = [choice for choice in found("token", 512, residual=True) if choice.deferred]
         assert [choice.scaled for choice in deferred] == [False, True]
         after = replace(weight_of("group", 256, 128, device), block=(128, 128))
         own = [choice.skinny for choice in found("group", 64, 128, silu=True, feeds=after)]
-        tiles = {(c.block_n, c.stages) for c in own if c}
-        assert tiles == {(64, 6), (64, 4), (128, 4)}, "of both halves six are more than fit"
+        tiles = {(c.block_n, c.block_k, c.stages) for c in own if c}
+        assert (128, 128, 3) in tiles
+        assert (128, 128, 6) not in tiles, "six of both halves are more than fit"
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from torch import Tensor
 from radixgrove.kernels import cublaslt
 from radixgrove.kernels._triton import cdiv, next_power_of_2
 from radixgrove.kernels.cublaslt import CublasLtConfig
-from radixgrove.kernels.linear import MAX_SKINNY_TOKENS, TOKEN_TILE, GemvConfig, SkinnyConfig
+from radixgrove.kernels.linear import MAX_SKINNY_TOKENS, GemvConfig, SkinnyConfig, within
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.norm import add_rms_norm, rms_norm
 from radixgrove.kernels.scaled import (
@@ -60,20 +60,6 @@ GEMV_CANDIDATES = tuple(
         (2, 16384, 8),
     )
 )
-# Of weights in float8, a program has as many bytes of twice as many.
-FLOAT8_GEMV_CANDIDATES = tuple(
-    Choice(gemv=GemvConfig(rows=rows, block_k=block_k, warps=warps))
-    for rows, block_k, warps in (
-        (8, 1024, 4),
-        (4, 2048, 4),
-        (8, 2048, 4),
-        (2, 4096, 4),
-        (4, 4096, 4),
-        (1, 16384, 8),
-        (2, 16384, 8),
-        (4, 16384, 8),
-    )
-)
 # Every one is compiled for every ending and several token counts, so only what has won is here.
 SKINNY_CANDIDATES = tuple(
     Choice(skinny=SkinnyConfig(block_n=64, block_k=block_k, splits=splits, stages=stages))
@@ -89,15 +75,17 @@ FLOAT8_CANDIDATES = tuple(
         )
     )
     for block_n, block_k, stages, warps in (
+        (64, 256, 3, 4),
         (64, 256, 4, 4),
-        (64, 128, 6, 4),
         (64, 128, 4, 4),
-        (128, 128, 4, 8),
+        (64, 128, 6, 4),
+        (128, 128, 3, 8),
         (128, 128, 6, 8),
+        (128, 128, 4, 4),
     )
     for splits in (4, 2, 1)
 )
-_HIGH_TILE_TOKENS = 64  # for whose sums of both halves a tile of 128 rows has registers
+_HIGH_TILE_TOKENS = 64  # for whose sums a tile of 128 rows has registers
 # What a block of compute capability 9.0 has, less some for what the compiler needs beside tiles.
 _SHARED_MEMORY_BYTES = 225 << 10
 SCALED = Choice(scaled=True)
@@ -280,10 +268,8 @@ def own_candidates(bucket: int, projection: Projection, scratch: Scratch) -> lis
     """Of our kernels, those worth timing for a shape."""
     if bucket == 1:
         widest = max(2048, next_power_of_2(projection.weights[0].shape[1]))
-        quantized = projection.weights[0].quantized
-        steps = FLOAT8_GEMV_CANDIDATES if quantized else GEMV_CANDIDATES
-        return [one for one in steps if one.gemv and one.gemv.block_k <= widest]
-    if bucket > (MAX_SKINNY_TOKENS if projection.weights[0].block else TOKEN_TILE):
+        return [one for one in GEMV_CANDIDATES if one.gemv and one.gemv.block_k <= widest]
+    if bucket > MAX_SKINNY_TOKENS:
         return []
     fitting = partial(_fits, bucket=bucket, projection=projection, scratch=scratch)
     if projection.weights[0].quantized:
@@ -299,21 +285,20 @@ def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch)
     config = choice.skinny
     if config is None:
         return False
-    if (block := projection.weights[0].block) and block[1] % config.block_k:
+    if (block := projection.weights[0].block) and not within(config.block_k, block):
+        return False
+    if config.block_n > 64 and bucket > _HIGH_TILE_TOKENS:
         return False
     weight, feeds = projection.weights[0], projection.feeds
     silu, n = projection.silu, projection.outputs
     if feeds is not None and takes_quantized(bucket, feeds):
         silu = ends_in_parts(config, weight, feeds)
         n = n if silu else weight.shape[0]
-    if silu and config.block_n > 64 and bucket > _HIGH_TILE_TOKENS:
-        return False
     chip = torch.cuda.get_device_properties(weight.device)
     kept = weight.activations == Activations.KEPT or weight.payload.dtype == torch.int8
     item_bytes = weight.dtype.itemsize if kept else weight.payload.itemsize
     shared = config.shared_memory_bytes(bucket, item_bytes, silu=silu)
-    tiles = cdiv(n, config.block_n) * cdiv(bucket, TOKEN_TILE)
-    splits = _splits(tiles, chip.multi_processor_count)
+    splits = _splits(cdiv(n, config.block_n), chip.multi_processor_count)
     tried = (1, splits) if projection.silu or weight.quantized else (splits,)
     return (
         config.splits in tried
@@ -564,8 +549,7 @@ def _timing_event() -> torch.cuda.Event:
 
 def _cache_path(device: torch.device, dtype: torch.dtype) -> Path:
     # Algorithms are one version's of cuBLASLt.
-    gemvs = GEMV_CANDIDATES, FLOAT8_GEMV_CANDIDATES
-    what = (_FORMAT, BUCKETS, gemvs, SKINNY_CANDIDATES, FLOAT8_CANDIDATES)
+    what = (_FORMAT, BUCKETS, GEMV_CANDIDATES, SKINNY_CANDIDATES, FLOAT8_CANDIDATES)
     return tuned_path("linear", device, str(cublaslt.version()), str(dtype), repr(what))
 
 

@@ -8,10 +8,9 @@ flight on every multiprocessor and the number of launches:
   (the scale factors out of the sum), and SiLU-and-multiply or the residual addition into its end. A
   program's first tile of weights is in registers before the kernel before has ended, the others are
   copied ahead asynchronously.
-- `skinny` (up to 256 tokens) puts the weights on the tensor cores' long side, splits the reduction
-  when there are too few tiles for the chip, and folds the same endings in. Past 128 tokens programs
-  read more of x than of their weights: only weights with blocks of scales, for which libraries have
-  nothing better, are multiplied so.
+- `skinny` (up to 128 tokens) puts the weights on the tensor cores' long side, splits the reduction
+  when there are too few tiles for the chip, and folds the same endings in. Past 128 tokens every
+  program would read more of x than of its weights.
 
 Both are optional: `tuning.py` decides by measurement where they beat cuBLAS.
 """
@@ -38,8 +37,7 @@ from radixgrove.kernels.norm import rms_norm_reference
 from radixgrove.kernels.quantize import product_reference
 from radixgrove.kernels.weight import QuantizedRows, Weight
 
-MAX_SKINNY_TOKENS = 256
-TOKEN_TILE = 128  # the most tokens of one program of `skinny`
+MAX_SKINNY_TOKENS = 128
 _GEMV_STAGES = 3  # of the pipeline of tiles after a program's first
 
 
@@ -75,32 +73,30 @@ class ProductScales:
     Attributes:
         weight: [N] of rows, or with `block` [ceil(N / rows), ceil(K / columns)].
         block: rows and columns of the weight that share a scale.
-        inputs: [T, 1] of rows of x, [1, 1] of all, or [T, ceil(K / part)]; None: x is not
+        inputs: [T, 1] of rows of x, [1, 1] of all, or [T, ceil(K / columns)]; None: x is not
             quantized.
-        part: columns of x that share a scale, those of a block if there are blocks.
     """
 
     weight: Tensor
     block: tuple[int, int] | None = None
     inputs: Tensor | None = None
-    part: int = 0
 
     @property
-    def width(self) -> int:
-        """Columns with the same scales; 0: all."""
-        return self.block[1] if self.block else self.part
+    def part_stride(self) -> int:
+        """From one part of x's rows to the next."""
+        return 0 if self.inputs is None else self.inputs.stride(1)
 
     def arguments(self, x: Tensor) -> dict[str, object]:
         """For a kernel that takes them."""
         inputs = self.inputs
+        high, wide = self.block or (0, 0)
         return {
             "w_scale_ptr": self.weight,
             "x_scale_ptr": self.weight if inputs is None else inputs,
             "x_scale_stride": inputs.stride(0) if inputs is not None and len(inputs) > 1 else 0,
-            "x_part_stride": 0 if inputs is None else inputs.stride(1),
             "SCALED": True,
-            "HIGH": self.block[0] if self.block else 0,
-            "WIDE": self.width,
+            "HIGH": high,
+            "WIDE": wide,
             "X_SCALED": inputs is not None,
             "X_PARTS": inputs is not None and inputs.shape[1] > 1,
         }
@@ -109,8 +105,8 @@ class ProductScales:
 def _scale_arguments(scales: ProductScales | None, x: Tensor) -> dict[str, object]:
     if scales is not None:
         return scales.arguments(x)
-    nothing = {"w_scale_ptr": x, "x_scale_ptr": x, "x_scale_stride": 0, "x_part_stride": 0}
-    return nothing | {"SCALED": False, "HIGH": 0, "WIDE": 0, "X_SCALED": False, "X_PARTS": False}
+    nothing = {"w_scale_ptr": x, "x_scale_ptr": x, "x_scale_stride": 0, "SCALED": False}
+    return nothing | {"HIGH": 0, "WIDE": 0, "X_SCALED": False, "X_PARTS": False}
 
 
 def linear_reference(
@@ -145,12 +141,12 @@ def linear_reference(
     return y if residual is None else residual.add_(y)
 
 
-def _rows_in_block(block: tuple[int, int] | None, rows: int, gap: int) -> bool:
+def _rows_in_block(scales: ProductScales | None, rows: int, gap: int) -> bool:
     """Whether `rows` from a multiple of them on, and those `gap` further on, share blocks, and
     eight columns from a multiple of them on do."""
-    if block is None:
+    if scales is None or scales.block is None:
         return False
-    high, wide = block
+    high, wide = scales.block
     return high % rows == 0 and gap % rows == 0 and wide % 8 == 0
 
 
@@ -177,7 +173,7 @@ def gated(gate, up, like_ptr):
 
 @jit
 def _inputs(x_ptr, column, k):
-    """[1, K] of one token as float32."""
+    """[1, K] of one token as float32, without its scales."""
     return tl.load(x_ptr + column, mask=column < k, other=0.0).to(tl.float32)[None, :]
 
 
@@ -186,6 +182,7 @@ def _sums(
     w,
     x,
     w_scale_ptr,
+    x_scale_ptr,
     row,
     first_row,
     offset,
@@ -193,11 +190,12 @@ def _sums(
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
+    X_PARTS: tl.constexpr,
     ROWS_IN_BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """[N, K / 8]: sums of eight products each, of a tile of the weight with columns from `offset`
-    on, times the scales of their blocks.
+    on, times the scales of their blocks and of the parts of x.
 
     Where all rows from `first_row` on share blocks, a scale is loaded once for eight columns.
     """
@@ -207,10 +205,16 @@ def _sums(
         scales = w_scale_ptr + (row // HIGH)[:, None] * tl.cdiv(k, WIDE) + (column // WIDE)[None, :]
         w *= tl.load(scales, mask=(column < k)[None, :], other=0.0)
     sums = folded(w * x)
-    if ROWS_IN_BLOCK:
+    if X_PARTS or ROWS_IN_BLOCK:
         eight = offset + tl.arange(0, BLOCK_K // 8) * 8
-        blocks = w_scale_ptr + first_row // HIGH * tl.cdiv(k, WIDE) + eight // WIDE
-        sums *= tl.load(blocks, mask=eight < k, other=0.0)[None, :]
+        inside = eight < k
+        scales = tl.full((BLOCK_K // 8,), 1.0, dtype=tl.float32)
+        if X_PARTS:
+            scales = tl.load(x_scale_ptr + eight // WIDE, mask=inside, other=0.0)
+        if ROWS_IN_BLOCK:
+            blocks = w_scale_ptr + first_row // HIGH * tl.cdiv(k, WIDE) + eight // WIDE
+            scales *= tl.load(blocks, mask=inside, other=0.0)
+        sums *= scales[None, :]
     return sums
 
 
@@ -223,9 +227,11 @@ def _gemv_kernel(
     residual_ptr,
     out_ptr,
     w_scale_ptr,
+    x_scale_ptr,
     n,
     k,
     eps,
+    x_scale_stride,
     NORM: tl.constexpr,
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
@@ -237,6 +243,8 @@ def _gemv_kernel(
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
+    X_SCALED: tl.constexpr,
+    X_PARTS: tl.constexpr,
     ROWS_IN_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -273,6 +281,7 @@ def _gemv_kernel(
                 w,
                 x,
                 w_scale_ptr,
+                x_scale_ptr,
                 source,
                 own,
                 offset,
@@ -280,6 +289,7 @@ def _gemv_kernel(
                 SCALED,
                 HIGH,
                 WIDE,
+                X_PARTS,
                 ROWS_IN_BLOCK,
                 BLOCK_K,
             )
@@ -289,6 +299,7 @@ def _gemv_kernel(
                     u,
                     x,
                     w_scale_ptr,
+                    x_scale_ptr,
                     source + n,
                     own + n,
                     offset,
@@ -296,6 +307,7 @@ def _gemv_kernel(
                     SCALED,
                     HIGH,
                     WIDE,
+                    X_PARTS,
                     ROWS_IN_BLOCK,
                     BLOCK_K,
                 )
@@ -307,6 +319,7 @@ def _gemv_kernel(
         tile,
         x,
         w_scale_ptr,
+        x_scale_ptr,
         source,
         own,
         0,
@@ -314,6 +327,7 @@ def _gemv_kernel(
         SCALED,
         HIGH,
         WIDE,
+        X_PARTS,
         ROWS_IN_BLOCK,
         BLOCK_K,
     )
@@ -324,6 +338,7 @@ def _gemv_kernel(
             upper_tile,
             x,
             w_scale_ptr,
+            x_scale_ptr,
             source + n,
             own + n,
             0,
@@ -331,6 +346,7 @@ def _gemv_kernel(
             SCALED,
             HIGH,
             WIDE,
+            X_PARTS,
             ROWS_IN_BLOCK,
             BLOCK_K,
         )
@@ -339,6 +355,10 @@ def _gemv_kernel(
         y *= tl.load(w_scale_ptr + source)
         if SILU:
             upper_y *= tl.load(w_scale_ptr + source + n)
+    if X_SCALED and not X_PARTS:
+        scale = tl.load(x_scale_ptr)
+        y *= scale
+        upper_y *= scale
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / k + eps)
         y *= scale
@@ -355,7 +375,7 @@ def _gemv_kernel(
 
 def gemv(
     x: Tensor,
-    weight: Weight,
+    weight: Tensor,
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
@@ -364,40 +384,39 @@ def gemv(
     residual: Tensor | None = None,
     config: GemvConfig | None = None,
     out: Tensor | None = None,
+    scales: ProductScales | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`ending(norm(x) @ weight.T + bias)` for one token, summed in float32.
 
-    Float8 weights are widened as they are multiplied; x stays as it is, however they want inputs
-    quantized: that would take longer than it saves, and is nearer to what they stand for.
-
     Args:
-        x: [1, K] contiguous, float32, bfloat16 or float16.
+        x: [1, K] contiguous, float32, bfloat16 or float16; float8 with `scales` of inputs.
         weight: [N, K] contiguous, or [2 N, K] (gate, then up) with `silu`. bias: [N], not with
             `silu`.
         norm: [K], weight of an RMSNorm of x with `eps`, applied first.
         silu: SiLU-and-multiply the halves of the product.
         residual: [1, N], added to, in place, and returned.
         out: where to write without `residual`, x's dtype or float32; allocated when None.
+        scales: of a weight in float8, and of x where it is; not with `norm` then.
+        dtype: of the result, if not x's.
 
     Returns:
-        [1, N], x's dtype or that of `out`.
+        [1, N], `dtype`, x's or that of `out`.
     """
     k = x.shape[1]
     n = weight.shape[0] // 2 if silu else weight.shape[0]
     if residual is not None:
         out = residual
     elif out is None:
-        out = torch.empty((1, n), dtype=x.dtype, device=x.device)
+        out = torch.empty((1, n), dtype=dtype or x.dtype, device=x.device)
     config = config or GemvConfig()
-    high, wide = weight.block or (0, 0)
     _gemv_kernel[(cdiv(n, config.rows),)](
         x,
-        weight.payload,
+        weight,
         bias if bias is not None else x,
         norm if norm is not None else x,
         residual if residual is not None else x,
         out,
-        weight.scales if weight.scales is not None else x,
         n=n,
         k=k,
         eps=eps,
@@ -409,10 +428,8 @@ def gemv(
         BLOCK_K=config.block_k,
         ONE_TILE=config.block_k >= k,
         STAGES=_GEMV_STAGES,
-        SCALED=weight.scales is not None,
-        HIGH=high,
-        WIDE=wide,
-        ROWS_IN_BLOCK=_rows_in_block(weight.block, config.rows, n if silu else 0),
+        ROWS_IN_BLOCK=_rows_in_block(scales, config.rows, n if silu else 0),
+        **_scale_arguments(scales, x),
         num_warps=config.warps,
         **pdl(x),
     )
@@ -428,32 +445,74 @@ def _block_scales(
     k,
     x_part_stride,
     SILU: tl.constexpr,
-    HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     X_PARTS: tl.constexpr,
 ):
-    """Of the step along K from `offset` on: what its sums are multiplied by, of the weight's rows,
+    """Of the columns from `offset` on: what their sums are multiplied by, of the weight's rows,
     those of `up`, and x's."""
-    step = tl.minimum(offset, k - 1) // WIDE
-    none = tl.full((1,), 1.0, dtype=tl.float32)
-    scale = tl.load(weight_scales + step) if HIGH > 0 else none
-    upper = tl.load(upper_scales + step) if HIGH > 0 and SILU else scale
-    own = tl.load(input_scales + step * x_part_stride) if X_PARTS else none
+    column = tl.minimum(offset, k - 1) // WIDE
+    scale = tl.load(weight_scales + column)
+    upper = tl.load(upper_scales + column) if SILU else scale
+    own = tl.load(input_scales + column * x_part_stride) if X_PARTS else scale
     return scale, upper, own
 
 
 @jit
-def _times(part, scale, own, HIGH: tl.constexpr, IN_BLOCK: tl.constexpr, X_PARTS: tl.constexpr):
-    """A step's sums [N, M], times the scales of the weight's rows, or of all, and of x's rows."""
-    if HIGH > 0 and not IN_BLOCK:
-        part *= scale[:, None]
-    elif HIGH > 0 and X_PARTS:
-        own *= scale
-    elif HIGH > 0:
+def _times(part, scale, own, IN_BLOCK: tl.constexpr, X_PARTS: tl.constexpr):
+    """Sums [N, M], times the scales of the weight's rows, or of all, and of x's rows."""
+    if IN_BLOCK and X_PARTS:
+        part *= (own * scale)[None, :]
+    elif IN_BLOCK:
         part *= scale
-    if X_PARTS:
+    else:
+        part *= scale[:, None]
+    if X_PARTS and not IN_BLOCK:
         part *= own[None, :]
     return part
+
+
+@jit
+def _added_columns(
+    total,
+    upper_total,
+    weights,
+    inputs,
+    scale,
+    upper_scale,
+    own_scale,
+    offset,
+    stop,
+    half,
+    TILE_K: tl.constexpr,
+    SILU: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDENED: tl.constexpr,
+    WIDE: tl.constexpr,
+    IN_BLOCK: tl.constexpr,
+    X_PARTS: tl.constexpr,
+):
+    """Sums of the weight's rows, and those of `up` that are `half` further on, with the products
+    of `TILE_K` columns, within one block of scales if there are some."""
+    inside = offset + tl.arange(0, TILE_K) < stop
+    w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
+    x = tl.load(inputs + offset, mask=inside[:, None], other=0.0)
+    if WIDENED:
+        w = w.to(x.dtype)
+    if WIDE > 0:
+        part = tl.dot(w, x, input_precision=PRECISION)
+        total += _times(part, scale, own_scale, IN_BLOCK, X_PARTS)
+    else:
+        total = tl.dot(w, x, total, input_precision=PRECISION)
+    if SILU:
+        upper = tl.load(weights + half + offset, mask=inside[None, :], other=0.0)
+        if WIDENED:
+            upper = upper.to(x.dtype)
+        if WIDE > 0:
+            part = tl.dot(upper, x, input_precision=PRECISION)
+            upper_total += _times(part, upper_scale, own_scale, IN_BLOCK, X_PARTS)
+        else:
+            upper_total = tl.dot(upper, x, upper_total, input_precision=PRECISION)
+    return total, upper_total
 
 
 @jit(varying=("tokens", "x_part_stride"))
@@ -493,7 +552,7 @@ def _skinny_kernel(
     X_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: a tile of out over one share of K, as weight_tile @ x_tile.T in float32.
+    """One program: out[:, tile] over one share of K, as weight_tile @ x.T in float32.
 
     With `IN_BLOCK` a tile's rows share blocks of scales. With `QUANTIZES` the output is float8, and
     each token has a scale for the tile: [tiles, T].
@@ -501,8 +560,9 @@ def _skinny_kernel(
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    lane = tl.arange(0, BLOCK_K)
+    token = tl.arange(0, BLOCK_M)
+    TILE_K: tl.constexpr = WIDE if BLOCK_K > WIDE and WIDE > 0 else BLOCK_K
+    lane = tl.arange(0, TILE_K)
     alive = row < n
     # Rows past the end read row 0 rather than carry a mask through the pipeline.
     source = tl.where(alive, row, 0)
@@ -516,91 +576,121 @@ def _skinny_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    half = tl.cast(n, tl.int64) * k
     if WIDE > 0:
-        weight_scales = w_scale_ptr
-        upper_scales = w_scale_ptr
-        if HIGH > 0:
-            of = tile * BLOCK_N if IN_BLOCK else source
-            columns = tl.cdiv(k, WIDE)
-            weight_scales += of // HIGH * columns
-            upper_scales += (of + n) // HIGH * columns
-        input_scales = x_scale_ptr + own * x_scale_stride
-        # A step's scales are asked for while the step before is multiplied.
+        of = tile * BLOCK_N if IN_BLOCK else source
+        columns = tl.cdiv(k, WIDE)
+        first_scales = w_scale_ptr + of // HIGH * columns
+        upper_scales = w_scale_ptr + (of + n) // HIGH * columns
+        own_scales = x_scale_ptr + own * x_scale_stride
+        # Scales are asked for while the step before is multiplied.
         scale, upper_scale, own_scale = _block_scales(
-            weight_scales,
-            upper_scales,
-            input_scales,
-            start,
-            k,
-            x_part_stride,
+            first_scales, upper_scales, own_scales, start, k, x_part_stride, SILU, WIDE, X_PARTS
+        )
+        scale_2, upper_scale_2, own_scale_2 = scale, upper_scale, own_scale
+        if BLOCK_K > TILE_K:
+            scale_2, upper_scale_2, own_scale_2 = _block_scales(
+                first_scales,
+                upper_scales,
+                own_scales,
+                start + TILE_K,
+                k,
+                x_part_stride,
+                SILU,
+                WIDE,
+                X_PARTS,
+            )
+    else:
+        scale, upper_scale, own_scale = 1.0, 1.0, 1.0
+    for offset in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
+        total, upper_total = _added_columns(
+            total,
+            upper_total,
+            weights,
+            inputs,
+            scale,
+            upper_scale,
+            own_scale,
+            offset,
+            stop,
+            half,
+            TILE_K,
             SILU,
-            HIGH,
+            PRECISION,
+            SCALED and not X_SCALED,
             WIDE,
+            IN_BLOCK,
             X_PARTS,
         )
-    for offset in tl.range(start, stop, BLOCK_K, num_stages=STAGES):
-        inside = offset + lane < stop
-        w = tl.load(weights + offset, mask=inside[None, :], other=0.0)
-        x = tl.load(inputs + offset, mask=inside[:, None], other=0.0)
-        if SCALED and not X_SCALED:
-            w = w.to(x.dtype)
-        if WIDE > 0:  # a step along K is within a block, and a part of x
-            later = _block_scales(
-                weight_scales,
+        if WIDE > 0:
+            scale, upper_scale, own_scale = _block_scales(
+                first_scales,
                 upper_scales,
-                input_scales,
+                own_scales,
                 offset + BLOCK_K,
                 k,
                 x_part_stride,
                 SILU,
-                HIGH,
                 WIDE,
                 X_PARTS,
             )
-            part = tl.dot(w, x, input_precision=PRECISION)
-            total += _times(part, scale, own_scale, HIGH, IN_BLOCK, X_PARTS)
-        else:
-            total = tl.dot(w, x, total, input_precision=PRECISION)
-        if SILU:
-            upper = tl.load(
-                weights + tl.cast(n, tl.int64) * k + offset, mask=inside[None, :], other=0.0
+        if BLOCK_K > TILE_K:
+            total, upper_total = _added_columns(
+                total,
+                upper_total,
+                weights,
+                inputs,
+                scale_2,
+                upper_scale_2,
+                own_scale_2,
+                offset + TILE_K,
+                stop,
+                half,
+                TILE_K,
+                SILU,
+                PRECISION,
+                SCALED and not X_SCALED,
+                WIDE,
+                IN_BLOCK,
+                X_PARTS,
             )
-            if SCALED and not X_SCALED:
-                upper = upper.to(x.dtype)
-            if WIDE > 0:
-                part = tl.dot(upper, x, input_precision=PRECISION)
-                upper_total += _times(part, upper_scale, own_scale, HIGH, IN_BLOCK, X_PARTS)
-            else:
-                upper_total = tl.dot(upper, x, upper_total, input_precision=PRECISION)
-        if WIDE > 0:
-            scale, upper_scale, own_scale = later
+            scale_2, upper_scale_2, own_scale_2 = _block_scales(
+                first_scales,
+                upper_scales,
+                own_scales,
+                offset + BLOCK_K + TILE_K,
+                k,
+                x_part_stride,
+                SILU,
+                WIDE,
+                X_PARTS,
+            )
     last = True
     if SPLITS > 1:
         # Every split leaves its share; the last one to arrive sums them in a fixed order.
-        cell = tl.program_id(2) * tl.num_programs(0) + tile
-        cells = tl.num_programs(2) * tl.num_programs(0)
+        tiles = tl.num_programs(0)
         area: tl.constexpr = BLOCK_N * BLOCK_M
-        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + token[None, :]
         halves: tl.constexpr = 2 if SILU else 1
-        slot = partial_ptr + (split * cells + cell).to(tl.int64) * halves * area
+        slot = partial_ptr + (split * tiles + tile).to(tl.int64) * halves * area
         tl.store(slot + inner, total)
         if SILU:
             tl.store(slot + area + inner, upper_total)
         tl.debug_barrier()
-        arrived = tl.atomic_add(counter_ptr + cell, 1, sem="acq_rel")
+        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
         last = arrived == SPLITS - 1
         if last:
-            tl.store(counter_ptr + cell, 0)
+            tl.store(counter_ptr + tile, 0)
             total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             upper_total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             for other in range(SPLITS):
-                slot = partial_ptr + (other * cells + cell).to(tl.int64) * halves * area
+                slot = partial_ptr + (other * tiles + tile).to(tl.int64) * halves * area
                 total += tl.load(slot + inner, cache_modifier=".cg")
                 if SILU:
                     upper_total += tl.load(slot + area + inner, cache_modifier=".cg")
     if last:
         y = total
-        if SCALED and HIGH == 0:
+        if SCALED and WIDE == 0:
             y *= tl.load(w_scale_ptr + source)[:, None]
             if SILU:
                 upper_total *= tl.load(w_scale_ptr + source + n)[:, None]
@@ -640,15 +730,19 @@ class SkinnyWorkspace:
         self.counters = torch.zeros(tiles, dtype=torch.int32, device=device)
 
     def fits(self, config: SkinnyConfig, tokens: int, n: int, silu: bool) -> bool:
-        block_m = _block_m(tokens)
-        tiles = cdiv(n, config.block_n) * cdiv(tokens, block_m)
-        area = config.block_n * block_m * (2 if silu else 1)
+        tiles = cdiv(n, config.block_n)
+        area = config.block_n * _block_m(tokens) * (2 if silu else 1)
         return tiles <= len(self.counters) and config.splits * tiles * area <= len(self.partials)
+
+
+def within(step: int, block: tuple[int, int]) -> bool:
+    """Whether a step of so many columns is in one block of scales, or is two of them."""
+    return block[1] % step == 0 or step == 2 * block[1]
 
 
 def _block_m(tokens: int) -> int:
     """Tokens in a tile of x: a power of two that the tensor cores have."""
-    return min(TOKEN_TILE, max(16, next_power_of_2(tokens)))
+    return max(16, next_power_of_2(tokens))
 
 
 def skinny(
@@ -670,7 +764,7 @@ def skinny(
     Args:
         x: [T, K] contiguous, float32, bfloat16 or float16; float8 with `scales` of inputs.
         weight: [N, K] contiguous, or [2 N, K] with `silu`. bias, silu, residual, out: as of `gemv`.
-        config: a step along K divides the width of blocks that share a scale.
+        config: a step along K divides the width of blocks that share a scale, or is two of them.
         scales: of a weight in float8, and of x where it is.
         dtype: of the result, if not x's.
         quantized: where to write in place of `out`, rounded to `dtype` first, with scales for as
@@ -688,8 +782,8 @@ def skinny(
     config = config or SkinnyConfig()
     if not 1 <= tokens <= MAX_SKINNY_TOKENS:
         raise ValueError(f"{tokens} tokens are not within 1..{MAX_SKINNY_TOKENS}")
-    if scales is not None and scales.width % config.block_k:
-        raise ValueError(f"steps of {config.block_k} do not divide blocks of {scales.width}")
+    if scales is not None and scales.block and not within(config.block_k, scales.block):
+        raise ValueError(f"steps of {config.block_k} do not divide blocks of {scales.block[1]}")
     if config.splits > 1 and (workspace is None or not workspace.fits(config, tokens, n, silu)):
         raise ValueError("splitting K needs a workspace of sufficient size")
     like = residual
@@ -700,8 +794,7 @@ def skinny(
     elif out is None:
         out = torch.empty((tokens, n), dtype=dtype or x.dtype, device=x.device)
     k_split = cdiv(cdiv(k, config.splits), config.block_k) * config.block_k
-    block_m = _block_m(tokens)
-    _skinny_kernel[(cdiv(n, config.block_n), config.splits, cdiv(tokens, block_m))](
+    _skinny_kernel[(cdiv(n, config.block_n), config.splits)](
         x,
         weight,
         bias if bias is not None else x,
@@ -715,18 +808,18 @@ def skinny(
         n=n,
         k=k,
         k_split=k_split,
+        x_part_stride=scales.part_stride if scales is not None else 0,
         SILU=silu,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         QUANTIZES=quantized is not None,
         SPLITS=config.splits,
-        BLOCK_M=block_m,
+        BLOCK_M=_block_m(tokens),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        IN_BLOCK=scales is not None
-        and _rows_in_block(scales.block, config.block_n, n if silu else 0),
+        IN_BLOCK=_rows_in_block(scales, config.block_n, n if silu else 0),
         **_scale_arguments(scales, x),
         num_warps=config.warps,
         **pdl(x),

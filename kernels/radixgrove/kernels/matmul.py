@@ -64,7 +64,7 @@ def multiply(
     if choice.gemv is not None:
         return gemv(
             x,
-            weight,
+            weight.payload,
             bias,
             norm=norm,
             eps=eps,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import (
+    cdiv,
     gdc_launch_dependents,
     gdc_wait,
     jit,
@@ -25,6 +26,8 @@ from radixgrove.kernels.int8 import quantize_int8_reference
 from radixgrove.kernels.norm import prepared_row
 from radixgrove.kernels.weight import MIN_SCALE, QuantizedRows, Weight
 from radixgrove.protocol.model.quantization import Activations
+
+_COLUMNS = 2048  # of a program, where a row may have several
 
 
 def widened(weight: Weight) -> Tensor:
@@ -140,9 +143,9 @@ def _quantize_kernel(
     PDL: tl.constexpr,
 ):
     """One program: a row, with what comes before it, into float8; WIDTH: of parts with a scale of
-    their own, 0: the row has one."""
+    their own, of which it may take some, 0: the row has one."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < k
     norm = 1.0
     if NORM:
@@ -153,12 +156,15 @@ def _quantize_kernel(
     wide = prepared_row(
         x_ptr, residual_ptr, norm, row, columns, mask, k, x_stride, eps, ADD, NORM, SILU
     )
+    if KEEP:
+        normed = wide.to(normed_ptr.dtype.element_ty)
+        tl.store(normed_ptr + row * k + columns, normed, mask=mask)
     if STATIC:
         wide = wide / tl.load(static_ptr)
     elif WIDTH > 0:
         parts = tl.reshape(wide, (BLOCK // WIDTH, WIDTH))
         scales = tl.maximum(tl.max(tl.abs(parts), axis=1) / 448.0, 1e-12)
-        part = tl.arange(0, BLOCK // WIDTH)
+        part = tl.program_id(1) * (BLOCK // WIDTH) + tl.arange(0, BLOCK // WIDTH)
         tl.store(scales_ptr + row + part * scale_stride, scales, mask=part < tl.cdiv(k, WIDTH))
         wide = tl.reshape(parts / scales[:, None], (BLOCK,))
     else:
@@ -204,8 +210,10 @@ def quantize(
         made = QuantizedRows(made.values, weight.input_scale[:1].view(1, 1))
     if tokens:
         block = max(next_power_of_2(k), group)
+        if group and norm is None:  # parts have nothing in common
+            block = max(group, min(block, _COLUMNS))
         bound = weight.activation_bound
-        _quantize_kernel[(tokens,)](
+        _quantize_kernel[(tokens, cdiv(k, block))](
             x,
             residual if residual is not None else x,
             norm if norm is not None else x,

@@ -14,7 +14,7 @@ from radixgrove.kernels.cublaslt import CublasLt, CublasLtConfig, CublasLtError
 from radixgrove.kernels.float8 import FLOAT8, bits
 from radixgrove.kernels.int8 import int8_product, quantize_int8
 from radixgrove.kernels.linear import (
-    TOKEN_TILE,
+    MAX_SKINNY_TOKENS,
     ProductScales,
     SkinnyConfig,
     gemv,
@@ -51,29 +51,30 @@ def multiply_quantized(
     """As `ops.linear`, for a weight that `settled`.
 
     Sums are in float32, but those of two float8 operands per tensor and row in the tensor cores'
-    fast accumulation, with fewer bits: `skinny`'s and the library's. Where weights are all that a
-    product waits for, they are widened and inputs left as they are: those of one token, and of few
-    with int8 weights.
+    fast accumulation, with fewer bits: `skinny`'s and the library's. Int8 weights are widened where
+    few rows are multiplied, and inputs left as they are.
     """
-    if choice.gemv is not None and isinstance(x, Tensor):
-        x, norm = _added(x, norm, eps, added_to)
-        return gemv(
-            x,
-            weight,
-            bias,
-            norm=norm,
-            eps=eps,
-            silu=silu,
-            residual=residual,
-            config=choice.gemv,
-            out=out,
-        )
     if weight.payload.dtype == torch.int8:
-        if weight.activations != Activations.KEPT and choice.skinny is None:
+        reads = choice.gemv is not None or choice.skinny is not None  # weights are all it waits for
+        if weight.activations != Activations.KEPT and not reads:
             quantized = _inputs(x, weight, norm, eps, added_to)
             return _int8(quantized, weight, bias, silu, residual, out)
         weight = replace(weight, activations=Activations.KEPT)
     values, inputs = _inputs(x, weight, norm, eps, added_to)
+    assert weight.scales is not None
+    scales = ProductScales(weight.scales, weight.block, inputs)
+    if choice.gemv is not None:
+        return gemv(
+            values,
+            weight.payload,
+            bias,
+            silu=silu,
+            residual=residual,
+            config=choice.gemv,
+            out=out,
+            scales=scales,
+            dtype=weight.dtype,
+        )
     if choice.skinny is not None:
         return skinny(
             values,
@@ -84,7 +85,7 @@ def multiply_quantized(
             config=choice.skinny,
             workspace=scratch.skinny,
             out=out,
-            scales=_product_scales(weight, inputs),
+            scales=scales,
             dtype=weight.dtype,
         )
     if not silu:
@@ -121,6 +122,7 @@ def feed(
         halves = product(x, weight, bias, **where, **before)
         return _quantize(halves, feeds, silu=True) if quantizes else silu_and_mul(halves)
     values, inputs = _inputs(x, weight, norm, eps, added_to)
+    assert weight.scales is not None
     made = QuantizedRows.by_parts(
         x.shape[0], weight.shape[0] // 2, choice.skinny.block_n, weight.device
     )
@@ -130,7 +132,7 @@ def feed(
         silu=True,
         config=choice.skinny,
         workspace=scratch.skinny,
-        scales=_product_scales(weight, inputs),
+        scales=ProductScales(weight.scales, weight.block, inputs),
         dtype=weight.dtype,
         quantized=made,
     )
@@ -140,9 +142,8 @@ def feed(
 def takes_quantized(tokens: int, weight: Weight) -> bool:
     """Whether the inputs of a product of so many tokens are quantized whichever kernel multiplies,
     so that what makes them had better do it."""
-    if weight.activations == Activations.KEPT:
-        return False
-    return tokens > (TOKEN_TILE if weight.payload.dtype == torch.int8 else 1)
+    few = weight.payload.dtype == torch.int8 and tokens <= MAX_SKINNY_TOKENS
+    return weight.activations != Activations.KEPT and not few
 
 
 def ends_in_parts(config: SkinnyConfig, weight: Weight, feeds: Weight) -> bool:
@@ -161,11 +162,6 @@ def takes_heads(weight: Weight, head_dim: int) -> bool:
         return False
     assert weight.block is not None
     return weight.block[1] == head_dim and weight.shape[1] % head_dim == 0
-
-
-def _product_scales(weight: Weight, inputs: Tensor | None) -> ProductScales:
-    assert weight.scales is not None
-    return ProductScales(weight.scales, weight.block, inputs)
 
 
 def _int8(

@@ -78,7 +78,7 @@ def _jobs(steps: _Steps, shape: AttentionShape, window: int) -> list[Callable[[]
         partial(steps.rope_decode, min(FUSED_ROWS, shape.max_rows)),
         *(
             partial(steps.rope_decode, min(rows, shape.max_rows), quantizes=True)
-            for rows in ((2, FUSED_ROWS) if shape.quantizes else ())
+            for rows in ((1, FUSED_ROWS) if shape.quantizes else ())
         ),
         partial(steps.extend, PADDED_CHUNKS, 1, PADDED_EXTEND),
         *(partial(steps.extend, shape.max_rows, length, None) for length in lengths),
