@@ -232,9 +232,7 @@ def check(model: str, model_dir: Path, kind: str, backend: str, report: Report) 
             prompts = make_prompts(served, subject.engine.info.vocab_size)
             check_logprobs(what, subject, prompts, judge, report)
             subject.flush()
-            check_rescoring(
-                what, subject, prompts, judge, report, allowed=ALLOWED, alone=ALONE
-            )
+            check_rescoring(what, subject, prompts, judge, report, allowed=ALLOWED, alone=ALONE)
         finally:
             subject.close()
         if "num_experts_per_tok" in json.loads((model_dir / "config.json").read_text()):
