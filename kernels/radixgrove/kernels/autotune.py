@@ -77,10 +77,8 @@ FLOAT8_CANDIDATES = tuple(
     for block_n, block_k, stages, warps in (
         (64, 256, 3, 4),
         (64, 256, 4, 4),
-        (64, 128, 4, 4),
         (64, 128, 6, 4),
         (128, 128, 3, 8),
-        (128, 128, 6, 8),
         (128, 128, 4, 4),
     )
     for splits in (4, 2, 1)
@@ -300,6 +298,8 @@ def _fits(choice: Choice, bucket: int, projection: Projection, scratch: Scratch)
     shared = config.shared_memory_bytes(bucket, item_bytes, silu=silu)
     splits = _splits(cdiv(n, config.block_n), chip.multi_processor_count)
     tried = (1, splits) if projection.silu or weight.quantized else (splits,)
+    if weight.quantized:  # a multiprocessor has room for two programs of few stages
+        tried = (*tried, 2 * splits)
     return (
         config.splits in tried
         and shared <= _SHARED_MEMORY_BYTES
