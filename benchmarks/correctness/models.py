@@ -30,6 +30,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral-8-2": {"kind": "MixtralConfig", "num_attention_heads": 8, "num_key_value_heads": 2},
+    "gemma3-8-2": {  # five layers with a window, and one without
+        "kind": "Gemma3TextConfig",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "query_pre_attn_scalar": 128,
+        "sliding_window": 64,
+    },
     "qwen3-30b-a3b-4": {  # four layers of its widths
         "kind": "Qwen3MoeConfig",
         "hidden_size": 2048,

@@ -21,12 +21,14 @@ import pytest
 import torch
 
 from benchmarks import results
-from radixgrove.worker.execution.memory import GIB, KvShape
+from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
+from radixgrove.worker.execution.memory import GIB
 from radixgrove.worker.execution.page_copier import CudaPageCopier
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.plan import PageCopies, StepPlan
 
-SHAPE = KvShape(layers=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16)
+LAYERS = KvGroup(layers=tuple(range(32)), kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+SHAPE = KvShape((LAYERS,), page_size=16)
 DEVICE = torch.device("cuda", 0)
 PAGES = 512
 TURNS = 5

@@ -58,7 +58,7 @@ class Machine:
             "CUDA_HOME": str(self.folder / "cuda"),
             "RADIXGROVE_MODEL": str(ROOT / "benchmarks" / "configs" / "llama-3.1-8b"),
         }
-        _, found = findings(**environ, **settings)
+        _, found = findings(**environ | settings)
         return about("backend", found)[0]
 
     def install_flashinfer(self, *kernels: PrefillKernel) -> None:
@@ -156,6 +156,18 @@ def test_a_model_that_flashinfer_cannot_serve_runs_on_triton_unwarned(hopper: Ma
         assert found["text"].startswith("attention auto: triton (")
         assert reason in found["text"]
         assert "times" not in found["text"], "there is nothing to gain"
+
+
+def test_layers_that_all_have_a_window_run_on_triton_unwarned(
+    hopper: Machine, tmp_path: Path
+) -> None:
+    hopper.install_flashinfer(KERNEL)
+    llama = ROOT / "benchmarks" / "configs" / "llama-3.1-8b" / "config.json"
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(llama.read_bytes()) | mistral))
+    found = hopper.backend(RADIXGROVE_MODEL=str(tmp_path))
+    assert found["verdict"] == "ok"
+    assert "attention auto: triton (all layers have a window" in found["text"]
 
 
 def test_a_good_redis_passes(redis_server: RedisServer) -> None:

@@ -117,10 +117,17 @@ def test_after_preemption(tight_executor: Executor, small: tiny.SmallModel) -> N
 
 
 @pytest.mark.parametrize("policy", [HostWritePolicy.WRITE_THROUGH, HostWritePolicy.WRITE_BACK])
-def test_through_the_host_and_back(
-    small: tiny.SmallModel,
-    policy: HostWritePolicy,
-) -> None:
+def test_through_the_host_and_back(small: tiny.SmallModel, policy: HostWritePolicy) -> None:
+    assert_through_the_host_and_back(small, policy)
+
+
+def test_layers_with_and_without_a_window_go_through_the_host_together(tmp_path: Path) -> None:
+    model, prompts = tiny.save("gemma3", tmp_path), tiny.prompts()
+    windowed = tiny.SmallModel(tmp_path, prompts, reference.greedy(model, prompts, TOKENS))
+    assert_through_the_host_and_back(windowed, HostWritePolicy.WRITE_THROUGH)
+
+
+def assert_through_the_host_and_back(small: tiny.SmallModel, policy: HostWritePolicy) -> None:
     worker = small_settings(
         kv_tokens=512, max_running=4, host_cache_gib=0.25, host_write_policy=policy, page_size=8
     )

@@ -578,7 +578,7 @@ def test_our_decode_takes_projections_of_few_rows(
 
 def test_eager_steps_take_the_workspace_of_captured_ones(device: torch.device) -> None:
     """A kernel is compiled for a workspace's size: another one would have requests wait for it."""
-    paged = PagedDecode(torch.zeros(1, 2, 2, 16, 2, 32, device=device), 4, 0.3, (0,))
+    paged = PagedDecode(torch.zeros(1, 2, 2, 16, 2, 32, device=device), 4, 0.3)
     paged.plan(200)
     before_capture = paged._workspace
     paged.plan(1)

@@ -16,8 +16,13 @@ def test_gather_and_scatter_are_inverse(
 ) -> None:
     pool = torch.randn(3, 2, 9, 16, 2, 24, device=device).to(dtype)
     index = torch.tensor(ids, dtype=torch.int64, device=device)
-    packed = torch.full((len(ids), 3, 2, 16, 2, 24), float("nan"), dtype=dtype, device=device)
+    entry = 3 * 2 * 16 * 2 * 24
+    # Each page stands between what other groups of layers keep of it.
+    whole = torch.full((len(ids), 40 + entry + 8), float("nan"), dtype=dtype, device=device)
+    packed = whole[:, 40 : 40 + entry].unflatten(1, (3, 2, 16, 2, 24))
     pages.gather_pages(pool, index, packed)
+    beside = torch.cat((whole[:, :40], whole[:, 40 + entry :]), 1)
+    assert beside.isnan().all(), "written beside the pages"
     for place, page in enumerate(ids):
         assert torch.equal(packed[place], pool[:, :, page])
     other = torch.zeros_like(pool)
@@ -32,7 +37,9 @@ def test_gather_and_scatter_are_inverse(
 def test_one_layer_comes_from_pages_with_ids_of_their_own(
     page_size: int, ids: list[int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    host = torch.randn(11, 3, 2, page_size, 2, 64, device=device).to(dtype)
+    entry = 3 * 2 * page_size * 2 * 64
+    whole = torch.randn(11, 16 + entry + 8, device=device).to(dtype)
+    host = whole[:, 16 : 16 + entry].unflatten(1, (3, 2, page_size, 2, 64))
     host_ids = torch.randperm(11)[: len(ids)].to(device)
     pool = torch.randn(3, 2, 9, page_size, 2, 64, device=device).to(dtype)
     expected = pool.clone()

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Pages between layouts, and the flat page lists that attention libraries want.
 
-Device pool: layer first, `[layers, 2, pool pages, page_size, KV, D]`. Host tier: page first,
-`[host pages, layers, 2, page_size, KV, D]`, so that one page is one contiguous piece for copies.
+Device pool, of one group of layers: layer first, `[layers, 2, pool pages, page_size, KV, D]`. Host
+tier: page first, `[host pages, layers, 2, page_size, KV, D]`; a host page is one piece for copies,
+which may have several groups side by side.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _copy_pages_kernel(
     blocks,
     first_plane,
     planes,
-    packed_planes,
+    packed_stride,
     pool_pages,
     page_elements,
     GATHER: tl.constexpr,
@@ -78,7 +79,7 @@ def _copy_pages_kernel(
         page = tl.load(page_ids_ptr + index).to(tl.int64)
         packed = tl.load(packed_ids_ptr + index).to(tl.int64) if PICK else index.to(tl.int64)
         in_pool = pool_ptr + (plane * pool_pages + page) * page_elements + element
-        in_pack = packed_ptr + (packed * packed_planes + plane) * page_elements + element
+        in_pack = packed_ptr + packed * packed_stride + plane * page_elements + element
         if GATHER:
             tl.store(in_pack, tl.load(in_pool, mask=mask), mask=mask)
         else:
@@ -91,7 +92,8 @@ def gather_pages(pool: Tensor, page_ids: Tensor, out: Tensor) -> None:
     Args:
         pool: [layers, 2, pool pages, page_size, KV, D] contiguous.
         page_ids: [n] int32 or int64 on the pool's device.
-        out: [n, layers, 2, page_size, KV, D] contiguous, pool's dtype; on the device or pinned.
+        out: [n, layers, 2, page_size, KV, D], pool's dtype, each page contiguous; on the device or
+            pinned.
     """
     _copy(pool, page_ids, out, gather=True)
 
@@ -110,7 +112,8 @@ def scatter_layer(
     Args:
         pool: as of `gather_pages`.
         page_ids, host_ids: [n] int64 on the pool's device; page_ids are distinct.
-        host: [host pages, layers, 2, page_size, KV, D], pool's dtype; pinned, or on the device.
+        host: [host pages, layers, 2, page_size, KV, D], pool's dtype, each page contiguous; pinned,
+            or on the device.
     """
     sides = pool.shape[1]
     planes = range(layer * sides, (layer + 1) * sides)
@@ -142,7 +145,7 @@ def _copy(
         blocks,
         planes.start,
         len(planes),
-        layers * sides,
+        packed.stride(0),
         pool_pages,
         page_elements,
         GATHER=gather,

@@ -13,27 +13,31 @@ import torch
 
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelError
+from radixgrove.protocol.model.parse import parse_config
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
 from radixgrove.service.machine import memory_limit
+from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
 from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.execution import trial
 from radixgrove.worker.execution.choices import fit_length
 from radixgrove.worker.execution.memory import (
     GIB,
     CudaUse,
-    KvGroup,
-    KvShape,
     MemoryShortage,
     cpu_kv_tokens,
     cuda_kv_tokens,
     describe,
     host_tier_pages,
+    kv_shape,
 )
 from radixgrove.worker.messages import EngineState, PhaseReport
+from radixgrove.worker.parallel.group import Shard
 from tests.worker.execution import tiny
 
 # Llama-3.1-8B in bfloat16: 128 KiB a token.
-SHAPE = KvShape(layers=32, kv_heads=8, head_dim=128, page_size=16, dtype=torch.bfloat16)
+LAYERS = KvGroup(layers=tuple(range(32)), kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+SHAPE = KvShape((LAYERS,), page_size=16)
+FLOAT8_SHAPE = replace(SHAPE, groups=(replace(LAYERS, dtype=FLOAT8),))
 USE = CudaUse(total=80 * GIB, weights=15 * GIB, activations=2 * GIB, graphs=GIB, other=GIB)
 
 
@@ -43,28 +47,33 @@ def settings(**changes: Any) -> WorkerSettings:
 
 def test_bytes_of_a_token_and_of_the_pool() -> None:
     assert SHAPE.bytes_per_token == 2 * 32 * 8 * 128 * 2
-    small = KvShape(layers=2, kv_heads=1, head_dim=8, page_size=4, dtype=torch.float32)
-    pool = small.allocate(5, torch.device("cpu"))
-    assert pool.shape == (2, 2, 6, 4, 1, 8)
-    assert pool.nbytes == small.allocated_bytes(5)
+    group = KvGroup(layers=(0, 1), kv_heads=1, head_dim=8, dtype=torch.float32)
+    small = KvShape((group,), page_size=4)
+    (tensor,) = small.allocate(5, torch.device("cpu")).tensors
+    assert tensor.shape == (2, 2, 6, 4, 1, 8)
+    assert tensor.nbytes == small.allocated_bytes(5)
 
 
 def test_layers_with_a_window_are_a_group_of_their_own() -> None:
-    shape = KvShape(
-        4, kv_heads=2, head_dim=8, page_size=4, dtype=torch.float32, windows=(9, 0, 9, 9)
-    )
-    of_layer = 2 * 2 * 8 * 4
-    assert shape.groups == [KvGroup(1, of_layer, 0), KvGroup(3, 3 * of_layer, 9)]
-    assert shape.bytes_per_token == 4 * of_layer
+    raw = {**tiny._SIZES, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 20}
+    config = parse_config({**raw, "num_hidden_layers": 12, "head_dim": 16})
+    shape = kv_shape(config, 4, torch.float32, Shard())
+    full, windowed = shape.groups
+    assert (full.layers, full.window) == ((5, 11), 0)
+    assert (windowed.layers, windowed.window) == ((0, 1, 2, 3, 4, 6, 7, 8, 9, 10), 20)
+    assert shape.bytes_per_token == 12 * 2 * 2 * 16 * 4
     text = describe(GIB, shape, 4096, 4096, ranks=1)
-    assert "0.5 KiB in pages of 4 (float32, 0.4 KiB of that read within 9 tokens)" in text
-    assert SHAPE.groups == [KvGroup(32, SHAPE.bytes_per_token, 0)]
-    assert "within" not in describe(GIB, SHAPE, 4096, 4096, ranks=1)
+    by_group = "2 layers 0.5 KiB, 10 layers 2.5 KiB read within 20 tokens"
+    assert f"3.0 KiB in pages of 4 (float32; {by_group});" in text
+    (second,) = kv_shape(config, 4, torch.float32, Shard(), range(6, 11)).groups
+    assert (second.layers, second.window) == ((0, 1, 2, 3, 4), 20)
+    (rank,) = kv_shape(config, 4, torch.float32, Shard(1, 2), range(6, 11)).groups
+    assert rank.kv_heads == 1
 
 
 def test_a_pool_on_the_host_is_zero_and_takes_memory_only_as_it_is_used() -> None:
     before = psutil.Process().memory_info().rss
-    pool = SHAPE.allocate(256, torch.device("cpu"))
+    (pool,) = SHAPE.allocate(256, torch.device("cpu")).tensors
     assert pool.nbytes > GIB // 2
     assert psutil.Process().memory_info().rss - before < pool.nbytes // 8
     assert pool.data_ptr() % 64 == 0
@@ -74,13 +83,12 @@ def test_a_pool_on_the_host_is_zero_and_takes_memory_only_as_it_is_used() -> Non
 
 
 def test_a_float8_pool_is_half_as_large_and_begins_as_zeros() -> None:
-    small = replace(SHAPE, layers=2, dtype=FLOAT8)
-    assert 2 * small.bytes_per_token == replace(small, dtype=torch.bfloat16).bytes_per_token
-    pool = small.allocate(5, torch.device("cpu"))
-    assert (pool.dtype, pool.nbytes) == (FLOAT8, small.allocated_bytes(5))
+    assert 2 * FLOAT8_SHAPE.bytes_per_token == SHAPE.bytes_per_token
+    (pool,) = FLOAT8_SHAPE.allocate(5, torch.device("cpu")).tensors
+    assert (pool.dtype, pool.nbytes) == (FLOAT8, FLOAT8_SHAPE.allocated_bytes(5))
     assert not pool.view(torch.uint8).any()
     budget = settings(memory_fraction=0.9)
-    twice = cuda_kv_tokens(budget, replace(SHAPE, dtype=FLOAT8), USE, wanted=1 << 30)
+    twice = cuda_kv_tokens(budget, FLOAT8_SHAPE, USE, wanted=1 << 30)
     assert twice == pytest.approx(2 * cuda_kv_tokens(budget, SHAPE, USE, wanted=1 << 30), abs=16)
 
 
@@ -118,7 +126,7 @@ def test_kv_tokens_wins_and_is_refused_when_it_does_not_fit() -> None:
     assert cuda_kv_tokens(settings(kv_tokens=1000), SHAPE, USE, wanted=1 << 30) == 992
     with pytest.raises(MemoryShortage, match=r"kv_tokens 10000000 needs .* lower kv_tokens to \d+"):
         cuda_kv_tokens(settings(kv_tokens=10_000_000), SHAPE, USE, wanted=1 << 30)
-    wide = KvShape(layers=1, kv_heads=1, head_dim=8, page_size=64, dtype=torch.float32)
+    wide = replace(SHAPE, page_size=64)
     with pytest.raises(MemoryShortage, match="less than one page of 64"):
         cpu_kv_tokens(settings(kv_tokens=32), wide, 1000, ranks=1)
 
@@ -192,7 +200,7 @@ def test_arithmetic_in_words() -> None:
     assert "weights 15.00 GiB" in text
     assert "KV 5.00 GiB = 40,960 tokens of 128.0 KiB in pages of 16 (bfloat16);" in text
     assert "5.0 requests of 8,192 tokens at once" in text
-    text = describe(15 * GIB, replace(SHAPE, dtype=FLOAT8), 40_960, 8192, ranks=1)
+    text = describe(15 * GIB, FLOAT8_SHAPE, 40_960, 8192, ranks=1)
     assert "KV 2.50 GiB = 40,960 tokens of 64.0 KiB in pages of 16 (fp8_e4m3);" in text
     assert "host tier" not in text
     text = describe(15 * GIB, SHAPE, 40_960, 8192, ranks=1, host_pages=512)

@@ -22,10 +22,11 @@ from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import AttentionChoice
+from radixgrove.worker.attention.kv_pool import KvGroup, KvPool, KvShape
 from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.execution import page_copier, pinned
 from radixgrove.worker.execution.graphs import DecodeGraphs
-from radixgrove.worker.execution.memory import KvShape, MemoryShortage
+from radixgrove.worker.execution.memory import MemoryShortage, kv_shape
 from radixgrove.worker.execution.page_copier import CpuPageCopier, CudaPageCopier, PageCopier, runs
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.execution.prefill_graphs import MixedGraphs
@@ -55,15 +56,17 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DEVICES = pytest.mark.parametrize(
     "device", [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)], ids=str
 )
-SHAPE = KvShape(layers=3, kv_heads=2, head_dim=24, page_size=16, dtype=torch.float32)
+LAYERS = KvGroup(layers=(0, 1, 2), kv_heads=2, head_dim=24, dtype=torch.float32)
+SHAPE = KvShape((LAYERS,), page_size=16)
 SLEEP = 300_000_000  # cycles of a GPU, some 0.2 s
 
 
-def random_pool(shape: KvShape, pages: int, device: torch.device) -> Tensor:
+def random_pool(shape: KvShape, pages: int, device: torch.device) -> KvPool:
     pool = shape.allocate(pages, device)
     generator = torch.Generator().manual_seed(1)
-    values = torch.randint(0, 120, (pool.nbytes,), dtype=torch.uint8, generator=generator)
-    as_bytes(pool).copy_(values.view((*pool.shape[:-1], -1)))
+    for tensor in pool.tensors:
+        values = torch.randint(0, 120, (tensor.nbytes,), dtype=torch.uint8, generator=generator)
+        as_bytes(tensor).copy_(values.view((*tensor.shape[:-1], -1)))
     return pool
 
 
@@ -71,10 +74,13 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8)
 
 
-def make_tier(pool: Tensor, shape: KvShape, host_pages: int) -> PageCopier:
-    memory = HostMemory(host_pages * shape.page_bytes, shape.page_bytes, pool.device)
+def make_tier(pool: KvPool, host_pages: int) -> PageCopier:
+    unit = pool.shape.page_bytes
+    memory = HostMemory(host_pages * unit, unit, pool.device)
     memory.wait(lambda done: None)
-    return CudaPageCopier(pool, memory, 0) if pool.is_cuda else CpuPageCopier(pool, memory)
+    if pool.device.type == "cuda":
+        return CudaPageCopier(pool, memory, 0)
+    return CpuPageCopier(pool, memory)
 
 
 def await_copies(tier: PageCopier | Executor, saved: int, loaded: int) -> None:
@@ -88,23 +94,23 @@ def await_copies(tier: PageCopier | Executor, saved: int, loaded: int) -> None:
 def test_pages_come_back_as_they_were(
     dtype: torch.dtype, page_size: int, device: torch.device
 ) -> None:
-    shape = replace(SHAPE, dtype=dtype, page_size=page_size)
+    shape = KvShape((replace(LAYERS, dtype=dtype),), page_size)
     pool = random_pool(shape, 9, device)
-    before = as_bytes(pool).clone()
-    tier = make_tier(pool, shape, 12)
+    before = as_bytes(pool.tensors[0]).clone()
+    tier = make_tier(pool, 12)
     tier.launch(StepPlan(step_id=1, saves=[PageCopies(1, [8, 0, 5, 1], [3, 10, 4, 11])]), False)
     await_copies(tier, 1, 0)
     for page, host_page in ((8, 3), (0, 10), (5, 4), (1, 11)):
-        assert torch.equal(as_bytes(tier.host[host_page]), before[:, :, page].cpu())
+        assert torch.equal(as_bytes(tier.groups[0][host_page]), before[:, :, page].cpu())
     untouched = [0, 1, 2, 5, 6, 7, 8, 9]
-    assert not as_bytes(tier.host)[untouched].any()
+    assert not tier.host[untouched].any()
 
     loads = [PageCopies(1, [2, 3], [10, 3], after=1), PageCopies(2, [6, 8], [11, 4], after=1)]
     tier.launch(StepPlan(step_id=2, saved=1, loads=loads), False)
     await_copies(tier, 1, 2)
     expected = before.clone()
     expected[:, :, [2, 3, 6, 8]] = before[:, :, [0, 8, 1, 5]]
-    assert torch.equal(as_bytes(pool), expected)
+    assert torch.equal(as_bytes(pool.tensors[0]), expected)
     tier.close()
 
 
@@ -115,13 +121,14 @@ def test_a_copy_may_be_larger_than_what_is_moved_at_once(
     """Than the staging buffer, and than what CUDA knows as one block of memory."""
     monkeypatch.setattr(page_copier, "_STAGING_BYTES", 3 * SHAPE.page_bytes)
     monkeypatch.setattr(pinned, "_CHUNK", 4 * SHAPE.page_bytes)
-    pool = random_pool(SHAPE, 11, device)
+    kv = random_pool(SHAPE, 11, device)
+    (pool,) = kv.tensors
     before = pool.clone()
-    tier = make_tier(pool, SHAPE, 11)
+    tier = make_tier(kv, 11)
     pages, host_pages = [4, 9, 0, 7, 2, 10, 1, 8, 3, 6, 5], list(range(11))
     tier.launch(StepPlan(step_id=1, saves=[PageCopies(1, pages, host_pages)]), False)
     await_copies(tier, 1, 0)
-    assert torch.equal(tier.host, before[:, :, pages].movedim(2, 0).cpu())
+    assert torch.equal(tier.groups[0], before[:, :, pages].movedim(2, 0).cpu())
     pool[:, :, :11] = 0
     tier.launch(StepPlan(step_id=2, loads=[PageCopies(1, pages, host_pages)]), False)
     await_copies(tier, 1, 1)
@@ -143,7 +150,7 @@ def test_runs_are_as_long_as_blocks_let_them_be(ids: list[int], block: int) -> N
 
 @DEVICES
 def test_its_speed_is_measured(device: torch.device) -> None:
-    tier = make_tier(random_pool(SHAPE, 9, device), SHAPE, 12)
+    tier = make_tier(random_pool(SHAPE, 9, device), 12)
     assert tier.measure() > 0
     assert tier.ended() == (0, 0)
     tier.close()
@@ -174,12 +181,9 @@ def make_runner(directory: Path, device: torch.device) -> Runner:
         depth=2,
         num_host_pages=12,
     )
-    shape = KvShape.of(config, PAGE, dtype, Shard())
-    pool = random_pool(shape, info.num_pages, device)
+    pool = random_pool(kv_shape(config, PAGE, dtype, Shard()), info.num_pages, device)
     backend = AttentionChoice.TRITON if device.type == "cuda" else AttentionChoice.TORCH
-    attention, _ = select_attention(
-        backend, pool, config, Shard(), shape.windows, dtype, lambda phase: None
-    )
+    attention, _ = select_attention(backend, pool, config, Shard(), dtype, lambda phase: None)
     table = RequestTable(
         max_rows=info.max_rows,
         max_model_len=info.max_model_len,
@@ -187,7 +191,7 @@ def make_runner(directory: Path, device: torch.device) -> Runner:
         scratch_page=info.num_pages,
         device=device,
     )
-    tier = make_tier(pool, shape, info.num_host_pages)
+    tier = make_tier(pool, info.num_host_pages)
     tier.measure()  # compiles what would take longer than the sleeps below
     return Runner(model, attention, table, info, 30.0, tier)
 
@@ -254,7 +258,12 @@ def loading() -> dict[str, object]:
 @pytest.mark.parametrize("behind", [chunk_behind, decode_behind])
 @pytest.mark.parametrize(
     ("kind", "device"),
-    [("llama", CPU), ("qwen3", CPU), pytest.param("qwen3", CUDA, marks=pytest.mark.gpu)],
+    [
+        ("llama", CPU),
+        ("gemma3", CPU),
+        pytest.param("qwen3", CUDA, marks=pytest.mark.gpu),
+        pytest.param("gemma3", CUDA, marks=pytest.mark.gpu),
+    ],
 )
 def test_a_step_reads_loaded_pages_as_if_it_had_computed_them(
     kind: str,
@@ -314,10 +323,10 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> l
 @pytest.fixture
 def cuda_tier() -> Iterator[CudaPageCopier]:
     """Of nine pages on the device and twelve on the host, of other random bytes."""
-    tier = make_tier(SHAPE.allocate(9, CUDA), SHAPE, 12)
+    tier = make_tier(SHAPE.allocate(9, CUDA), 12)
     assert isinstance(tier, CudaPageCopier)
     tier.measure()
-    for pages in (tier.pool, tier.host):
+    for pages in (tier.pool.tensors[0], tier.groups[0]):
         pages.copy_(torch.randn(pages.shape))
     yield tier
     torch.cuda.synchronize()
@@ -337,7 +346,8 @@ def sleep(stream: torch.cuda.Stream) -> None:
 
 @pytest.mark.gpu
 def test_copies_come_after_collected_steps(cuda_tier: CudaPageCopier) -> None:
-    pool, loaded = cuda_tier.pool, cuda_tier.host[6].clone()
+    (pool,), (host,) = cuda_tier.pool.tensors, cuda_tier.groups
+    loaded = host[6].clone()
     sleep(torch.cuda.current_stream())
     pool[:, :, 3] = 1.0
     read = pool[:, :, 4].clone()
@@ -346,32 +356,34 @@ def test_copies_come_after_collected_steps(cuda_tier: CudaPageCopier) -> None:
     cuda_tier.launch(StepPlan(step_id=8, collected=7, saves=saves, loads=loads), False)
     assert cuda_tier.ended() == (0, 0)
     await_copies(cuda_tier, 1, 1)
-    assert (cuda_tier.host[5] == 1).all()
+    assert (host[5] == 1).all()
     assert torch.equal(pool[:, :, 4].cpu(), loaded)
     assert not torch.equal(read, pool[:, :, 4])
 
 
 @pytest.mark.gpu
 def test_steps_and_loads_come_after_saves_that_have_ended(cuda_tier: CudaPageCopier) -> None:
-    pool, before = cuda_tier.pool, cuda_tier.pool.clone().cpu()
+    (pool,), (host,) = cuda_tier.pool.tensors, cuda_tier.groups
+    before = pool.clone().cpu()
     sleep(cuda_tier.save_stream)
     cuda_tier.launch(StepPlan(step_id=1, saves=[PageCopies(1, [3, 4], [1, 2])]), False)
     cuda_tier.launch(StepPlan(step_id=2, saved=1, loads=[PageCopies(1, [4], [6])]), False)
     pool[:, :, 3] = 1.0
     torch.cuda.synchronize()
-    assert torch.equal(cuda_tier.host[1:3], before[:, :, 3:5].movedim(2, 0))
+    assert torch.equal(host[1:3], before[:, :, 3:5].movedim(2, 0))
 
 
 @pytest.mark.gpu
 def test_steps_and_saves_come_after_loads_that_have_ended(cuda_tier: CudaPageCopier) -> None:
-    before = cuda_tier.host.clone()
+    (pool,), (host,) = cuda_tier.pool.tensors, cuda_tier.groups
+    before = host.clone()
     sleep(cuda_tier.load_stream)
     cuda_tier.launch(StepPlan(step_id=1, loads=[PageCopies(1, [3, 4], [1, 2])]), False)
     cuda_tier.launch(StepPlan(step_id=2, loaded=1, saves=[PageCopies(1, [5], [2])]), False)
-    read = cuda_tier.pool[:, :, 3].clone()
+    read = pool[:, :, 3].clone()
     torch.cuda.synchronize()
     assert torch.equal(read.cpu(), before[1])
-    assert torch.equal(cuda_tier.pool[:, :, 4].cpu(), before[2])
+    assert torch.equal(pool[:, :, 4].cpu(), before[2])
 
 
 @pytest.mark.gpu
@@ -379,13 +391,14 @@ def test_steps_and_saves_come_after_loads_that_have_ended(cuda_tier: CudaPageCop
 def test_a_load_comes_after_the_save_that_wrote_its_pages(
     awaited: int, cuda_tier: CudaPageCopier
 ) -> None:
-    before = cuda_tier.pool[:, :, 3].clone()
+    (pool,) = cuda_tier.pool.tensors
+    before = pool[:, :, 3].clone()
     sleep(cuda_tier.save_stream)
     copies = {"saves": [PageCopies(1, [3], [5])], "loads": [PageCopies(1, [4], [5], after=1)]}
     await_layer = cuda_tier.launch(StepPlan(step_id=1, awaited=awaited, **copies), True)  # type: ignore[arg-type]
     assert (await_layer is not None) == (awaited == 1)
     await_copies(cuda_tier, 1, 1)
-    assert torch.equal(cuda_tier.pool[:, :, 4], before)
+    assert torch.equal(pool[:, :, 4], before)
 
 
 @pytest.mark.gpu
@@ -393,7 +406,8 @@ def test_a_later_step_may_wait_for_an_earlier_load(cuda_tier: CudaPageCopier) ->
     sleep(cuda_tier.load_stream)
     cuda_tier.launch(StepPlan(step_id=1, loads=[PageCopies(1, [3], [1])]), True)
     assert cuda_tier.launch(StepPlan(step_id=2, awaited=1), True) is None
-    assert torch.equal(cuda_tier.pool[:, :, 3].cpu(), cuda_tier.host[1])
+    (pool,), (host,) = cuda_tier.pool.tensors, cuda_tier.groups
+    assert torch.equal(pool[:, :, 3].cpu(), host[1])
 
 
 @pytest.mark.gpu
@@ -417,9 +431,9 @@ def test_memory_that_cannot_be_had_names_the_setting() -> None:
 # ---- whole workers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_every_rank_copies_its_heads(tp: int, tmp_path: Path) -> None:
-    tiny.save("llama", tmp_path / "model")
+@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("gemma3", 2)])
+def test_every_rank_copies_its_heads(kind: str, tp: int, tmp_path: Path) -> None:
+    tiny.save(kind, tmp_path / "model")
     Runtime(tmp_path, settings(tp, host_cache_gib=0.001), tmp_path / "model").write()
     run_group(tmp_path, tp, lead)
 

@@ -165,6 +165,11 @@ def whole_pool(directory: Path, tp: int, pp: int) -> Tensor:
     return torch.cat(stages)
 
 
+def pages_of(runner: Runner) -> Tensor:
+    """[layers, 2, pages, page_size, KV, D]."""
+    return torch.stack(list(runner._attention.pages))
+
+
 def _pool_file(directory: Path, rank: int) -> Path:
     return directory / f"pool-{rank}.pt"
 
@@ -174,7 +179,7 @@ def _keep_pool(directory: Path, rank: int) -> None:
     close = Runner.close
 
     def keep(runner: Runner) -> None:
-        torch.save(runner._attention.pool, _pool_file(directory, rank))
+        torch.save(pages_of(runner), _pool_file(directory, rank))
         close(runner)
 
     Runner.close = keep  # type: ignore[method-assign]
@@ -204,6 +209,6 @@ def alone(settings: WorkerSettings, model_dir: Path, case: str) -> tuple[Served,
     executor, _ = build_executor(settings, model_dir, lambda phase: None)
     assert isinstance(executor, Runner)
     try:
-        return serve(executor, settings, CASES[case]()), executor._attention.pool
+        return serve(executor, settings, CASES[case]()), pages_of(executor)
     finally:
         executor.close()

@@ -38,10 +38,17 @@ def assert_same(answers: dict[str, Answer], expected: dict[str, Answer]) -> None
 
 @pytest.mark.parametrize(
     ("kind", "tp", "pp"),
-    [("llama", 1, 2), ("llama3-rope", 1, 3), ("qwen3", 2, 2), ("qwen2", 1, 2)],
+    [
+        ("llama", 1, 2),
+        ("llama3-rope", 1, 3),
+        ("qwen3", 2, 2),
+        ("qwen2", 1, 2),
+        ("gemma3", 1, 2),
+    ],
 )
 def test_stages_say_what_one_process_says(kind: str, tp: int, pp: int, tmp_path: Path) -> None:
-    """Untied and tied, with and without norms of q and k; one layer a stage with three."""
+    """Untied and tied, with and without norms of q and k; one layer a stage with three; a stage
+    with two groups of layers before one with a window in all of its layers."""
     tiny.save(kind, tmp_path / "model")
     limits = {"max_step_tokens": 64, "compare_ranks": True}
     expected, pool = alone(settings(1, **limits), tmp_path / "model", "mixed")
@@ -80,11 +87,11 @@ def assert_six_ranks_say_the_same(model_dir: Path, directory: Path) -> None:
     assert any(answer.cached_tokens for answer in served.answers.values())
 
 
-@pytest.mark.parametrize("host_cache_gib", [0, 0.01])
+@pytest.mark.parametrize(("kind", "host_cache_gib"), [("llama", 0), ("gemma3", 0.01)])
 def test_a_small_pool_preempts_and_evicts_and_says_the_same(
-    host_cache_gib: float, tmp_path: Path
+    kind: str, host_cache_gib: float, tmp_path: Path
 ) -> None:
-    tiny.save("llama", tmp_path / "model")
+    tiny.save(kind, tmp_path / "model")
     limits = {**CROWDED, "host_cache_gib": host_cache_gib}
     expected, _ = alone(settings(1, **limits), tmp_path / "model", "crowded")
     served = group(tmp_path / "run", tmp_path / "model", "crowded", tp=1, pp=2, **limits)

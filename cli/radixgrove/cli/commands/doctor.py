@@ -205,6 +205,8 @@ def _prefill(settings: WorkerSettings, major: int) -> _Prefill:
     if settings.kv_dtype is KVDType.FP8_E4M3:
         return _Prefill(False, "FlashInfer does not read KV in float8")
     config = _config(settings)
+    if config is not None and len(config.attention.windowed) == config.num_layers:
+        return _Prefill(False, "all layers have a window, for which ours is used")
     dtype = str(settings.dtype)
     if settings.dtype is DType.AUTO:
         dtype = config.dtype if config is not None else "bfloat16"

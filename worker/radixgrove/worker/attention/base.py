@@ -1,4 +1,8 @@
-"""The interface of attention backends: one plan a step, one call a layer."""
+"""The interface of attention backends: one plan a step, one call a layer.
+
+The decoder and what runs it know `AttentionBackend` alone. A backend proper is a `GroupBackend`: it
+attends in the layers of one group of the pool; `GroupedAttention` makes one of several.
+"""
 
 from __future__ import annotations
 
@@ -57,37 +61,33 @@ class PaddedBatch:
 
 
 class Geometry(TypedDict):
-    """What a backend has to know beside the pool, on one rank."""
+    """What a group's backend has to know beside the pool, on one rank."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     dtype: NotRequired[torch.dtype]  # of queries and results; the pool's by default
-    windows: NotRequired[Sequence[int]]  # of the pool's layers, 0: none; by default none has one
+    window: NotRequired[int]  # tokens that are attended to; 0, the default: all
 
 
 class AttentionBackend(ABC):
-    """Attention over pages. The pool is `[layers, 2, num_pages + 1, page_size, kv_heads, head_dim]`
-    (K at index 0, V at 1; the last page is scratch, written by padding and never read), in the
-    model's dtype or in float8, which is widened to the model's as it is read.
+    """Attention over pages, in all layers of a rank's stage.
+
+    Attributes:
+        pages: of each layer, `[2, num_pages + 1, page_size, kv_heads, head_dim]` (K at index 0, V
+            at 1; the last page is scratch, written by padding and never read), in the model's dtype
+            or in float8, which is widened to the model's as it is read.
+        takes_qkv: whether layers call `attend_qkv`, which begins with what otherwise comes before
+            `attend`. Of the planned batch, and so set by `plan` and `plan_captured`.
     """
 
     # Decode rows of which a prefix in common is read at once; fewer than 2: batches have none.
     prefix_tile_rows = 1
     about = ""  # which kernels it has, for people; known after `warm_up`
 
-    def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
-        self.pool = pool
-        self.dtype = geometry.get("dtype", pool.dtype)
-        self.num_heads = geometry["num_heads"]
-        self.num_kv_heads = geometry["num_kv_heads"]
-        self.head_dim = geometry["head_dim"]
-        self.scale = geometry["scale"]
-        self.windows = tuple(geometry.get("windows", ())) or (0,) * pool.shape[0]
-        self.page_size = pool.shape[3]
-        # Of the planned batch, and so set by `plan` and `plan_captured`: whether its layers call
-        # `attend_qkv`, which begins with what otherwise comes before `attend`.
+    def __init__(self, pages: Sequence[Tensor]) -> None:
+        self.pages = pages
         self.takes_qkv = False
 
     def warm_up(self, report: Callable[[str, float | None], None]) -> None:  # noqa: B027
@@ -161,3 +161,22 @@ class AttentionBackend(ABC):
             batch: the same step as it is, for backends where a "replay" is a call.
         """
         self.plan(batch)
+
+
+class GroupBackend(AttentionBackend):
+    """Attention in the layers of one group, which have one geometry and one window.
+
+    Attributes:
+        pool: `[layers, 2, num_pages + 1, page_size, kv_heads, head_dim]`.
+    """
+
+    def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
+        super().__init__(pool.unbind())
+        self.pool = pool
+        self.dtype = geometry.get("dtype", pool.dtype)
+        self.num_heads = geometry["num_heads"]
+        self.num_kv_heads = geometry["num_kv_heads"]
+        self.head_dim = geometry["head_dim"]
+        self.scale = geometry["scale"]
+        self.window = geometry.get("window", 0)
+        self.page_size = pool.shape[3]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Unpack
 
 import torch
@@ -19,9 +18,9 @@ from radixgrove.kernels.decode import (
 )
 from radixgrove.kernels.weight import QuantizedRows
 from radixgrove.worker.attention.base import (
-    AttentionBackend,
     AttentionBatch,
     Geometry,
+    GroupBackend,
     PaddedBatch,
 )
 
@@ -35,14 +34,20 @@ _FIRST_ROWS = 256  # of a step, before anyone says how many there may be
 
 
 class PagedDecode:
-    """The decode rows of a step, eager or captured, over one pool.
+    """The decode rows of a step, eager or captured, in the layers of one group.
 
     The kernel reads lengths and pages on the device, so a captured step needs no plan.
     """
 
-    def __init__(self, pool: Tensor, num_heads: int, scale: float, windows: Sequence[int]) -> None:
+    def __init__(self, pool: Tensor, num_heads: int, scale: float, window: int = 0) -> None:
+        """
+        Args:
+            pool: see `GroupBackend`.
+            window: tokens that a row attends to; 0: all.
+        """
         self._pool = pool
-        self._windows = windows
+        self._pages = pool.unbind()
+        self._window = window
         self._num_heads = num_heads
         self._scale = scale
         self._eager = self._captured = self._make_workspace(_FIRST_ROWS)
@@ -75,14 +80,14 @@ class PagedDecode:
         first, count = batch.num_prefills, q.shape[0]
         decode_attention(
             q,
-            self._pool[layer],
+            self._pages[layer],
             batch.rows[first : first + count],
             batch.kv_lens[first : first + count],
             batch.page_table,
             self._scale,
             self._workspace,
-            prefixes=None if self._windows[layer] else batch.prefixes,
-            window=self._windows[layer],
+            prefixes=None if self._window else batch.prefixes,
+            window=self._window,
             out=out,
         )
 
@@ -90,14 +95,14 @@ class PagedDecode:
         """The decodes among q [T, H, head_dim]; written to their places in `out`, as q."""
         decode_attention(
             q,
-            self._pool[layer],
+            self._pages[layer],
             batch.decode_rows,
             batch.decode_kv_lens,
             batch.page_table,
             self._scale,
             self._workspace,
             tokens=batch.decode_tokens,
-            window=self._windows[layer],
+            window=self._window,
             out=out,
         )
 
@@ -122,7 +127,7 @@ class PagedDecode:
         return rope_decode_attention(
             qkv,
             cos_sin,
-            self._pool[layer],
+            self._pages[layer],
             batch.rows[:count],
             batch.kv_lens[:count],
             batch.page_table,
@@ -131,12 +136,12 @@ class PagedDecode:
             q_norm,
             k_norm,
             eps,
-            window=self._windows[layer],
+            window=self._window,
             quantized=quantized,
         )
 
 
-class DecodingBackend(AttentionBackend):
+class DecodingBackend(GroupBackend):
     """What the backends with `PagedDecode` for their decode rows have in common.
 
     Steps of up to `FUSED_ROWS` rows that only decode take the projection. The padded size of a
@@ -149,7 +154,7 @@ class DecodingBackend(AttentionBackend):
 
     def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
         super().__init__(pool, **geometry)
-        self._decode = PagedDecode(pool, self.num_heads, self.scale, self.windows)
+        self._decode = PagedDecode(pool, self.num_heads, self.scale, self.window)
         if self.dtype != torch.float32:  # tiles of float32 do not fit into registers
             self.prefix_tile_rows = tile_rows(self.num_heads, self.num_kv_heads)
 
@@ -177,14 +182,14 @@ class DecodingBackend(AttentionBackend):
         out = torch.empty_like(q)
         extend_attention(
             q,
-            self.pool[layer],
+            self.pages[layer],
             self._padded.chunk_rows,
             self._padded.chunk_indptr,
             self._padded.chunk_kv_lens,
             self._padded.page_table,
             self.scale,
             max_q_len=len(q),
-            window=self.windows[layer],
+            window=self.window,
             config=PADDED_EXTEND,
             out=out,
         )
@@ -197,14 +202,14 @@ class DecodingBackend(AttentionBackend):
         prefills = batch.num_prefills
         extend_attention(
             q,
-            self.pool[layer],
+            self.pages[layer],
             batch.rows[:prefills],
             batch.qo_indptr[: prefills + 1],
             batch.kv_lens[:prefills],
             batch.page_table,
             self.scale,
             max(batch.q_lens_host),
-            window=self.windows[layer],
+            window=self.window,
             out=out,
         )
 

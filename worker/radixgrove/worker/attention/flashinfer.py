@@ -3,8 +3,8 @@
 Prefill chunks of eager steps take its prefill kernels (FA3 on Hopper), planned once a step from the
 host's mirrors: the paged one behind a cached prefix, with page lists flattened on the device, and
 the ragged one from a prompt's beginning, over the step's own K and V, which takes a sixth less.
-Decode rows take our own kernel, which has every GQA group size and needs no plan; chunks of layers
-with a window take ours too.
+Decode rows take our own kernel, which has every GQA group size and needs no plan. Layers with a
+window have a backend of their own (`triton`).
 """
 
 from __future__ import annotations
@@ -70,13 +70,17 @@ class FlashInferAttention(DecodingBackend):
     """See the module.
 
     Raises:
-        FlashInferUnavailable: not importable, or no kernels for the pool's dtype. (Those for
-            float8 pages and bfloat16 queries are not used: with them a model's log-probabilities
-            were NaN on an H100, version 0.6.13.)
+        FlashInferUnavailable: not importable, or no kernels for the pool's dtype, or for a window.
+            (Those for float8 pages and bfloat16 queries are not used: with them a model's
+            log-probabilities were NaN on an H100, version 0.6.13.)
     """
 
     def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:
         super().__init__(pool, **geometry)
+        if self.window:
+            raise FlashInferUnavailable(
+                "FlashInfer's kernels are not used for layers with a window"
+            )
         dtype = str(pool.dtype).removeprefix("torch.")
         device = pool.device
         major, _ = torch.cuda.get_device_capability(device)
@@ -97,7 +101,7 @@ class FlashInferAttention(DecodingBackend):
             self._workspace, "NHD", backend=kernel.generation
         )
         self._prefixed_tokens = 0  # of the planned step's prefill tokens, those of the paged kernel
-        self._pages = [(layer[0], layer[1]) for layer in pool]
+        self._sides = [(layer[0], layer[1]) for layer in pool]
 
     # ---- compiling ---------------------------------------------------------------------------
 
@@ -169,8 +173,7 @@ class FlashInferAttention(DecodingBackend):
         )
         kv = q.new_zeros(5, 2 * self.num_kv_heads, self.head_dim)
         self.plan(batch)
-        full = self.windows.index(0) if 0 in self.windows else 0
-        self.attend(full, q, kv)
+        self.attend(0, q, kv)
         torch.cuda.synchronize(device)
 
     # ---- planning ----------------------------------------------------------------------------
@@ -249,11 +252,7 @@ class FlashInferAttention(DecodingBackend):
     def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         tokens = self._batch.num_prefill_tokens
         out = torch.empty_like(q)
-        if self.windows[layer]:
-            if tokens:
-                self.extend_eager(layer, q[:tokens], out[:tokens])
-        else:
-            self._attend_chunks(layer, q, kv, out)
+        self._attend_chunks(layer, q, kv, out)
         if q.shape[0] > tokens:
             self._decode.run(layer, q[tokens:], self._batch, out[tokens:])
         return out
@@ -261,7 +260,7 @@ class FlashInferAttention(DecodingBackend):
     def _attend_chunks(self, layer: int, q: Tensor, kv: Tensor, out: Tensor) -> None:
         prefixed, tokens = self._prefixed_tokens, self._batch.num_prefill_tokens
         if prefixed:
-            self._prefill.run(q[:prefixed], self._pages[layer], out=out[:prefixed])
+            self._prefill.run(q[:prefixed], self._sides[layer], out=out[:prefixed])
         if prefixed < tokens:
             k, v = kv[prefixed:tokens].chunk(2, dim=1)
             self._fresh.run(q[prefixed:tokens], k, v, out=out[prefixed:tokens])

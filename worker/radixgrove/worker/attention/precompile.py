@@ -38,7 +38,7 @@ _ROPE_TOKENS = (1, 64, 512)
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Of one rank: what kernels are compiled for."""
+    """Of one group of layers on one rank: what kernels are compiled for."""
 
     heads: int
     kv_heads: int
@@ -49,29 +49,20 @@ class AttentionShape:
     qk_norm: bool
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    extends: bool  # our kernel for chunks of eager steps too, where there is no window
-    windows: tuple[int, ...] = (0,)  # that layers have, 0: none
+    extends: bool  # our kernel for chunks of eager steps too
+    window: int = 0  # tokens that the layers attend to; 0: all
     quantizes: bool = False  # some layer's result, by heads
 
 
 def compile_jobs(shape: AttentionShape, device: torch.device) -> list[Callable[[], object]]:
     """Launches of all variants, which may run in any threads, on one stream."""
-    jobs: list[Callable[[], object]] = []
-    for window in shape.windows:
-        steps = _Steps(shape, device, window)
-        jobs += _jobs(steps, shape, window)
-        jobs += [partial(steps.rope_store, tokens) for tokens in _ROPE_TOKENS]
-    return jobs
-
-
-def _jobs(steps: _Steps, shape: AttentionShape, window: int) -> list[Callable[[], object]]:
-    """Of the layers with this window."""
-    lengths = _CHUNK_LENGTHS if shape.extends or window else ()
+    steps = _Steps(shape, device)
+    lengths = _CHUNK_LENGTHS if shape.extends else ()
     return [
         *(
             partial(steps.decode, min(rows, shape.max_rows), grouped)
             for rows in (1, _MANY, shape.max_rows)
-            for grouped in (False,) + (True,) * (not window)
+            for grouped in (False,) + (True,) * (not shape.window)
         ),
         steps.decode_padded,
         partial(steps.rope_decode, 1),
@@ -82,14 +73,15 @@ def _jobs(steps: _Steps, shape: AttentionShape, window: int) -> list[Callable[[]
         ),
         partial(steps.extend, PADDED_CHUNKS, 1, PADDED_EXTEND),
         *(partial(steps.extend, shape.max_rows, length, None) for length in lengths),
+        *(partial(steps.rope_store, tokens) for tokens in _ROPE_TOKENS),
     ]
 
 
 class _Steps:
     """All rows hold one token, in page 0, which they all overwrite and none reads."""
 
-    def __init__(self, shape: AttentionShape, device: torch.device, window: int) -> None:
-        self._shape, self._device, self._window = shape, device, window
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self._shape, self._device = shape, device
         page = (2, 1, shape.page_size, shape.kv_heads, shape.head_dim)
         self._pages = torch.zeros(page, dtype=shape.kv_dtype, device=device)
         self._table = self._integers(shape.max_rows + 1, shape.max_pages)
@@ -130,7 +122,7 @@ class _Steps:
             1.0,
             self._workspace,
             prefixes=prefixes,
-            window=self._window,
+            window=self._shape.window,
         )
 
     def decode_padded(self) -> None:
@@ -144,7 +136,7 @@ class _Steps:
             1.0,
             self._workspace,
             tokens=rows,
-            window=self._window,
+            window=self._shape.window,
         )
 
     def rope_decode(self, rows: int, *, quantizes: bool = False) -> None:
@@ -163,7 +155,7 @@ class _Steps:
             1.0,
             self._workspace,
             *self._norms,
-            window=self._window,
+            window=self._shape.window,
             quantized=quantized,
         )
 
@@ -178,7 +170,7 @@ class _Steps:
             self._table,
             1.0,
             longest,
-            window=self._window,
+            window=self._shape.window,
             config=config,
         )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
+from radixgrove.worker.attention.base import AttentionBatch, GroupBackend
 
 # Queries of a chunk attended at once: bounds the mask at `_QUERY_BLOCK x context`.
 _QUERY_BLOCK = 512
@@ -26,7 +26,7 @@ class _Chunk:
     start: int  # KV tokens before the chunk
     pages: Tensor | None  # [n] int64; None: the chunk has no prefix
     slots: Tensor
-    masks: dict[int, list[Tensor]]  # by window, one a query block; none: the causal one will do
+    masks: list[Tensor]  # one a query block; none: the causal one will do
 
 
 @dataclass(slots=True)
@@ -39,12 +39,12 @@ class _Group:
     wide: Tensor  # the same in the model's dtype: `gathered` itself, or what widens it
     k: Tensor  # [size, KV, L, D], the part of `wide` that is attended to
     v: Tensor
-    masks: dict[int, Tensor | None]  # by window, [size, 1, 1, L] additive; None: all see all
+    mask: Tensor | None  # [size, 1, 1, L] additive; None: all see all
     # Tokens of `wide` that lie beyond their rows: zeroed, since a weight of 0 does not hide NaN.
     beyond: Tensor | None
 
 
-class TorchAttention(AttentionBackend):
+class TorchAttention(GroupBackend):
     """Gathers a row's pages, then `scaled_dot_product_attention`.
 
     A decode's query heads that share a KV head are its "sequence": no KV is repeated for GQA, and
@@ -72,23 +72,22 @@ class TorchAttention(AttentionBackend):
             if start:
                 row = table.index_select(0, batch.rows[i : i + 1])[0]
                 pages = row[: self._num_pages(kv_len)].long()
-            masks = {window: self._masks(start, length, window) for window in set(self.windows)}
-            slots = batch.slots[first : first + length]
+            masks, slots = self._masks(start, length), batch.slots[first : first + length]
             chunks.append(_Chunk(first, length, start, pages, slots, masks))
             first += length
         return chunks
 
-    def _masks(self, start: int, length: int, window: int) -> list[Tensor]:
+    def _masks(self, start: int, length: int) -> list[Tensor]:
         """Of a chunk that begins at `start`."""
-        if not start and not 0 < window < length:
+        if not start and not 0 < self.window < length:
             return []
         return [
-            self._causal_mask(start + begin, min(_QUERY_BLOCK, length - begin), window)
+            self._causal_mask(start + begin, min(_QUERY_BLOCK, length - begin))
             for begin in range(0, length, _QUERY_BLOCK)
         ]
 
-    def _causal_mask(self, start: int, queries: int, window: int) -> Tensor:
-        """Additive [queries, start + queries]: query i sees KV 0 .. start + i, or the last `window`
+    def _causal_mask(self, start: int, queries: int) -> Tensor:
+        """Additive [queries, start + queries]: query i sees KV 0 .. start + i, or the window's last
         of those."""
         mask = torch.full(
             (queries, start + queries),
@@ -96,7 +95,7 @@ class TorchAttention(AttentionBackend):
             dtype=self.dtype,
             device=self.pool.device,
         )
-        behind = mask.clone().tril_(start - window) if window else 0.0
+        behind = mask.clone().tril_(start - self.window) if self.window else 0.0
         return mask.triu_(start + 1).add_(behind)
 
     def _plan_groups(self, batch: AttentionBatch, table: Tensor) -> list[_Group]:
@@ -123,27 +122,24 @@ class TorchAttention(AttentionBackend):
             uneven = any(lengths[i] != longest for i in group)
             if uneven:
                 beyond = self._beyond([lengths[i] for i in group], longest).to(rows.device)
-            masks = {
-                window: self._decode_mask(in_lens, longest, window)
-                if uneven or 0 < window < longest
-                else None
-                for window in set(self.windows)
-            }
+            mask = None
+            if uneven or 0 < self.window < longest:
+                mask = self._decode_mask(in_lens, longest)
             pages = table.index_select(0, in_rows)[:, :num_pages].long().flatten()
             gathered = self.pool.new_empty((2, pages.shape[0], *self.pool.shape[3:]))
             wide = gathered
             if self.pool.dtype != self.dtype:
                 wide = torch.empty_like(gathered, dtype=self.dtype)
             k, v = self._heads_first(wide, len(group), longest)
-            groups.append(_Group(chosen, pages, gathered, wide, k, v, masks, beyond))
+            groups.append(_Group(chosen, pages, gathered, wide, k, v, mask, beyond))
         return groups
 
-    def _decode_mask(self, lengths: Tensor, longest: int, window: int) -> Tensor:
-        """Additive [rows, 1, 1, longest]: each sees its own KV, or the last `window` of that."""
+    def _decode_mask(self, lengths: Tensor, longest: int) -> Tensor:
+        """Additive [rows, 1, 1, longest]: each sees its own KV, or the window's last of that."""
         positions, ends = torch.arange(longest, device=lengths.device), lengths[:, None]
         hidden = positions >= ends
-        if window:
-            hidden |= positions < ends - window
+        if self.window:
+            hidden |= positions < ends - self.window
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=lengths.device)
         return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
 
@@ -165,17 +161,17 @@ class TorchAttention(AttentionBackend):
         return -(-tokens // self.page_size)
 
     def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        pages, window = self.pool[layer], self.windows[layer]
+        pages = self.pages[layer]
         if not self._chunks and len(self._groups) == 1:
-            return self._decode(pages, q, self._groups[0], window)
+            return self._decode(pages, q, self._groups[0])
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for chunk in self._chunks:
-            self._prefill(pages, q, chunk, window, out)
+            self._prefill(pages, q, chunk, out)
         for group in self._groups:
-            out[group.tokens] = self._decode(pages, q[group.tokens], group, window)
+            out[group.tokens] = self._decode(pages, q[group.tokens], group)
         return out
 
-    def _decode(self, kv: Tensor, q: Tensor, group: _Group, window: int) -> Tensor:
+    def _decode(self, kv: Tensor, q: Tensor, group: _Group) -> Tensor:
         """[size, H, D] -> [size, H, D]."""
         torch.index_select(kv, 1, group.pages, out=group.gathered)
         if group.wide is not group.gathered:
@@ -185,11 +181,11 @@ class TorchAttention(AttentionBackend):
             flat.index_fill_(1, group.beyond, 0)
         grouped = q.view(q.shape[0], self.num_kv_heads, -1, self.head_dim)
         out = scaled_dot_product_attention(
-            grouped, group.k, group.v, attn_mask=group.masks[window], scale=self.scale
+            grouped, group.k, group.v, attn_mask=group.mask, scale=self.scale
         )
         return out.flatten(1, 2)
 
-    def _prefill(self, kv: Tensor, q: Tensor, chunk: _Chunk, window: int, out: Tensor) -> None:
+    def _prefill(self, kv: Tensor, q: Tensor, chunk: _Chunk, out: Tensor) -> None:
         queries = q[chunk.first : chunk.first + chunk.length].transpose(0, 1)[None]
         result = out[chunk.first : chunk.first + chunk.length].transpose(0, 1)
         flat = kv.view(2, -1, self.num_kv_heads, self.head_dim)
@@ -199,14 +195,14 @@ class TorchAttention(AttentionBackend):
         else:
             pages = kv.index_select(1, chunk.pages).to(self.dtype)
             k, v = pages.view(2, 1, -1, self.num_kv_heads, self.head_dim).transpose(2, 3)
-        if not chunk.masks[window]:
+        if not chunk.masks:
             result.copy_(
                 scaled_dot_product_attention(
                     queries, k, v, is_causal=True, scale=self.scale, enable_gqa=True
                 )[0]
             )
             return
-        for i, mask in enumerate(chunk.masks[window]):
+        for i, mask in enumerate(chunk.masks):
             begin = i * _QUERY_BLOCK
             length, visible = mask.shape
             result[:, begin : begin + length] = scaled_dot_product_attention(

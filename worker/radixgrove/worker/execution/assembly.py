@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.protocol.settings import AttentionChoice, WorkerSettings
+from radixgrove.worker.attention.kv_pool import KvShape
 from radixgrove.worker.execution.choices import Limits
 from radixgrove.worker.execution.graphs import ladder
-from radixgrove.worker.execution.memory import KvShape
 from radixgrove.worker.execution.page_copier import page_copier
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.execution.prefill_graphs import token_ladder
@@ -70,7 +70,6 @@ class LoadedModel:
             pool,
             self.config,
             self.model.group.shard,
-            self.shape.windows,
             self.model.dtype,
             report,
         )

@@ -13,6 +13,7 @@ from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.model.split import check_divides
 from radixgrove.protocol.settings import Transport, WorkerSettings
 from radixgrove.service import machine
+from radixgrove.worker.attention.kv_pool import KvShape
 from radixgrove.worker.execution.assembly import LoadedModel, Report
 from radixgrove.worker.execution.choices import (
     Limits,
@@ -27,13 +28,13 @@ from radixgrove.worker.execution.choices import (
 from radixgrove.worker.execution.loading import load_model
 from radixgrove.worker.execution.memory import (
     GIB,
-    KvShape,
     MemoryShortage,
     cpu_kv_tokens,
     cuda_kv_tokens,
     cuda_shortage,
     describe,
     host_tier_pages,
+    kv_shape,
 )
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.execution.runner import Runner
@@ -103,11 +104,11 @@ def _build(
         member.tensor, dtype, device, formats, settings.ep, kv_scaled=kv_dtype == FLOAT8
     )
     shard, page_size = member.tensor.shard, settings.page_size
-    shape = KvShape.of(config, page_size, kv_dtype, shard, stage.layers)
+    shape = kv_shape(config, page_size, kv_dtype, shard, stage.layers)
     memory = _host_memory(settings, shape, member, device)
     try:
         limits = Limits.of(settings, device)
-        model = load_model(settings, config, limits, model_dir, place, kv_dtype, stage, report)
+        model = load_model(settings, config, limits, model_dir, place, shape, stage, report)
         return _start(LoadedModel(settings, config, limits, model, member, shape, memory, report))
     except BaseException:
         if memory is not None:

@@ -14,6 +14,7 @@ from radixgrove.protocol.model.config import ModelConfig, QkNorm
 from radixgrove.protocol.model.directory import known_tokens
 from radixgrove.protocol.settings import AttentionChoice, LoadFormat, WorkerSettings
 from radixgrove.worker.attention.flashinfer_kernels import can_serve, kernel_of
+from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
 from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
 from radixgrove.worker.execution.assembly import Report
 from radixgrove.worker.execution.choices import Limits, choose_length
@@ -31,7 +32,7 @@ def load_model(
     limits: Limits,
     model_dir: Path,
     place: TensorPlacement,
-    kv_dtype: torch.dtype,
+    kv: KvShape,
     stage: Stage,
     report: Report,
 ) -> Decoder:
@@ -45,9 +46,9 @@ def load_model(
     sizes = limits.max_running, limits.max_step_tokens
     others: list[Callable[[], object]] = []
     if place.device.type == "cuda":
-        shape = attention_shape(settings, config, limits, place, kv_dtype, stage)
-        shape = replace(shape, quantizes=model.quantizes_heads)
-        others += compile_jobs(shape, place.device)
+        for shape in attention_shapes(settings, config, limits, place, kv):
+            shape = replace(shape, quantizes=model.quantizes_heads)
+            others += compile_jobs(shape, place.device)
         others += kernels.expert_tuner.jobs(*model.experts(), limits.max_step_tokens)
     with kernels.tuner.compiling(model.projections(), *sizes, others):
         if settings.load_format == LoadFormat.DUMMY:
@@ -64,34 +65,38 @@ def load_model(
     return model
 
 
-def attention_shape(
+def attention_shapes(
     settings: WorkerSettings,
     config: ModelConfig,
     limits: Limits,
     place: TensorPlacement,
-    kv_dtype: torch.dtype,
-    stage: Stage,
-) -> AttentionShape:
+    kv: KvShape,
+) -> list[AttentionShape]:
+    """Of each group of layers."""
     longest = choose_length(settings.max_model_len, config)
-    return AttentionShape(
-        heads=place.group.shard.split(config.attention.heads)[1],
-        kv_heads=place.group.shard.split(config.attention.kv_heads)[1],
-        head_dim=config.attention.head_dim,
-        page_size=settings.page_size,
-        max_rows=limits.max_running,
-        max_pages=-(-longest // settings.page_size),
-        qk_norm=config.attention.qk_norm is QkNorm.HEAD,
-        dtype=place.dtype,
-        kv_dtype=kv_dtype,
-        windows=tuple(sorted({config.attention.window_of(layer) for layer in stage.layers})),
-        extends=settings.attention_backend == AttentionChoice.TRITON
-        or kv_dtype == FLOAT8
-        or not _has_flashinfer(config, place),
-    )
+    return [
+        AttentionShape(
+            heads=place.group.shard.split(config.attention.heads)[1],
+            kv_heads=group.kv_heads,
+            head_dim=group.head_dim,
+            page_size=kv.page_size,
+            max_rows=limits.max_running,
+            max_pages=-(-longest // kv.page_size),
+            qk_norm=config.attention.qk_norm is QkNorm.HEAD,
+            dtype=place.dtype,
+            kv_dtype=group.dtype,
+            window=group.window,
+            extends=settings.attention_backend == AttentionChoice.TRITON
+            or bool(group.window)
+            or group.dtype == FLOAT8
+            or not _has_flashinfer(group, place),
+        )
+        for group in kv.groups
+    ]
 
 
-def _has_flashinfer(config: ModelConfig, place: TensorPlacement) -> bool:
+def _has_flashinfer(group: KvGroup, place: TensorPlacement) -> bool:
     """Whether `auto` finds FlashInfer's prefill, as far as can be seen without trying it."""
     major, _ = torch.cuda.get_device_capability(place.device)
-    kernel = kernel_of(major, str(place.dtype).removeprefix("torch."), config.attention.head_dim)
+    kernel = kernel_of(major, str(place.dtype).removeprefix("torch."), group.head_dim)
     return kernel is not None and can_serve(kernel)

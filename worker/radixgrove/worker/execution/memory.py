@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
-from collections import Counter
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
 import torch
 
-from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelConfig, ModelError
-from radixgrove.protocol.settings import KVDType, WorkerSettings
+from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service.machine import memory_limit
+from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
 from radixgrove.worker.parallel.group import Shard
 
 GIB = 1 << 30
@@ -29,76 +28,32 @@ class MemoryShortage(ModelError):
     """The model or its KV pool does not fit; the message names the setting to change."""
 
 
-@dataclass(frozen=True, slots=True)
-class KvGroup:
-    """Layers that keep the same of a token for as long."""
+def kv_shape(
+    config: ModelConfig,
+    page_size: int,
+    dtype: torch.dtype,
+    shard: Shard,
+    layers: range | None = None,
+) -> KvShape:
+    """One rank's pool: groups by window, those with the longest memory first.
 
-    layers: int
-    bytes_per_token: int
-    window: int  # tokens that they attend to; 0: all
-
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """The pool's geometry on one rank: groups of layers, which share pages and their table."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    dtype: torch.dtype
-    windows: tuple[int, ...] = ()  # of each layer, 0: none; (): none has one
-
-    @classmethod
-    def of(
-        cls,
-        config: ModelConfig,
-        page_size: int,
-        dtype: torch.dtype,
-        shard: Shard,
-        layers: range | None = None,
-    ) -> KvShape:
-        """`layers`: of the rank's stage; None: all."""
-        attention, layers = config.attention, layers or range(config.num_layers)
-        kv_heads = shard.split(attention.kv_heads)[1]
-        windows = tuple(map(attention.window_of, layers))
-        return cls(len(layers), kv_heads, attention.head_dim, page_size, dtype, windows)
-
-    @property
-    def dtype_name(self) -> str:
-        """As the settings name it."""
-        if self.dtype == FLOAT8:
-            return KVDType.FP8_E4M3.value
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def groups(self) -> list[KvGroup]:
-        """By window; those with the longest memory first."""
-        of_layer = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-        counts = Counter(self.windows or (0,) * self.layers)
-        order = sorted(counts, key=lambda window: -window or -(1 << 62))
-        return [KvGroup(counts[window], counts[window] * of_layer, window) for window in order]
-
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(group.bytes_per_token for group in self.groups)
-
-    @property
-    def page_bytes(self) -> int:
-        return self.page_size * self.bytes_per_token
-
-    def allocated_bytes(self, num_pages: int) -> int:
-        """Of a pool of `num_pages`, scratch page included."""
-        return (num_pages + 1) * self.page_bytes
-
-    def allocate(self, num_pages: int, device: torch.device) -> torch.Tensor:
-        """The pool, one scratch page longer; zeroed, so that masked garbage is never NaN."""
-        shape = (self.layers, 2, num_pages + 1, self.page_size, self.kv_heads, self.head_dim)
-        if device.type == "cuda":
-            return torch.zeros(shape, dtype=self.dtype, device=device)
-        # The kernel hands out zeroed memory as it is touched; filling gigabytes delays the start.
-        memory = mmap.mmap(-1, self.allocated_bytes(num_pages))
-        return torch.frombuffer(memory, dtype=self.dtype).view(shape)
+    Args:
+        dtype: of keys and values as pages hold them.
+        layers: of the rank's stage; None: all.
+    """
+    attention = config.attention
+    windows = [attention.window_of(layer) for layer in layers or range(config.num_layers)]
+    groups = [
+        KvGroup(
+            layers=tuple(place for place, own in enumerate(windows) if own == window),
+            kv_heads=shard.split(attention.kv_heads)[1],
+            head_dim=attention.head_dim,
+            dtype=dtype,
+            window=window,
+        )
+        for window in sorted(set(windows), key=lambda window: -(window or math.inf))
+    ]
+    return KvShape(tuple(groups), page_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,19 +200,22 @@ def describe(
     return (
         f"memory{each}: weights {_gib(weights)}{chosen}; KV {_gib(pool)} = {kv_tokens:,} tokens of "
         f"{shape.bytes_per_token / 1024:.1f} KiB in pages of {shape.page_size} "
-        f"({shape.dtype_name}{_windowed(shape)}); "
+        f"({shape.dtype_name}{_by_group(shape)}); "
         f"{kv_tokens / max_model_len:.1f} requests of {max_model_len:,} tokens at once"
         + (tier if host_pages else "")
     )
 
 
-def _windowed(shape: KvShape) -> str:
-    """Which part of a token's KV is of layers with a window."""
-    return "".join(
-        f", {group.bytes_per_token / 1024:.1f} KiB of that read within {group.window:,} tokens"
-        for group in shape.groups
-        if group.window
-    )
+def _by_group(shape: KvShape) -> str:
+    """Which layers keep how much of a token, where they differ or do not attend to all of it."""
+    if len(shape.groups) == 1 and not shape.groups[0].window:
+        return ""
+    return "; " + ", ".join(map(_group, shape.groups))
+
+
+def _group(group: KvGroup) -> str:
+    within = f" read within {group.window:,} tokens" if group.window else ""
+    return f"{len(group.layers)} layers {group.bytes_per_token / 1024:.1f} KiB{within}"
 
 
 def _gib(size: int) -> str:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixgrove.kernels import ops
-from radixgrove.kernels.float8 import bits
 from radixgrove.kernels.pages import scatter_layer
+from radixgrove.worker.attention.kv_pool import KvPool
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.execution.transfer import to_device
 from radixgrove.worker.plan import PageCopies, StepPlan
@@ -31,25 +31,40 @@ _STAGING_BYTES = 64 << 20
 # Smaller loads are over before a launch a layer would be.
 _BY_LAYER_BYTES = 32 << 20
 _MEASURED_BYTES = 64 << 20
+_WORD = torch.int32  # pages are whole words: K and V, and pairs of dimensions, of a byte at least
 _CLOSE_SECONDS = 5.0
 
 
 class PageCopier(ABC):
-    """One rank's host pages, `[host pages, layers, 2, page_size, KV, D]`, and their copies."""
+    """One rank's host pages and their copies.
 
-    def __init__(self, pool: Tensor, memory: HostMemory) -> None:
+    Attributes:
+        host: [host pages, page_bytes] uint8; a page is one piece to copy, with what each group of
+            layers keeps of it side by side.
+        groups: views of `host`, a group each, `[host pages, layers, parts, *entry]`.
+    """
+
+    def __init__(self, pool: KvPool, memory: HostMemory) -> None:
         """
         Args:
-            pool: the device's, `[layers, 2, num_pages + 1, page_size, KV, D]`.
+            pool: the device's.
             memory: of whole pages; the tier closes it.
         """
-        layers, sides, pages, *page = pool.shape
         self.pool = pool
         self._memory = memory
-        self.host = memory.bytes.view(pool.dtype).view(-1, layers, sides, *page)
-        self._page_bytes = self.host[0].nbytes
-        self._page_size = page[0]
-        self._num_pages = pages - 1
+        self._page_bytes = pool.shape.page_bytes
+        self.host = memory.bytes.view(-1, self._page_bytes)
+        self.groups = pool.unpack(self.host)
+
+    def _gather(self, pages: Tensor, packed: Sequence[Tensor]) -> None:
+        """Pages of the device to `packed`, views of whole pages by group."""
+        for tensor, part in zip(self.pool.tensors, packed, strict=True):
+            ops.gather_pages(tensor, pages, part[: len(pages)])
+
+    def _scatter(self, pages: Tensor, packed: Sequence[Tensor]) -> None:
+        """The inverse of `_gather`."""
+        for tensor, part in zip(self.pool.tensors, packed, strict=True):
+            ops.scatter_pages(tensor, pages, part[: len(pages)])
 
     @abstractmethod
     def launch(self, plan: StepPlan, by_layer: bool) -> AwaitLayer | None:
@@ -73,12 +88,12 @@ class PageCopier(ABC):
     def measure(self) -> float:
         """Tokens a second of a second, warm, load; what pages hold is lost."""
         count = max(1, _MEASURED_BYTES // self._page_bytes)
-        pages = np.arange(min(count, len(self.host), self._num_pages))
+        pages = np.arange(min(count, len(self.host), self.pool.num_pages))
         for _ in range(2):
             begin = time.perf_counter()
             self._load_now(pages)
             elapsed = time.perf_counter() - begin
-        return len(pages) * self._page_size / elapsed
+        return len(pages) * self.pool.shape.page_size / elapsed
 
     @abstractmethod
     def _load_now(self, pages: NDArray[np.int64]) -> None:
@@ -89,14 +104,16 @@ class PageCopier(ABC):
         self._memory.close()
 
 
-def page_copier(pool: Tensor, memory: HostMemory) -> PageCopier:
-    return CudaPageCopier(pool, memory) if pool.is_cuda else CpuPageCopier(pool, memory)
+def page_copier(pool: KvPool, memory: HostMemory) -> PageCopier:
+    if pool.device.type == "cuda":
+        return CudaPageCopier(pool, memory)
+    return CpuPageCopier(pool, memory)
 
 
 class CpuPageCopier(PageCopier):
     """On a CPU a copy has ended when it is launched."""
 
-    def __init__(self, pool: Tensor, memory: HostMemory) -> None:
+    def __init__(self, pool: KvPool, memory: HostMemory) -> None:
         super().__init__(pool, memory)
         self._saved = self._loaded = 0
 
@@ -110,13 +127,14 @@ class CpuPageCopier(PageCopier):
         return None
 
     def _save(self, copies: PageCopies) -> None:
-        packed = self.host.new_empty((len(copies.pages), *self.host.shape[1:]))
-        ops.gather_pages(self.pool, torch.tensor(copies.pages), packed)
-        bits(self.host).index_copy_(0, torch.tensor(copies.host_pages), bits(packed))
+        packed = self.host.new_empty((len(copies.pages), self._page_bytes))
+        self._gather(torch.tensor(copies.pages), self.pool.unpack(packed))
+        host_pages = torch.tensor(copies.host_pages)
+        self.host.view(_WORD).index_copy_(0, host_pages, packed.view(_WORD))
 
     def _load(self, pages: NDArray[np.int64], host_pages: NDArray[np.int64]) -> None:
-        packed = bits(self.host).index_select(0, torch.from_numpy(host_pages))
-        ops.scatter_pages(self.pool, torch.from_numpy(pages), packed.view(self.host.dtype))
+        packed = self.host.index_select(0, torch.from_numpy(host_pages))
+        self._scatter(torch.from_numpy(pages), self.pool.unpack(packed))
 
     def _load_now(self, pages: NDArray[np.int64]) -> None:
         self._load(pages, pages)
@@ -161,15 +179,17 @@ class CudaPageCopier(PageCopier):
     """Copies on streams of their own, ordered with the steps by events: the host never waits."""
 
     def __init__(
-        self, pool: Tensor, memory: HostMemory, by_layer_bytes: int = _BY_LAYER_BYTES
+        self, pool: KvPool, memory: HostMemory, by_layer_bytes: int = _BY_LAYER_BYTES
     ) -> None:
         super().__init__(pool, memory)
-        self._layers = pool.shape[0]
         self._by_layer_pages = by_layer_bytes / self._page_bytes
         self._chunk = memory.chunk // self._page_bytes
         self._staged = _staging_pages(self._page_bytes)
-        shape = self._staged, *self.host.shape[1:]
-        self._to_host, self._from_host = (pool.new_empty(shape) for _ in range(2))
+        self._to_host, self._from_host = (
+            torch.empty((self._staged, self._page_bytes), dtype=torch.uint8, device=pool.device)
+            for _ in range(2)
+        )
+        self._gathered, self._scattered = map(pool.unpack, (self._to_host, self._from_host))
         self.save_stream, self.load_stream = (
             torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
             for _ in range(2)
@@ -226,19 +246,17 @@ class CudaPageCopier(PageCopier):
         ids = to_device(pages, self.pool.device)
         for first in range(0, len(pages), self._staged):
             part = ids[first : first + self._staged]
-            staged = self._to_host[: len(part)]
-            ops.gather_pages(self.pool, part, staged)
+            self._gather(part, self._gathered)
             for host, place in self._runs(host_pages[first : first + self._staged]):
-                host.copy_(staged[place], non_blocking=True)
+                host.copy_(self._to_host[place], non_blocking=True)
 
     def _load(self, pages: NDArray[np.int64], host_pages: NDArray[np.int64]) -> None:
         ids = to_device(pages, self.pool.device)
         for first in range(0, len(pages), self._staged):
             part = ids[first : first + self._staged]
-            staged = self._from_host[: len(part)]
             for host, place in self._runs(host_pages[first : first + self._staged]):
-                staged[place].copy_(host, non_blocking=True)
-            ops.scatter_pages(self.pool, part, staged)
+                self._from_host[place].copy_(host, non_blocking=True)
+            self._scatter(part, self._scattered)
 
     def _runs(self, host_pages: NDArray[np.int64]) -> Iterator[tuple[Tensor, slice]]:
         """Each run of adjacent host pages that one copy may move, and its place among them."""
@@ -251,8 +269,8 @@ class CudaPageCopier(PageCopier):
     ) -> list[torch.cuda.Event]:
         ids, host_ids = (to_device(x, self.pool.device) for x in (pages, host_pages))
         events = []
-        for layer in range(self._layers):
-            scatter_layer(self.pool, layer, ids, self.host, host_ids)
+        for group, place in self.pool.places:
+            scatter_layer(self.pool.tensors[group], place, ids, self.groups[group], host_ids)
             events.append(_recorded())
         return events
 

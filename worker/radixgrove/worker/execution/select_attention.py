@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.settings import AttentionChoice
-from radixgrove.worker.attention.base import AttentionBackend
+from radixgrove.worker.attention.base import AttentionBackend, GroupBackend
+from radixgrove.worker.attention.grouped import GroupedAttention
+from radixgrove.worker.attention.kv_pool import KvGroup, KvPool
 from radixgrove.worker.messages import EngineState, PhaseReport
 from radixgrove.worker.parallel.group import Shard
 
@@ -24,35 +26,35 @@ _PREFERENCE = (AttentionChoice.FLASHINFER, AttentionChoice.TRITON, AttentionChoi
 
 def select_attention(
     choice: AttentionChoice,
-    pool: Tensor,
+    pool: KvPool,
     config: ModelConfig,
     shard: Shard,
-    windows: Sequence[int],
     dtype: torch.dtype,
     report: Callable[[PhaseReport], None],
 ) -> tuple[AttentionBackend, str]:
-    """The backend for a model of `dtype`, and its name; `windows` are of the pool's layers.
+    """The backend for a model of `dtype`, and its name.
 
-    `auto` tries flashinfer, triton, torch in this order on CUDA, and takes torch on a CPU.
+    `auto` tries flashinfer, triton, torch in this order on CUDA, and takes torch on a CPU. Layers
+    with a window have triton's where others have flashinfer's.
 
     Raises:
         ModelError: the chosen backend cannot be used here.
     """
-    on_cuda = pool.is_cuda
+    on_cuda = pool.device.type == "cuda"
     if choice != AttentionChoice.AUTO:
         if choice != AttentionChoice.TORCH and not on_cuda:
             raise ModelError(f"attention backend {choice.value} needs CUDA")
         try:
-            backend = _create(choice, pool, config, shard, windows, dtype)
+            backend = _create(choice, pool, config, shard, dtype)
             _warm_up(backend, report)
         except (ImportError, RuntimeError) as error:
             raise ModelError(f"attention backend {choice.value}: {error}") from error
         report(_chosen(choice, backend, ["as set"]))
         return backend, choice.value
     reasons = []
-    for candidate in _PREFERENCE if on_cuda else (AttentionChoice.TORCH,):
+    for candidate in _candidates(pool):
         try:
-            backend = _create(candidate, pool, config, shard, windows, dtype)
+            backend = _create(candidate, pool, config, shard, dtype)
             _warm_up(backend, report)
         except (ImportError, RuntimeError, ValueError) as error:
             reasons.append(f"{candidate.value} not usable: {error}")
@@ -61,6 +63,15 @@ def select_attention(
         report(_chosen(candidate, backend, reasons))
         return backend, candidate.value
     raise ModelError(f"no attention backend works: {'; '.join(reasons)}")
+
+
+def _candidates(pool: KvPool) -> list[AttentionChoice]:
+    """What `auto` tries; flashinfer only where a group of layers would have it."""
+    if pool.device.type != "cuda":
+        return [AttentionChoice.TORCH]
+    if all(group.window for group in pool.shape.groups):
+        return [choice for choice in _PREFERENCE if choice is not AttentionChoice.FLASHINFER]
+    return list(_PREFERENCE)
 
 
 def _chosen(choice: AttentionChoice, backend: AttentionBackend, why: list[str]) -> PhaseReport:
@@ -74,20 +85,36 @@ def _warm_up(backend: AttentionBackend, report: Callable[[PhaseReport], None]) -
 
 def _create(
     choice: AttentionChoice,
+    pool: KvPool,
+    config: ModelConfig,
+    shard: Shard,
+    dtype: torch.dtype,
+) -> AttentionBackend:
+    backends = [
+        _group_backend(choice, group, tensor, config, shard, dtype)
+        for group, tensor in zip(pool.shape.groups, pool.tensors, strict=True)
+    ]
+    return backends[0] if len(backends) == 1 else GroupedAttention(pool, backends)
+
+
+def _group_backend(
+    choice: AttentionChoice,
+    group: KvGroup,
     pool: Tensor,
     config: ModelConfig,
     shard: Shard,
-    windows: Sequence[int],
     dtype: torch.dtype,
-) -> AttentionBackend:
+) -> GroupBackend:
+    if choice is AttentionChoice.FLASHINFER and group.window:
+        choice = AttentionChoice.TRITON
     module = import_module(f"radixgrove.worker.attention.{choice.value}")
-    kind: type[AttentionBackend] = getattr(module, _CLASSES[choice])
+    kind: type[GroupBackend] = getattr(module, _CLASSES[choice])
     return kind(
         pool,
         num_heads=shard.split(config.attention.heads)[1],
-        num_kv_heads=shard.split(config.attention.kv_heads)[1],
-        head_dim=config.attention.head_dim,
+        num_kv_heads=group.kv_heads,
+        head_dim=group.head_dim,
         scale=config.attention.scale,
         dtype=dtype,
-        windows=windows,
+        window=group.window,
     )

@@ -200,7 +200,7 @@ class DecoderLayer:
             if rows is not None:
                 return rows
         else:
-            pages = attention.pool[self._index]
+            pages = attention.pages[self._index]
             q = context.ops.rope_store(qkv, rotation, context.slots, pages, *norms)
             if nothing_wanted:
                 return None
