@@ -37,6 +37,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 128,
         "sliding_window": 64,
     },
+    "glm4-8-2": {
+        "kind": "Glm4Config",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "stablelm-8-8": {
+        "kind": "StableLmConfig",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "use_qkv_bias": True,
+    },
     "qwen3-30b-a3b-4": {  # four layers of its widths
         "kind": "Qwen3MoeConfig",
         "hidden_size": 2048,

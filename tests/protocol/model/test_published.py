@@ -38,7 +38,8 @@ def reference_frequencies(config: Any) -> tuple[torch.Tensor, float]:
     """As transformers' rotary embedding of the model initialises them."""
     kind = config.rope_parameters["rope_type"]
     if kind == "default":
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        rotated = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
         return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
     frequencies, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return frequencies.double(), magnitude
@@ -75,6 +76,8 @@ def test_there_are_enough_of_them() -> None:
     assert len(SERVED) >= 60
     assert {entry["config"]["architectures"][0] for entry in SERVED} == {
         "Gemma3ForCausalLM",
+        "Glm4ForCausalLM",
+        "GlmForCausalLM",
         "GraniteForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
@@ -87,6 +90,7 @@ def test_there_are_enough_of_them() -> None:
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
         "SmolLM3ForCausalLM",
+        "StableLmForCausalLM",
         "Starcoder2ForCausalLM",
     }
 
@@ -108,7 +112,11 @@ def test_published_configuration(entry: dict[str, Any], tmp_path: Path) -> None:
         "head_dim": getattr(theirs, "head_dim", None)
         or theirs.hidden_size // theirs.num_attention_heads,
         "vocabulary": theirs.vocab_size,
-        "eps": getattr(theirs, "norm_epsilon", None) or theirs.rms_norm_eps,
+        "eps": next(
+            value
+            for name in ("norm_epsilon", "layer_norm_eps", "rms_norm_eps")
+            if (value := getattr(theirs, name, None)) is not None
+        ),
         "tied": theirs.tie_word_embeddings,
         "dtype": str(theirs.dtype).removeprefix("torch."),
     }

@@ -105,6 +105,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 32, "pad_token_id": 0}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
     "mistral-window": ("Mistral", {"sliding_window": 20}),
     "qwen2-window": (
         "Qwen2",
@@ -112,7 +115,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2", {"pad_token_id": 0}),
 }
-PARTS = ("granite", "olmo2", "phi3", "smollm3", "starcoder2")  # with parts that others lack
+# With parts that others lack.
+PARTS = ("granite", "olmo2", "phi3", "smollm3", "starcoder2", "glm4", "stablelm")
 WINDOWED = ("gemma3", "mistral-window", "qwen2-window")
 _CONFIGS = {"Gemma3": "Gemma3Text"}  # what transformers calls them where it is not as the models
 MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe")

@@ -141,7 +141,7 @@ def test_a_window_that_all_of_a_text_is_within_is_none() -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "supported are Gemma3ForCausalLM, Granite",
+            "supported are Gemma3ForCausalLM, Glm4ForCausalLM, GlmForCausalLM, Granite",
         ),
         ({"architectures": None}, "none named"),
         ({"hidden_act": "gelu"}, "only silu, gelu_pytorch_tanh"),
@@ -149,7 +149,7 @@ def test_a_window_that_all_of_a_text_is_within_is_none() -> None:
         ({"num_key_value_heads": 3}, "cannot share 3 KV heads"),
         ({"quantization": {"bits": 4}}, "quantization is not supported, only quantization_config"),
         ({"torch_dtype": "float8"}, "dtype 'float8' is not supported"),
-        ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"num_hidden_layers": 1 << 30}, "num_hidden_layers 1073741824 is more than 1024"),
         ({"max_position_embeddings": 1 << 30}, "length of 1073741824 tokens; possible are 1 to"),
         (

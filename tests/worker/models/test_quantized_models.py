@@ -95,12 +95,24 @@ def test_probabilities_are_those_of_the_format(
     assert error < (0.1 if kind.integers else 0.05) * (expected - plain).abs().mean().item()
 
 
-@pytest.mark.parametrize("name", ["fp8, tensor, static", "fp8, blocks", "compressed, channel"])
-def test_tensors_that_have_several_projections(name: str, tmp_path: Path) -> None:
-    kind, model = KINDS[name], tiny.save("phi3", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "fused", "name"),
+    [
+        ("phi3", "self_attn.qkv_proj", "fp8, tensor, static"),
+        ("phi3", "self_attn.qkv_proj", "fp8, blocks"),
+        ("phi3", "self_attn.qkv_proj", "compressed, channel"),
+        ("glm", "mlp.gate_up_proj", "fp8, blocks"),
+        ("glm", "mlp.gate_up_proj", "compressed, channel"),
+    ],
+)
+def test_tensors_that_have_several_projections(
+    family: str, fused: str, name: str, tmp_path: Path
+) -> None:
+    """Of GLM dimensions of heads change places, and the scales of their rows with them."""
+    kind, model = KINDS[name], tiny.save(family, tmp_path)
     plain = expected_logprobs(model)
     stands_for = quantized.quantize(tmp_path, kind)
-    assert "model.layers.2.self_attn.qkv_proj" in stands_for
+    assert f"model.layers.2.{fused}" in stands_for
     expected = expected_logprobs(quantized.imitate(model, kind, stands_for))
     error = (prompt_logprobs(tmp_path) - expected).abs().mean().item()
     assert error < 0.05 * (expected - plain).abs().mean().item()

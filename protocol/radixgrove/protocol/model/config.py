@@ -51,6 +51,12 @@ class RopeConfig:
     theta: float
     kind: str = "default"
     parameters: Mapping[str, Any]
+    share: float = 1.0  # of a head's dimensions, of which the first ones rotate
+    interleaved: bool = False  # pairs are dimensions 2i and 2i + 1, else i and i + half of them
+
+    def rotated(self, head_dim: int) -> int:
+        """How many dimensions of a head rotate."""
+        return int(head_dim * self.share)
 
 
 class QkNorm(StrEnum):

@@ -8,6 +8,7 @@ from typing import Any
 from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.families.base import Family
 from radixgrove.protocol.model.families.gemma3 import GEMMA3
+from radixgrove.protocol.model.families.glm import GLM, GLM4
 from radixgrove.protocol.model.families.granite import GRANITE
 from radixgrove.protocol.model.families.llama import LLAMA
 from radixgrove.protocol.model.families.mistral import MISTRAL
@@ -20,11 +21,14 @@ from radixgrove.protocol.model.families.qwen2_moe import QWEN2_MOE
 from radixgrove.protocol.model.families.qwen3 import QWEN3
 from radixgrove.protocol.model.families.qwen3_moe import QWEN3_MOE
 from radixgrove.protocol.model.families.smollm3 import SMOLLM3
+from radixgrove.protocol.model.families.stablelm import STABLELM
 from radixgrove.protocol.model.families.starcoder2 import STARCODER2
 from radixgrove.protocol.model.source import Source
 
 _FAMILIES = (
     GEMMA3,
+    GLM,
+    GLM4,
     GRANITE,
     LLAMA,
     MISTRAL,
@@ -37,6 +41,7 @@ _FAMILIES = (
     QWEN3,
     QWEN3_MOE,
     SMOLLM3,
+    STABLELM,
     STARCODER2,
 )
 

@@ -25,12 +25,21 @@ _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def read_rope(given: Mapping[str, Any], longest: int, theta: float) -> RopeConfig:
+def read_rope(
+    given: Mapping[str, Any],
+    longest: int,
+    theta: float,
+    *,
+    share: float | None = None,
+    interleaved: bool = False,
+) -> RopeConfig:
     """
     Args:
         given: a `config.json` without its nulls.
         longest: `max_position_embeddings`.
         theta: where the config has none.
+        share: `partial_rotary_factor` likewise; None: heads of the family rotate whole.
+        interleaved: see `RopeConfig`.
 
     Raises:
         ModelError: a kind that is not served, or its parameters are not what they must be.
@@ -41,9 +50,10 @@ def read_rope(given: Mapping[str, Any], longest: int, theta: float) -> RopeConfi
     parameters = {key: value for key, value in found.items() if value is not None}
     theta = positive("rope_theta", {**given, **parameters}.get("rope_theta", theta))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    partial = parameters.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ModelError("partial rotary embeddings are not supported")
+    partial = {"partial_rotary_factor": share or 1.0, **given, **parameters}
+    rotated = positive("partial_rotary_factor", partial["partial_rotary_factor"])
+    if rotated > 1.0 or (share is None and rotated != 1.0):
+        raise ModelError(f"config.json: partial_rotary_factor {rotated:g} is not supported here")
     for key in ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_REMARKS):
         parameters.pop(key, None)
     if kind not in _ROPE_NEEDS:
@@ -66,7 +76,9 @@ def read_rope(given: Mapping[str, Any], longest: int, theta: float) -> RopeConfi
             raise ModelError(f"rope type {kind!r} needs {name!r}")
     for name in parameters.keys() - {"truncate"}:
         _number(parameters, name)
-    return RopeConfig(theta=theta, kind=kind, parameters=parameters)
+    return RopeConfig(
+        theta=theta, kind=kind, parameters=parameters, share=rotated, interleaved=interleaved
+    )
 
 
 def scaled_length(rope: RopeConfig, longest: int) -> int:

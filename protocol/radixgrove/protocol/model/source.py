@@ -128,7 +128,12 @@ class Source:
         head_dim = self.size("head_dim", head_dim or self.hidden_size // heads)
         if head_dim % 2:
             raise ModelError(f"head_dim {head_dim} is odd: rotary embeddings need pairs")
-        rope = rope or read_rope(self._given, self.longest, theta)
+        rope = rope or self.rope(theta)
+        if not rope.rotated(head_dim) or rope.rotated(head_dim) % 2:
+            raise ModelError(
+                f"config.json: partial_rotary_factor {rope.share:g} of head_dim {head_dim} is not "
+                "an even number of dimensions"
+            )
         if window is not None and window >= scaled_length(rope, self.longest):
             window = None  # all of a text is within it
         layers = range(self.num_layers) if windowed is None else windowed
@@ -148,6 +153,12 @@ class Source:
             qk_norm=qk_norm,
             fused=fused,
         )
+
+    def rope(
+        self, theta: float, *, share: float | None = None, interleaved: bool = False
+    ) -> RopeConfig:
+        """See `read_rope`."""
+        return read_rope(self._given, self.longest, theta, share=share, interleaved=interleaved)
 
     def mlp(
         self,

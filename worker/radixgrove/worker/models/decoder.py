@@ -41,7 +41,7 @@ from radixgrove.worker.models.layers import (
 from radixgrove.worker.models.mlp import FeedForward, Mixture
 from radixgrove.worker.models.ops import Inputs, Ops
 from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
-from radixgrove.worker.models.rope import identity_table, rotary_table
+from radixgrove.worker.models.rope import identity_table, rotary_order, rotary_table
 from radixgrove.worker.models.stages import Stage
 
 _QUANTIZED = {FLOAT8: "float8", torch.int8: "int8"}
@@ -105,6 +105,8 @@ class DecoderLayer:
         shard = place.group.shard
         self._queries = shard.split(attention.queries)[1]  # of a token, on this rank
         self._keys = shard.split(attention.keys)[1]
+        rope = attention.rope_of(index)
+        self._order = rotary_order(rope, attention.head_dim) if rope is not None else None
         required = bool(config.quantization and config.quantization.kv_scales)
         self._kv_scales = KvScales(own, required=required) if place.kv_scaled else None
 
@@ -129,6 +131,8 @@ class DecoderLayer:
 
     def prepare(self, ops: Ops) -> int:
         """See `Decoder.prepare`; bytes of the parameters."""
+        if self._order is not None:
+            self._reorder_heads(torch.tensor(self._order, device=self._qkv.weight.device))
         if self._kv_scales is not None:
             self._divide_kv(self._kv_scales.keys, self._kv_scales.values)
         vectors = sum(vector.nbytes for vector in self._vectors.values() if vector is not None)
@@ -136,6 +140,22 @@ class DecoderLayer:
             vectors += self._width_norms.nbytes
         vectors += sum(norm.nbytes for norm in self._norms())
         return vectors + sum(x.prepare(ops) for x in (self._qkv, self._output, self.mlp))
+
+    def _reorder_heads(self, order: Tensor) -> None:
+        """Dimensions of each head of queries and keys; see `rotary_order`."""
+
+        def of_heads(values: int) -> Tensor:
+            return (
+                torch.arange(0, values, len(order), device=order.device)[:, None] + order
+            ).flatten()
+
+        self._qkv.reorder_outputs(of_heads(self._queries + self._keys))
+        norms: Sequence[Tensor | None] = self._q_norm, self._k_norm
+        if self._width_norms is not None:
+            norms = self._width_norms.weights
+        for weight in norms:
+            if weight is not None:
+                weight.copy_(weight[of_heads(len(weight))])
 
     def _divide_kv(self, keys: float, values: float) -> None:
         """Keys and values by these, and what becomes of them in turn."""

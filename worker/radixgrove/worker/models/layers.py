@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from radixgrove.kernels.autotune import Projection
+from radixgrove.kernels.float8 import bits
 from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.weight import QuantizedRows, Weight
-from radixgrove.protocol.model.config import NormKind, Norms
+from radixgrove.protocol.model.config import ModelError, NormKind, Norms
 from radixgrove.worker.attention.base import AttentionBackend
 from radixgrove.worker.models.formats.base import (
     ALL_UNQUANTIZED,
@@ -203,6 +204,28 @@ class Linear:
             weight.scales[rows.start // high : -(-rows.stop // high)].mul_(factor)
         if self.bias is not None:
             self.bias[rows].mul_(factor)
+
+    def reorder_outputs(self, order: Tensor) -> None:
+        """Once loaded: of the first outputs let number i be what number `order[i]`, [N] int64, was.
+
+        Raises:
+            ModelError: of rows that share a scale some would go without the others.
+        """
+        weight, count = self.weight, len(order)
+        rows = [weight.payload, *(() if self.bias is None else (self.bias,))]
+        if weight.scales is not None and weight.block is None:
+            rows.append(weight.scales)
+        for tensor in map(bits, rows):
+            tensor[:count] = tensor.index_select(0, order)
+        if weight.scales is not None and weight.block is not None:
+            height = weight.block[0]
+            moved = weight.scales[order // height].view(-1, height, weight.scales.shape[1])
+            if bool((moved != moved[:, :1]).any()):
+                raise ModelError(
+                    f"blocks of {height} rows that share a scale would be cut where the rotary "
+                    "embedding pairs dimensions of a head; use other quantized weights, or none"
+                )
+            weight.scales[: len(moved)] = moved[:, 0]
 
     def expect_divided(self, divisor: float) -> None:
         """Once loaded: inputs come divided, by a power of two; the result is to be the same."""

@@ -13,16 +13,35 @@ from radixgrove.protocol.model.config import RopeConfig
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> Tensor:
-    """Cosines and sines of positions 0 .. length - 1.
+    """Cosines and sines of positions 0 .. length - 1, for heads in the order of `rotary_order`.
 
     Returns:
-        [length, head_dim] float32: head_dim / 2 cosines, then as many sines. Computed in float64,
-        so that long positions stay exact.
+        [length, head_dim] float32: head_dim / 2 cosines, then as many sines; those of pairs that do
+        not rotate are 1 and 0. Computed in float64, so that long positions stay exact.
     """
     frequencies, magnitude = inverse_frequencies(rope, head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
-    table = torch.cat([angles.cos(), angles.sin()], dim=1) * magnitude
-    return table.to(device=device, dtype=torch.float32)
+    table = identity_table(head_dim, length, device)
+    for half, values in zip(table.chunk(2, dim=1), (angles.cos(), angles.sin()), strict=True):
+        half[:, : len(frequencies)] = values * magnitude
+    return table
+
+
+def rotary_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
+    """Which of a checkpoint's dimensions of a head stands where, so that dimension i and
+    i + head_dim / 2 are a pair: those that rotate first. None: each where it is.
+
+    Products of queries and keys do not depend on the order, as long as both have the same.
+    """
+    rotated = rope.rotated(head_dim)
+    if rotated == head_dim and not rope.interleaved:
+        return None
+    turned, rest = range(rotated), range(rotated, head_dim)
+    low, high = turned[: rotated // 2], turned[rotated // 2 :]
+    if rope.interleaved:
+        low, high = turned[::2], turned[1::2]
+    middle = len(rest) // 2
+    return [*low, *rest[:middle], *high, *rest[middle:]]
 
 
 def identity_table(head_dim: int, length: int, device: torch.device) -> Tensor:
@@ -33,8 +52,9 @@ def identity_table(head_dim: int, length: int, device: torch.device) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians a position, [head_dim / 2] float64, and the factor on cosines and sines."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    """Radians a position of pairs that rotate, [P] float64, and the factor on cosines and sines."""
+    rotated = rope.rotated(head_dim)
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
     return _SCALINGS[rope.kind](1.0 / rope.theta**exponents, rope)
 
 
