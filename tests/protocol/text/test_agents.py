@@ -42,6 +42,25 @@ TOOLS = [
 ]
 
 
+OPENING: list[dict[str, Any]] = [
+    {"role": "system", "content": "You are an agent that edits files. " * 200},
+    {"role": "user", "content": "Mend the test, please."},
+]
+
+
+def called(number: int) -> list[dict[str, Any]]:
+    """A call of a tool, and what it gave."""
+    call = {
+        "id": f"call_{number}abcde",
+        "type": "function",
+        "function": {"name": "tool_3", "arguments": '{"argument_0": "a \\"file\\""}'},
+    }
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "def f():\n" * 50},
+    ]
+
+
 def encoder_of(demo: Path, template: str) -> PromptEncoder:
     tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
     markers = [*MARKERS, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -61,22 +80,11 @@ def ids_of(encoder: PromptEncoder, messages: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_second_turn_of_an_agent_reuses_the_first(demo_model_dir: Path, name: str) -> None:
     encoder = encoder_of(demo_model_dir, TEMPLATES[name])
-    turn: list[dict[str, Any]] = [
-        {"role": "system", "content": "You are an agent that edits files. " * 200},
-        {"role": "user", "content": "Mend the test, please."},
-    ]
-    assert len(json.dumps([turn, TOOLS])) > 40_000
+    assert len(json.dumps([OPENING, TOOLS])) > 40_000
+    turn = OPENING
     first = ids_of(encoder, turn)
     for number in range(3):
-        call = {
-            "id": f"call_{number}abcde",
-            "type": "function",
-            "function": {"name": "tool_3", "arguments": '{"argument_0": "a \\"file\\""}'},
-        }
-        turn += [
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call["id"], "content": "def f():\n" * 50},
-        ]
+        turn = [*turn, *called(number)]
         second = ids_of(encoder, turn)
         common = next(
             (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
