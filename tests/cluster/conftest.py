@@ -20,6 +20,7 @@ from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.faults import Faults
 from tests.cluster.harness.kubectl import Kubectl
+from tests.cluster.harness.node import Node
 from tests.cluster.harness.traffic import Client
 from tests.cluster.harness.volumes import Mounts
 
@@ -89,6 +90,12 @@ def installed(cluster: Cluster, release_images: None) -> Cluster:
     if not release.is_installed(cluster):
         release.install(cluster)
     return cluster
+
+
+@pytest.fixture
+def victim(installed: Cluster, client: Client) -> Node:
+    """A third node, which runs nothing of the release and not the client."""
+    return installed.nodes[2] if len(installed.nodes) > 2 else installed.add_node()
 
 
 @pytest.fixture(scope="session")

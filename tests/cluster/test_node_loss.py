@@ -24,12 +24,6 @@ SILENT_FOR = 30.0
 
 
 @pytest.fixture
-def victim(installed: Cluster, client: Client) -> Node:
-    """A third node, which runs nothing of the release and not the client."""
-    return installed.nodes[2] if len(installed.nodes) > 2 else installed.add_node()
-
-
-@pytest.fixture
 def pair(installed: Cluster, victim: Node, worker_mounts: Mounts) -> Iterator[Served]:
     """A ready group with one pod on the first node and one on the victim."""
     served = Served(installed.kubectl, demo.NAMESPACE, "lost-pair")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +11,8 @@ import pytest
 from tests.cluster.harness import demo, groups
 from tests.cluster.harness.cluster import Cluster
 from tests.cluster.harness.faults import Faults
-from tests.cluster.harness.served import Served
+from tests.cluster.harness.node import Node
+from tests.cluster.harness.served import Served, message, reason
 from tests.cluster.harness.traffic import Client, Traffic
 from tests.cluster.harness.volumes import Mounts
 
@@ -72,6 +73,29 @@ def test_a_model_in_two_stages_serves_through_recovery_and_rollout(
             staged.wait_until_ready(1)
             traffic.wait_for_more(2)
         assert traffic.failures == []
+
+
+def test_a_stage_on_a_lost_node_is_replaced_with_its_group_and_the_conditions_say_so(
+    installed: Cluster, victim: Node, worker_mounts: Mounts, client: Client, faults: Faults
+) -> None:
+    with ExitStack() as stack:
+        with groups.cordoned(installed, installed.nodes[1]):
+            staged = stack.enter_context(served(installed, worker_mounts, "lost-stage", pp=2))
+        pods = groups.members(staged)
+        assert victim.name in {pod.node for pod in pods}
+        url = staged.status()["url"]
+        answer = client.ask(url, staged.name, QUESTION)
+        faults.freeze(victim)
+        status = staged.wait(
+            lambda s: reason(s, "Ready") == "False/Recovering", "the group is made again"
+        )
+        assert reason(status, "Degraded") == "True/Recovering"
+        assert "group 0 is made again, since lost-stage-0-a1-" in message(status, "Degraded")
+        groups.wait_until_recreated(staged, pods)
+        assert victim.name not in {pod.node for pod in groups.members(staged)}
+        assert client.ask(url, staged.name, QUESTION) == answer
+        faults.thaw(victim)
+        faults.wait_until(victim, ready=True)
 
 
 def test_a_group_of_two_members_shows_both_and_moves_whole(

@@ -83,6 +83,26 @@ WRONG: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         "PodRefused",
         ['violates PodSecurity "restricted', "podOverrides asks for it"],
     ),
+    "priority": (
+        {"pods": {"workers": {"priorityClassName": "typo"}}},
+        "PodRefused",
+        ["no PriorityClass with name typo", "named by pods.workers.priorityClassName"],
+    ),
+    "template": (
+        {"model": {"source": "pvc://models/x", "chatTemplate": {"configMap": "typo"}}},
+        "VolumeNotMounted",
+        ['configmap "typo" not found', "named by model.chatTemplate.configMap"],
+    ),
+    "override": (
+        {"podOverrides": {"spec": {"containers": [{"name": "workers"}]}}},
+        "RequestRefused",
+        ["containers[1].image: Required value", "see podOverrides; the worker's container"],
+    ),
+    "no-program": (
+        {"image": "localhost/radixgrove/redis:test"},
+        "ContainerConfig",
+        ["executable file not found", "the image is named by image"],
+    ),
     "host-network": (
         {"podOverrides": {"spec": {"hostNetwork": True}}},
         "RequestRefused",
@@ -116,7 +136,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "secret": (
         {"model": {"source": "hf://org/model", "tokenSecret": "typo"}},
         "ContainerConfig",
-        ['secret "typo" not found'],
+        ['secret "typo" not found', "named by model.tokenSecret"],
     ),
 }
 IN_QUOTA: dict[str, tuple[dict[str, Any], str, list[str]]] = {
@@ -124,6 +144,11 @@ IN_QUOTA: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         {"model": {"source": "file:///models/x"}, "podOverrides": {}},
         "QuotaBlocked",
         ["exceeded quota: small", "raise that ResourceQuota, or ask for less"],
+    ),
+    "lookup": (
+        {"model": {"source": "hf://org/model"}, "podOverrides": {}},
+        "QuotaBlocked",
+        ["Error creating: pods", "exceeded quota: small", "raise that ResourceQuota"],
     ),
     "claims": (
         {"model": {"source": "hf://org/model", "revision": COMMIT}, "podOverrides": {}},

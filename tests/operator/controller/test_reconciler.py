@@ -186,6 +186,24 @@ def test_a_group_whose_pods_are_late_says_why_they_are_refused() -> None:
     assert "IPC_LOCK" in operator.message()
 
 
+def test_a_job_whose_pods_are_refused_says_so() -> None:
+    operator = Operator(model={"source": "hf://org/model"})
+    operator.context()
+    assert operator.condition() == "False/Resolving"
+    (job,) = operator.kube.of("Job")
+    meta = job["metadata"]
+    words = "Error creating: exceeded quota: small, requested: pods=1"
+    about = {"involvedObject": {"name": meta["name"], "uid": meta["uid"]}}
+    where = {"namespace": KEY[0], "name": "refused"}
+    operator.kube.add(
+        {"kind": "Event", "metadata": where, **about, "reason": "FailedCreate", "message": words}
+    )
+    operator.context()
+    for kind, value in (("Ready", "False"), ("ModelCached", "False"), ("Degraded", "True")):
+        assert operator.condition(kind) == f"{value}/QuotaBlocked"
+        assert operator.message(kind) == f"{words} (raise that ResourceQuota)"
+
+
 def test_a_pod_that_gets_no_volumes_says_why() -> None:
     operator = Operator(model={"source": "file:///srv/missing"})
     operator.context()
@@ -297,7 +315,17 @@ def test_a_new_image_is_tried_where_it_is_to_run_before_the_only_replica_goes() 
     assert operator.sets() == ["llama-0-a1"]
     assert operator.condition("Progressing") == "False/RolloutBlocked"
     assert operator.condition("Degraded") == "True/ImagePull"
-    assert "worker:2: not found" in operator.message("Degraded")
+    assert "worker:2: not found (named by image; Secrets" in operator.message("Degraded")
+
+    operator.apply(image="example.com/worker:3")
+    operator.context()
+    (job,) = operator.kube.of("Job")
+    pod = job["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"] == "example.com/worker:3"
+    (apart,) = pod["affinity"]["podAntiAffinity"][required]
+    own = {"job-name": job["metadata"]["name"]}
+    assert apart["labelSelector"]["matchLabels"] == own, "pods of other tries do not keep it off"
+    assert operator.condition("Progressing") == "True/CheckingImage"
 
     job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
     operator.context()
@@ -522,6 +550,25 @@ def test_no_group_is_made_for_keys_that_could_not_be_given(
     assert operator.kube.the("Deployment", "llama-router")["spec"] != router
 
 
+def revisions(operator: Operator) -> list[Any]:
+    found = operator.kube.of("ConfigMap")
+    return [one for one in found if one["metadata"]["namespace"] == KEY[0]]
+
+
+def test_a_revision_that_somebody_deleted_is_there_again_before_a_pod_needs_it() -> None:
+    operator = Operator(**TWO_NODES)
+    operator.settle()
+    (frozen,) = revisions(operator)
+    meta = frozen["metadata"]
+    del operator.kube.objects["ConfigMap", KEY[0], meta["name"]]
+    operator.kube.changed("ConfigMap", KEY[0], meta["name"], None)
+    operator.context()
+    (again,) = revisions(operator)
+    assert (again["metadata"]["name"], again["data"]) == (meta["name"], frozen["data"])
+    assert operator.sets() == ["llama-0-a1"]
+    assert operator.context() == []
+
+
 def test_a_copy_of_the_keys_that_somebody_deleted_is_made_again() -> None:
     operator = Operator()
     operator.settle("n0")
@@ -678,6 +725,18 @@ def test_a_service_is_not_ready_before_its_own_router_is() -> None:
     operator.context()
     assert operator.condition() == "True/Serving"
     assert operator.condition("Progressing") == "False/Settled"
+
+
+def test_a_router_whose_pods_are_refused_says_so() -> None:
+    operator = Operator(router={"dedicated": True}, pods={"routers": {"priorityClassName": "typo"}})
+    operator.settle("n0")
+    words = 'pods "llama-router-x" is forbidden: no PriorityClass with name typo was found'
+    failure = {"type": "ReplicaFailure", "status": "True", "message": words}
+    operator.kube.the("Deployment", "llama-router")["status"] = {"conditions": [failure]}
+    operator.context()
+    assert operator.condition() == "False/RouterNotReady"
+    mend = "named by pods.routers.priorityClassName: make it, or name another one"
+    assert operator.message() == f"its own router does not answer: {words} ({mend})"
 
 
 def test_what_keeps_its_own_router_from_starting_is_said() -> None:

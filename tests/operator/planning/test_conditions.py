@@ -230,6 +230,14 @@ QUOTA = 'pods "x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=
         (facts(STARTING, phases=["group 0: weights: 3 of 7"]), "Starting", "weights: 3 of 7"),
         (
             facts(
+                record(0, GroupPhase.STARTING, failures=1, last_failure="node-3 does not answer"),
+                phases=["group 0: weights: 3 of 7"],
+            ),
+            "Recovering",
+            "group 0 is made again, since node-3 does not answer; group 0: weights: 3 of 7",
+        ),
+        (
+            facts(
                 STARTING,
                 groups=[replace(group_with(started_at=NOW), startup=2700.0)],
                 phases=["group 0: weights: 3 of 7"],
@@ -322,6 +330,21 @@ MISSING = 'MountVolume.SetUp failed for volume "{}" : {} is not there'
             "model.source: pvc://models/typo",
         ),
         (
+            group_with(
+                restarts=1,
+                exit_code=exit_codes.MODEL,
+                exited="chat_template '/chat-template/chat_template.jinja': not valid Jinja",
+            ),
+            {"model": {"source": "pvc://models/x", "chatTemplate": {"configMap": "ours"}}},
+            "model.chatTemplate.configMap: ours",
+        ),
+        (
+            group_with(unschedulable="2 Insufficient memory."),
+            {"hardware": {"nodes": 2, "memory": "3Gi"}, "engine": {"hostCacheGib": 2000}},
+            "each of its 2 pods asks its node for 3Gi of memory, 1000Gi of memory for "
+            "engine.hostCacheGib: change hardware, or engine.hostCacheGib, or add nodes",
+        ),
+        (
             group_with(not_mounted=MISSING.format("model", "/models/typo")),
             {"model": {"source": "file:///models/typo"}},
             "model.source: file:///models/typo",
@@ -330,6 +353,16 @@ MISSING = 'MountVolume.SetUp failed for volume "{}" : {} is not there'
             group_with(restarts=1, exited="max_model_len 9000 exceeds the model's 8192"),
             {},
             "max_model_len is engine.contextLength of the service",
+        ),
+        (
+            group_with(restarts=1, exited="tp 2 does not divide the model's 9 query heads"),
+            {"parallelism": {"tp": 2}, "hardware": {"gpusPerNode": 2}},
+            "tp is parallelism.tp of the service",
+        ),
+        (
+            group_with(restarts=1, exited="Error: zmq is not installed"),
+            {"image": "rg/router:1"},
+            "the image is named by image: a worker's is needed",
         ),
         (
             group_with(restarts=1, exited="killed", out_of_memory=True),
@@ -346,6 +379,56 @@ MISSING = 'MountVolume.SetUp failed for volume "{}" : {} is not there'
             replace(group_with(), refused='violates PodSecurity "restricted": runAsUser=0'),
             {},
             "podOverrides asks for it",
+        ),
+        (
+            replace(group_with(), refused="no PriorityClass with name typo was found"),
+            {"pods": {"workers": {"priorityClassName": "typo"}}},
+            "named by pods.workers.priorityClassName: make it, or name another one",
+        ),
+        (
+            replace(group_with(), refused="no PriorityClass with name typo was found"),
+            {},
+            "named by pods.priorityClassName of the chart: make it, or name another one",
+        ),
+        (
+            replace(group_with(), refused="maximum memory usage per Container is 1Gi"),
+            {},
+            "a LimitRange of the namespace: change hardware, or that LimitRange",
+        ),
+        (
+            replace(group_with(), refused="denied request: pods need the label team"),
+            {},
+            "pods.workers and podOverrides may add what is asked for",
+        ),
+        (
+            group_with(waiting=("CreateContainerConfigError", 'secret "typo" not found')),
+            {
+                "pods": {
+                    "downloads": {"env": [{"valueFrom": {"secretKeyRef": {"name": "typo"}}}]},
+                    "workers": {"env": [{"valueFrom": {"secretKeyRef": {"name": "typo"}}}]},
+                }
+            },
+            "named by pods.workers.env[0].valueFrom.secretKeyRef.name: make it, or name another",
+        ),
+        (
+            group_with(not_mounted=MISSING.format("chat-template", 'configmap "typo"')),
+            {"model": {"source": "pvc://models/x", "chatTemplate": {"configMap": "typo"}}},
+            "named by model.chatTemplate.configMap: make it, or name another one",
+        ),
+        (
+            group_with(restarts=1, never_began=True, exited='exec: "radixgrove": not found'),
+            {"image": "rg/router:1"},
+            "the image is named by image, its command by podOverrides",
+        ),
+        (
+            replace(
+                group_with(unschedulable="2 node(s) didn't match pod affinity rules"),
+                demand=NodeDemand({}, {"pool": "typo"}),
+            ),
+            {"hardware": {"nodes": 2}, "topologyKey": "example.com/rack"},
+            "each of its 2 pods asks its node for the label pool=typo (no node has it), the label "
+            "example.com/rack, as all of its group have it (no node has it): change hardware, or "
+            "pods.workers and podOverrides, or topologyKey, or add nodes",
         ),
         (
             replace(group_with(), refused='violates PodSecurity "restricted": hostPath'),
@@ -370,6 +453,16 @@ def test_what_would_mend_it_is_said_in_the_resources_own_fields(
     assert trouble is not None
     for kind in ("Ready", "Progressing", "Degraded"):
         assert f"{trouble.message} ({said}" in message(given, kind)
+
+
+def test_a_template_that_the_api_server_refuses_leads_to_what_was_laid_over_it() -> None:
+    words = "patch statefulsets/a/b: is invalid: spec.template.spec.containers[1].image: Required"
+    over = {"spec": {"containers": [{"name": "workers"}]}}
+    given = facts(WAITING, failures=[words], resource=spec(podOverrides=over))
+    for kind in ("Ready", "Degraded"):
+        assert message(given, kind) == (
+            f"{words} (see podOverrides; the worker's container is called worker)"
+        )
 
 
 def test_what_an_older_revision_lacks_is_not_told_by_the_fields_of_this_one() -> None:
@@ -688,6 +781,8 @@ def test_a_router_that_ends_again_and_again_leaves_its_last_words() -> None:
         ({"restarts": 1, "exited": "model '/model/x' is not a directory", "exit_code": 5},
          "False/ModelUnusable"),
         ({"restarts": 1, "exited": "CUDA out of memory", "exit_code": 1}, "True/Cached"),
+        ({"restarts": 1, "exited": "chat_template '/chat-template/x': no Jinja", "exit_code": 5},
+         "True/Cached"),
         ({"not_mounted": 'MountVolume.SetUp failed for volume "model" : /srv/x is not a directory'},
          "False/VolumeNotMounted"),
         ({"not_mounted": 'MountVolume.SetUp failed for volume "tls" : secret not found'},

@@ -344,6 +344,28 @@ def test_a_download_that_does_not_start_says_why(pod: Pod, reason: str) -> None:
     assert (pod.unschedulable or pod.waiting[1]) in found.message
 
 
+def test_the_field_that_names_what_a_download_lacks_is_said() -> None:
+    waits = Pod("p", "u", 0, waiting=("CreateContainerConfigError", 'secret "typo" not found'))
+    claim = names.cache_name(HUB, COMMIT)
+    wanted = hub(revision=COMMIT, tokenSecret="typo")
+    found = step(wanted, jobs={claim: JobState(claim, "u", pod=waits)}, claims={claim: {}})
+    assert found.message == (
+        'p: secret "typo" not found (named by model.tokenSecret: make it, or name another one)'
+    )
+
+
+def test_a_job_without_a_pod_is_looked_at_again_for_only_events_say_why() -> None:
+    claim = names.cache_name(HUB, COMMIT)
+    for refused in ("", "exceeded quota: small"):
+        job = JobState(claim, "u", refused=refused)
+        found = step(hub(revision=COMMIT), jobs={claim: job}, claims={claim: {}})
+        assert found.requeue_at is not None
+        assert NOW < found.requeue_at <= NOW + 60
+    running = JobState(claim, "u", pod=Pod("p", "u", 0, running=True))
+    found = step(hub(revision=COMMIT), jobs={claim: running}, claims={claim: {}})
+    assert found.requeue_at is None
+
+
 def test_a_users_claim_for_one_node_is_refused_for_groups_of_several() -> None:
     wide = spec(model={"source": "pvc://models/llama"}, hardware={"nodes": 2})
     narrow = spec(model={"source": "pvc://models/llama"}, replicas=2)

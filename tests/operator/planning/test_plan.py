@@ -206,6 +206,9 @@ def test_one_lost_pod_recreates_its_group_once_and_touches_no_other() -> None:
     made.settle()
     assert sorted(made.groups) == ["llama-0-a3", "llama-1-a2"]
     assert {r.index: r.restarts for r in made.records} == {0: 1, 1: 0}
+    assert {r.index: r.last_failure for r in made.records} == {
+        0: "llama-0-a1-1 was replaced", 1: "",
+    }  # fmt: skip
 
 
 def test_the_next_attempt_avoids_a_machine_that_hangs_while_kubernetes_thinks_it_well() -> None:

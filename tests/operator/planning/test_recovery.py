@@ -158,9 +158,11 @@ def test_a_deleted_node_takes_its_pods_with_it() -> None:
 
 
 def test_failures_are_forgotten_after_a_stable_while() -> None:
-    failed = RECORD.model_copy(update={"failures": 4, "ready_since": times.to_text(NOW)})
-    assert remember(HEALTHY, failed, RECOVERY, NOW + 599).failures == 4
-    assert remember(HEALTHY, failed, RECOVERY, NOW + 601).failures == 0
+    failed = after_fault(RECORD, Fault("boom"), RECOVERY, NOW)
+    failed = failed.model_copy(update={"failures": 4, "ready_since": times.to_text(NOW)})
+    still, forgotten = (remember(HEALTHY, failed, RECOVERY, NOW + after) for after in (599, 601))
+    assert (still.failures, still.last_failure) == (4, "boom")
+    assert (forgotten.failures, forgotten.last_failure) == (0, "")
 
 
 def test_the_budget_ends_in_a_failed_group_that_is_kept() -> None:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from radixgrove.operator.api import names
-from radixgrove.operator.api.spec import MAX_NAME, InferenceServiceSpec, SpecModel
+from radixgrove.operator.api.spec import MAX_NAME, WORDS, InferenceServiceSpec, SpecModel
 from radixgrove.operator.api.status import InferenceServiceStatus
 
 Schema = dict[str, Any]
@@ -76,6 +76,8 @@ def _convert(node: Schema, definitions: Schema, models: dict[str, type[BaseModel
         target = definitions[node["$ref"].rsplit("/", 1)[-1]]
         node = {**target, **{key: value for key, value in node.items() if key != "$ref"}}
     schema = {key: value for key, value in node.items() if key in _KEPT}
+    if WORDS in node:
+        schema["x-kubernetes-validations"] = [_in_words(schema.pop("pattern"), node[WORDS])]
     if node.get("type") == "array":
         schema["items"] = _convert(node["items"], definitions, models)
     if node.get("type") != "object":
@@ -101,6 +103,15 @@ def _convert(node: Schema, definitions: Schema, models: dict[str, type[BaseModel
             for rule in owner.rules
         ]
     return schema
+
+
+def _in_words(pattern: str, words: str) -> Schema:
+    """A rule in place of a pattern, which the API server would quote."""
+    return {
+        "rule": f"self.matches(r'{pattern}')",
+        "message": words,
+        "messageExpression": f"'\"' + self + '\" {words}'",
+    }
 
 
 def _without_nulls(value: Any) -> Any:

@@ -37,6 +37,7 @@ KEYS = f"{GROUP}/keys"  # on a router's pods: hash of the installation's keys
 SOURCE = f"{GROUP}/source"
 RESOLVED = f"{GROUP}/resolved-revision"
 INTENDED = f"{GROUP}/intended"  # on a download Job: hash of what the model must be fit for
+GPU_PRODUCT = "nvidia.com/gpu.product"  # on a node: the type of its GPUs
 GPU_MEMORY = "nvidia.com/gpu.memory"  # on a node: MiB of one of its GPUs
 
 WORKER = "worker"

@@ -191,6 +191,7 @@ class DeploymentSpec(TypedDict, total=False):
 
 class DeploymentStatus(TypedDict, total=False):
     availableReplicas: int
+    conditions: list[Condition]
 
 
 class DeploymentObject(TypedDict, total=False):

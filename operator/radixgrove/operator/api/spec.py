@@ -14,24 +14,36 @@ from pydantic.alias_generators import to_camel
 
 from radixgrove.protocol.settings import RoutingPolicy, WorkerSettings
 
+WORDS = "words"  # of a field's schema: what its pattern means, for people
 MAX_NAME = 40
 MAX_NODES = 64
 MAX_GROUPS = 256
 
+
+def in_words(words: str) -> Any:
+    """What the API server says of a value that the pattern refuses, behind the value."""
+    return Field(json_schema_extra={WORDS: words})
+
+
 Quantity = Annotated[
     str,
     StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$", max_length=20),
+    in_words("is no quantity, such as 500m, 8, 3Gi or 1.5T"),
 ]
 Duration = Annotated[
-    str, StringConstraints(pattern=r"^([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?$", max_length=20)
+    str,
+    StringConstraints(pattern=r"^([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?$", max_length=20),
+    in_words("is no duration, such as 90s, 30m or 1h30m"),
 ]
 ObjectName = Annotated[
     str,
     StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", min_length=1, max_length=253),
+    in_words("is no name of an object: lower-case letters, digits, dashes and dots"),
 ]
 ModelName = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9._/:]*[A-Za-z0-9])?$", max_length=128),
+    in_words("is no name of a model: letters and digits, with - . _ / : between them"),
 ]
 
 
@@ -81,6 +93,7 @@ class ConfigMapFile(SpecModel):
         description="Key under which it has the text.",
         pattern=r"^[-._a-zA-Z0-9]+$",
         max_length=253,
+        json_schema_extra={WORDS: "is no key of a ConfigMap: letters, digits, - . _"},
     )
 
 
@@ -117,18 +130,24 @@ class Model(SpecModel):
         r"|gs://[a-z0-9._-]+(/[A-Za-z0-9._/=-]+)?|oci://[a-z0-9][A-Za-z0-9._/:@-]*"
         r"|pvc://[a-z0-9.-]+(/[A-Za-z0-9._/-]+)?|file:///[A-Za-z0-9._/-]+)$",
         max_length=512,
+        json_schema_extra={
+            WORDS: "is none of hf://ORG/REPO, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
+            "oci://IMAGE, pvc://CLAIM/PATH, file:///PATH"
+        },
     )
     path: str | None = Field(
         None,
         description="Directory of the model in the image of an oci:// source; its root by default.",
         pattern=r"^[A-Za-z0-9._/-]+$",
         max_length=256,
+        json_schema_extra={WORDS: "is no path: letters, digits, - . _ /"},
     )
     revision: str | None = Field(
         None,
         description="Branch, tag or commit; what it stands for at creation is kept in status.",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$",
         max_length=128,
+        json_schema_extra={WORDS: "is no branch, tag or commit: letters, digits, - . _ /"},
     )
     token_secret: ObjectName | None = Field(
         None, description="Secret with the hub's token under the key `token`."
@@ -173,6 +192,7 @@ class Hardware(SpecModel):
         description="Value of the node label nvidia.com/gpu.product.",
         pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
         max_length=63,
+        json_schema_extra={WORDS: "is no value of a label: letters, digits, - . _"},
     )
     network: Network = Field(
         Network.AUTO,
@@ -183,12 +203,14 @@ class Hardware(SpecModel):
         description="Name of the RDMA device resource; the chart's by default.",
         pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$",
         max_length=128,
+        json_schema_extra={WORDS: "is no resource of nodes, such as rdma/ib"},
     )
     interface: str = Field(
         "eth0",
         description="Network interface of NCCL and Gloo.",
         pattern=r"^[A-Za-z0-9_.,=^-]+$",
         max_length=64,
+        json_schema_extra={WORDS: "is no network interface, such as eth0"},
     )
     shared_memory: Quantity | None = Field(
         None, description="Size of /dev/shm; 2Gi a GPU (1Gi on a CPU) by default."
@@ -508,12 +530,16 @@ class InferenceServiceSpec(SpecModel):
         description="Worker image; the chart's by default.",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$",
         max_length=512,
+        json_schema_extra={
+            WORDS: "is no image, such as registry.example.com/radixgrove/worker:1.0"
+        },
     )
     topology_key: str | None = Field(
         None,
         description="Node label within one value of which a group's pods must lie (a rack).",
         pattern=r"^([a-z0-9.-]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
         max_length=317,
+        json_schema_extra={WORDS: "is no key of a label, such as topology.kubernetes.io/zone"},
     )
     scheduler_name: ObjectName | None = Field(None, description="Scheduler of the worker pods.")
     pod_overrides: dict[str, Any] = Field(

@@ -58,6 +58,9 @@ class GroupStatus(StatusModel):
     )
     restarts: int = Field(0, description="Recoveries since the group was made.", ge=0)
     failures: int = Field(0, description="Failures in a row.", ge=0)
+    last_failure: str = Field(
+        "", description="The last of them: why its attempt ended.", max_length=MAX_DETAIL
+    )
     yields: int = Field(0, description="Times the group gave up its pods for another.", ge=0)
     retry_at: str | None = Field(None, description="No attempt before then.", max_length=32)
     ready_since: str | None = Field(None, description="Ready since then.", max_length=32)

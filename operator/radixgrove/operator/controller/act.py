@@ -196,7 +196,12 @@ class Actor:
                     context.service, revision, index, attempt, self._config,
                     avoid.get((index, attempt), ()),
                 )  # fmt: skip
-                if is_rendering(stateful_set, desired) and not covers(stateful_set, desired):
+                if not is_rendering(stateful_set, desired):
+                    continue
+                # Without it no pod of the group starts again.
+                frozen = render_group.revision_config_map(context.service, revision, self._config)
+                self._kube.apply_cached(frozen)
+                if not covers(stateful_set, desired):
                     self._kube.apply(desired)
 
     def _keep_disruption_budget(self, context: ReconcileContext, plan: Plan) -> None:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.api.objects import DEPLOYMENT, POD, SCALER, ChildObject, KindName, Object
+from radixgrove.operator.api.objects import (
+    DEPLOYMENT,
+    POD,
+    SCALER,
+    ChildObject,
+    DeploymentObject,
+    KindName,
+    Object,
+)
 from radixgrove.operator.api.spec import NO_FIELDS, Router
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.pod_events import with_mounts
 from radixgrove.operator.kube.client import Kube, controllers
-from radixgrove.operator.planning.diagnosis import Problem, pod_problem
+from radixgrove.operator.planning.diagnosis import Problem, pod_problem, refusal
 from radixgrove.operator.planning.observed import is_available, pod_of
+from radixgrove.operator.planning.remedies import of_pod
 from radixgrove.operator.render.common import Service
 from radixgrove.operator.render.router import InvalidRouter, router_name, router_objects
 
@@ -57,9 +66,20 @@ def _trouble(kube: Kube, context: ReconcileContext) -> Problem | None:
     labels = names.labels(service.name, names.ROUTER)
     pods = map(pod_of, kube.list(POD, service.namespace, labels))
     mounted = (with_mounts(kube, service.namespace, pod) for pod in pods)
-    found = next(filter(None, map(pod_problem, mounted)), None)
-    words = found.message if found else "it starts"
+    found = next(filter(None, map(pod_problem, mounted)), None) or _refused(deployment)
+    words = "it starts"
+    if found is not None:
+        mend = of_pod(found, context.spec, "routers")
+        words = f"{found.message} ({mend})" if mend else found.message
     return Problem("RouterNotReady", f"its own router does not answer: {words}")
+
+
+def _refused(deployment: DeploymentObject) -> Problem | None:
+    """Pods that the API server does not admit."""
+    for found in deployment.get("status", {}).get("conditions", []):
+        if found["type"] == "ReplicaFailure" and found["status"] == "True":
+            return refusal(found.get("message", ""))
+    return None
 
 
 def remove(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> None:

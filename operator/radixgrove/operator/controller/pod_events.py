@@ -13,8 +13,10 @@ _LONGEST = 1024  # characters of a message
 
 
 def not_admitted(kube: Kube, namespace: str, name: str, uid: str) -> str:
-    """Why the API server refuses the pods of a StatefulSet; empty where it does not. Raises
-    KubeError."""
+    """Why the API server refuses the pods of a StatefulSet or a Job; empty where it does not.
+
+    Raises KubeError.
+    """
     fields = f"involvedObject.name={name},reason=FailedCreate"
     events = kube.list(EVENT, namespace, fields=fields)
     return _last([e for e in events if e.get("involvedObject", {}).get("uid") == uid])

@@ -13,7 +13,7 @@ from radixgrove.operator.controller import dedicated_router
 from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.name_ledger import NameLedger
-from radixgrove.operator.controller.pod_events import with_mounts
+from radixgrove.operator.controller.pod_events import not_admitted, with_mounts
 from radixgrove.operator.controller.store import OtherService, Store, other_service_of
 from radixgrove.operator.kube.client import Kube
 from radixgrove.operator.planning import image_check, model_cache, rollback
@@ -187,6 +187,10 @@ class Preparer:
         rendered = render_group.stateful_set(service, revision, 0, 0, self._config)
         pod = rendered["spec"]["template"]["spec"]
         with context.trying():
+            tries = names.labels(service.name, names.IMAGE_CHECK)
+            for other in self._kube.list(JOB, namespace, tries):  # of images wanted before
+                meta = other["metadata"]
+                self._kube.delete("Job", namespace, meta["name"], meta["uid"])
             self._kube.apply(image_check_job(service, pod, wanted.nodes))
         return image_check.judge(wanted, None)
 
@@ -196,7 +200,9 @@ class Preparer:
             return None
         state = job_of(job, self._kube.list(POD, namespace, {"job-name": name}))
         if state.pod is None:
-            return state
+            if state.succeeded or state.failed:
+                return state
+            return replace(state, refused=not_admitted(self._kube, namespace, name, state.uid))
         return replace(state, pod=with_mounts(self._kube, namespace, state.pod))
 
     def _revision(self, context: ReconcileContext, model: ModelAt, size: int = 0) -> Revision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from radixgrove.operator.planning.model_cache import CacheStep
 from radixgrove.operator.planning.model_names import Grant
 from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.planning.plan import Plan
-from radixgrove.operator.planning.remedies import explained
+from radixgrove.operator.planning.remedies import explained, is_about_template, of_pod
 from radixgrove.operator.planning.rollback import Rollback, good_revision
 from radixgrove.operator.planning.service_view import ServiceView
 from radixgrove.operator.render.group import MODEL_VOLUME
@@ -31,9 +32,11 @@ from radixgrove.operator.render.group import MODEL_VOLUME
 # Reasons that need no action; Events of all others are warnings.
 _CALM = {
     "AsExpected", "Asleep", "Cached", "CheckingImage", "Downloading", "Draining",
-    "ImageVolume", "NodePath", "Provided", "Resolving", "RollingOut", "ScaledToZero", "Serving",
-    "Settled", "Starting", "Suspended",
+    "ImageVolume", "NodePath", "Provided", "Recovering", "Resolving", "RollingOut",
+    "ScaledToZero", "Serving", "Settled", "Starting", "Suspended",
 }  # fmt: skip
+
+_MISMADE = re.compile(r" is invalid: |not declared in schema")
 
 _FETCHING = {"Resolving", "Downloading"}
 
@@ -242,9 +245,11 @@ def _refused_for(facts: StatusInput) -> bool:
 def _hindrance(facts: StatusInput) -> tuple[str, str]:
     """The first thing that keeps groups from being ready."""
     if facts.view.failures:
-        return "RequestRefused", "; ".join(facts.view.failures)
-    if facts.view.image_check.problem is not None:
-        return facts.view.image_check.problem.reason, facts.view.image_check.problem.message
+        return "RequestRefused", _refused(facts)
+    tried = facts.view.image_check.problem
+    if tried is not None:
+        mend = of_pod(tried, facts.view.spec, "workers")
+        return tried.reason, f"{tried.message} ({mend})" if mend else tried.message
     for record in facts.plan.records:
         if record.phase is GroupPhase.FAILED:
             return _failed(facts, record)
@@ -262,7 +267,21 @@ def _hindrance(facts: StatusInput) -> tuple[str, str]:
         allowed = facts.view.spec.recovery.max_restarts
         count = f"failure {waiting[0].failures} in a row, {allowed} allowed"
         return "BackOff", f"next attempt at {waiting[0].retry_at} ({count}): {waiting[0].detail}"
+    for record in facts.plan.records:
+        if record.last_failure and record.phase in (GroupPhase.PENDING, GroupPhase.STARTING):
+            why = f"group {record.index} is made again, since {record.last_failure}"
+            return "Recovering", f"{why}; {_starting(facts)}"
     return "Starting", _starting(facts)
+
+
+def _refused(facts: StatusInput) -> str:
+    """What the API server said, and where in the resource it comes from."""
+    spec, said = facts.view.spec, "; ".join(facts.view.failures)
+    given = {"pods.workers": spec.pods.workers, "podOverrides": spec.pod_overrides}
+    fields = [name for name, value in given.items() if value]
+    if fields and "statefulsets/" in said and _MISMADE.search(said):
+        said += f" (see {' and '.join(fields)}; the worker's container is called worker)"
+    return said
 
 
 def _failed(facts: StatusInput, record: GroupStatus) -> tuple[str, str]:
@@ -364,13 +383,13 @@ def _is_about_the_model(trouble: Problem, model: CacheStep) -> bool:
     mount = trouble.reason == "VolumeNotMounted" and f'"{MODEL_VOLUME}"' in trouble.message
     image = model.at.image if model.at is not None else ""
     pull = trouble.reason == "ImagePull" and bool(image) and f'"{image}"' in trouble.message
-    return mount or pull or trouble.reason == "ModelUnusable"
+    return mount or pull or (trouble.reason == "ModelUnusable" and not is_about_template(trouble))
 
 
 def _degraded(facts: StatusInput, ready: ConditionDraft) -> ConditionDraft:
     """Also while the service is down for a reason that needs action."""
     if facts.view.failures:
-        return ConditionDraft("Degraded", True, "RequestRefused", "; ".join(facts.view.failures))
+        return ConditionDraft("Degraded", True, "RequestRefused", _refused(facts))
     if facts.outdated:
         return ConditionDraft("Degraded", True, "OutdatedCRD", facts.outdated)
     if facts.view.invalid and facts.groups:

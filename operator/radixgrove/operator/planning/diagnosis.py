@@ -29,13 +29,18 @@ def problem(group: Group) -> Problem | None:
     if group.ready:
         return None
     if group.refused:
-        quota = "exceeded quota" in group.refused
-        return Problem("QuotaBlocked" if quota else "PodRefused", group.refused, stuck=not quota)
+        return refusal(group.refused)
     for pod in group.pods:
         found = pod_problem(pod, group.startup)
         if found is not None:
             return found
     return None
+
+
+def refusal(said: str) -> Problem:
+    """Pods that the API server does not admit, in its words."""
+    quota = "exceeded quota" in said
+    return Problem("QuotaBlocked" if quota else "PodRefused", said, stuck=not quota)
 
 
 def pod_problem(pod: Pod, startup: float = 0.0) -> Problem | None:
@@ -54,6 +59,8 @@ def pod_problem(pod: Pod, startup: float = 0.0) -> Problem | None:
                 f"{pod.name} ended {duration(pod.ran)} after its start: if it was still loading, "
                 f"raise startup.timeout ({allowed}); its last message: {last}",
             )
+        if pod.never_began:
+            return Problem("ContainerConfig", f"{pod.name}: {last}")
         if pod.out_of_memory:
             return Problem("OutOfMemory", f"{pod.name}: {last}")
         reason = "ModelUnusable" if pod.exit_code == exit_codes.MODEL else "EngineFailed"

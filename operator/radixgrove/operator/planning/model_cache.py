@@ -25,7 +25,8 @@ from radixgrove.operator.api.spec import (
 )
 from radixgrove.operator.api.status import ModelStatus
 from radixgrove.operator.fetch.download import SNAPSHOT, UNFIT
-from radixgrove.operator.planning.diagnosis import pod_problem
+from radixgrove.operator.planning import remedies
+from radixgrove.operator.planning.diagnosis import pod_problem, refusal
 from radixgrove.operator.planning.observed import JobState
 from radixgrove.operator.render import models
 from radixgrove.operator.render.common import Service
@@ -36,6 +37,7 @@ _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 _FETCHED = ("hf://", "s3://", "gs://")
 _LONGEST_WAIT = 3600.0  # seconds between two downloads that fail
 _LOOK_AGAIN = 30.0  # seconds; a change of a user's own claim is not watched
+_LOOK_SOON = 3.0  # seconds; a Job has a pod by then, or an Event says why not
 # Annotations of a filled claim.
 COMPLETE = f"{names.GROUP}/complete"
 BYTES = f"{names.GROUP}/bytes"
@@ -137,8 +139,8 @@ def decide(
         )  # fmt: skip
     revision = _resolved(model, known)
     if not revision:
-        return _resolve(service, model, status, cache, config, now)
-    return _fetch(service, model, status, revision, cache, config, now)
+        return _resolve(service, spec, status, cache, config, now)
+    return _fetch(service, spec, status, revision, cache, config, now)
 
 
 def withhold(step: CacheStep, refused: InvalidSettings) -> None:
@@ -200,12 +202,13 @@ def _too_narrow(spec: InferenceServiceSpec, config: OperatorConfig) -> bool:
 
 def _resolve(
     service: Service,
-    model: Model,
+    spec: InferenceServiceSpec,
     status: ModelStatus,
     cache: Cache,
     config: OperatorConfig,
     now: float,
 ) -> CacheStep:
+    model = spec.model
     job = cache.jobs.get(models.resolve_job_name(service, model))
     if job is None:
         step = CacheStep(status, reason="Resolving", message="looking up the revision")
@@ -215,22 +218,23 @@ def _resolve(
         return _failed(status, job, config, now)
     revision = _result(job).get("revision", "")
     if not (job.succeeded and revision):
-        return _under_way(status, job, "Resolving", "looking up the revision")
+        return _under_way(status, job, spec, now, "Resolving", "looking up the revision")
     status = status.model_copy(update={"revision": revision})
-    step = _fetch(service, model, status, revision, cache, config, now)
+    step = _fetch(service, spec, status, revision, cache, config, now)
     step.delete_jobs.append(job)
     return step
 
 
 def _fetch(
     service: Service,
-    model: Model,
+    spec: InferenceServiceSpec,
     status: ModelStatus,
     revision: str,
     cache: Cache,
     config: OperatorConfig,
     now: float,
 ) -> CacheStep:
+    model = spec.model
     name = names.cache_name(model.source, revision)
     status = status.model_copy(update={"revision": revision, "claim": name})
     at = ModelAt(source=model.source, revision=revision, claim=name, sub_path=SNAPSHOT)
@@ -268,7 +272,7 @@ def _fetch(
         step = _failed(status, job, config, now)
         step.at, step.apply = at, [claim]
         return step
-    step = _under_way(status, job, "Downloading", fetching, live)
+    step = _under_way(status, job, spec, now, "Downloading", fetching, live)
     step.at, step.apply = at, [claim]
     return step
 
@@ -288,13 +292,22 @@ def _size(claim: ClaimObject | None, job: JobState | None) -> int:
 
 
 def _under_way(
-    status: ModelStatus, job: JobState, reason: str, message: str, claim: ClaimObject | None = None
+    status: ModelStatus,
+    job: JobState,
+    spec: InferenceServiceSpec,
+    now: float,
+    reason: str,
+    message: str,
+    claim: ClaimObject | None = None,
 ) -> CacheStep:
     """A Job that has not ended, and what keeps its pod from starting, if anything does."""
-    trouble = pod_problem(job.pod) if job.pod is not None else None
+    trouble = refusal(job.refused) if job.refused else None
+    if job.pod is not None:
+        trouble = pod_problem(job.pod)
     said = _said(job)
     if trouble is not None:
-        reason, message = trouble.reason, trouble.message
+        mend = remedies.of_pod(trouble, spec, "downloads")
+        reason, message = trouble.reason, f"{trouble.message} ({mend})" if mend else trouble.message
     elif said:  # by a pod of before: the Job tries it some times
         message = f"{message}; tried again after: {said}"
     if claim is not None and claim.get("status", {}).get("phase") == "Pending":
@@ -303,7 +316,9 @@ def _under_way(
             "model.cache.storageClass and model.cache.accessMode, or modelCache.storageClass and "
             "modelCache.accessMode of the chart, ask for another one; delete the claim then)"
         )
-    return CacheStep(status, reason=reason, message=message)
+    # Only Events say why there is no pod, and they are not watched.
+    again = now + (_LOOK_AGAIN if job.refused else _LOOK_SOON) if job.pod is None else None
+    return CacheStep(status, reason=reason, message=message, requeue_at=again)
 
 
 def _unbound(claim: ClaimObject) -> str:

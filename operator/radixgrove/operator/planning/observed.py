@@ -39,6 +39,7 @@ class Pod:
     started_at: float | None = None  # its worker container, as long as its start lasts
     exited: str = ""  # message of the container's previous run
     exit_code: int = 0  # of that run
+    never_began: bool = False  # it has no program, say
     out_of_memory: bool = False  # it ended with a process killed for want of memory
     not_mounted: str = ""  # why its containers have no volumes yet
     ran: float = 0.0  # seconds that run took
@@ -101,6 +102,7 @@ class JobState:
     message: str = ""  # termination message of its pod
     intended: str = ""  # hash of what the model it fetches must be fit for
     pod: Pod | None = None  # its newest
+    refused: str = ""  # why the API server admits none
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ def pod_of(pod: PodObject) -> Pod:
         started_at=_start_of(worker),
         exited=_readable(ended.get("message", "")) or ended.get("reason", ""),
         exit_code=ended.get("exitCode", 0),
+        never_began=ended.get("reason") in ("StartError", "ContainerCannotRun"),
         out_of_memory=ended.get("reason") == "OOMKilled",
         ran=_length(ended),
         address=status.get("podIP", ""),

@@ -135,6 +135,7 @@ def remember(group: Group, record: GroupStatus, recovery: Recovery, now: float) 
             "revision": group.revision,
             "restarts": restarts,
             "failures": 0 if stable else record.failures,
+            "last_failure": "" if stable else record.last_failure,
             "yields": 0 if group.ready else record.yields,
             "retry_at": None,
             "ready_since": ready_since,
@@ -178,6 +179,7 @@ def after_fault(record: GroupStatus, fault: Fault, recovery: Recovery, now: floa
             "restarts": record.restarts + 1,
             "retry_at": times.to_text(now + backoff(failures, seconds(recovery.backoff))),
             "detail": detail,
+            "last_failure": detail,
             "ready_since": None,
             "partly_since": None,
         }

@@ -276,7 +276,7 @@ def _pod_spec(
     if affinity:
         spec["affinity"] = affinity
     if hardware.gpu_type:
-        spec["nodeSelector"] = {"nvidia.com/gpu.product": hardware.gpu_type}
+        spec["nodeSelector"] = {names.GPU_PRODUCT: hardware.gpu_type}
     if hardware.device is DeviceKind.CUDA and config.pods.runtime_class:
         spec["runtimeClassName"] = config.pods.runtime_class
     if revision.scheduler_name:

@@ -38,13 +38,14 @@ def image_check_job(service: Service, pod: Object, nodes: Sequence[str]) -> Obje
         {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
         for node in nodes
     ]
-    apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": labels}}
+    name = image_check_name(service, worker["image"], nodes)
+    # Of this Job alone: a pod that waits for another image must not keep its pods from the nodes.
+    selector = {"matchLabels": {"job-name": name}}
+    apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": metadata(
-            service, image_check_name(service, worker["image"], nodes), names.IMAGE_CHECK
-        ),
+        "metadata": metadata(service, name, names.IMAGE_CHECK),
         "spec": {
             "parallelism": len(nodes),
             "completions": len(nodes),

@@ -49,11 +49,13 @@ class InvalidSettings(InvalidInput, ValueError):
 
 
 def first_mistake(error: ValidationError, fields: Iterable[str] = ()) -> str:
-    """Its field, and what is wrong with it. `fields`: those that there are."""
+    """Its field, what is wrong with it, and its value. `fields`: those that there are."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] != "extra_forbidden":
-        return f"{field}: {first['msg']}"
+        given = first["input"]
+        value = f" (it is {given!r})" if isinstance(given, str | int | float) else ""
+        return f"{field}: {first['msg']}{value}"
     near = difflib.get_close_matches(field, fields, n=1)
     return f"{field}: there is no such field" + (f"; is {near[0]} meant?" if near else "")
 
