@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import psutil
 
 from radixgrove.operator.api import names
+from tests.cluster.harness.audit import Request
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kubectl import condition
 from tests.cluster.harness.waiting import wait_until
@@ -31,6 +32,8 @@ class Scale:
     rest_seconds: float
     rest_writes: int  # without its lease
     rest_reads: int  # watches that the server ended and were begun again included
+    rest_reads_of_services: int  # of those: of a service, or of what belongs to one
+    rest_reads_of_one: int  # of the object that was read most often by its name
     delete_requests: int  # from the deletion of all services at once until it rests
 
     @property
@@ -64,7 +67,11 @@ def measure(
     writes = len([r for r in plane.audit.read(USER) if r.writes and r.resource != _LEASES])
     _wait_for_rest(plane)
     memory = process.memory_info().rss
-    counted = _count_at_rest(plane, rest)
+    began = time.monotonic()
+    counted = _requests_at_rest(plane, rest)
+    rested = time.monotonic() - began
+    reads = [request for request in counted if not request.writes]
+    by_name = Counter((r.resource, r.namespace, r.name) for r in reads if r.name)
     plane.kubectl.delete(_RESOURCE, "--all", "-n", namespace, wait=False)
     return Scale(
         services=services,
@@ -72,9 +79,11 @@ def measure(
         cpu_seconds=times.user + times.system,
         memory_bytes=memory,
         writes=writes,
-        rest_seconds=rest,
-        rest_writes=counted["write"],
-        rest_reads=counted["read"],
+        rest_seconds=rested,
+        rest_writes=len(counted) - len(reads),
+        rest_reads=len(reads),
+        rest_reads_of_services=sum(1 for request in reads if request.namespace == namespace),
+        rest_reads_of_one=max(by_name.values(), default=0),
         delete_requests=_wait_for_rest(plane),
     )
 
@@ -117,11 +126,11 @@ def _wait_for_rest(plane: ControlPlane) -> int:
     return requests
 
 
-def _count_at_rest(plane: ControlPlane, seconds: float) -> Counter[str]:
+def _requests_at_rest(plane: ControlPlane, seconds: float) -> list[Request]:
+    """Those of about that many seconds, without its lease."""
     plane.audit.read()
     time.sleep(seconds)  # the measurement itself, not a wait for anything
-    requests = [r for r in plane.audit.read(USER) if r.resource != _LEASES]
-    return Counter("write" if request.writes else "read" for request in requests)
+    return [r for r in plane.audit.read(USER) if r.resource != _LEASES]
 
 
 def summary(scale: Scale) -> dict[str, tuple[float, str]]:
