@@ -157,10 +157,11 @@ def test_a_frontend_that_hangs_takes_the_worker_down_and_is_named(start_agent: S
 def test_failed_start_names_the_cause_last(start_agent: StartAgent) -> None:
     agent = start_agent("die-at-start")
     assert agent.end() == 1
-    errors = [line for line in agent.lines if " ERROR " in line]
-    assert len(errors) == 1
-    assert "engine rank 0" in errors[0]
-    assert "exited with code 1: RuntimeError: out of imaginary memory" in errors[0]
+    first, last = [line for line in agent.lines if " ERROR " in line]
+    for line in (first, last):
+        assert "engine rank 0" in line
+        assert "exited with code 1: RuntimeError: out of imaginary memory" in line
+    assert last == agent.lines[-1], "of a container's log only the end is kept"
 
 
 def test_stopped_engine_is_killed_and_named(start_agent: StartAgent) -> None:
@@ -308,6 +309,19 @@ def test_a_damaged_file_is_named_before_anything_starts(
     assert name in line
     assert str(model_dir) in line
     assert "download or copy the model again" in line
+
+
+def test_a_given_chat_template_that_is_none_is_named_and_not_the_model(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}\n{% if %}")
+    agent = start_agent(chat_template=str(template))
+    assert agent.end() == exit_codes.MODEL
+    (line,) = agent.output.splitlines()
+    assert f"chat_template '{template}': the chat template is not valid Jinja: " in line
+    assert "(line 2)" in line
+    assert "model directory" not in line
 
 
 def write_index(model_dir: Path, name: str) -> None:

@@ -115,7 +115,9 @@ class ChatTemplate:
             self._template.globals = dict(self._template.globals)
             tree = self._environment.parse(source)
         except jinja2.TemplateError as error:
-            raise ValueError("the chat template is not valid Jinja") from error
+            line = getattr(error, "lineno", 0)  # of a syntax error
+            where = f"{error.message} (line {line})" if line else error.message
+            raise ValueError(f"the chat template is not valid Jinja: {where}") from error
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self.knows_tools = "tools" in self.variables
         self.knows_tool_calls = "tool_calls" in source

@@ -200,7 +200,10 @@ class Agent:
                 return await self._serve(tasks)
         finally:
             await self._close(tasks)
-            _log.info("worker ended")
+            if self.failure:  # again, last: only the end of a container's log is kept
+                _log.error("worker ended: %s", self.failure)
+            else:
+                _log.info("worker ended")
 
     async def _serve(self, tasks: list[asyncio.Task[None]]) -> int:
         """Until a signal, or a failure; the exit code. No child is left behind."""

@@ -43,11 +43,11 @@ def check(
         tokens = model.tokenizer.size
         template = model.tokenizer.chat_template()
         if template is not None:
-            ChatTemplate(template, model.tokenizer.special_texts())
+            _check_template(template, model, prompting)
         form = model.tokenizer.format
         if weights:
             _check_weights(model_dir)
-    except UnknownFormatError as error:
+    except (UnknownFormatError, _GivenTemplateError) as error:
         raise ModelError(str(error)) from error
     except ValueError as error:
         if isinstance(error, ModelError) and not isinstance(error, DamagedFileError):
@@ -75,6 +75,20 @@ def _say_sampling(recommended: SamplingDefaults) -> None:
             "(sampling_defaults: openai keeps OpenAI's values)",
             ", ".join(f"{name} {value:g}" for name, value in changed.items()),
         )
+
+
+class _GivenTemplateError(ValueError):
+    """A template in place of the model's own: the model is not to blame."""
+
+
+def _check_template(source: str, model: ModelDirectory, prompting: Prompting | None) -> None:
+    given = prompting.chat_template if prompting is not None else None
+    try:
+        ChatTemplate(source, model.tokenizer.special_texts())
+    except ValueError as error:
+        if given is None:
+            raise
+        raise _GivenTemplateError(f"chat_template '{given}': {error}") from error
 
 
 def _check_weights(model_dir: Path) -> None:
