@@ -608,7 +608,7 @@ def test_a_service_that_starts_in_time_is_not_down() -> None:
         ({"image": {"worker": {"repository": "docker://x/y"}}}, r"worker.*repository"),
         ({"image": {"redis": {"repository": "redis:8"}}}, r"redis.*repository"),
         ({"image": {"pullSecrets": [7]}}, r"pullSecrets"),
-        ({"redis": {"enabled": False}}, r"keys.*existingSecret"),
+        ({"redis": {"enabled": False}}, r"no Redis: set redis.enabled, or redis.url, or keys"),
         ({"redis": {"resources": {"request": {"cpu": 1}}}}, r"redis.*resources.*request"),
         ({"operator": {"resources": {"limits": {"memory": "1 GB"}}}}, r"memory"),
         ({"operator": {"gpuResource": "gpu"}}, "gpuResource"),
