@@ -193,10 +193,11 @@ def test_a_job_whose_pods_are_refused_says_so() -> None:
     (job,) = operator.kube.of("Job")
     meta = job["metadata"]
     words = "Error creating: exceeded quota: small, requested: pods=1"
+    event = f"(combined from similar events): {words}"
     about = {"involvedObject": {"name": meta["name"], "uid": meta["uid"]}}
     where = {"namespace": KEY[0], "name": "refused"}
     operator.kube.add(
-        {"kind": "Event", "metadata": where, **about, "reason": "FailedCreate", "message": words}
+        {"kind": "Event", "metadata": where, **about, "reason": "FailedCreate", "message": event}
     )
     operator.context()
     for kind, value in (("Ready", "False"), ("ModelCached", "False"), ("Degraded", "True")):

@@ -492,9 +492,10 @@ def test_a_model_image_that_cannot_be_pulled_is_not_there() -> None:
     )
 
 
-def test_a_claim_that_was_refused_comes_before_the_pod_that_waits_for_it() -> None:
+@pytest.mark.parametrize("reason", ["Unschedulable", "QuotaBlocked"])
+def test_a_claim_that_was_refused_comes_before_the_pod_that_waits_for_it(reason: str) -> None:
     refusal = "patch persistentvolumeclaims/a/model: exceeded quota (403)"
-    waiting = CacheStep(ModelStatus(), reason="Unschedulable", message="claim not found")
+    waiting = CacheStep(ModelStatus(), reason=reason, message="claim not found")
     given = facts(WAITING, model=waiting, failures=[refusal])
     assert conditions(given)["Ready"] == "False/RequestRefused"
     assert refusal in message(given)

@@ -9,6 +9,7 @@ from radixgrove.operator.kube.client import Kube
 from radixgrove.operator.planning.observed import Pod
 
 _NOT_MOUNTED = ("FailedMount", "FailedAttachVolume")
+_COMBINED = "(combined from similar events): "
 _LONGEST = 1024  # characters of a message
 
 
@@ -33,7 +34,8 @@ def with_mounts(kube: Kube, namespace: str, pod: Pod) -> Pod:
 
 
 def _last(events: list[EventObject]) -> str:
-    return str(max(events, key=_when).get("message", ""))[:_LONGEST] if events else ""
+    said = str(max(events, key=_when).get("message", "")) if events else ""
+    return said.removeprefix(_COMBINED)[:_LONGEST]
 
 
 def _when(event: EventObject) -> str:

@@ -238,7 +238,8 @@ def _ready(facts: StatusInput, ready: int, desired: int) -> ConditionDraft:
 
 def _refused_for(facts: StatusInput) -> bool:
     """Whether a refused request may be why a model is not there: its claim, say, for a quota."""
-    waits = facts.view.model.reason in _FETCHING | {"Unschedulable"}
+    pending = _FETCHING | {"PodRefused", "QuotaBlocked", "Unschedulable"}
+    waits = facts.view.model.reason in pending
     return bool(facts.view.failures) and waits
 
 
