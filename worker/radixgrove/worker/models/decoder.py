@@ -215,7 +215,10 @@ class DecoderLayer:
         if context.await_layer is not None:
             context.await_layer(self._index)
         if attention.takes_qkv:
-            rows = None if wanted is not None else self._output.room_for_heads(len(qkv), context)
+            rows = None
+            if wanted is None:
+                head_dim = attention.pages[self._index].shape[-1]
+                rows = self._output.room_for_heads(len(qkv), head_dim, context)
             attended = attention.attend_qkv(self._index, qkv, rotation, *norms, quantized=rows)
             if rows is not None:
                 return rows

@@ -317,9 +317,11 @@ class Linear:
             added_to=added_to,
         )
 
-    def room_for_heads(self, tokens: int, context: StepContext) -> QuantizedRows | None:
+    def room_for_heads(
+        self, tokens: int, head_dim: int, context: StepContext
+    ) -> QuantizedRows | None:
         """Where attention is to leave this product's inputs, if it is to quantize them."""
-        return context.ops.room_for_heads(tokens, self.weight, context.attention.head_dim)
+        return context.ops.room_for_heads(tokens, self.weight, head_dim)
 
     def is_summed(self, context: StepContext) -> bool:
         """Whether each rank has a part of the result."""
