@@ -108,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=1.5)
     parser.add_argument("--max-tokens", type=int, default=384)
     parser.add_argument("--device", default="auto", choices=[d.value for d in Device])
+    parser.add_argument("--cpu-threads", type=int, help="1 where other work shares the cores")
     arguments = parser.parse_args(argv)
     model_dir = arguments.model or demo_model.ensure()
     cases = enforced(arguments.corpus, model_dir, arguments.schemas, arguments.part)
@@ -121,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     settings = WorkerSettings(
         device=Device(arguments.device),
+        cpu_threads=arguments.cpu_threads,
         max_model_len=1024,
         kv_tokens=1 << 16,
         max_running=64,
