@@ -53,11 +53,14 @@ class QueueMail(PeerMail):
     def __init__(self, letters: dict[int, tuple[Tensor, Tensor]]) -> None:
         self._letters = letters
         self._step = 0
+        self.started = False  # both stages: before, the first waits in vain for the last
 
     def post(self, step: int, rows: Tensor, tokens: Tensor) -> None:
         self._letters[step] = rows.clone(), tokens.clone()
 
     def take(self, step: int, count: int, history: History) -> None:
+        if not self.started and step not in self._letters:
+            return
         rows, tokens = self._letters.pop(step)
         assert len(rows) == count
         history.tokens[rows, history.lens[rows].long()] = tokens.int()
@@ -73,6 +76,9 @@ class Pipeline:
         self._letters: dict[int, tuple[Tensor, Tensor]] = {}
         self._by_mail = by_mail
         self.first, self.last = (self._stage(model_dir, rank) for rank in range(2))
+        for stage in (self.first, self.last) if by_mail else ():
+            assert isinstance(stage.member.mail, QueueMail)
+            stage.member.mail.started = True
         self.info = self.first.info
         assert self.info.run_ahead == by_mail
         if not by_mail:
