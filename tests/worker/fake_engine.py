@@ -206,7 +206,8 @@ class FakeEngine:
             del self.running[submit.request_id]
             end = Tokens(request_id=submit.request_id, token_ids=[], finish=Finish.STOP)
             return interrupted or end
-        token = sampling.stop_token_ids[0] if ended else entry.script[entry.position]
+        stops = sampling.stop_token_ids or (0,)  # none with `ignore_eos`: it goes on
+        token = stops[0] if ended else entry.script[entry.position]
         entry.position += 1
         finish = None
         if token in sampling.stop_token_ids:

@@ -783,7 +783,9 @@ def skinny(
     if not 1 <= tokens <= MAX_SKINNY_TOKENS:
         raise ValueError(f"{tokens} tokens are not within 1..{MAX_SKINNY_TOKENS}")
     if scales is not None and scales.block and not within(config.block_k, scales.block):
-        raise ValueError(f"steps of {config.block_k} do not divide blocks of {scales.block[1]}")
+        raise ValueError(
+            f"steps of {config.block_k} are neither within blocks of {scales.block[1]} nor two"
+        )
     if config.splits > 1 and (workspace is None or not workspace.fits(config, tokens, n, silu)):
         raise ValueError("splitting K needs a workspace of sufficient size")
     like = residual

@@ -77,7 +77,7 @@ def _say_sampling(recommended: SamplingDefaults) -> None:
         )
 
 
-class _GivenTemplateError(ValueError):
+class _GivenTemplateError(ModelError):
     """A template in place of the model's own: the model is not to blame."""
 
 
