@@ -51,11 +51,13 @@ NOT_OF_FLOAT32 = {
     "_int8_kernel",
     "_mask_tokens_kernel",
     "_penalize_kernel",
+    "_post_kernel",
     "_quantize_int8_kernel",
     "_quantize_kernel",
     "_race_kernel",
     "_race_winner_kernel",
     "_skinny_kernel",
+    "_take_kernel",
     "_thresholds_kernel",
 }
 SHARED_MEMORY_BYTES = 232_448  # a block's limit on compute capability 9.0

@@ -153,7 +153,8 @@ def ends_in_parts(config: SkinnyConfig, weight: Weight, feeds: Weight) -> bool:
         return False
     assert feeds.block is not None
     width = feeds.block[1]
-    return config.block_n == width and weight.shape[0] // 2 % width == 0
+    # Both halves' sums, and what they are scaled to, need the registers of eight warps.
+    return config.warps >= 8 and config.block_n == width and weight.shape[0] // 2 % width == 0
 
 
 def takes_heads(weight: Weight, head_dim: int) -> bool:
