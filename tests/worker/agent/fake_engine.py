@@ -2,15 +2,18 @@
 
 Run as `python -m fake_engine RUNTIME_DIR RANK`. Files in the runtime directory's parent steer it:
 `chatty` makes it print 2 MB, `die-at-start` makes it exit with an error, `load-forever` keeps it
-from getting ready. A message `Abort` of one of `_STEPS` makes it announce a step of so many seconds
-and never finish it. What it receives is appended to `engine-heard` there.
+from getting ready, `fail-at-end` makes SIGTERM find it with an error. A message `Abort` of one of
+`_STEPS` makes it announce a step of so many seconds and never finish it. What it receives is
+appended to `engine-heard` there.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from radixgrove.service import logs
 from radixgrove.worker.engine.links import tell_joined
@@ -54,6 +57,10 @@ PULSE = Stats(
 )
 
 
+def fail(*_: Any) -> None:
+    raise RuntimeError("another rank is silent")
+
+
 def main() -> None:
     directory = Path(sys.argv[1])
     rank = int(sys.argv[2])
@@ -67,6 +74,8 @@ def main() -> None:
             print(f"line {number}", "x" * 100, flush=True)
     while (notes / "load-forever").exists():
         time.sleep(1)
+    if (notes / "fail-at-end").exists():
+        signal.signal(signal.SIGTERM, fail)
     tell_joined(runtime)
     place = Layout.of(runtime.settings).place(rank)
     if not place.leads:

@@ -46,6 +46,17 @@ def test_starts_says_what_fits_and_drains_on_sigterm(start_agent: StartAgent) ->
     assert not list(agent.notes.glob("radixgrove-worker-*")), "the runtime directory is removed"
 
 
+def test_an_engine_that_fails_as_its_last_request_ends_is_named(start_agent: StartAgent) -> None:
+    """The error is the last answer, so that draining may be over before the death is seen."""
+    agent = start_agent("fail-at-end")
+    agent.wait_ready()
+    engine = agent.child("fake_engine")
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.end() == 1
+    said = rf"engine rank 0 \(process {engine.pid}\) .*another rank is silent, while draining"
+    assert re.search(said, agent.lines[-1]), agent.output
+
+
 def test_second_signal_ends_without_draining(start_agent: StartAgent) -> None:
     agent = start_agent(drain_timeout=600)
     agent.wait_ready()

@@ -207,20 +207,34 @@ class Agent:
 
     async def _serve(self, tasks: list[asyncio.Task[None]]) -> int:
         """Until a signal, or a failure; the exit code. No child is left behind."""
+        error: AgentError | ChildFailed | None = None
         try:
             await self._start_children()
             tasks.append(asyncio.create_task(self._watch(), name="watch"))
             tasks.append(asyncio.create_task(self._become_ready(), name="readiness"))
             await self._until_stop(tasks)
             await self._drain_and_stop(tasks)
-            return 0
-        except (AgentError, ChildFailed) as error:
-            self.state = WorkerState.FAILED
-            self.failure = str(error)
-            _log.error("%s", error)
-            return _exit_code(error)
+        except (AgentError, ChildFailed) as failure:
+            error = failure
+            self._fail(error)
         finally:
             await self._end_children()
+        if error is None and (error := self._rank_that_failed()):
+            self._fail(error)
+        return 0 if error is None else _exit_code(error)
+
+    def _fail(self, error: AgentError | ChildFailed) -> None:
+        self.state = WorkerState.FAILED
+        self.failure = str(error)
+        _log.error("%s", error)
+
+    def _rank_that_failed(self) -> AgentError | None:
+        """One that was ending by itself when it was ended: its requests were answered with errors,
+        so that nothing was left to drain before its death was seen."""
+        for child in (service.child for service in self._ranks):
+            if (child.process.returncode or 0) > 0:  # below 0: by our signal
+                return AgentError(f"{child.obituary()}, while draining")
+        return None
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
