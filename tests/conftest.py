@@ -82,9 +82,9 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     if config.getvalue("dist") != "loadscope":
         return None
-    from tests.cluster.side_by_side import ByRoom
+    from tests.cluster.side_by_side import ByGroup
 
-    return ByRoom(config, log)
+    return ByGroup(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.checkout import ROOT
-from tests.cluster.side_by_side import room_of
+from tests.cluster.side_by_side import group_of
 
 _CONFTEST = """
-from tests.cluster.side_by_side import ByRoom
+from tests.cluster.side_by_side import ByGroup
 
 def pytest_xdist_make_scheduler(config, log):
-    return ByRoom(config, log)
+    return ByGroup(config, log)
 """
 _TESTS = """
 import os
@@ -45,44 +44,35 @@ for _ in range(3):
 """
 
 
-def test_files_go_whole_to_a_process_of_their_room_the_longest_first(tmp_path: Path) -> None:
+def test_groups_stay_together_and_in_order(tmp_path: Path) -> None:
     """Asked of pytest-xdist itself, which may lose an option without a word."""
-    log = tmp_path / "log"
+    log, folder = tmp_path / "log", tmp_path / "tests" / "cluster"
+    folder.mkdir(parents=True)
     (tmp_path / "conftest.py").write_text(_CONFTEST)
-    planes = ["tests/cluster/test_teardown", "tests/operator/api/test_admission"]
-    clusters = ["groups", "rollout", "release", "node_loss"]
-    for path in [*planes, *(f"tests/cluster/test_{name}" for name in clusters)]:
-        file = tmp_path / f"{path}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(_TESTS.format(log=str(log), name=path.rpartition("test_")[2]))
+    load, nodes = ["test_autoscale", "test_rollout"], ["test_cluster", "test_policies"]
+    for name in [*load, *nodes]:
+        (folder / f"{name}.py").write_text(_TESTS.format(log=str(log), name=name))
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "xdist.plugin", f"--rootdir={tmp_path}",
-         "-n", "3", "--dist", "loadscope"],
+         "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"],
         cwd=tmp_path, check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
     ran = [line.split() for line in log.read_text().splitlines()]
-    by_worker = {worker: [name for w, name in ran if w == worker] for worker, _ in ran}
-    files = {worker: names[::3] for worker, names in by_worker.items()}
-    for worker, names in by_worker.items():
-        assert names == [name for name in files[worker] for _ in range(3)], "whole, one by one"
-    assert files["gw0"][0] == "teardown"
-    assert not set(files["gw0"]) & set(clusters)
-    assert {files["gw1"][0], files["gw2"][0]} == {"groups", "rollout"}
-    assert sorted(itertools.chain(*files.values())) == sorted([*clusters, "teardown", "admission"])
-    for worker in ("gw1", "gw2"):
-        mine = [name for name in files[worker] if name in clusters]
-        assert mine == sorted(mine, key=clusters.index), "in the order of the list"
+    for group in (load, nodes):
+        lines = [(worker, name) for worker, name in ran if name in group]
+        assert len({worker for worker, _ in lines}) == 1
+        assert [name for _, name in lines] == [name for name in group for _ in range(3)]
 
 
-def test_every_file_with_cluster_tests_has_a_room() -> None:
+def test_every_file_with_cluster_tests_has_a_group() -> None:
     marked = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("test_*.py")
         if "pytest.mark.cluster" in path.read_text() and path != Path(__file__).resolve()
     ]
     assert len(marked) > 15
-    assert [path for path in marked if room_of(path) is None] == []
+    assert [path for path in marked if group_of(path) is None] == []
 
 
 def test_whoever_is_alone_is_alone_and_everybody_gets_a_turn(tmp_path: Path) -> None:
