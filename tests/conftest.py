@@ -62,7 +62,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """More than cores: tests of routers, agents and clusters wait for most of their time."""
-    return CORES * 7 // 2
+    return CORES * 5 // 2
 
 
 @pytest.hookimpl(optionalhook=True)
