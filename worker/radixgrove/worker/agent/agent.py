@@ -24,6 +24,7 @@ import zmq.asyncio
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.settings import LoadFormat, LogLevel, WorkerSettings
 from radixgrove.service import exit_codes, logs
+from radixgrove.service.children import Child
 from radixgrove.service.directories import private_directory
 from radixgrove.service.listening import BindingError, check_management, reserve
 from radixgrove.service.liveness import tick
@@ -233,7 +234,7 @@ class Agent:
         so that nothing was left to drain before its death was seen."""
         for child in (service.child for service in self._ranks):
             if (child.process.returncode or 0) > 0:  # below 0: by our signal
-                return AgentError(f"{child.obituary()}, while draining")
+                return _death_in_drain(child)
         return None
 
     def _on_signal(self) -> None:
@@ -342,7 +343,7 @@ class Agent:
             await asyncio.gather(*(service.stop(patience) for service in self._frontends))
             await stopping
         if dead:
-            raise self._stuck or AgentError(f"{dead[0].obituary()}, while draining")
+            raise self._stuck or _death_in_drain(dead[0])
         for task in tasks:
             if task.done():
                 raise _end_of(task)
@@ -361,6 +362,10 @@ class Agent:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(engine.close() for engine in self.engines))
         self._context.term()
+
+
+def _death_in_drain(rank: Child) -> AgentError:
+    return AgentError(f"{rank.obituary()}, while draining")
 
 
 def _end_of(task: asyncio.Task[None]) -> AgentError:

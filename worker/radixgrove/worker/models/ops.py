@@ -238,8 +238,9 @@ class TorchOps:
         eps: float,
         added_to: Tensor | None,
     ) -> Inputs:
-        before: dict[str, Any] = {"norm": norm, "eps": eps, "added_to": added_to}
-        return self.linear(x, weight, bias, silu=True, residual=None, **before)
+        return self.linear(
+            x, weight, bias, norm=norm, eps=eps, silu=True, residual=None, added_to=added_to
+        )
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if not self._is_wide(weight):
