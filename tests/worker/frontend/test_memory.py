@@ -19,6 +19,7 @@ from radixgrove.worker.frontend.unread import Unread, size_of
 from radixgrove.worker.messages import (
     Outputs,
     Read,
+    Submit,
     SubmitChoices,
     ToEngine,
     TokenLogprobs,
@@ -98,7 +99,13 @@ async def test_an_answer_that_is_not_read_ends_when_it_takes_too_much(
             await asyncio.Event().wait()  # the connection's buffers are full of the stream
 
     async with running(demo_model_dir) as (frontend, engine):
+
+        def wait_for_the_abort(_: Submit, generated: int) -> None:
+            if generated == 300:  # far more than is held for it: it does not end by itself
+                engine.paused.set()
+
         engine.script = lambda _: [1000] * 10_000
+        engine.interrupt = wait_for_the_abort
         receive = await request_then_silence(max_tokens=1500, logprobs=5)
         handler = asyncio.create_task(frontend.app(scope(), receive, stuck))
         await asyncio.wait_for(handler, 20)
