@@ -81,7 +81,9 @@ class UpProcess:
         return engines[0]
 
     def status(self) -> dict[str, Any]:
-        answer = httpx.get(f"http://127.0.0.1:{self.management_port}/status", timeout=10)
+        answer = httpx.get(
+            f"http://127.0.0.1:{self.management_port}/status", timeout=10, verify=False
+        )
         status: dict[str, Any] = answer.raise_for_status().json()
         return status
 

@@ -74,7 +74,9 @@ def test_a_stream_under_a_schema_equals_the_whole(cluster: UpProcess) -> None:
     texts = []
     for stream in (False, True):
         body = chat_body("Which cities?", response_format=asked, stream=stream)
-        response = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=120)
+        response = httpx.post(
+            f"{cluster.url}/v1/chat/completions", json=body, timeout=120, verify=False
+        )
         assert response.headers["x-radixgrove-ignored-schema-keywords"] == "contains"
         if not stream:
             texts.append(response.json()["choices"][0]["message"]["content"])
@@ -317,7 +319,7 @@ def engine_gauges(worker: str) -> dict[str, float]:
     """What a worker's engine says of itself, five times a second."""
     names = ("running_requests", "kv_pages", "kv_free_pages", "kv_evictable_pages")
     found = dict.fromkeys(names, 0.0)
-    for line in httpx.get(f"{worker}/metrics", timeout=10).text.splitlines():
+    for line in httpx.get(f"{worker}/metrics", timeout=10, verify=False).text.splitlines():
         name, _, value = line.removeprefix("radixgrove_engine_").rpartition(" ")
         if name in found:
             found[name] = float(value)
@@ -336,7 +338,7 @@ def test_disconnect_frees_the_replica(cluster: UpProcess) -> None:
     workers = [entry["url"] for entry in cluster.replicas().values()]
     body = chat_body("Write a very long story.", max_tokens=1500, stream=True, ignore_eos=True)
     with httpx.stream(
-        "POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=60
+        "POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=60, verify=False
     ) as answer:
         lines = answer.iter_lines()
         for _ in range(6):
@@ -358,6 +360,7 @@ def test_request_id_travels(cluster: UpProcess) -> None:
         json=chat_body("Hi", max_tokens=2),
         headers={"x-request-id": "from-the-client-1"},
         timeout=60,
+        verify=False,
     )
     assert answer.headers["x-request-id"] == "from-the-client-1"
     assert answer.status_code == 200
@@ -368,7 +371,7 @@ def test_ctrl_c_lets_streams_end_and_leaves_nothing(demo_model_dir: Path, tmp_pa
     body = chat_body("Tell a story.", max_tokens=60, stream=True, ignore_eos=True)
 
     def stream() -> str:
-        return httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).text
+        return httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60, verify=False).text
 
     try:
         up.start()
@@ -386,7 +389,9 @@ def test_ctrl_c_lets_streams_end_and_leaves_nothing(demo_model_dir: Path, tmp_pa
 def test_the_terminal_tells_of_the_cluster_and_the_files_of_requests(cluster: UpProcess) -> None:
     headers = {"x-request-id": "kept-in-a-file"}
     body = chat_body("What is the capital of France?", max_tokens=2)
-    httpx.post(f"{cluster.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+    httpx.post(
+        f"{cluster.url}/v1/chat/completions", json=body, headers=headers, timeout=120, verify=False
+    )
 
     def written() -> bool:
         files = [cluster.log_dir / f"{part}.log" for part in ("router", "replica-0", "replica-1")]

@@ -36,7 +36,7 @@ def test_every_request_of_an_overload_ends(small: UpProcess) -> None:
     def ask(number: int) -> httpx.Response:
         url = (worker, small.url)[number % 2]
         body = chat_body(f"Count to {number}.", max_tokens=4)
-        return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, verify=False)
 
     with ThreadPoolExecutor(REQUESTS) as pool:
         answers = list(pool.map(ask, range(REQUESTS)))
@@ -51,9 +51,11 @@ def test_every_request_of_an_overload_ends(small: UpProcess) -> None:
     wait_idle(small)
     for url in (worker, small.url):
         wait_until(partial(_is_ready, url), what=f"{url} to be ready")
-        answer = httpx.post(f"{url}/v1/chat/completions", json=chat_body("Hello"), timeout=60)
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", json=chat_body("Hello"), timeout=60, verify=False
+        )
         assert answer.status_code == 200
 
 
 def _is_ready(url: str) -> bool:
-    return httpx.get(f"{url}/readyz", timeout=30).status_code == 200
+    return httpx.get(f"{url}/readyz", timeout=30, verify=False).status_code == 200

@@ -126,7 +126,8 @@ def running_frontend(model_dir: Path, **settings: Any) -> Iterator[Frontend]:
 def is_ready(frontend: Frontend) -> bool:
     assert frontend.process.poll() is None, frontend.log.read_text()
     try:
-        return httpx.get(f"{frontend.url}/readyz", timeout=5).status_code == 200
+        # Without `verify=False` each client reads the certificates of all authorities: 40 ms of CPU.
+        return httpx.get(f"{frontend.url}/readyz", timeout=5, verify=False).status_code == 200
     except httpx.TransportError:
         return False
 

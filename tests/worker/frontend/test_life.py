@@ -192,8 +192,8 @@ def test_engine_death_in_mid_stream_is_an_error_event(start_frontend: StartFront
     assert set(last) == {"error"}
     assert last["error"]["message"] == "The engine has stopped."
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
-    assert httpx.get(f"{frontend.url}/readyz").status_code == 503
-    assert httpx.get(f"{frontend.url}/livez").status_code == 200
+    assert httpx.get(f"{frontend.url}/readyz", verify=False).status_code == 503
+    assert httpx.get(f"{frontend.url}/livez", verify=False).status_code == 200
 
 
 def test_engine_death_answers_waiting_requests(start_frontend: StartFrontend) -> None:
@@ -218,7 +218,7 @@ def test_a_silent_engine_is_given_up(start_frontend: StartFrontend) -> None:
         wait_until(lambda: len(frontend.engine.running) == 1, what="the request at the engine")
         frontend.engine.silent.set()
         wait_until(
-            lambda: httpx.get(f"{frontend.url}/readyz").status_code == 503,
+            lambda: httpx.get(f"{frontend.url}/readyz", verify=False).status_code == 503,
             what="the end of readiness",
         )
         response = waiting.result(timeout=30)
@@ -239,7 +239,10 @@ def test_sigterm_finishes_running_streams_and_refuses_new_ones(
         running = pool.submit(frontend.chat, "x", stream=True)
         wait_until(lambda: len(frontend.engine.running) == 1, what="the stream at the engine")
         frontend.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{frontend.url}/readyz").status_code == 503, what="the drain")
+        wait_until(
+            lambda: httpx.get(f"{frontend.url}/readyz", verify=False).status_code == 503,
+            what="the drain",
+        )
         refused = frontend.chat("new")
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
@@ -296,8 +299,8 @@ def test_every_route_but_health_needs_a_key(keyed: Frontend) -> None:
                 assert response.status_code == 401, (method, path)
                 if method != "HEAD":
                     assert response.json()["error"]["code"] == "invalid_api_key"
-    assert httpx.get(f"{keyed.url}/livez").status_code == 200
-    assert httpx.get(f"{keyed.url}/readyz").status_code == 200
+    assert httpx.get(f"{keyed.url}/livez", verify=False).status_code == 200
+    assert httpx.get(f"{keyed.url}/readyz", verify=False).status_code == 200
 
 
 def test_a_web_page_asks_without_a_key_whether_it_may(keyed: Frontend) -> None:
@@ -427,14 +430,17 @@ def test_tokenizer_files_for_routers_only(keyed: Frontend, demo_model_dir: Path)
     files = TokenizerFiles.load(demo_model_dir)
     internal = {INTERNAL_KEY_HEADER: INTERNAL_KEY}
     path = f"{keyed.url}/internal/tokenizer/{files.digest}"
-    got = {name: httpx.get(f"{path}/{name}", headers=internal).content for name in files.contents}
+    got = {
+        name: httpx.get(f"{path}/{name}", headers=internal, verify=False).content
+        for name in files.contents
+    }
     assert TokenizerFiles(got).digest == files.digest
-    assert httpx.get(f"{path}/config.json", headers=internal).status_code == 404
-    assert httpx.get(f"{path}/..%2Fconfig.json", headers=internal).status_code == 404
+    assert httpx.get(f"{path}/config.json", headers=internal, verify=False).status_code == 404
+    assert httpx.get(f"{path}/..%2Fconfig.json", headers=internal, verify=False).status_code == 404
     stale = f"{keyed.url}/internal/tokenizer/0000/tokenizer.json"
-    assert httpx.get(stale, headers=internal).status_code == 404
+    assert httpx.get(stale, headers=internal, verify=False).status_code == 404
     user = {"authorization": "Bearer key-a"}
-    assert httpx.get(f"{path}/tokenizer.json", headers=user).status_code == 401
+    assert httpx.get(f"{path}/tokenizer.json", headers=user, verify=False).status_code == 401
 
 
 # ---- metrics and logs ---------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def config(layers: int, vocab: int = 1000, *, tied: bool = False) -> ModelConfig
 
 
 def heaviest(counts: list[int], vocab: int) -> int:
-    """What the stage that computes most multiplies with; a quarter of the head, and no embedding."""
+    """What the stage that computes most multiplies with: a quarter of the head, no embedding."""
     layer, head = 4 * 64 * 64 + 3 * 64 * 128, vocab * 64
     weights = [count * layer for count in counts]
     weights[-1] += head // 4
