@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -82,6 +83,11 @@ class Frontend:
 StartFrontend = Callable[..., Any]
 
 
+@cache
+def tokenizer_of(model_dir: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+
 @contextmanager
 def running_frontend(model_dir: Path, **settings: Any) -> Iterator[Frontend]:
     """Start a frontend with these settings; ready when this returns."""
@@ -110,9 +116,8 @@ def running_frontend(model_dir: Path, **settings: Any) -> Iterator[Frontend]:
                 env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(runtime.metrics_dir)},
                 stderr=output,
             )
-        tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         url = f"http://127.0.0.1:{options['port']}"
-        frontend = Frontend(engines, process, url, tokenizer, log)
+        frontend = Frontend(engines, process, url, tokenizer_of(model_dir), log)
         try:
             wait_until(lambda: is_ready(frontend), deadline=60, what="the frontend")
             yield frontend
@@ -126,7 +131,7 @@ def running_frontend(model_dir: Path, **settings: Any) -> Iterator[Frontend]:
 def is_ready(frontend: Frontend) -> bool:
     assert frontend.process.poll() is None, frontend.log.read_text()
     try:
-        # Without `verify=False` each client reads the certificates of all authorities: 40 ms of CPU.
+        # Without `verify=False` a client reads the certificates of all authorities: 40 ms of CPU.
         return httpx.get(f"{frontend.url}/readyz", timeout=5, verify=False).status_code == 200
     except httpx.TransportError:
         return False
