@@ -40,7 +40,7 @@ from radixgrove.kernels.autotune import (
     candidates,
 )
 from radixgrove.kernels.float8 import FLOAT8, to_page
-from radixgrove.kernels.linear import MAX_SKINNY_TOKENS
+from radixgrove.kernels.skinny import MAX_SKINNY_TOKENS
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.scaled import multiply_quantized
 from radixgrove.kernels.weight import Weight

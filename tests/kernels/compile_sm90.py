@@ -36,8 +36,8 @@ from radixgrove.kernels import (
     decode,
     decode_inputs,
     gather,
+    gemv,
     int8,
-    linear,
     moe,
     moe_tuning,
     norm,
@@ -47,6 +47,7 @@ from radixgrove.kernels import (
     rope,
     routing,
     sample,
+    skinny,
     token_mail,
     top_k_top_p,
 )
@@ -57,7 +58,6 @@ from radixgrove.kernels.autotune import (
     own_candidates,
 )
 from radixgrove.kernels.float8 import FLOAT8
-from radixgrove.kernels.linear import SkinnyWorkspace
 from radixgrove.kernels.matmul import Scratch, multiply
 from radixgrove.kernels.scaled import feed, multiply_quantized
 from radixgrove.kernels.weight import QuantizedRows, Weight
@@ -70,14 +70,15 @@ MODULES = (
     attention,
     decode,
     gather,
+    gemv,
     int8,
-    linear,
     moe,
     norm,
     pages,
     quantize,
     routing,
     sample,
+    skinny,
     rope,
     decode_inputs,
     token_mail,
@@ -274,12 +275,12 @@ def launch_linear(dtype: torch.dtype, hidden: int, *, few: bool = False) -> None
     for candidate in GEMV_CANDIDATES[2:3] if default_only else GEMV_CANDIDATES:
         config = candidate.gemv
         silu = config is not None and config.block_k <= 4096  # no gate is as wide as the widest
-        linear.gemv(one, weight, norm=one[0], silu=silu, config=config)
-    workspace = SkinnyWorkspace(torch.device("cpu"))
+        gemv.gemv(one, weight, norm=one[0], silu=silu, config=config)
+    workspace = skinny.SkinnyWorkspace(torch.device("cpu"))
     many = torch.zeros(16, hidden, dtype=dtype)
-    skinny = SKINNY_CANDIDATES[:1] if few else SKINNY_CANDIDATES
-    for candidate in skinny if dtype != torch.float32 else ():
-        linear.skinny(many, weight, silu=True, config=candidate.skinny, workspace=workspace)
+    candidates = SKINNY_CANDIDATES[:1] if few else SKINNY_CANDIDATES
+    for candidate in candidates if dtype != torch.float32 else ():
+        skinny.skinny(many, weight, silu=True, config=candidate.skinny, workspace=workspace)
 
 
 def launch_experts(dtype: torch.dtype, *, few: bool = False) -> None:
@@ -530,8 +531,8 @@ def launch_smallest() -> None:
     one, index = torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64)
     for silu in (False, True):
         weight = torch.zeros(2 if silu else 1, 8)
-        linear.gemv(torch.zeros(1, 8), weight, silu=silu)
-        linear.skinny(torch.zeros(1, 8), weight, silu=silu)
+        gemv.gemv(torch.zeros(1, 8), weight, silu=silu)
+        skinny.skinny(torch.zeros(1, 8), weight, silu=silu)
     norm.rms_norm(one, one[0], 1.0)
     activation.silu_and_mul(torch.zeros(1, 2))
     gather.embed(one, index)

@@ -25,8 +25,10 @@ from radixgrove.kernels.autotune import (
     bucket_of,
 )
 from radixgrove.kernels.cublaslt import CublasLt, CublasLtConfig, CublasLtError
-from radixgrove.kernels.linear import GemvConfig, SkinnyConfig, SkinnyWorkspace, linear_reference
+from radixgrove.kernels.gemv import GemvConfig
+from radixgrove.kernels.linear import linear_reference
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
+from radixgrove.kernels.skinny import SkinnyConfig, SkinnyWorkspace
 from radixgrove.kernels.weight import Weight
 from tests.kernels.helpers import assert_close
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import ops
-from radixgrove.kernels.linear import SkinnyConfig, SkinnyWorkspace
+from radixgrove.kernels.skinny import SkinnyConfig, SkinnyWorkspace
 from radixgrove.kernels.matmul import CUBLAS, Choice, multiply
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from radixgrove.kernels import linear
+from radixgrove.kernels.gemv import GemvConfig
 from radixgrove.kernels.int8 import (
     Int8Config,
     config_for,
@@ -18,11 +18,12 @@ from radixgrove.kernels.int8 import (
     quantize_int8,
     quantize_int8_reference,
 )
-from radixgrove.kernels.linear import GemvConfig, SkinnyConfig
+from radixgrove.kernels.linear import linear_reference
 from radixgrove.kernels.matmul import CUBLAS, Choice
 from radixgrove.kernels.norm import rms_norm_reference
 from radixgrove.kernels.quantize import widened
 from radixgrove.kernels.scaled import feed, library_takes, multiply_quantized
+from radixgrove.kernels.skinny import SkinnyConfig
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
 from tests.kernels.helpers import QuantizedInputs, assert_close
@@ -152,7 +153,7 @@ def test_every_choice_multiplies_alike(
         norm = torch.rand(k, device=device).half() + 0.5
         exact = rms_norm_reference(exact, norm, 1e-6)
     residual = torch.randn(tokens, n, device=device).half()
-    expected = linear.linear_reference(exact.float(), weight, silu=silu, residual=residual.float())
+    expected = linear_reference(exact.float(), weight, silu=silu, residual=residual.float())
     scratch: Any = SimpleNamespace(cublaslt=None, skinny=None)
     y = multiply_quantized(
         x, weight, choice=choice, scratch=scratch, norm=norm, residual=residual, **options
@@ -172,7 +173,7 @@ def test_many_tokens_are_quantized_with_their_silu(
     weight, after = (replace(each, dtype=torch.float16) for each in (weight, after))
     scratch: Any = SimpleNamespace(cublaslt=None, skinny=None)
     made = feed(x, weight, after, choice=CUBLAS, scratch=scratch)
-    h = linear.linear_reference(x, weight, silu=True)
+    h = linear_reference(x, weight, silu=True)
     if not quantizes:
         assert isinstance(made, torch.Tensor)
         assert_close(made, h, 3e-2)

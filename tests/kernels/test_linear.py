@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import linear, ops
-from radixgrove.kernels.linear import GemvConfig, SkinnyConfig, SkinnyWorkspace
+from radixgrove.kernels import ops
+from radixgrove.kernels.gemv import GemvConfig, gemv
+from radixgrove.kernels.linear import linear_reference
+from radixgrove.kernels.skinny import SkinnyConfig, SkinnyWorkspace, skinny
 from radixgrove.kernels.weight import Weight
 from tests.kernels.helpers import DTYPES, assert_close, sizes
 
+PRODUCTS: dict[str, Callable[..., Tensor]] = {"gemv": gemv, "skinny": skinny}
 ENDINGS = pytest.mark.parametrize("ending", ["plain", "bias", "silu", "residual"])
 # The reference's norm or gate may round where the kernel does not; a product's terms cancel.
 SLACK = 2.0
@@ -44,9 +48,7 @@ class Case:
     def exact(self) -> Tensor:
         wide = torch.float64
         bias = None if self.bias is None else self.bias.to(wide)
-        return linear.linear_reference(
-            self.x.to(wide), self.weight.to(wide), bias, **self.options(wide)
-        )
+        return linear_reference(self.x.to(wide), self.weight.to(wide), bias, **self.options(wide))
 
 
 @pytest.mark.covering(3)
@@ -60,7 +62,7 @@ def test_gemv(
     case = Case(1, n, k, ending, norm, torch.zeros((), dtype=dtype, device=device))
     options = case.options()
     config = GemvConfig(rows=4, block_k=256)
-    out = linear.gemv(case.x, case.weight, case.bias, **options, config=config)
+    out = gemv(case.x, case.weight, case.bias, **options, config=config)
     assert_close(out, case.exact(), SLACK * {torch.float32: 3e-6}.get(dtype, 1e-2))
     if case.residual is not None:
         assert out is options["residual"], "the residual is updated in place"
@@ -85,7 +87,7 @@ def test_skinny(
     workspace = SkinnyWorkspace(device, partials=1 << 20)
     config = SkinnyConfig(block_n=32, block_k=32, splits=splits, stages=2)
     for _ in range(2):  # the second run finds the counters as the first left them
-        out = linear.skinny(
+        out = skinny(
             case.x,
             case.weight,
             case.bias,
@@ -106,7 +108,7 @@ def test_a_float32_output_keeps_the_whole_sum(kernel: str, device: torch.device)
     if kernel == "any":
         assert ops.linear(case.x, Weight.plain(case.weight), out=out) is out
     else:
-        assert getattr(linear, kernel)(case.x, case.weight, out=out) is out
+        assert PRODUCTS[kernel](case.x, case.weight, out=out) is out
     assert_close(out, case.exact(), 1e-6)
 
 
@@ -115,14 +117,14 @@ def test_a_product_is_rounded_before_it_is_added(kernel: str, device: torch.devi
     like = torch.zeros((), dtype=torch.bfloat16, device=device)
     case = Case(1, 40, 96, "residual", False, like)
     assert case.residual is not None
-    separate = case.residual + getattr(linear, kernel)(case.x, case.weight)
-    getattr(linear, kernel)(case.x, case.weight, residual=case.residual)
+    separate = case.residual + PRODUCTS[kernel](case.x, case.weight)
+    PRODUCTS[kernel](case.x, case.weight, residual=case.residual)
     assert torch.equal(case.residual, separate)
 
 
 def test_skinny_refuses_what_it_cannot_do(device: torch.device) -> None:
     weight = torch.zeros(64, 64, device=device)
     with pytest.raises(ValueError, match="129 tokens"):
-        linear.skinny(torch.zeros(129, 64, device=device), weight)
+        skinny(torch.zeros(129, 64, device=device), weight)
     with pytest.raises(ValueError, match="workspace"):
-        linear.skinny(torch.zeros(2, 64, device=device), weight, config=SkinnyConfig(splits=2))
+        skinny(torch.zeros(2, 64, device=device), weight, config=SkinnyConfig(splits=2))

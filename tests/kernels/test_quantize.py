@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import autotune, linear
+from radixgrove.kernels import autotune
 from radixgrove.kernels.autotune import SCALED, LinearTuner, Projection
 from radixgrove.kernels.cublaslt import CublasLt
 from radixgrove.kernels.float8 import FLOAT8, bits, to_page
-from radixgrove.kernels.linear import GemvConfig, ProductScales, SkinnyConfig, SkinnyWorkspace
+from radixgrove.kernels.gemv import GemvConfig, gemv
+from radixgrove.kernels.linear import ProductScales, linear_reference
 from radixgrove.kernels.matmul import CUBLAS, Choice
 from radixgrove.kernels.norm import rms_norm_reference
 from radixgrove.kernels.quantize import quantize, quantize_reference
 from radixgrove.kernels.scaled import _padded, feed, library_takes, multiply_quantized
+from radixgrove.kernels.skinny import SkinnyConfig, SkinnyWorkspace, skinny
 from radixgrove.kernels.weight import QuantizedRows, Weight
 from radixgrove.protocol.model.quantization import Activations
 from tests.kernels.helpers import QuantizedInputs, assert_close
@@ -96,7 +98,7 @@ class Case:
         self.residual = (
             torch.randn(tokens, n, device=on).bfloat16() if ending == "residual" else None
         )
-        self.exact = linear.linear_reference(
+        self.exact = linear_reference(
             x.float(),
             self.weight,
             None if self.bias is None else self.bias.float(),
@@ -126,7 +128,7 @@ ENDINGS = pytest.mark.parametrize("ending", ["plain", "bias", "silu", "residual"
 def test_gemv(scheme: str, ending: str, n: int, k: int, rows: int, device: torch.device) -> None:
     case = Case(scheme, 1, n, k, ending, device)
     config = GemvConfig(rows=rows, block_k=256)
-    out = linear.gemv(case.x, case.weight.payload, config=config, **case.options())
+    out = gemv(case.x, case.weight.payload, config=config, **case.options())
     assert out.dtype == torch.bfloat16
     assert_close(out, case.exact, 2e-2)
 
@@ -149,7 +151,7 @@ def test_skinny(
     device: torch.device,
 ) -> None:
     case = Case(scheme, tokens, n, k, ending, device)
-    out = linear.skinny(
+    out = skinny(
         case.x,
         case.weight.payload,
         config=SkinnyConfig(block_n=32, block_k=step, splits=splits, stages=2),
@@ -188,7 +190,7 @@ def test_every_choice_multiplies_alike(
         norm = torch.rand(k, device=device).bfloat16() + 0.5
         exact = rms_norm_reference(exact, norm, 1e-6)
     residual = torch.randn(tokens, n, device=device).bfloat16()
-    expected = linear.linear_reference(exact.float(), weight, residual=residual.float())
+    expected = linear_reference(exact.float(), weight, residual=residual.float())
     scratch: Any = SimpleNamespace(cublaslt=None, skinny=None)
     y = multiply_quantized(
         x, weight, choice=choice, scratch=scratch, norm=norm, residual=residual, **options
@@ -213,7 +215,7 @@ def test_a_product_feeds_the_next_one(
     norm = torch.rand(k, device=device).bfloat16() + 0.5
     rest = torch.randn_like(x) if added else None
     exact = rms_norm_reference(x if rest is None else x + rest, norm, 1e-6)
-    h = linear.linear_reference(exact, weight, silu=True)
+    h = linear_reference(exact, weight, silu=True)
     scratch: Any = SimpleNamespace(cublaslt=None, skinny=SkinnyWorkspace(device, partials=1 << 18))
     where: dict[str, Any] = {"choice": choice, "scratch": scratch}
     made = feed(x, weight, after, norm=norm, added_to=rest, **where)
@@ -228,7 +230,7 @@ def test_a_product_feeds_the_next_one(
         torch.testing.assert_close(made.scales, expected_scales, rtol=2e-2, atol=0)
         assert_close(made.values.float(), expected_values.float(), 3e-2)
     y = multiply_quantized(made, after, choice=CUBLAS, scratch=scratch)
-    assert_close(y, linear.linear_reference(h.float(), after), 4e-2)
+    assert_close(y, linear_reference(h.float(), after), 4e-2)
 
 
 def test_which_weights_torch_multiplies(device: torch.device) -> None:
@@ -323,7 +325,7 @@ class TestOnDevice:
         residual = (
             torch.randn(tokens, n, device=device).bfloat16() if ending == "residual" else None
         )
-        exact = linear.linear_reference(
+        exact = linear_reference(
             x.float(), weight, silu=silu, residual=None if residual is None else residual.float()
         )
         dtype = torch.float32 if ending == "wide out" else torch.bfloat16
@@ -356,12 +358,10 @@ class TestOnDevice:
         x = torch.randn(tokens, 512, device=device).bfloat16()
         scratch: Any = SimpleNamespace(cublaslt=None, skinny=None)
         y = multiply_quantized(x, weight, choice=SCALED, scratch=scratch)
-        assert_close(y, linear.linear_reference(x.float(), weight), 2e-2)
+        assert_close(y, linear_reference(x.float(), weight), 2e-2)
 
 
 def test_steps_that_cross_blocks_are_refused(device: torch.device) -> None:
     case = Case("group", 2, 32, 128, "plain", device)
     with pytest.raises(ValueError, match="steps of 128 are neither within blocks of 32 nor two"):
-        linear.skinny(
-            case.x, case.weight.payload, scales=case.scales, config=SkinnyConfig(block_k=128)
-        )
+        skinny(case.x, case.weight.payload, scales=case.scales, config=SkinnyConfig(block_k=128))

@@ -23,7 +23,7 @@ from torch import Tensor
 from radixgrove.kernels import cublaslt
 from radixgrove.kernels._triton import cdiv, next_power_of_2
 from radixgrove.kernels.cublaslt import CublasLtConfig
-from radixgrove.kernels.linear import MAX_SKINNY_TOKENS, GemvConfig, SkinnyConfig, within
+from radixgrove.kernels.gemv import GemvConfig
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.norm import add_rms_norm, rms_norm
 from radixgrove.kernels.scaled import (
@@ -33,6 +33,7 @@ from radixgrove.kernels.scaled import (
     multiply_quantized,
     takes_quantized,
 )
+from radixgrove.kernels.skinny import MAX_SKINNY_TOKENS, SkinnyConfig, within
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
 

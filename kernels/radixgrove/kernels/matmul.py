@@ -10,8 +10,9 @@ from torch import Tensor
 
 from radixgrove.kernels.activation import silu_and_mul
 from radixgrove.kernels.cublaslt import CublasLt, CublasLtConfig, CublasLtError
-from radixgrove.kernels.linear import GemvConfig, SkinnyConfig, SkinnyWorkspace, gemv, skinny
+from radixgrove.kernels.gemv import GemvConfig, gemv
 from radixgrove.kernels.norm import rms_norm
+from radixgrove.kernels.skinny import SkinnyConfig, SkinnyWorkspace, skinny
 from radixgrove.kernels.weight import Weight
 
 log = logging.getLogger(__name__)

@@ -12,17 +12,13 @@ from torch import Tensor
 from radixgrove.kernels.activation import silu_and_mul
 from radixgrove.kernels.cublaslt import CublasLt, CublasLtConfig, CublasLtError
 from radixgrove.kernels.float8 import FLOAT8, bits
+from radixgrove.kernels.gemv import gemv
 from radixgrove.kernels.int8 import int8_product, quantize_int8
-from radixgrove.kernels.linear import (
-    MAX_SKINNY_TOKENS,
-    ProductScales,
-    SkinnyConfig,
-    gemv,
-    skinny,
-)
+from radixgrove.kernels.linear import ProductScales
 from radixgrove.kernels.matmul import Choice, Scratch, multiply
 from radixgrove.kernels.norm import add_rms_norm, rms_norm
 from radixgrove.kernels.quantize import quantize, widened
+from radixgrove.kernels.skinny import MAX_SKINNY_TOKENS, SkinnyConfig, skinny
 from radixgrove.kernels.weight import QuantizedRows, Weight
 from radixgrove.protocol.model.quantization import Activations
 
