@@ -33,16 +33,16 @@ from radixgrove.kernels import (
     top_k_top_p,
 )
 from radixgrove.kernels._triton import cdiv
-from radixgrove.kernels.autotune import (
+from radixgrove.kernels.float8 import FLOAT8, to_page
+from radixgrove.kernels.linear_candidates import (
     GEMV_CANDIDATES,
     SKINNY_CANDIDATES,
     Projection,
     candidates,
 )
-from radixgrove.kernels.float8 import FLOAT8, to_page
-from radixgrove.kernels.skinny import MAX_SKINNY_TOKENS
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.scaled import multiply_quantized
+from radixgrove.kernels.skinny import MAX_SKINNY_TOKENS
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
 

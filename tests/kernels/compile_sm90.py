@@ -51,13 +51,13 @@ from radixgrove.kernels import (
     token_mail,
     top_k_top_p,
 )
-from radixgrove.kernels.autotune import (
+from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.kernels.linear_candidates import (
     GEMV_CANDIDATES,
     SKINNY_CANDIDATES,
     Projection,
     own_candidates,
 )
-from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.matmul import Scratch, multiply
 from radixgrove.kernels.scaled import feed, multiply_quantized
 from radixgrove.kernels.weight import QuantizedRows, Weight

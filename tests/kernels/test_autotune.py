@@ -16,17 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import autotune, cublaslt, matmul
-from radixgrove.kernels.autotune import (
-    BUCKETS,
-    GEMV_CANDIDATES,
-    LinearTuner,
-    Projection,
-    bucket_of,
-)
+from radixgrove.kernels import autotune, cublaslt, matmul, timing
+from radixgrove.kernels.autotune import LinearTuner
 from radixgrove.kernels.cublaslt import CublasLt, CublasLtConfig, CublasLtError
 from radixgrove.kernels.gemv import GemvConfig
 from radixgrove.kernels.linear import linear_reference
+from radixgrove.kernels.linear_candidates import (
+    BUCKETS,
+    GEMV_CANDIDATES,
+    Projection,
+    bucket_of,
+    candidates,
+)
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.skinny import SkinnyConfig, SkinnyWorkspace
 from radixgrove.kernels.weight import Weight
@@ -209,9 +210,9 @@ class TestFastest:
                 return SimpleNamespace(replay=lambda: replay(choice), choice=choice)
 
             monkeypatch.setattr(autotune, "candidates", lambda *_: list(times))
-            monkeypatch.setattr(autotune, "_record", record)
-            monkeypatch.setattr(autotune, "_replay", lambda graph: graph.replay())
-            monkeypatch.setattr(autotune, "_timing_event", Event)
+            monkeypatch.setattr(timing, "_record", record)
+            monkeypatch.setattr(timing, "_replay", lambda graph: graph.replay())
+            monkeypatch.setattr(timing, "_timing_event", Event)
             monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
             monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
             return autotune._fastest(16, projection(64, 32), None)  # type: ignore[arg-type]
@@ -252,22 +253,22 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class TestCandidates:
     def test_one_token_is_for_gemv(self, hopper: Any) -> None:
-        assert autotune.candidates(1, projection(64, 14336), hopper) == [CUBLAS, *GEMV_CANDIDATES]
-        (_, *narrow) = autotune.candidates(1, projection(64, 32), hopper)
+        assert candidates(1, projection(64, 14336), hopper) == [CUBLAS, *GEMV_CANDIDATES]
+        (_, *narrow) = candidates(1, projection(64, 32), hopper)
         assert {c.gemv.block_k for c in narrow if c.gemv} == {512, 1024, 2048}
 
     @pytest.mark.parametrize(("n", "splits"), [(1024, 4), (4096, 2), (6144, 1), (128256, 1)])
     def test_few_tokens_split_k_until_the_chip_is_full(
         self, n: int, splits: int, hopper: Any
     ) -> None:
-        found = autotune.candidates(32, projection(n, 32), hopper)
+        found = candidates(32, projection(n, 32), hopper)
         assert found[:3] == [CUBLAS, Choice(cublaslt=ALGORITHM), Choice(cublaslt=ALGORITHM)]
         ours = [choice for choice in found[3:] if choice.skinny]
         assert [choice.skinny.splits for choice in ours if choice.skinny] == [splits]
 
     def test_our_kernels_end_where_libraries_are_better(self, hopper: Any) -> None:
         def ours(bucket: int, **options: Any) -> list[tuple[int, int]]:
-            found = autotune.candidates(bucket, projection(8192, 32, **options), hopper)
+            found = candidates(bucket, projection(8192, 32, **options), hopper)
             own = [choice.skinny for choice in found if choice.skinny is not None]
             return [(config.block_k, config.splits) for config in own]
 
@@ -289,25 +290,25 @@ class TestCandidates:
     def test_algorithms_are_asked_for_by_what_they_write(
         self, options: dict[str, bool], result: torch.dtype, hopper: Any
     ) -> None:
-        assert len(autotune.candidates(64, projection(6144, 32, **options), hopper)) >= 3
+        assert len(candidates(64, projection(6144, 32, **options), hopper)) >= 3
         assert hopper.cublaslt.asked == [result]
 
     def test_many_tokens_may_leave_the_residual_to_the_norm(self, hopper: Any) -> None:
-        found = autotune.candidates(512, projection(64, 32, residual=True), hopper)
+        found = candidates(512, projection(64, 32, residual=True), hopper)
         assert [choice.deferred for choice in found] == [False] * 3 + [True] * 3
         assert found[3] == Choice(deferred=True)
         for other in (
-            autotune.candidates(512, projection(64, 32), hopper),
-            autotune.candidates(256, projection(64, 32, residual=True), hopper),
-            autotune.candidates(512, projection(64, 32, residual=True, biased=True), hopper),
+            candidates(512, projection(64, 32), hopper),
+            candidates(256, projection(64, 32, residual=True), hopper),
+            candidates(512, projection(64, 32, residual=True, biased=True), hopper),
         ):
             assert not any(choice.deferred for choice in other)
 
     def test_no_algorithms_with_a_bias_or_without_the_library(self, hopper: Any) -> None:
         biased = projection(64, 32, biased=True)
-        assert autotune.candidates(512, biased, hopper) == [CUBLAS]
+        assert candidates(512, biased, hopper) == [CUBLAS]
         hopper.cublaslt = None
-        assert autotune.candidates(512, projection(64, 32), hopper) == [CUBLAS]
+        assert candidates(512, projection(64, 32), hopper) == [CUBLAS]
 
 
 class TestCompiling:
@@ -474,7 +475,7 @@ class TestOnDevice:
 
     def choices(self, tokens: int, scratch: Scratch, **options: Any) -> list[Choice]:
         weight = torch.zeros(self.N, self.K, dtype=torch.bfloat16, device="cuda")
-        found = autotune.candidates(tokens, Projection([Weight.plain(weight)], **options), scratch)
+        found = candidates(tokens, Projection([Weight.plain(weight)], **options), scratch)
         assert len(found) > 1
         return found
 

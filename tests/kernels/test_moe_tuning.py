@@ -12,7 +12,7 @@ from zlib import crc32
 import pytest
 import torch
 
-from radixgrove.kernels import autotune, moe, moe_tuning
+from radixgrove.kernels import moe, moe_tuning, tuned_files
 from radixgrove.kernels.moe import (
     GROUPED,
     ExpertChoice,
@@ -127,7 +127,7 @@ def test_reads_what_it_keeps(tmp_path: Path) -> None:
     known = {(tokens, 8, 8, 16, 4, 2): choice for tokens, choice in enumerate(choices)}
     path = tmp_path / "experts.json"
     entries = [{"key": list(key), **asdict(choice)} for key, choice in known.items()]
-    autotune.keep(path, entries)
+    tuned_files.keep(path, entries)
     assert moe_tuning._read(path) == known
     entries[2]["tiles"] = {"block_m": 3}
     path.write_text(json.dumps(entries))

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixgrove.kernels import autotune
-from radixgrove.kernels.autotune import SCALED, LinearTuner, Projection
+from radixgrove.kernels.autotune import LinearTuner
 from radixgrove.kernels.cublaslt import CublasLt
 from radixgrove.kernels.float8 import FLOAT8, bits, to_page
 from radixgrove.kernels.gemv import GemvConfig, gemv
 from radixgrove.kernels.linear import ProductScales, linear_reference
-from radixgrove.kernels.matmul import CUBLAS, Choice
+from radixgrove.kernels.linear_candidates import Projection, candidates
+from radixgrove.kernels.matmul import CUBLAS, SCALED, Choice
 from radixgrove.kernels.norm import rms_norm_reference
 from radixgrove.kernels.quantize import quantize, quantize_reference
 from radixgrove.kernels.scaled import _padded, feed, library_takes, multiply_quantized
@@ -285,7 +285,7 @@ class TestTuner:
         def found(scheme: str, bucket: int, block: int = 0, **options: Any) -> list[Choice]:
             weight = weight_of(scheme, 256, 256, device)
             weight = replace(weight, block=(block, block)) if block else weight
-            return autotune.candidates(bucket, Projection([weight], **options), scratch)
+            return candidates(bucket, Projection([weight], **options), scratch)
 
         steps = [choice.gemv.block_k for choice in found("token", 1)[2:] if choice.gemv]
         assert steps, "and none far past the end of a row"

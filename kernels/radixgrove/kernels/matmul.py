@@ -35,6 +35,7 @@ class Choice:
 
 
 CUBLAS = Choice()
+SCALED = Choice(scaled=True)
 
 
 class Scratch:

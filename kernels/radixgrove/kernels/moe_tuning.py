@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from radixgrove.kernels import moe
-from radixgrove.kernels.autotune import fastest, keep, tuned_path
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.moe import (
     GROUPED,
@@ -28,6 +27,8 @@ from radixgrove.kernels.moe import (
     PairsConfig,
     TileConfig,
 )
+from radixgrove.kernels.timing import fastest
+from radixgrove.kernels.tuned_files import keep, tuned_path
 
 # Token counts that are measured; others take the next larger one's choice.
 EXPERT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

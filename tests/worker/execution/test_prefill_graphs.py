@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from radixgrove.kernels.autotune import BUCKETS
+from radixgrove.kernels.linear_candidates import BUCKETS
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.worker.execution.prefill_graphs import token_ladder
 from radixgrove.worker.execution.runner import Runner

@@ -12,7 +12,7 @@ from bisect import bisect_left
 import torch
 from torch import Tensor
 
-from radixgrove.kernels.autotune import BUCKETS
+from radixgrove.kernels.linear_candidates import BUCKETS
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch, PaddedBatch
 from radixgrove.worker.attention.decode import PADDED_CHUNKS
 from radixgrove.worker.execution.graphs import Recorder, Replay, Report, no_collection

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from radixgrove.kernels.autotune import Projection
+from radixgrove.kernels.linear_candidates import Projection
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.sample import VocabShard

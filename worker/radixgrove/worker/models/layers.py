@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from radixgrove.kernels.autotune import Projection
+from radixgrove.kernels.linear_candidates import Projection
 from radixgrove.kernels.float8 import bits
 from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.weight import QuantizedRows, Weight

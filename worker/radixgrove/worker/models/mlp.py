@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from radixgrove.kernels.autotune import Projection
+from radixgrove.kernels.linear_candidates import Projection
 from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.routing import Router, Routing
 from radixgrove.kernels.weight import Weight
