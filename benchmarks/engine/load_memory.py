@@ -35,9 +35,9 @@ from radixgrove.worker.execution.choices import (
 )
 from radixgrove.worker.execution.loading import load_model
 from radixgrove.worker.messages import PhaseReport
+from radixgrove.worker.models.context import TensorPlacement
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.models.formats.choose import choose_formats
-from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.ops import choose_ops
 from radixgrove.worker.models.parts import WeightPart
 from radixgrove.worker.models.stages import Stage

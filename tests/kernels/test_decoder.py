@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels import ops
-from radixgrove.kernels.skinny import SkinnyConfig, SkinnyWorkspace
 from radixgrove.kernels.matmul import CUBLAS, Choice, multiply
+from radixgrove.kernels.skinny import SkinnyConfig, SkinnyWorkspace
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import (
     Attention,
@@ -23,8 +23,8 @@ from radixgrove.protocol.model.config import (
 )
 from radixgrove.worker.attention.base import AttentionBatch
 from radixgrove.worker.attention.torch import TorchAttention
+from radixgrove.worker.models.context import TensorPlacement
 from radixgrove.worker.models.decoder import Decoder
-from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.ops import KernelOps, Ops, TorchOps
 from radixgrove.worker.models.weights import fill_random
 from radixgrove.worker.parallel.group import Shard, TensorParallel

@@ -34,8 +34,8 @@ from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.select_attention import select_attention
 from radixgrove.worker.execution.table import RequestTable
 from radixgrove.worker.messages import TokenLogprobs
+from radixgrove.worker.models.context import TensorPlacement
 from radixgrove.worker.models.decoder import Decoder
-from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.ops import choose_ops
 from radixgrove.worker.models.weights import load_safetensors
 from radixgrove.worker.parallel.group import Shard, TensorParallel

@@ -18,9 +18,9 @@ from radixgrove.worker.cache.identity import cache_namespace
 from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.execution.choices import choose_quantization
 from radixgrove.worker.messages import EngineInfo
+from radixgrove.worker.models.context import TensorPlacement
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.models.formats.choose import choose_formats
-from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.ops import KernelOps
 from radixgrove.worker.parallel.group import Shard, TensorParallel
 from radixgrove.worker.plan import Executor

@@ -15,7 +15,8 @@ from radixgrove.kernels.rope import rotate_reference
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import ModelError, RopeConfig
 from radixgrove.protocol.model.parse import parse_config
-from radixgrove.worker.models.layers import Linear, Rows, TensorPlacement
+from radixgrove.worker.models.context import TensorPlacement
+from radixgrove.worker.models.linear import Linear, Rows
 from radixgrove.worker.models.rope import rotary_order, rotary_table
 from radixgrove.worker.parallel.group import Shard, TensorParallel
 from tests.worker.execution import tiny

@@ -41,8 +41,8 @@ from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.trial import measure_cuda
 from radixgrove.worker.execution.warmup import measure_prefill, rehearse_decodes
 from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
+from radixgrove.worker.models.context import TensorPlacement
 from radixgrove.worker.models.formats.choose import choose_formats
-from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.stages import Stage, split_layers
 from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.parallel.member import Member, limit_collectives

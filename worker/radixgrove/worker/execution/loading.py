@@ -19,8 +19,8 @@ from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
 from radixgrove.worker.execution.assembly import Report
 from radixgrove.worker.execution.choices import Limits, choose_length
 from radixgrove.worker.messages import EngineState, PhaseReport
+from radixgrove.worker.models.context import TensorPlacement
 from radixgrove.worker.models.decoder import Decoder
-from radixgrove.worker.models.layers import TensorPlacement
 from radixgrove.worker.models.ops import choose_ops
 from radixgrove.worker.models.stages import Stage
 from radixgrove.worker.models.weights import check_size, fill_random, load_safetensors

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from radixgrove.kernels.linear_candidates import Projection
 from radixgrove.kernels.float8 import FLOAT8
+from radixgrove.kernels.linear_candidates import Projection
 from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.sample import VocabShard
 from radixgrove.kernels.scaled import takes_heads
@@ -23,26 +23,19 @@ from radixgrove.protocol.model.config import (
     RopeConfig,
 )
 from radixgrove.worker.attention.base import AttentionBackend, AttentionBatch
+from radixgrove.worker.models.context import StepContext, TensorPlacement
 from radixgrove.worker.models.formats.base import UNQUANTIZED
 from radixgrove.worker.models.hugepages import use_huge_pages
 from radixgrove.worker.models.kv_scales import KvScales
-from radixgrove.worker.models.layers import (
-    Linear,
-    Norm,
-    ResidualStream,
-    Rows,
-    StepContext,
-    TensorPlacement,
-    VocabTable,
-    WidthNorms,
-    norm_part,
-    norm_weight,
-)
+from radixgrove.worker.models.linear import Linear, Rows
 from radixgrove.worker.models.mlp import FeedForward, Mixture
+from radixgrove.worker.models.norms import Norm, WidthNorms, norm_part, norm_weight
 from radixgrove.worker.models.ops import Inputs, Ops
 from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
+from radixgrove.worker.models.residual import ResidualStream
 from radixgrove.worker.models.rope import identity_table, rotary_order, rotary_table
 from radixgrove.worker.models.stages import Stage
+from radixgrove.worker.models.vocabulary import VocabTable
 
 _QUANTIZED = {FLOAT8: "float8", torch.int8: "int8"}
 

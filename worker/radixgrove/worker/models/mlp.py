@@ -15,16 +15,12 @@ from radixgrove.kernels.moe import ExpertWeights
 from radixgrove.kernels.routing import Router, Routing
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import Activation, ExpertsConfig, Mlp, ModelConfig
-from radixgrove.worker.models.layers import (
-    Linear,
-    Norm,
-    ResidualStream,
-    Rows,
-    StepContext,
-    TensorPlacement,
-)
+from radixgrove.worker.models.context import StepContext, TensorPlacement
+from radixgrove.worker.models.linear import Linear, Rows
+from radixgrove.worker.models.norms import Norm
 from radixgrove.worker.models.ops import Inputs, Ops
 from radixgrove.worker.models.parts import FLOATS, Piece, WeightPart
+from radixgrove.worker.models.residual import ResidualStream
 from radixgrove.worker.parallel.experts import ExpertPlacement
 
 
