@@ -26,7 +26,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
 from radixgrove.protocol.blocks import HASH_BYTES, BlockHasher
-from radixgrove.protocol.openai.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
+from radixgrove.protocol.envelope import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
 from radixgrove.protocol.registry import EngineInfo, Registration, member_id, root_fingerprint
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.service.listening import bound_socket

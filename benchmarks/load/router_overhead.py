@@ -47,7 +47,8 @@ from benchmarks.load.subjects import (
 from benchmarks.simulated import MODEL
 from radixgrove.cli.redis_server import free_port
 from radixgrove.protocol.blocks import BlockHasher
-from radixgrove.protocol.openai.requests import ModelLimits, parse_chat
+from radixgrove.protocol.openai.parsing import parse_chat
+from radixgrove.protocol.openai.requests import ModelLimits
 from radixgrove.protocol.text.prompts import PromptEncoder
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.worker.agent import demo_model

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from radixgrove.protocol.model_table import ModelEntry as ModelEntry
     from radixgrove.protocol.model_table import ModelTable as ModelTable
     from radixgrove.protocol.openai.errors import ApiError as ApiError
+    from radixgrove.protocol.openai.parsing import parse_chat as parse_chat
+    from radixgrove.protocol.openai.parsing import parse_completion as parse_completion
     from radixgrove.protocol.openai.requests import ChatRequest as ChatRequest
     from radixgrove.protocol.openai.requests import CompletionRequest as CompletionRequest
     from radixgrove.protocol.openai.requests import ModelLimits as ModelLimits
-    from radixgrove.protocol.openai.requests import parse_chat as parse_chat
-    from radixgrove.protocol.openai.requests import parse_completion as parse_completion
     from radixgrove.protocol.openai.sampling import SamplingParams as SamplingParams
     from radixgrove.protocol.registry import EngineInfo as EngineInfo
     from radixgrove.protocol.registry import Lease as Lease
@@ -60,13 +60,8 @@ _HOMES = {
     "model.directory": ["ModelDirectory"],
     "model_table": ["ModelEntry", "ModelTable"],
     "openai.errors": ["ApiError"],
-    "openai.requests": [
-        "ChatRequest",
-        "CompletionRequest",
-        "ModelLimits",
-        "parse_chat",
-        "parse_completion",
-    ],
+    "openai.parsing": ["parse_chat", "parse_completion"],
+    "openai.requests": ["ChatRequest", "CompletionRequest", "ModelLimits"],
     "openai.sampling": ["SamplingParams"],
     "registry": ["EngineInfo", "Lease", "LeaseState", "LoadReport", "Registration"],
     "settings": ["RouterSettings", "WorkerSettings"],

@@ -20,12 +20,8 @@ from radixgrove.protocol.openai.bodies import (
     Neutral,
 )
 from radixgrove.protocol.openai.formats import AnswerFormat, ChatFormat, CompletionFormat
-from radixgrove.protocol.openai.requests import (
-    ModelLimits,
-    Request,
-    parse_chat,
-    parse_completion,
-)
+from radixgrove.protocol.openai.parsing import parse_chat, parse_completion
+from radixgrove.protocol.openai.requests import ModelLimits, Request
 from radixgrove.protocol.text.prompts import EncodedPrompt, PromptEncoder
 
 R = TypeVar("R", bound=Request)

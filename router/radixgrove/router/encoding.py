@@ -25,13 +25,11 @@ from radixgrove.protocol.blocks import (
     members,
 )
 from radixgrove.protocol.endpoints import Endpoint
+from radixgrove.protocol.envelope import INTERNAL_KEY_HEADER
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import MAX_SEQUENCES
-from radixgrove.protocol.openai.requests import (
-    INTERNAL_KEY_HEADER,
-    Request,
-    decode,
-)
+from radixgrove.protocol.openai.decoding import decode
+from radixgrove.protocol.openai.requests import Request
 from radixgrove.protocol.registry import Registration
 from radixgrove.protocol.settings import Sharing
 from radixgrove.protocol.text.budget import EncodingBudget

@@ -11,15 +11,10 @@ from typing import Any
 import msgspec
 
 from radixgrove.protocol.endpoints import Endpoint
+from radixgrove.protocol.envelope import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
 from radixgrove.protocol.openai import errors
+from radixgrove.protocol.openai.decoding import peek_model, with_model
 from radixgrove.protocol.openai.errors import ApiError
-from radixgrove.protocol.openai.requests import (
-    ENVELOPE_TYPE,
-    INTERNAL_KEY_HEADER,
-    Envelope,
-    peek_model,
-    with_model,
-)
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router import metrics
 from radixgrove.router.encoding import Encoded, Encoders

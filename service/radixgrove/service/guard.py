@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from radixgrove.protocol.openai.requests import INTERNAL_KEY_HEADER
+from radixgrove.protocol.envelope import INTERNAL_KEY_HEADER
 from radixgrove.service.asgi import App, Receive, Scope, Send, header, state
 from radixgrove.service.auth import PUBLIC_PATHS, ApiKeys, may_scrape, same_secret
 

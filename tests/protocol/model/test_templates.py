@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from radixgrove.protocol.openai.errors import ApiError
-from radixgrove.protocol.openai.requests import ModelLimits, parse_chat
+from radixgrove.protocol.openai.parsing import parse_chat
+from radixgrove.protocol.openai.requests import ModelLimits
 from radixgrove.protocol.text.prompts import PromptEncoder
 from radixgrove.protocol.text.templates import ChatTemplate
 from tests.protocol.text.tokenizers_of_tests import llama_like

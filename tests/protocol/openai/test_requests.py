@@ -10,15 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixgrove.protocol.openai.decoding import peek_model, with_model
 from radixgrove.protocol.openai.errors import ApiError
-from radixgrove.protocol.openai.requests import (
-    ChatRequest,
-    ModelLimits,
-    parse_chat,
-    parse_completion,
-    peek_model,
-    with_model,
-)
+from radixgrove.protocol.openai.parsing import parse_chat, parse_completion
+from radixgrove.protocol.openai.requests import ChatRequest, ModelLimits
 from radixgrove.protocol.openai.sampling import SamplingDefaults
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=1000)

@@ -9,7 +9,8 @@ import pytest
 
 from radixgrove.protocol.constraints.constraint import Constraint, Form
 from radixgrove.protocol.openai.errors import ApiError
-from radixgrove.protocol.openai.requests import ModelLimits, parse_chat, parse_completion
+from radixgrove.protocol.openai.parsing import parse_chat, parse_completion
+from radixgrove.protocol.openai.requests import ModelLimits
 
 TAGS: dict[str, Any] = {
     "type": "structural_tag",

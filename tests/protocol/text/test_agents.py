@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from radixgrove.protocol.openai.requests import ModelLimits, parse_chat
+from radixgrove.protocol.openai.parsing import parse_chat
+from radixgrove.protocol.openai.requests import ModelLimits
 from radixgrove.protocol.text.prompts import PromptEncoder
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from tests.worker.frontend.tool_model import MARKERS, TEMPLATE

@@ -20,12 +20,8 @@ from transformers import AutoTokenizer
 
 from radixgrove.protocol.blocks import BlockHasher
 from radixgrove.protocol.openai.errors import ApiError
-from radixgrove.protocol.openai.requests import (
-    ChatRequest,
-    ModelLimits,
-    parse_chat,
-    parse_completion,
-)
+from radixgrove.protocol.openai.parsing import parse_chat, parse_completion
+from radixgrove.protocol.openai.requests import ChatRequest, ModelLimits
 from radixgrove.protocol.text.prefix_cache import Piece, PrefixCache
 from radixgrove.protocol.text.prompts import EncodedPrompt, PromptEncoder
 from radixgrove.protocol.text.token_finder import TokenFinder

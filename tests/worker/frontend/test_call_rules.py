@@ -9,7 +9,8 @@ import pytest
 
 from radixgrove.protocol.formats.grammar import Extent
 from radixgrove.protocol.formats.table import FORMATS
-from radixgrove.protocol.openai.requests import ModelLimits, parse_chat
+from radixgrove.protocol.openai.parsing import parse_chat
+from radixgrove.protocol.openai.requests import ModelLimits
 from radixgrove.worker.frontend.call_rules import RulePlan, Thoughts, plan_rules
 from tests.protocol.formats.test_grammar import EOS, vocabulary
 

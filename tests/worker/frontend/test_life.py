@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from radixgrove.protocol.openai.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
+from radixgrove.protocol.envelope import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.worker.messages import RefusalReason, Refused
 from tests.conftest import wait_until

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from radixgrove.protocol.openai.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
+from radixgrove.protocol.envelope import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
 from radixgrove.worker.messages import EngineInfo
 from tests.conftest import wait_until
 from tests.worker.frontend.conftest import INTERNAL_KEY, MODEL, Frontend, running_frontend

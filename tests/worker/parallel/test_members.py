@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from radixgrove.protocol.openai.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
+from radixgrove.protocol.envelope import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
 from radixgrove.worker.engine.executor import build_executor
 from tests.conftest import wait_until
 from tests.worker.execution import tiny

@@ -14,13 +14,10 @@ from radixgrove.protocol.openai.bodies import (
     ChatBody,
     ChatMessage,
 )
-from radixgrove.protocol.openai.requests import (
-    ChatRequest,
-    ModelLimits,
-    checked_chat,
-    decode,
-    valid_token_ids,
-)
+from radixgrove.protocol.openai.decoding import decode
+from radixgrove.protocol.openai.inputs import valid_token_ids
+from radixgrove.protocol.openai.parsing import checked_chat
+from radixgrove.protocol.openai.requests import ChatRequest, ModelLimits
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -10,8 +10,8 @@ from secrets import compare_digest
 import msgspec
 from aiohttp import web
 
+from radixgrove.protocol.envelope import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
 from radixgrove.protocol.openai.formats import DONE, ChatFormat, Choice, StreamEncoder, new_head
-from radixgrove.protocol.openai.requests import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Envelope
 from radixgrove.protocol.openai.responses import Head, Usage
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 

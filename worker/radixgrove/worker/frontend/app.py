@@ -19,16 +19,11 @@ from fastapi import Response
 
 from radixgrove.protocol.blocks import TOKEN_BYTES
 from radixgrove.protocol.endpoints import ENDPOINTS, Endpoint
+from radixgrove.protocol.envelope import ENVELOPE_TYPE, Envelope
 from radixgrove.protocol.errors import RadixgroveError
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.errors import ApiError
-from radixgrove.protocol.openai.requests import (
-    ENVELOPE_TYPE,
-    Envelope,
-    Generation,
-    ModelLimits,
-    Request,
-)
+from radixgrove.protocol.openai.requests import Generation, ModelLimits, Request
 from radixgrove.protocol.openai.responses import ModelList, ModelObject
 from radixgrove.protocol.settings import WorkerSettings, reveal
 from radixgrove.protocol.text.prompts import EncodedPrompt

@@ -1,0 +1,142 @@
+"""Bodies off the wire: the same errors for the same faults, which name the field."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from radixgrove.protocol.openai import errors
+from radixgrove.protocol.openai.bodies import MAX_BIAS
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+_LOCATION = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_FLOAT_FOR_INT = ("Expected `int`, got `float`", "Expected `int | null`, got `float`")
+_WHOLE = re.compile(rb"(-?[0-9]{1,19})\.0+")
+_MISSING = re.compile(r"^Object missing required field `([^`]+)`$")
+_NOT_A_NUMBER = re.compile(rb'"([A-Za-z_]{1,64})"\s*:\s*-?$')
+
+
+class _ModelOnly(msgspec.Struct):
+    model: str | None = None
+
+
+class _BiasesOnly(msgspec.Struct):
+    logit_bias: dict[str, msgspec.Raw]
+
+
+_model_decoder = msgspec.json.Decoder(_ModelOnly)
+
+
+def peek_model(body: bytes) -> str:
+    """The `model` of a body, before it is known against which model to check the rest.
+
+    Raises:
+        ApiError: 400, when the body is not a JSON object or names no model.
+    """
+    return require_model(decode(_model_decoder, body).model)
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """A body that was read before, asking for another model; the rest stays as it is."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return msgspec.json.encode({**fields, "model": model})
+
+
+def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    """Read a body off the wire; `16.0` is an integer too, which some languages write so.
+
+    Raises:
+        ApiError: 400, naming the field where it can.
+    """
+    try:
+        if not body.isascii():
+            body.decode("utf-8")  # msgspec skips unknown fields without looking at their bytes
+        return decoder.decode(body)
+    except UnicodeDecodeError:
+        raise errors.invalid("The request body is not valid UTF-8.") from None
+    except RecursionError:
+        raise errors.invalid("The request body is nested too deeply.") from None
+    except msgspec.ValidationError as error:
+        text = str(error)
+        whole = _with_whole_numbers(body) if text.startswith(_FLOAT_FOR_INT) else body
+        if whole == body:
+            raise _named(text, body) from None
+        return decode(decoder, whole)
+    except msgspec.DecodeError as error:
+        raise _malformed(body, str(error)) from None
+
+
+def _with_whole_numbers(body: bytes) -> bytes:
+    """The body with its own fields' whole numbers written as such; the same where it has none, or
+    is malformed behind the first of them."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        return body
+    whole = {name: _WHOLE.fullmatch(value) for name, value in fields.items()}
+    if not any(whole.values()):
+        return body
+    numbers = {name: int(found[1]) for name, found in whole.items() if found}
+    return msgspec.json.encode({**fields, **numbers})
+
+
+def _named(text: str, body: bytes) -> errors.ApiError:
+    """msgspec's text names the field by its path: that becomes `param`."""
+    match = _LOCATION.search(text)
+    reason = text[: match.start()] if match else text
+    path = match[1] if match else ""
+    if path == "logit_bias[...]":
+        key = _bias_of_wrong_type(body)
+        if key is not None:
+            return bias_out_of_bounds(key)
+    param = path.replace("[...]", "")
+    missing = _MISSING.match(reason)
+    if missing:
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return errors.invalid(f"Missing required parameter: '{param}'.", param)
+    if not param:
+        return errors.invalid(f"The request body must be a JSON object: {reason}.")
+    return errors.invalid(f"Invalid value for '{param}': {reason.replace('`', '')}.", param)
+
+
+def _bias_of_wrong_type(body: bytes) -> str | None:
+    """The first key of a value that is no number, which msgspec's path leaves out; None where the
+    body has a key twice, so that the last one hides it."""
+    try:
+        biases = msgspec.json.decode(body, type=_BiasesOnly).logit_bias
+    except msgspec.ValidationError:
+        return None
+    for key, value in biases.items():
+        try:
+            msgspec.json.decode(value, type=float)
+        except msgspec.ValidationError:
+            return key
+    return None
+
+
+def _malformed(body: bytes, text: str) -> errors.ApiError:
+    """JSON has no NaN and no Infinity, but Python's encoder writes them: name the field."""
+    position = re.search(r"\(byte (\d+)\)", text)
+    before = body[: int(position[1])][-200:] if position else b""
+    match = _NOT_A_NUMBER.search(before)
+    if match:
+        name = match[1].decode()
+        return errors.invalid(f"Invalid value for '{name}': not a JSON value.", name)
+    return errors.invalid("The request body is not valid JSON.")
+
+
+def require_model(model: str | None) -> str:
+    if not model:
+        raise errors.invalid("You must provide a 'model' parameter.", "model")
+    return model
+
+
+def bias_out_of_bounds(key: str) -> errors.ApiError:
+    return errors.invalid(
+        f"The value of the key '{errors.shorten(key, 32)}' of 'logit_bias' must be a number from "
+        f"-{MAX_BIAS} to {MAX_BIAS}.",
+        "logit_bias",
+    )
