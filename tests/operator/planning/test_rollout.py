@@ -53,9 +53,18 @@ def test_the_budgets_hold_in_every_situation(
         assert serving - given_up >= min(serving, desired)
 
 
-def test_without_a_budget_one_new_group_starts_at_a_time() -> None:
+def test_without_a_budget_one_group_is_replaced_at_a_time() -> None:
     assert plan(ready(OLD), 3, NEW, 0, 0).create == (1,)
     assert plan([*ready(OLD), Slot(1, NEW)], 3, NEW, 0, 0).create == ()
+    broken = [Slot(0, OLD), Slot(1, OLD)]
+    assert plan(broken, 2, NEW, 0, 0).drain == (0,)
+
+
+def test_groups_that_start_are_a_part_of_the_batch() -> None:
+    starting = [*ready(OLD, OLD, OLD), Slot(3, NEW)]
+    assert plan(starting, 3, NEW, 0, 2).create == (4,)
+    broken = [Slot(0, OLD), Slot(1, OLD), Slot(2, NEW)]
+    assert plan(broken, 2, NEW, 1, 1).drain == (0,)
 
 
 @given(slots, st.integers(1, 6), st.integers(0, 3), st.integers(0, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from radixgrove.worker.scheduler.estimate import OutputEstimator, QueuePace
@@ -20,6 +21,21 @@ def test_one_more_token_is_expected_at_least() -> None:
     estimator.share = 1.0
     assert estimator.remaining(100, 100) == 1
     assert estimator.remaining(98, 100) == 2
+
+
+def test_many_requests_are_estimated_as_each_of_them() -> None:
+    estimator = OutputEstimator()
+    generated = np.array([0, 20, 49, 50, 99, 2047, 2048, 8000])
+    limits = np.array([100, 100, 100, 100, 100, 1 << 20, 4096, 8192])
+    each = [estimator.remaining(*pair) for pair in zip(generated, limits, strict=True)]
+    assert estimator.remaining_of_all(generated, limits).tolist() == each
+    assert each[2:5] == [1, 1, 1], "one more is expected at least"
+
+
+def test_a_request_for_one_token_that_got_it_used_all_it_asked_for() -> None:
+    estimator = OutputEstimator()
+    estimator.observe(1, 1)
+    assert estimator.share == pytest.approx(0.525)
 
 
 def test_long_limits_are_not_believed() -> None:
