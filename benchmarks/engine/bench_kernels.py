@@ -43,6 +43,7 @@ from radixgrove.kernels.linear_candidates import (
 from radixgrove.kernels.matmul import CUBLAS, Choice, Scratch, multiply
 from radixgrove.kernels.scaled import multiply_quantized
 from radixgrove.kernels.skinny import MAX_SKINNY_TOKENS
+from radixgrove.kernels.timing import replay_times
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.quantization import Activations
 
@@ -86,23 +87,15 @@ def random(*shape: int) -> Tensor:
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
     """Median time of one call; `calls` do the same on different memory, one after another."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for call in calls:
             call()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return float(statistics.median(times))
+
+    for call in calls[:2]:
+        call()
+    _, *times = replay_times(run, 1 + repeats)
+    return statistics.median(times) * 1e3 / len(calls)
 
 
 def show(kernel: str, shape: str, us: float, moved: float = 0.0, flops: float = 0.0) -> None:

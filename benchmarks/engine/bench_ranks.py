@@ -24,6 +24,7 @@ from benchmarks import results
 from radixgrove.kernels.all_reduce import all_reduce_norm
 from radixgrove.kernels.norm import rms_norm
 from radixgrove.kernels.sample import VocabShard, sample
+from radixgrove.kernels.timing import replay_times
 from radixgrove.worker.parallel.peer_memory import PeerAllReduce, PeerWinners
 
 RANKS = 2
@@ -102,22 +103,13 @@ def measure(rank: int, directory: str, hidden: int, vocab: int, batches: Sequenc
 
 def _microseconds(call: Callable[[], object], calls: int) -> float:
     """Median time of one call. As many replays on every rank, which wait for each other."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog is a thread of its own.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+
+    def run() -> None:
         for _ in range(calls):
             call()
-    times = []
-    for _ in range(REPEATS):
-        begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)) * 1e3 / calls)
-    return statistics.median(times)
+
+    call()
+    return statistics.median(replay_times(run, REPEATS)) * 1e3 / calls
 
 
 def _record(workload: str, us: float) -> None:

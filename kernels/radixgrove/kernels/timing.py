@@ -1,4 +1,4 @@
-"""Which of several ways to do the same work is fastest: each as a CUDA graph, timed in turn."""
+"""Times of work that is captured as CUDA graphs; which of several ways to do it is fastest."""
 
 from __future__ import annotations
 
@@ -149,6 +149,19 @@ def _replay(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end))
+
+
+def replay_times(run: Callable[[], object], replays: int) -> list[float]:
+    """Milliseconds of each of so many replays of `run`, which has run once: what it needs is there.
+
+    Ranks that wait for each other in `run` replay it as often.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Other threads (NCCL's watchdog) may call into CUDA.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return [_replay(graph) for _ in range(replays)]
 
 
 def _timing_event() -> torch.cuda.Event:

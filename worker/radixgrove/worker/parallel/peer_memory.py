@@ -23,6 +23,7 @@ from radixgrove.kernels.all_reduce import (
     cleared,
 )
 from radixgrove.kernels.sample import History, VocabShard
+from radixgrove.kernels.timing import replay_times
 from radixgrove.kernels.token_mail import MARKS, post, take
 
 _MAX_BYTES = 4 << 20  # of a tensor
@@ -176,18 +177,10 @@ def _share(
 
 def _milliseconds(call: Callable[[], object]) -> float:
     """Of `_CALLS` calls in a graph, the best of three replays."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+
+    def run() -> None:
         for _ in range(_CALLS):
             call()
-    times = []
-    for _ in range(3):
-        begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)))
-    return min(times)
+
+    call()
+    return min(replay_times(run, 3))
