@@ -10,73 +10,53 @@ request may have ended as if it were whole.
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import random
 import re
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from benchmarks import results
 from benchmarks.load.worker_process import Worker, find_config, started_worker, write_model
+from tests.drills.ranks import (
+    GIVEN_UP,
+    SETTLED,
+    Clients,
+    complete,
+    family_of,
+    runs,
+    seconds_until_gone,
+)
 
 KINDS = ["kill", "freeze"]
 LIMIT = 10.0
-GIVEN_UP = 60.0
 CLIENTS = 8
-SETTLED = 2.0  # seconds of load before the fault
 TOKENS = 200
 LAST_LINES = 12
 
 
-@dataclass
-class Clients:
-    """Each with one stream at a time, until all is over."""
+def ask(port: int, rng: random.Random) -> str:
+    """How a stream ended.
 
-    port: int
-    ends: Counter[str] = field(default_factory=Counter)
-    over: threading.Event = field(default_factory=threading.Event)
-
-    def run(self, seed: int) -> None:
-        rng = random.Random(seed)
-        while not self.over.is_set():
-            prompt = [rng.randrange(200) for _ in range(rng.randint(10, 300))]
-            end = self._ask(prompt)
-            self.ends[end] += 1
-            if end != "whole":
-                self.over.wait(0.1)
-
-    def _ask(self, prompt: list[int]) -> str:
-        body = {
-            "model": "m",
-            "prompt": prompt,
-            "max_tokens": TOKENS,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=GIVEN_UP)
-        try:
-            connection.connect()
-        except OSError:
-            return "unreachable"
-        try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/completions", json.dumps(body), headers)
-            answer = connection.getresponse()
-            return _judged(answer.status, answer.read().decode(errors="replace"))
-        except (OSError, http.client.HTTPException):
-            return "lost"
-        finally:
-            connection.close()
+    Raises:
+        OSError: no connection is accepted.
+    """
+    body = {
+        "model": "m",
+        "prompt": [rng.randrange(200) for _ in range(rng.randint(10, 300))],
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    answer = complete("127.0.0.1", port, body, timeout=GIVEN_UP)
+    text = answer.raw.decode(errors="replace")
+    return "lost" if answer.broken else _judged(answer.status, text)
 
 
 def _judged(status: int, text: str) -> str:
@@ -104,24 +84,15 @@ def play(kind: str, rank: int, config: Path, options: Sequence[str]) -> bool:
         write_model(config, model_dir)
         sizes = {"frontends": 1, "max_model_len": 1024, "options": options}
         with started_worker(model_dir, "m", **sizes) as worker:  # type: ignore[arg-type]
-            clients = Clients(worker.port)
-            threads = [threading.Thread(target=clients.run, args=(n,)) for n in range(CLIENTS)]
-            for thread in threads:
-                thread.start()
-            time.sleep(SETTLED)
-            family = [psutil.Process(worker.process.pid)]
-            family += family[0].children(recursive=True)
-            victim = rank_process(worker, rank)
-            began = time.monotonic()
-            victim.kill() if kind == "kill" else victim.suspend()
-            while time.monotonic() - began < GIVEN_UP and any(map(_runs, family)):
-                worker.process.poll()
-                time.sleep(0.05)
-            seconds = time.monotonic() - began
-            left = [process.pid for process in family if _runs(process)]
-            clients.over.set()
-            for thread in threads:
-                thread.join()
+            clients = Clients(partial(ask, worker.port))
+            with clients.asking(CLIENTS):
+                time.sleep(SETTLED)
+                family = family_of([psutil.Process(worker.process.pid)])
+                victim = rank_process(worker, rank)
+                began = time.monotonic()
+                victim.kill() if kind == "kill" else victim.suspend()
+                seconds = seconds_until_gone(family, began)
+                left = [process.pid for process in family if runs(process)]
             lines = worker.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
     named = any(re.search(rf"rank {rank}\b", line) for line in lines)
     silent = clients.ends["truncated"] + clients.ends["lost"]
@@ -150,13 +121,6 @@ def play(kind: str, rank: int, config: Path, options: Sequence[str]) -> bool:
         }
     )
     return passed
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def main(argv: list[str] | None = None) -> int:

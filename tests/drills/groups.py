@@ -14,92 +14,59 @@ each fault; one of all of a kind is recorded.
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import os
 import random
 import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from benchmarks import results
-from tests.drills.load import Answer, End, judge
+from tests.drills.load import End, judge
+from tests.drills.ranks import (
+    SETTLED,
+    Clients,
+    complete,
+    family_of,
+    runs,
+    seconds_until_gone,
+)
 from tests.worker.execution import tiny
 from tests.worker.parallel.machines import MachineProcess, Network, group, network, served_model
 
 CLIENTS = 4
 STEP_TIMEOUT = 3.0  # as `machines` sets it
 IN_TIME = {"kill": 10.0, "freeze": 10.0 + STEP_TIMEOUT, "cut": 10.0 + STEP_TIMEOUT}  # seconds
-GIVEN_UP = 60.0
-SETTLED = 2.0  # seconds of load before a fault
-UNREACHABLE = "unreachable"  # no connection was accepted
 _LAST = 8  # lines of a machine
 
 
-@dataclass
-class Load:
-    """Clients of machine 0, each with one request at a time; every second one is a stream."""
+def ask(machine: MachineProcess, rng: random.Random) -> str:
+    """How a request to a machine ended; every second one is a stream.
 
-    machine: MachineProcess
-    ends: Counter[str] = field(default_factory=Counter)
-    over: threading.Event = field(default_factory=threading.Event)
-
-    def run(self, seed: int) -> None:
-        rng = random.Random(seed)
-        while not self.over.is_set():
-            tokens = rng.randint(5, 60)
-            stream = rng.random() < 0.5
-            prompt = rng.choice(tiny.prompts()[:6])
-            try:
-                end = self._ask(prompt, tokens, stream).value
-            except OSError:
-                end = UNREACHABLE
-            self.ends[end] += 1
-            if end != End.WHOLE.value:
-                self.over.wait(0.1)
-
-    def _ask(self, prompt: list[int], tokens: int, stream: bool) -> End:
-        """Raises OSError: no connection is accepted."""
-        body = {
-            "model": "m",
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "stream": stream,
-        }
-        connection = http.client.HTTPConnection(self.machine.address, self.machine.port, timeout=20)
-        try:
-            connection.connect()
-            answer = _exchange(connection, json.dumps(body))
-        finally:
-            connection.close()
-        end, texts = judge(answer, None, stream=stream)
-        short = end is End.WHOLE and len(texts[0].split()) < tokens
-        return End.TRUNCATED if short else end
-
-
-def _exchange(connection: http.client.HTTPConnection, body: str) -> Answer:
-    answer = Answer()
-    try:
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer.status = response.status
-        while part := response.read1():
-            answer.raw += part
-        if response.length:  # of a body with a length, the end of which `read1` takes for its own
-            answer.broken = f"{response.length} bytes are missing"
-    except (OSError, http.client.HTTPException) as error:
-        answer.broken = repr(error)
-    return answer
+    Raises:
+        OSError: no connection is accepted.
+    """
+    tokens = rng.randint(5, 60)
+    stream = rng.random() < 0.5
+    body = {
+        "model": "m",
+        "prompt": rng.choice(tiny.prompts()[:6]),
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    answer = complete(machine.address, machine.port, body, timeout=20)
+    end, texts = judge(answer, None, stream=stream)
+    short = end is End.WHOLE and len(texts[0].split()) < tokens
+    return (End.TRUNCATED if short else end).value
 
 
 @dataclass(frozen=True)
@@ -154,30 +121,22 @@ def play(kind: str, machines_count: int, rank: int, model_dir: Path) -> Outcome:
         if not net.links:
             raise SystemExit("needs root, for network namespaces")
         machines[0].wait_for("ready after")
-        load = Load(machines[0])
-        clients = [threading.Thread(target=load.run, args=(n,)) for n in range(CLIENTS)]
-        for client in clients:
-            client.start()
-        time.sleep(SETTLED)
-        family = [psutil.Process(machine.process.pid) for machine in machines]
-        family += [child for agent in family for child in agent.children(recursive=True)]
-        began = time.monotonic()
-        name = FAULTS[kind](rank, machines, net)
-        while time.monotonic() - began < GIVEN_UP and any(map(_runs, family)):
-            time.sleep(0.05)
-        seconds = time.monotonic() - began
-        left = [" ".join(process.cmdline()) for process in family if _runs(process)]
-        left += [port for prefix in net.prefixes for port in _listening(prefix)]
-        load.over.set()
-        for client in clients:
-            client.join()
+        clients = Clients(partial(ask, machines[0]))
+        with clients.asking(CLIENTS):
+            time.sleep(SETTLED)
+            family = family_of([psutil.Process(machine.process.pid) for machine in machines])
+            began = time.monotonic()
+            name = FAULTS[kind](rank, machines, net)
+            seconds = seconds_until_gone(family, began)
+            left = [" ".join(process.cmdline()) for process in family if runs(process)]
+            left += [port for prefix in net.prefixes for port in _listening(prefix)]
         said = [_last_lines(machine) for machine in machines]
         named = re.search(name, said[0]) is not None
         in_time = seconds <= IN_TIME[kind]
-        silent = load.ends[End.TRUNCATED.value]
+        silent = clients.ends[End.TRUNCATED.value]
         if (kind, rank) != ("cut", 0):  # which takes machine 0 away from its clients
-            silent += load.ends[End.LOST.value]
-        return Outcome(seconds, in_time, named, left, silent, load.ends, "\n".join(said))
+            silent += clients.ends[End.LOST.value]
+        return Outcome(seconds, in_time, named, left, silent, clients.ends, "\n".join(said))
 
 
 def _listening(prefix: list[str]) -> list[str]:
@@ -189,14 +148,6 @@ def _listening(prefix: list[str]) -> list[str]:
 def _last_lines(machine: MachineProcess) -> str:
     lines = [line for line in machine.lines if "radixgrove.access" not in line]
     return f"{machine.address}:\n" + "".join(lines[-_LAST:])
-
-
-def _runs(process: psutil.Process) -> bool:
-    """A frozen one that was killed is a zombie until its agent has looked."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def main(argv: list[str] | None = None) -> int:
