@@ -205,6 +205,20 @@ class ConfigMapObject(TypedDict, total=False):
     data: dict[str, str]
 
 
+class LeaseSpec(TypedDict, total=False):
+    """Of any client's Lease: null is as good as absent."""
+
+    holderIdentity: str | None
+    renewTime: str | None
+    leaseDurationSeconds: int | None
+    leaseTransitions: int | None
+
+
+class LeaseObject(TypedDict, total=False):
+    metadata: Required[Meta]
+    spec: LeaseSpec | None
+
+
 class ClaimSpec(TypedDict, total=False):
     accessModes: list[str]
     storageClassName: str
@@ -248,5 +262,5 @@ EVENT = KindName[EventObject]("Event")
 SCALER = KindName[ChildObject]("HorizontalPodAutoscaler")
 NETWORK_POLICY = KindName[ChildObject]("NetworkPolicy")
 NAMESPACE = KindName[Object]("Namespace")
-LEASE = KindName[Object]("Lease")
+LEASE = KindName[LeaseObject]("Lease")
 SECRET = KindName[Object]("Secret")

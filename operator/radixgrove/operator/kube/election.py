@@ -13,11 +13,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from radixgrove.operator.api import metrics, times
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.api.objects import LEASE
+from radixgrove.operator.api.objects import LEASE, LeaseSpec, Object
 from radixgrove.operator.kube.client import Kube, KubeError, NotLeading
 from radixgrove.operator.kube.installation import owners
 from radixgrove.operator.kube.renewals import Renewals
@@ -85,9 +84,9 @@ class LeaderElection:
                 made = self._lease(transitions=0)
                 made["metadata"]["ownerReferences"] = owners(kube, self._config)
                 kube.create(made)
-            elif self._may_take(spec := lease.get("spec") or {}):
+            elif self._may_take(spec := lease.get("spec") or LeaseSpec()):
                 mine = spec.get("holderIdentity") == self._identity
-                transitions = int(spec.get("leaseTransitions") or 0) + (0 if mine else 1)
+                transitions = (spec.get("leaseTransitions") or 0) + (0 if mine else 1)
                 renewed = self._lease(transitions)
                 renewed["metadata"] = lease["metadata"]
                 kube.replace(renewed)
@@ -98,14 +97,14 @@ class LeaderElection:
             return
         self._valid_until = before + self._settings.duration
 
-    def _may_take(self, spec: dict[str, Any]) -> bool:
+    def _may_take(self, spec: LeaseSpec) -> bool:
         """Whether the lease is ours, free, or of a process that has ended or is silent."""
-        holder = str(spec.get("holderIdentity") or "")
+        holder = spec.get("holderIdentity") or ""
         if holder in ("", self._identity) or (self._pod and holder.startswith(f"{self._pod}/")):
             return True
         return self._renewals.are_overdue(self._settings.lease, spec)
 
-    def _lease(self, transitions: int, holder: str | None = None) -> dict[str, Any]:
+    def _lease(self, transitions: int, holder: str | None = None) -> Object:
         now = times.to_text(time.time()).replace("Z", "000Z")  # MicroTime
         return {
             "apiVersion": "coordination.k8s.io/v1",
@@ -123,10 +122,9 @@ class LeaderElection:
         """The next one need not wait."""
         try:
             lease = kube.get(LEASE, self._namespace, self._settings.lease)
-            spec = (lease or {}).get("spec") or {}
+            spec = (lease.get("spec") if lease is not None else None) or LeaseSpec()
             if lease is not None and spec.get("holderIdentity") == self._identity:
-                transitions = int(spec.get("leaseTransitions") or 0)
-                released = self._lease(transitions, holder="")
+                released = self._lease(spec.get("leaseTransitions") or 0, holder="")
                 released["metadata"] = lease["metadata"]
                 kube.replace(released)
         except (KubeError, NotLeading) as error:

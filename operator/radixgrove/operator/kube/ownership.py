@@ -10,7 +10,7 @@ from typing import cast
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.api.objects import LEASE, ServiceObject
+from radixgrove.operator.api.objects import LEASE, LeaseSpec, ServiceObject
 from radixgrove.operator.kube.client import Kube
 from radixgrove.operator.kube.renewals import Renewals
 
@@ -47,5 +47,5 @@ class Ownership:
     def _lives(self, installation: str) -> bool:
         namespace, _, lease_name = installation.partition("/")
         lease = self._kube.get(LEASE, namespace, lease_name) if lease_name else None
-        spec = (lease or {}).get("spec") or {}
+        spec = (lease.get("spec") if lease is not None else None) or LeaseSpec()
         return bool(spec) and not self._renewals.are_overdue(installation, spec)

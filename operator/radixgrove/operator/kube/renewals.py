@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+
+from radixgrove.operator.api.objects import LeaseSpec
 
 
 class Renewals:
@@ -17,19 +18,18 @@ class Renewals:
         """`duration`: seconds, of Leases that do not say their own."""
         self._duration = duration
         self._lock = threading.Lock()
-        self._seen: dict[
-            str, tuple[tuple[str, str], float]
-        ] = {}  # holder and time of renewal, seen when
+        # Holder and time of renewal, and when they were first seen.
+        self._seen: dict[str, tuple[tuple[str, str], float]] = {}
 
-    def are_overdue(self, lease: str, spec: dict[str, Any]) -> bool:
+    def are_overdue(self, lease: str, spec: LeaseSpec) -> bool:
         """Whether nothing has changed for the whole of its duration; `lease` tells it from others.
 
         One that is looked at for the first time counts from now on.
         """
-        mark = (str(spec.get("holderIdentity") or ""), str(spec.get("renewTime") or ""))
+        mark = (spec.get("holderIdentity") or "", spec.get("renewTime") or "")
         now = time.monotonic()
         with self._lock:
             before = self._seen.get(lease)
             if before is None or before[0] != mark:
                 self._seen[lease] = before = (mark, now)
-        return now - before[1] > float(spec.get("leaseDurationSeconds") or self._duration)
+        return now - before[1] > (spec.get("leaseDurationSeconds") or self._duration)
