@@ -168,33 +168,17 @@ def _generation(
     shown = wire.n or 1
     n = _sequences(best_of, shown, stream=stream)
     scored_prompt = [k for k in (echoed_logprobs, wire.prompt_logprobs) if k is not None]
-    min_tokens = wire.min_tokens or 0
-    if min_tokens > (limits.max_model_len if max_tokens is None else max_tokens):
-        raise errors.invalid("'min_tokens' must not exceed the tokens to generate.", "min_tokens")
+    sampling = _sampling(
+        wire,
+        limits,
+        max_tokens,
+        logprobs=0 if logprobs is None and n > shown else logprobs,  # the best is chosen by them
+        prompt_logprobs=max(scored_prompt, default=None),
+    )
     stop = (wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ())
     options = wire.stream_options or StreamOptions()
-    defaults = limits.defaults
     return Generation(
-        sampling=SamplingParams(
-            max_tokens=max_tokens or 1,
-            seed=secrets.randbits(63) if wire.seed is None else wire.seed % (1 << 63),
-            temperature=_or(wire.temperature, defaults.temperature) + 0.0,  # -0.0 becomes 0.0
-            top_p=_or(wire.top_p, defaults.top_p) or 1.0,
-            top_k=_top_k(wire, limits),
-            min_p=_or(wire.min_p, defaults.min_p),
-            repetition_penalty=_or(wire.repetition_penalty, defaults.repetition_penalty),
-            presence_penalty=_or(wire.presence_penalty, 0.0),
-            frequency_penalty=_or(wire.frequency_penalty, 0.0),
-            logit_bias=_logit_bias(wire.logit_bias or {}, limits.vocab_size),
-            min_tokens=min_tokens,
-            stop_token_ids=tuple(
-                valid_token_ids(wire.stop_token_ids or [], "stop_token_ids", limits.vocab_size)
-            ),
-            logprobs=0
-            if logprobs is None and n > shown
-            else logprobs,  # the best is chosen by them
-            prompt_logprobs=max(scored_prompt, default=None),
-        ),
+        sampling=sampling,
         max_tokens=max_tokens,
         n=n,
         shown=shown,
@@ -216,6 +200,38 @@ def _generation(
         constraint=parse_constraint(wire),
         allowed_token_ids=_allowed_ids(wire.allowed_token_ids, limits.vocab_size),
         bad_words=tuple(wire.bad_words or ()),
+    )
+
+
+def _sampling(
+    wire: GenerationBody,
+    limits: ModelLimits,
+    max_tokens: int | None,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    min_tokens = wire.min_tokens or 0
+    if min_tokens > (limits.max_model_len if max_tokens is None else max_tokens):
+        raise errors.invalid("'min_tokens' must not exceed the tokens to generate.", "min_tokens")
+    defaults = limits.defaults
+    return SamplingParams(
+        max_tokens=max_tokens or 1,
+        seed=secrets.randbits(63) if wire.seed is None else wire.seed % (1 << 63),
+        temperature=_or(wire.temperature, defaults.temperature) + 0.0,  # -0.0 becomes 0.0
+        top_p=_or(wire.top_p, defaults.top_p) or 1.0,
+        top_k=_top_k(wire, limits),
+        min_p=_or(wire.min_p, defaults.min_p),
+        repetition_penalty=_or(wire.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_or(wire.presence_penalty, 0.0),
+        frequency_penalty=_or(wire.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(wire.logit_bias or {}, limits.vocab_size),
+        min_tokens=min_tokens,
+        stop_token_ids=tuple(
+            valid_token_ids(wire.stop_token_ids or [], "stop_token_ids", limits.vocab_size)
+        ),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
