@@ -131,7 +131,7 @@ def quantize_int8(
 
     Args:
         x: [T, K], or with `silu` [T, 2 K], gate first; rows may be strided, a row contiguous.
-        weight: whose inputs they are.
+        weight: that they are multiplied with.
         norm: [K], weight of an RMSNorm with `eps`, applied first.
         residual: [T, K] contiguous, to which x is added first, in place; not with `silu`.
         silu: SiLU-and-multiply the halves of x first.

@@ -63,7 +63,7 @@ FLOAT8_CANDIDATES = tuple(
     )
     for splits in (4, 2, 1)
 )
-_HIGH_TILE_TOKENS = 64  # for whose sums a tile of 128 rows has registers
+_HIGH_TILE_TOKENS = 64  # a tile of 128 rows has registers for the sums of so many
 # What a block of compute capability 9.0 has, less some for what the compiler needs beside tiles.
 _SHARED_MEMORY_BYTES = 225 << 10
 # Up to this many tokens `skinny` may win with any ending, past it with SiLU-and-multiply only.
@@ -78,7 +78,7 @@ class Projection:
 
     `weights`: of several layers, the same shape. `every_token`: it multiplies all tokens of a
     prefill step, not only those that are sampled from. Without `residual` a norm precedes it.
-    `wide`: its output is float32. `feeds`: with `silu`, the weight whose product takes the result.
+    `wide`: its output is float32. `feeds`: with `silu`, the weight that takes the result.
     """
 
     weights: Sequence[Weight]

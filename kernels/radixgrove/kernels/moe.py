@@ -205,7 +205,7 @@ def experts(
 ) -> Tensor:
     """`residual += sum over a token's experts of weight * down(silu(gate(x)) * up(x))`.
 
-    Float8 weights are widened as they are multiplied by pairs, whose inputs stay as they are. In
+    Float8 weights are widened as they are multiplied by pairs, and inputs stay as they are. In
     tiles so they are where the format keeps activations (or blocks are not `H_WIDTH` wide); else
     both operands are float8. x has scales of tokens, or of parts as wide as the weight's blocks,
     and `silu(gate) * up` one for `H_WIDTH` columns; all are dynamic, also where the checkpoint has
@@ -394,7 +394,7 @@ def _pairs_options(config: PairsConfig, weight: Weight, rows: int, tiles: int) -
 
 
 def _tile_options(config: TileConfig, weight: Weight, rows: int) -> dict[str, int]:
-    """For a tile of a weight whose parts, gate and up, have so many rows."""
+    """For a tile of a weight; its parts, gate and up, have so many rows each."""
     wide = weight.block[1] if weight.block else H_WIDTH
     # A step along K is within one block, and one group of quantized inputs.
     return {

@@ -31,7 +31,7 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 @jit
 def normed(wide, weight, width, eps):
-    """The RMSNorm of a row: float32, as `wide` and `weight`, whose places past `width` are zero."""
+    """The RMSNorm of a row: float32, as `wide` and `weight`, which are zero past `width`."""
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / width + eps)
     return wide * scale * weight
 

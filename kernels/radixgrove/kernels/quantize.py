@@ -191,7 +191,7 @@ def quantize(
 
     Args:
         x: [T, K], or with `silu` [T, 2 K], gate first; rows may be strided, a row contiguous.
-        weight: whose inputs they are; a width of parts is a power of two.
+        weight: that they are multiplied with; a width of parts is a power of two.
         norm: [K], weight of an RMSNorm with `eps`, applied first.
         residual: [T, K] contiguous, to which x is added first, in place; not with `silu`.
         normed: [T, K] contiguous, x's dtype, where to leave what is quantized.

@@ -31,7 +31,7 @@ class ModelEntry(msgspec.Struct, kw_only=True, frozen=True):
     attempts: list[str]  # `registry.Registration.group`s that may serve; in no order
     desired: int  # groups wanted; 0: asleep or suspended
     wakes: bool = False  # asleep, and a held request wakes it: hold instead of refusing
-    namespace: str = ""  # whose keys its replicas have; "": the installation's
+    namespace: str = ""  # its replicas have this namespace's keys; "": the installation's
     # Where a group may register, by its id; one that is missing may not yet. None: anywhere.
     urls: dict[str, str] | None = None
 

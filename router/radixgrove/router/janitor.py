@@ -39,7 +39,7 @@ class Janitor:
         """
         Args:
             listed: services of the model table, which need not be among those in Redis.
-            service: the only one whose keys this router may touch; None: it may touch all.
+            service: this router may touch its keys alone; None: it may touch all.
         """
         self._listed = listed
         self._service = service

@@ -69,8 +69,8 @@ def give_large_blocks_back() -> None:
     """Makes the C library return the memory of a large body, or of what it becomes, when it is
     freed, and not keep it in a heap.
 
-    Once a block of some megabytes was freed, glibc takes the next ones of that size from its heap,
-    whose memory comes back only where nothing behind it lives on. Other libraries have no such
+    Once a block of some megabytes was freed, glibc takes the next ones of that size from its heap.
+    That gives memory back only where nothing behind it lives on. Other libraries have no such
     setting.
     """
     with contextlib.suppress(AttributeError):

@@ -99,7 +99,7 @@ def of_pod(
     return ""
 
 
-# Fields whose values are names of other objects, or keys in them.
+# Fields that hold names of other objects, or keys in them.
 _NAMES = {
     "claimName", "configMap", "credentialsSecret", "key", "keysSecret", "name", "priorityClassName",
     "runtimeClassName", "secretName", "serviceAccountName", "tokenSecret",

@@ -335,7 +335,7 @@ def _object_schema(tool: Tool) -> str:
 
 
 def _call_schema(body: JsonBody, tool: Tool, schema: dict[str, Any]) -> dict[str, Any]:
-    """A call as a JSON value: beside another one, whose tokens are those of JSON."""
+    """A call as a JSON value: beside another one; its tokens are those of JSON."""
     whole = {key: schema[key] for key in _OF_ROOTS if key in schema}
     arguments = {key: value for key, value in schema.items() if key not in whole}
     return whole | {

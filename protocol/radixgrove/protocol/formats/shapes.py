@@ -117,7 +117,7 @@ class Calls:
 class Channels:
     """An output of messages, each behind a header that says what it is (gpt-oss).
 
-    A header with a `recipient` is a call's, whose arguments are the message; one of the channel
+    A header with a `recipient` is a call's: the message is its arguments; one of the channel
     `thoughts` is reasoning's; others are content's.
     """
 

@@ -74,7 +74,8 @@ class Scheme:
 class Target:
     """Which projections a line of the config means.
 
-    `Linear`: all; `re:PATTERN`: whose names it matches from their beginning; else that one.
+    `Linear`: all; `re:PATTERN`: those with names that it matches from their beginning; else
+    that one.
     """
 
     text: str

@@ -53,7 +53,7 @@ def _check_experts_divide(config: ModelConfig, tp: int, ep: int) -> None:
 
 
 def _check_blocks(config: ModelConfig, tp: int, ep: int, possible: Sequence[int]) -> None:
-    """Refuse a `tp` whose ranks would hold a part of what shares a scale."""
+    """Refuse a `tp` with which ranks would hold a part of what shares a scale."""
     schemes = config.quantization.schemes() if config.quantization else ()
     for block in (scheme.block for scheme in schemes if scheme.block is not None):
         if not _keeps_blocks(config, tp, ep, block):

@@ -83,7 +83,7 @@ def read_detokenize(body: bytes) -> DetokenizeBody:
 
 
 def conversation(wire: TokenizeBody, limits: ModelLimits) -> ChatRequest:
-    """The request for a chat completion whose prompt is to be tokenized.
+    """The request for a chat completion, of which the prompt is to be tokenized.
 
     Raises:
         ApiError: 400, naming the parameter.

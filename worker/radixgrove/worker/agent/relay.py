@@ -1,7 +1,7 @@
 """What two machines of a group say to each other: messages of members' engines, and heartbeats.
 
 A member on another machine than the first has its engine there, and its frontends here. Each of the
-two agents binds the sockets whose readers are at the other one, under the names that they have in
+two agents binds the sockets that are read at the other one, under the names that they have in
 any runtime directory, and passes on what comes, over the connection by which the machines have
 proven themselves. So frontends, engines and publishers know nothing of machines.
 """
@@ -61,7 +61,7 @@ class Relay:
     ) -> None:
         """
         Args:
-            inlets: sockets to bind here, whose readers are at the other machine.
+            inlets: sockets to bind here, which are read at the other machine.
             outlets: sockets that are read here.
             ended: called once, in a thread, when the other end says that the group is over (then
                 with its words), or is lost (with words for people).

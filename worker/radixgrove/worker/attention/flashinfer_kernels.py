@@ -186,7 +186,7 @@ def specification(kernel: PrefillKernel) -> Any:
 def compiling(toolkit: Toolkit, links: Path) -> Iterator[None]:
     """The environment in which FlashInfer compiles; `links` may be written into."""
     flags = [os.environ.get("FLASHINFER_EXTRA_LDFLAGS", ""), toolkit.link_flags(links)]
-    # Its ninja is a script beside this interpreter, whose folder need not be on the path.
+    # Its ninja is a script beside this interpreter, in a folder that need not be on the path.
     path = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     with _environment(
         {
@@ -213,7 +213,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def wait_reporting(build: Callable[[], object], report: Callable[[float], None]) -> None:
-    """Run `build`, whose work is in processes of its own, and report the seconds now and then."""
+    """Run `build`, which works in processes of its own, and report the seconds now and then."""
     begin = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(build)

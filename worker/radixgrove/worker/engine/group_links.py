@@ -281,8 +281,8 @@ class LeaderLinks:
         return f"{names} did not end a step within {allowance:.0f} s"
 
     def _unfinished(self) -> list[int]:
-        """Where all have launched the oldest step: the ranks of the first stage whose device has
-        not done it, for those of later stages wait for them."""
+        """Where all have launched the oldest step: the ranks of the first stage that has one
+        with a device that has not done it, for those of later stages wait for them."""
         crew = self.crew
         ended = {crew.leader: self.steps_ended()}
         ended |= {rank: peer.ended for rank, peer in self._peers.items()}

@@ -40,7 +40,7 @@ class Limits:
         depth = 2 if cuda and settings.overlap else 1
         return cls(
             *settings.step_limits(on_cpu=not cuda),
-            # A step for each stage, and one whose results are on the host, or of prompts.
+            # A step for each stage, and one that has its results on the host, or is of prompts.
             depth=settings.pp + 1 if settings.pp > 1 else depth,
             # One more would keep the stages busy while results are on the host, and every step of
             # all rows would read the weights once more, which takes longer.

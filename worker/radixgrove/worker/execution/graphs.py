@@ -151,7 +151,7 @@ class DecodeGraphs:
         self._prefixes: PrefixInputs | None = None
         if attention.prefix_tile_rows > 1:
             self._prefixes = PrefixInputs(table, largest, attention.prefix_tile_rows)
-        self._grouped: _Rows | None = None  # whose prefixes `_prefixes` holds
+        self._grouped: _Rows | None = None  # `_prefixes` holds theirs
         self._ungrouped: deque[_Rows] = deque(maxlen=_REMEMBERED)  # have no prefixes in common
         self._forward: dict[tuple[int, bool], Replay] = {}
         self._sample: dict[tuple[int, int], Replay] = {}

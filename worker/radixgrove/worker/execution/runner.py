@@ -59,8 +59,10 @@ class _Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """A step whose samples, of these rows, are on their way from the last stage to this one's
-    table. `mailed`: its number there; `launched`: how many steps were launched here before it."""
+    """A step: samples of its rows are on their way from the last stage to this one's table.
+
+    `mailed`: its number there; `launched`: how many steps were launched here before it.
+    """
 
     plan: StepPlan
     mailed: int
@@ -311,7 +313,7 @@ class Runner:
 
     def _take_mail(self, plan: StepPlan, mail: PeerMail) -> None:
         """On a stage before the last: bring the table up to date with samples that the plan's rows
-        go on from, and with those of steps whose rows may be others' by now."""
+        go on from, and with those of steps that others may have the rows of by now."""
         decodes, awaited = set(plan.decodes), self._awaited
         needed = [index for index, step in enumerate(awaited) if not decodes.isdisjoint(step.rows)]
         count = needed[-1] + 1 if needed else 0
@@ -333,7 +335,7 @@ class Runner:
         return links.receive(plan.num_tokens, model.config.hidden_size, model.dtype)
 
     def _passed_on(self, plan: StepPlan, hidden: Tensor) -> _Forwarded:
-        """A step whose stage is not the last: it needs no masks, and yields no tokens."""
+        """A step of a stage that is not the last: it needs no masks, and yields no tokens."""
         self._member.links.send(hidden)
         if self._member.mail is not None and plan.sampled_rows():
             self._awaited.append(_Awaited(plan, self._mailed, self._launched - 1))

@@ -48,8 +48,8 @@ def plan_rules(
         schemas: arguments of tools that are not `strict` are held to their schemas too.
 
     Raises:
-        ApiError: 400, for tools whose calls would not be understood, and for a block of reasoning
-            that no token ends.
+        ApiError: 400, for tools with calls that would not be understood, and for a block of
+            reasoning that no token ends.
     """
     tools, calls = request.tools, form.calls
     if tools is not None and calls is None and tools.mode is not ToolMode.NONE:

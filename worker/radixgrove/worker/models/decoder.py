@@ -1,4 +1,4 @@
-"""Decoders, whose layers are built from the parts that a model's description names."""
+"""Decoders: their layers are built from the parts that a model's description names."""
 
 from __future__ import annotations
 

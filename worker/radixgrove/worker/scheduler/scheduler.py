@@ -217,7 +217,7 @@ class Scheduler:
         self.memory.tree.residency.save_wanted()
         saves, loads = self.memory.take_copies()
         if not (step.decodes or step.chunks or saves or loads):
-            # Where only rows were preempted whose turn it was, others can go on with their pages.
+            # Where all rows in turn were preempted, others can go on with their pages.
             return self.schedule(now) if self.counters.preemptions > preemptions else None
         return self._launch(step, saves, loads)
 

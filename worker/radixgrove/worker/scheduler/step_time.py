@@ -16,7 +16,7 @@ class StepWork:
 
     tokens: int = 0  # of chunks, and of decodes
     pairs: int = 0  # of a chunk's token and one of its context
-    kv_tokens: int = 0  # whose KV decoding rows read
+    kv_tokens: int = 0  # of the context that decoding rows read
 
 
 @dataclass(frozen=True, slots=True)

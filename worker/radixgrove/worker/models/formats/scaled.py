@@ -76,8 +76,8 @@ class Scaled:
         )
 
     def _block(self, pieces: Sequence[Piece]) -> tuple[int, int] | None:
-        """Blocks of the fused weight: as high as they can be where pieces end within a block, whose
-        scales are then repeated."""
+        """Blocks of the fused weight: as high as they can be where pieces end within a block; then
+        its scales are repeated."""
         if self.scheme.block is None:
             return None
         height, width = self.scheme.block
