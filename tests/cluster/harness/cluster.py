@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 from tests.cluster.harness import addons, build, images, network, prepare, state, volumes
 from tests.cluster.harness.control_plane import KUBE_PROXY, KUBE_ROUTER, ControlPlane, node_user
@@ -44,12 +43,7 @@ class Cluster:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:

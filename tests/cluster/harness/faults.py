@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from tests.cluster.harness import cgroups
 from tests.cluster.harness.cluster import Cluster
@@ -26,12 +25,7 @@ class Faults:
     def __enter__(self) -> Faults:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.repair()
 
     def repair(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -86,12 +85,7 @@ class PretendedNodes:
         wait_until(self._all_ready, f"{self._count} pretended nodes are Ready")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._control_plane.kubectl.delete("nodes", f"--selector={LABEL}", wait=False)
         self._kwok.stop()
 
