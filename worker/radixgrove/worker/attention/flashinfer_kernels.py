@@ -120,17 +120,6 @@ def prebuilt_library(kernel: PrefillKernel) -> Path | None:
     return path if path.is_file() else None
 
 
-def prebuilt_kernels() -> list[PrefillKernel]:
-    """All of them, Hopper's first."""
-    return [
-        kernel
-        for generation in ("fa3", "fa2")
-        for dtype in DTYPES
-        for dim in HEAD_DIMS
-        if prebuilt_library(kernel := PrefillKernel(generation, dtype, dim)) is not None
-    ]
-
-
 def can_serve(kernel: PrefillKernel) -> bool:
     """Whether FlashInfer has this kernel, or could compile it."""
     return is_installed() and (prebuilt_library(kernel) is not None or find_toolkit() is not None)
