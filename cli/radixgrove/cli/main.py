@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from radixgrove.service import exit_codes
+from radixgrove.service.user import know_user
 
 # name -> (module of `radixgrove.cli.commands`, attribute, one line of help)
 _COMMANDS = {
@@ -77,6 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str] | None) -> int:
+    know_user()
     try:
         result: Any = cli.main(args=arguments, prog_name="radixgrove", standalone_mode=False)
     except click.ClickException as error:
