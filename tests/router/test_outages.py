@@ -115,7 +115,8 @@ async def test_static_foreign_replicas_are_tracked_by_what_was_sent(
 ) -> None:
     """No Redis, no events, no envelope: as vLLM or SGLang would be."""
     replicas = [await make_replica(keep_bodies=True) for _ in range(2)]
-    router = await make_router(replicas=[replica.url for replica in replicas])
+    one, other = (replica.url for replica in replicas)
+    router = await make_router(replicas=[one, f"{other}/v1/"])  # as its clients are given it, too
     await eventually(lambda: _ready_replicas(router, 2))
     text = prompt(*LONG)
     first = await router.complete(text + prompt(1))

@@ -30,13 +30,15 @@ SILENT_SECONDS = 10.0
 def static_address(text: str) -> tuple[str, str]:
     """Model, empty where it names none, and URL of a static replica: `URL` or `model=URL`.
 
+    A URL may end in `/v1`, as clients of OpenAI's API are given it.
+
     Raises:
         ValueError: it has no HTTP address.
     """
     model, separator, url = text.partition("=")
     if not separator or "://" in model:
         model, url = "", text
-    url = url.rstrip("/")
+    url = url.rstrip("/").removesuffix("/v1")
     if not is_http_url(url):
         raise ValueError(f"{text!r} is no HTTP address, alone or as `model=URL`")
     return model, url
