@@ -111,7 +111,7 @@ def test_a_router_that_cannot_start_says_why_in_one_line(processes: str) -> None
         port = str(taken.getsockname()[1])
         for flags, reason in [
             (["--port", port], f"cannot listen on 127.0.0.1 port {port}"),
-            (["--api-keys-file", "/does/not/exist"], "the API key file cannot be read"),
+            (["--api-keys-file", "/does/not/exist"], "the API key file /does/not/exist cannot be"),
             (["--redis-url", "http://:pa55@host"], "redis_url is not like redis://"),
             (["--replicas", "http://me:pa55@host"], "a URL in `replicas` has credentials"),
         ]:
@@ -122,3 +122,21 @@ def test_a_router_that_cannot_start_says_why_in_one_line(processes: str) -> None
             assert reason in result.stderr
             assert "Traceback" not in result.stderr
             assert "pa55" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--api-keys-file", "/does/not/exist"], "the API key file /does/not/exist cannot be read"),
+        (["--redis-url", "http://:pa55@host"], "redis_url is not like redis://"),
+    ],
+    ids=["keys", "redis"],
+)
+def test_a_worker_refuses_such_settings_before_it_looks_for_a_model(
+    flags: list[str], reason: str
+) -> None:
+    result = radixgrove("worker", "--model", "/does/not/exist/either", *flags)
+    assert result.returncode == 1
+    assert reason in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "pa55" not in result.stderr

@@ -28,6 +28,12 @@ def test_the_key_decides_the_principal(tmp_path: Path) -> None:
     assert known.authenticate("Bearer b:with:colons") == "bob"
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_principal(tmp_path: Path) -> None:
+    """As editors on Windows write one, with their ends of lines."""
+    for text in ("\ufeffalice: a-key\r\nbob: b-key\r\n", "\ufeff# ours\nalice: a-key\n"):
+        assert keys(tmp_path, text).authenticate("Bearer a-key") == "alice"
+
+
 @pytest.mark.parametrize(
     "header", [None, "", "Bearer", "Bearer ", "Bearer wrong", "a-key", "Basic a-key", "Bearer é"]
 )
@@ -40,7 +46,8 @@ def test_without_a_known_key_nobody_gets_in(tmp_path: Path, header: str | None) 
 
 
 @pytest.mark.parametrize(
-    "text", ["alice a-key", "alice:", ": key", "a b: key", "x: k\ny: k", "public: key"]
+    "text",
+    ["alice a-key", "alice:", ": key", "a b: key", "x: k\ny: k", "public: key", "alice: \xfcber"],
 )
 def test_malformed_key_files_are_refused_without_showing_keys(tmp_path: Path, text: str) -> None:
     with pytest.raises(KeyFileError, match=r"line \d") as error:
@@ -48,9 +55,12 @@ def test_malformed_key_files_are_refused_without_showing_keys(tmp_path: Path, te
     assert "key'" not in str(error.value).replace("'principal: key'", "")
 
 
-def test_unreadable_key_file(tmp_path: Path) -> None:
-    with pytest.raises(KeyFileError):
+def test_an_unreadable_key_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match=r"absent cannot be read: No such file"):
         ApiKeys.load(str(tmp_path / "absent"))
+    (tmp_path / "latin").write_bytes(b"alice: \xfc\n")
+    with pytest.raises(KeyFileError, match="latin is not UTF-8"):
+        ApiKeys.load(str(tmp_path / "latin"))
 
 
 def test_secrets_compare_only_when_both_are_there() -> None:

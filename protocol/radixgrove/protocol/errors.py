@@ -40,6 +40,7 @@ class RadixgroveError(Exception):
     │   ├── RouterStartError
     │   ├── ClusterError
     │   ├── BindingError
+    │   ├── UnusableSettings
     │   ├── ChildFailed
     │   ├── TaskEnded
     │   └── DemoModelError

@@ -15,12 +15,11 @@ from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import RouterSettings
 from radixgrove.router.replicas import static_address
 from radixgrove.service import exit_codes, logs
-from radixgrove.service.auth import ApiKeys, KeyFileError
 from radixgrove.service.directories import private_directory
-from radixgrove.service.listening import check_management, reserve
+from radixgrove.service.listening import reserve
 from radixgrove.service.liveness import tick
 from radixgrove.service.processes import give_large_blocks_back, on_end, take_descriptors
-from radixgrove.service.redis_rules import RedisAddress
+from radixgrove.service.settings_check import check_settings
 from radixgrove.service.supervisor import Supervised
 
 logger = logging.getLogger(__name__)
@@ -77,13 +76,9 @@ def check(settings: RouterSettings) -> None:
     """What can be known to be wrong before any process starts.
 
     Raises:
-        RouterStartError, BindingError: the text says what to change.
+        RouterStartError: `replicas` has no addresses. As `check_settings`, too.
     """
-    check_management(settings)
-    try:
-        ApiKeys.load(settings.api_keys_file)
-    except KeyFileError as error:
-        raise RouterStartError(str(error)) from error
+    check_settings(settings)
     if any("@" in replica for replica in settings.replicas):
         raise RouterStartError(
             "a URL in `replicas` has credentials; replicas get those of the client"
@@ -93,10 +88,6 @@ def check(settings: RouterSettings) -> None:
             static_address(replica)
         except ValueError as error:
             raise RouterStartError(f"`replicas`: {error}") from error
-    try:
-        RedisAddress(settings.redis_url or "redis://")
-    except ValueError as error:
-        raise RouterStartError(f"redis_url is {error}") from error
 
 
 def load_settings(path: Path) -> RouterSettings:

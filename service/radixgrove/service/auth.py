@@ -45,7 +45,8 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: str | None) -> ApiKeys:
-        """Read `principal: key` lines; blank lines and `#` comments are skipped.
+        """Read `principal: key` lines; blank lines and `#` comments are skipped, and a byte order
+        mark before them.
 
         Raises:
             KeyFileError: the file is unreadable, a line malformed or a key given twice.
@@ -53,9 +54,13 @@ class ApiKeys:
         if path is None:
             return cls(None)
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise KeyFileError("the API key file cannot be read") from error
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except OSError as error:
+            raise KeyFileError(
+                f"the API key file {path} cannot be read: {error.strerror}"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise KeyFileError(f"the API key file {path} is not UTF-8") from error
         principals: dict[str, str] = {}
         for number, line in enumerate(text.splitlines(), start=1):
             if not line.strip() or line.lstrip().startswith("#"):
@@ -64,6 +69,11 @@ class ApiKeys:
             name, key = name.strip(), key.strip()
             if not separator or not key or not PRINCIPAL_PATTERN.match(name):
                 raise KeyFileError(f"line {number} of the API key file is not 'principal: key'")
+            if not (key.isascii() and key.isprintable()):
+                raise KeyFileError(
+                    f"line {number} of the API key file has a key that headers cannot carry: "
+                    "ASCII alone"
+                )
             if name in RESERVED_PRINCIPALS:
                 raise KeyFileError(f"line {number} of the API key file uses a reserved principal")
             if key in principals:

@@ -26,10 +26,11 @@ from radixgrove.protocol.settings import LoadFormat, LogLevel, WorkerSettings
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.children import Child
 from radixgrove.service.directories import private_directory
-from radixgrove.service.listening import BindingError, check_management, reserve
+from radixgrove.service.listening import BindingError, reserve
 from radixgrove.service.liveness import tick
 from radixgrove.service.probing import is_ready
 from radixgrove.service.processes import on_end, take_descriptors
+from radixgrove.service.settings_check import UnusableSettings, check_settings
 from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import demo_model, management, model_files
 from radixgrove.worker.agent.engines import Engine, total
@@ -84,7 +85,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
     try:
         settings = with_group(settings, os.environ)
         check_group(settings, os.environ)
-        check_management(settings)
+        check_settings(settings)
         marker = Marker(settings)
         if marker.is_set:
             return asyncio.run(wait_to_be_replaced(settings))
@@ -104,7 +105,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
     except ModelError as error:
         _log.error("%s", error)
         return exit_codes.MODEL
-    except (AgentError, demo_model.DemoModelError, BindingError) as error:
+    except (AgentError, demo_model.DemoModelError, BindingError, UnusableSettings) as error:
         _log.error("%s", error)
         return getattr(error, "code", exit_codes.FAILED)
 
