@@ -39,7 +39,8 @@ test: setup-dev ## all tests that need neither a GPU nor Kubernetes (all but the
 	$(BIN)/python -m pytest $(SPREAD)
 
 test-slow: setup-dev ## those of them that take half a minute each, or show the same of more cases
-	$(BIN)/python -m pytest -m "slow and not (gpu or cluster or drill)" $(SPREAD)
+	$(BIN)/python -m pytest -m "(slow or hypothesis) and not (gpu or cluster or drill)" \
+	  --hypothesis-profile whole $(SPREAD)
 
 test-drills: setup-dev ## each ordinary fault beside a load, RECORD= a directory for the figures
 	$(BIN)/python -m pytest -m "$(DRILLS)" tests/drills $(if $(RECORD),--record-drills $(RECORD),$(DRILL_SPREAD))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import socket
@@ -26,6 +27,8 @@ from radixgrove.worker.agent import demo_model
 if TYPE_CHECKING:
     from redis import Redis
 
+# As long a server of the standard library takes at most to hear that it is to end.
+STOP_SECONDS = 0.02
 CORES = len(os.sched_getaffinity(0))
 
 # Tests start hundreds of processes, which would each compile what they import.
@@ -39,11 +42,13 @@ if not Path("/proc/driver/nvidia").exists():
 
 # Time is no property: machines of tests are slow, and busy with other tests.
 settings.register_profile(
-    "ci", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "whole", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
+# `make test` has another third of the examples each time, and `make test-slow` all.
+settings.register_profile("third", settings.get_profile("whole"), max_examples=33)
 # `--hypothesis-profile thorough`: for a night, or a doubt.
-settings.register_profile("thorough", settings.get_profile("ci"), max_examples=1000)
-settings.load_profile("ci")
+settings.register_profile("thorough", settings.get_profile("whole"), max_examples=1000)
+settings.load_profile("third")
 
 # Seconds for a test with all its fixtures, a cluster and images to build perhaps among them. Every
 # wait has a deadline of its own: this is for what hangs.
@@ -57,6 +62,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker("cluster") and item.get_closest_marker("timeout") is None:
         item.add_marker(pytest.mark.timeout(_CLUSTER_TIMEOUT))
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays: no collection of garbage need walk it."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -102,8 +112,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def examples(count: int, **others: Any) -> settings:
-    """So many examples in the ordinary profile, and in proportion more in a thorough one."""
-    return settings(max_examples=count * settings().max_examples // 100, **others)
+    """So many examples in the profile `whole`, and in proportion fewer or more in another."""
+    return settings(max_examples=-(-count * settings().max_examples // 100), **others)
 
 
 def wait_until(
@@ -169,7 +179,7 @@ def silent(address: str = "127.0.0.1", port: int = 0) -> Iterator[int]:
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """The address at which `handler` answers, in threads of this process."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[STOP_SECONDS])
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

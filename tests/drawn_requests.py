@@ -24,7 +24,7 @@ def send_drawn_requests(
     model: str,
     *,
     check_bodies: bool = True,
-    examples: int = 15,
+    examples: int,
 ) -> Counter[int]:
     """Sends requests that fit the document and requests that do not, to every operation.
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.conftest import STOP_SECONDS
+
 COMMIT = "c0ffee" * 6 + "beef"
 
 
@@ -34,7 +36,9 @@ class Hub:
 
         self._server = ThreadingHTTPServer((host, 0), Handler)
         self.url = f"http://{host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=[STOP_SECONDS], daemon=True
+        )
 
     def __enter__(self) -> Hub:
         self._thread.start()

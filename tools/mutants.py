@@ -233,6 +233,7 @@ class Copy:
         shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)
         command = [".venv/bin/python", "-m", "pytest", "-x", "-n", processes, *tests]
         command += ["--dist", "loadfile", "-o", f"timeout={_TEST_SECONDS}"]
+        command += ["--hypothesis-profile", "whole"]
         log = self.root / "pytest.log"
         with log.open("w") as output:
             return subprocess.run(command, cwd=self.root, stdout=output, stderr=output).returncode

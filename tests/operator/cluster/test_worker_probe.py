@@ -18,7 +18,7 @@ from radixgrove.operator.cluster import worker_probe
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.planning.observed import Group, Pod
 from radixgrove.worker.messages import EngineState, PhaseReport
-from tests.conftest import find_free_port
+from tests.conftest import STOP_SECONDS, find_free_port
 
 KEY = "management-key"
 LOADING = PhaseReport(EngineState.LOADING, "weights: 3 of 7 files", 0.4)
@@ -46,7 +46,7 @@ def answering(
     address: str, port: int, handler: type[BaseHTTPRequestHandler] = Handler
 ) -> Iterator[None]:
     with ThreadingHTTPServer((address, port), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=[STOP_SECONDS])
         thread.start()
         try:
             yield

@@ -20,7 +20,7 @@ from moto.server import ThreadedMotoServer
 
 from radixgrove.operator.fetch import download
 from radixgrove.operator.fetch.sources import FetchError, RemoteFile
-from tests.conftest import find_free_port
+from tests.conftest import STOP_SECONDS, find_free_port
 from tests.hub import COMMIT, Hub
 
 WEIGHTS = bytes(range(256)) * 40_000
@@ -312,7 +312,7 @@ class Bucket:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=[STOP_SECONDS], daemon=True).start()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         parts = urllib.parse.urlsplit(request.path)

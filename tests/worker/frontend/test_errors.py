@@ -485,11 +485,14 @@ def test_the_document_lists_what_is_served_and_nothing_else(frontend: Frontend) 
                 )
 
 
-def test_no_request_that_its_document_allows_or_forbids_is_a_failure(frontend: Frontend) -> None:
+@pytest.mark.parametrize("examples", [3, pytest.param(15, marks=pytest.mark.slow)])
+def test_no_request_that_its_document_allows_or_forbids_is_a_failure(
+    frontend: Frontend, examples: int
+) -> None:
     from tests.drawn_requests import send_drawn_requests
 
     with frontend.client() as client:
         document = client.get("/openapi.json").json()
-    statuses = send_drawn_requests(frontend.url, document, MODEL)
+    statuses = send_drawn_requests(frontend.url, document, MODEL, examples=examples)
     assert statuses[200] > 0
     assert statuses[400] > 0
