@@ -31,9 +31,11 @@ if not ON_GPU:
             del sys.modules[name]
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test marked `covering(n)` the interpreter runs as many cases as bring any n values of
-    different parameters together once: a case takes it up to seconds. Compiled kernels run all."""
+    different parameters together once: a case takes it up to seconds. Those that no value needs,
+    but a pair of them, are slow tests. Compiled kernels run all."""
     if ON_GPU:
         return
     cases: dict[str, list[pytest.Function]] = defaultdict(list)
@@ -41,19 +43,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
             cases[item.nodeid.partition("[")[0]].append(item)
     left_out = {case for group in cases.values() for case in group}
-    left_out.difference_update(*map(covering, cases.values()))
+    for group in cases.values():
+        mark = group[0].get_closest_marker("covering")
+        assert mark is not None
+        chosen = covering(group, *mark.args)
+        for case in set(chosen) - set(covering(chosen, 1)):
+            case.add_marker(pytest.mark.slow)
+        left_out.difference_update(chosen)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
 
-def covering(cases: list[pytest.Function]) -> list[pytest.Function]:
-    """Each time the first of the cases that bring most that is new together."""
-    mark = cases[0].get_closest_marker("covering")
-    assert mark is not None
+def covering(cases: list[pytest.Function], count: int) -> list[pytest.Function]:
+    """Each time the first of the cases that bring most that is new together, of `count` values."""
     brings = {}
     for case in cases:
         values = [(name, repr(value)) for name, value in sorted(case.callspec.params.items())]
-        brings[case] = set(combinations(values, *mark.args))
+        brings[case] = set(combinations(values, count))
     missing = set[object]().union(*brings.values())
     chosen = []
     while missing:

@@ -48,6 +48,7 @@ def exact(q: Tensor, kv: PagedKv, indptr: Tensor, window: int) -> Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.covering(2)
 @WINDOWS
 @DTYPES
 def test_decode(window: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -102,6 +103,7 @@ def test_decode_from_a_projection(window: int, device: torch.device) -> None:
     assert_close(out, exact(q, kv, torch.arange(len(LENGTHS) + 1), window), 1e-5)
 
 
+@pytest.mark.covering(2)
 @WINDOWS
 @DTYPES
 @pytest.mark.parametrize("news", [[1, 16, 3, 65, 70], [1, 1, 20, 5, 130]], ids=["long", "mixed"])
