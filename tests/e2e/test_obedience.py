@@ -60,6 +60,7 @@ def known(demo_model_dir: Path) -> LLTokenizer:
     return tokenizer_of(demo_model_dir)
 
 
+@pytest.mark.slow
 def test_nonsense_obeys(demo_model_dir: Path, known: LLTokenizer) -> None:
     """Beside rows that are free, among them ones with filters, biases and penalties."""
     asked = [constraint.json_schema(json.dumps(schema).encode(), "p") for schema in SCHEMAS]

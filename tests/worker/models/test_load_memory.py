@@ -13,7 +13,7 @@ from radixgrove.protocol.settings import Device
 _RUNTIME = 4 << 20
 
 
-@pytest.mark.parametrize("kind", ["online", "blocks"])
+@pytest.mark.parametrize("kind", [pytest.param("online", marks=pytest.mark.slow), "blocks"])
 def test_the_host_has_one_shard_beside_the_weights(kind: str, tmp_path: Path) -> None:
     config = load_memory.config_of(hidden=512, layers=4, experts=8, kind=kind)
     shard = load_memory.write_checkpoint(tmp_path, config, shards=5)

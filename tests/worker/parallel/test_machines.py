@@ -86,7 +86,9 @@ def cut(machines: list[MachineProcess], net: Network) -> None:
     net.cut(1)
 
 
-@pytest.mark.parametrize("fault", [kill, pytest.param(freeze, marks=pytest.mark.slow), cut])
+@pytest.mark.parametrize(
+    "fault", [kill, *(pytest.param(fault, marks=pytest.mark.slow) for fault in (freeze, cut))]
+)
 def test_a_rank_that_is_lost_ends_the_group_and_is_named(
     fault: Callable[[list[MachineProcess], Network], None], model_dir: Path
 ) -> None:

@@ -126,6 +126,7 @@ def wait_ready(machines: list[MachineProcess]) -> None:
     machines[1].wait_for("all ranks of machine 1 have joined")
 
 
+@pytest.mark.slow
 def test_members_on_two_machines_serve_at_one_port_and_end_together(model_dir: Path) -> None:
     expected = alone(model_dir)
     with network(2) as net, group(net, model_dir, **APART) as machines:
