@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service import exit_codes
 from radixgrove.worker.agent.preparation import (
     AgentError,
@@ -16,18 +17,22 @@ from radixgrove.worker.agent.preparation import (
     openmp_waiting,
     resolve_model,
 )
+from radixgrove.worker.execution.openmp_waits import can_follow_load
+from tests.conftest import CORES
+
+ONE_THREAD = WorkerSettings(cpu_threads=1)  # which cannot follow the load, on any machine
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
 def test_the_user_may_say_how_threads_wait(name: str) -> None:
-    assert openmp_waiting({"PATH": "/bin", name: "x"}) == {}
+    assert openmp_waiting(ONE_THREAD, {"PATH": "/bin", name: "x"}) == {}
 
 
 def test_threads_that_wait_spin_for_microseconds_not_for_a_scheduling_turn() -> None:
     """As GNU's OpenMP, which torch brings, understands it."""
     shown = subprocess.run(
         [sys.executable, "-c", "import torch"],
-        env={**os.environ, **openmp_waiting({}), "OMP_DISPLAY_ENV": "VERBOSE"},
+        env={**os.environ, **openmp_waiting(ONE_THREAD, {}), "OMP_DISPLAY_ENV": "VERBOSE"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -35,6 +40,12 @@ def test_threads_that_wait_spin_for_microseconds_not_for_a_scheduling_turn() -> 
     ).stderr
     (spins,) = [line.split("'")[1] for line in shown.splitlines() if "GOMP_SPINCOUNT" in line]
     assert 0 < int(spins) <= 10_000
+
+
+@pytest.mark.skipif(not can_follow_load(CORES), reason="an engine cannot tell")
+def test_an_engine_that_follows_the_load_is_left_alone() -> None:
+    assert openmp_waiting(WorkerSettings(cpu_threads=CORES), {"OMP_NUM_THREADS": "1"}) == {}
+    assert openmp_waiting(WorkerSettings(), {"OMP_NUM_THREADS": "1"}), "of one thread"
 
 
 def test_the_user_may_say_how_many_products_stay_prepared() -> None:

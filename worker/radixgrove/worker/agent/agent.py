@@ -245,14 +245,14 @@ class Agent:
         self._stop.set()
 
     async def _start_children(self) -> None:
-        directory, layout = self.runtime.directory, Layout.of(self.settings)
+        layout = Layout.of(self.settings)
         for rank in layout.ranks_of(self.settings.node_rank):
-            part = worker_part(f"engine rank {rank}", self._modules.engine, directory, rank)
+            part = worker_part(f"engine rank {rank}", self._modules.engine, self.runtime, rank)
             self._ranks.append(part)
             self.engines[layout.place(rank).member].ranks.append(part)
         for index in range(self.settings.frontends):
             name = f"frontend {index}"
-            self._frontends.append(worker_part(name, self._modules.frontend, directory, index))
+            self._frontends.append(worker_part(name, self._modules.frontend, self.runtime, index))
         for service in (*self._ranks, *self._frontends):
             await service.start()
 

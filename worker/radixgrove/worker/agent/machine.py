@@ -100,9 +100,7 @@ class Machine:
                     await self._join(tasks)
                 for rank in self._ranks:
                     name = f"engine rank {rank}"
-                    self._children.append(
-                        worker_part(name, self._engine, self.runtime.directory, rank)
-                    )
+                    self._children.append(worker_part(name, self._engine, self.runtime, rank))
                     await self._children[-1].start()
                 tasks.append(asyncio.create_task(self._watch(), name="watch"))
                 await self._until_end(tasks)

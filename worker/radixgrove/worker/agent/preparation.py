@@ -11,14 +11,15 @@ from pathlib import Path
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
 from radixgrove.protocol.settings import WorkerSettings
-from radixgrove.service import exit_codes, logs
+from radixgrove.service import exit_codes, logs, machine
 from radixgrove.service.supervisor import Supervised
 from radixgrove.worker.agent import demo_model
+from radixgrove.worker.execution import openmp_waits
+from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.parallel.rendezvous import MeetingPoint
+from radixgrove.worker.runtime import Runtime
 
-# What says how GNU's OpenMP waits, and for how many turns of a loop it spins here.
-_OPENMP_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
-_SPINS = 1000
+_SPINS = 1000  # turns of a loop of GNU's OpenMP: some microseconds
 # Products that torch and oneDNN keep prepared, each in a cache of its own: one for every shape of a
 # weight and count of tokens. By default 1,024, which take 1.4 MiB each with 960 × 576 in float32.
 _ONEDNN_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
@@ -105,13 +106,18 @@ def _check_machines(settings: WorkerSettings) -> None:
         )
 
 
-def openmp_waiting(environ: Mapping[str, str]) -> dict[str, str]:
+def openmp_waiting(settings: WorkerSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """How threads of an engine wait for each other, unless the user has said it.
 
-    They spin for as long as the next operation takes to come, then sleep. GNU's default of 300,000
-    turns is some 10 ms: where others use the cores too, threads spin for one that does not run.
+    Nothing is said to an engine that follows the load of its cores. Others spin for microseconds:
+    GNU's own 300,000 turns are some 10 ms, in which one that spins may keep the one from running
+    that it waits for.
     """
-    if _OPENMP_WAITING & environ.keys():
+    threads = settings.cpu_threads
+    if threads is None and "OMP_NUM_THREADS" not in environ:
+        threads = machine.cores() // Layout.of(settings).ranks_per_node
+    # As with one thread where only OpenMP knows how many there are.
+    if openmp_waits.are_said(environ) or openmp_waits.can_follow_load(threads or 1):
         return {}
     return {"GOMP_SPINCOUNT": str(_SPINS)}
 
@@ -122,13 +128,13 @@ def onednn_caches(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: bound for name, bound in _ONEDNN_CACHES.items() if name not in environ}
 
 
-def worker_part(name: str, module: str, directory: Path, index: int) -> Supervised:
+def worker_part(name: str, module: str, runtime: Runtime, index: int) -> Supervised:
     """A part of the worker: a module that is run with the runtime directory and its number."""
-    command = [sys.executable, "-m", module, str(directory), str(index)]
+    command = [sys.executable, "-m", module, str(runtime.directory), str(index)]
     environ = {
         **os.environ,
         "PYTHONUNBUFFERED": "1",
-        **openmp_waiting(os.environ),
+        **openmp_waiting(runtime.settings, os.environ),
         **onednn_caches(os.environ),
     }
     return Supervised(name, command, environ, logs.STDERR.write, restart=False)

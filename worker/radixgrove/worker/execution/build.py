@@ -36,6 +36,7 @@ from radixgrove.worker.execution.memory import (
     host_tier_pages,
     kv_shape,
 )
+from radixgrove.worker.execution.openmp_waits import follow_load
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.trial import measure_cuda
@@ -78,7 +79,9 @@ def build_rank(
     else:
         # torch knows the processor's cores, not the quota of a container.
         each = min(torch.get_num_threads(), machine.cores()) // layout.ranks_per_node
-        torch.set_num_threads(settings.cpu_threads or max(1, each))
+        threads = settings.cpu_threads or max(1, each)
+        torch.set_num_threads(threads)
+        follow_load(threads)
     member = form(device) if form is not None else Member(layout, rank)
     stage = Stage.of(place.stage, layers)
     try:
