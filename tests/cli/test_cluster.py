@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from radixgrove.cli.cluster import ClusterError, plan_gpus
+from radixgrove.cli.cluster import Cluster, ClusterError, plan_gpus
+from radixgrove.cli.resolving import UpParts
 
 
 def test_gpus_are_shared_out_without_overlap() -> None:
     assert plan_gpus(2, 2, ["0", "1", "2", "3"]) == [["0", "1"], ["2", "3"]]
     with pytest.raises(ClusterError, match="3 replicas of 2 GPUs need 6; this machine offers 4"):
         plan_gpus(3, 2, ["0", "1", "2", "3"])
+
+
+def cluster(directory: Path, **flags: Any) -> Cluster:
+    """One that is not started."""
+    directory.mkdir()
+    return Cluster(
+        UpParts(None, flags), directory, lambda name: lambda line: None, lambda text: None
+    )
+
+
+def test_two_clusters_in_one_redis_keep_their_keys_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have a `replica-0`, and secrets that the other one does not know."""
+    monkeypatch.setenv("REDIS_URL", "redis://redis.example:6379/0")
+    one, again, other = (
+        cluster(tmp_path / name, port=port)
+        for name, port in [("a", 8000), ("b", 8000), ("c", 9000)]
+    )
+    prefixes = [made.router.redis_prefix for made in (one, again, other)]
+    assert prefixes[0] == prefixes[1] != prefixes[2], "the next start finds what is its own"
+    for made in (one, again, other):
+        assert {worker.redis_prefix for worker in made.workers} == {made.router.redis_prefix}
+
+
+def test_clusters_that_are_to_share_a_redis_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://redis.example:6379/0")
+    assert cluster(tmp_path / "a", redis_prefix="ours").router.redis_prefix == "ours"
+    monkeypatch.setenv("RADIXGROVE_CLUSTER_SECRET", "known to others")
+    assert cluster(tmp_path / "b").router.redis_prefix == "radixgrove"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_management_is_asked_where_it_listens(tmp_path: Path, host: str) -> None:
+    made = cluster(tmp_path / "a", management_host=host, management_port=0)
+    assert made.router.management_port, "a free one"
+    where = f"[{host}]" if ":" in host else host
+    assert made.management_url == f"http://{where}:{made.router.management_port}"

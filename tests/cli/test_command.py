@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -140,3 +141,20 @@ def test_a_worker_refuses_such_settings_before_it_looks_for_a_model(
     assert reason in result.stderr
     assert "Traceback" not in result.stderr
     assert "pa55" not in result.stderr
+
+
+def test_a_second_cluster_is_told_which_of_its_ports_is_taken(
+    tmp_path: Path, free_port: int
+) -> None:
+    """Before it starts any part."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port, free = str(taken.getsockname()[1]), str(free_port)
+        for flags, remedy in [
+            (["--port", port, "--management-port", free], "--port"),
+            (["--port", free, "--management-port", port], "--management-port"),
+        ]:
+            result = radixgrove("up", "--log-dir", str(tmp_path / "logs"), *flags)
+            assert result.returncode == 1
+            assert f"cannot listen on 127.0.0.1 port {port}" in result.stderr
+            assert f"choose another with {remedy}, e.g. {remedy} " in result.stderr
+            assert not list((tmp_path / "logs").iterdir())

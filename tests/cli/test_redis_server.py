@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import redis
 
-from radixgrove.cli.redis_server import find_binary
+from radixgrove.cli.redis_server import EmbeddedRedis, find_binary, free_port
 from tests.conftest import RedisServer
 
 
@@ -25,3 +28,21 @@ def test_one_on_the_path_is_preferred(tmp_path: Path, monkeypatch: pytest.Monkey
     program.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_binary() == str(program)
+
+
+@pytest.mark.parametrize("name", ["with space", 'a"b\\c', "it's"])
+def test_it_starts_in_any_directory(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / name
+    directory.mkdir()
+    server = EmbeddedRedis.prepare(find_binary() or "", directory, free_port())
+    with subprocess.Popen(server.command) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while not server.answers() and process.poll() is None:
+                assert time.monotonic() < deadline
+            assert process.poll() is None
+            client = redis.Redis.from_url(server.url)
+            assert client.config_get("dir") == {"dir": str(directory)}
+            client.close()
+        finally:
+            process.kill()

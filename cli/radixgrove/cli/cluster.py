@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import os
@@ -13,8 +12,10 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from pathlib import Path
 
 from click import ClickException
@@ -34,6 +35,7 @@ from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.settings import Device, RouterSettings, WorkerSettings, reveal
 from radixgrove.service import machine
 from radixgrove.service.children import Sink
+from radixgrove.service.listening import bound_socket
 from radixgrove.service.probing import is_ready, local_address
 from radixgrove.service.processes import on_end
 from radixgrove.service.supervisor import ChildFailed, Supervised
@@ -98,26 +100,30 @@ class Cluster:
         # All at once: none of the parts holds its port until it runs.
         ports = iter(
             free_ports(
-                1 + 2 * parts.up.settings.replicas, taken={router.port, router.management_port}
+                2 + 2 * parts.up.settings.replicas, taken={router.port, router.management_port}
             )
         )
         redis_url = parts.worker.settings.redis_url or parts.router.settings.redis_url
         if redis_url is None:
             self._redis = self._embedded_redis(next(ports))
             redis_url = self._redis.url
-        shared = {
+        shared: dict[str, object] = {
             "redis_url": redis_url,
             "internal_key": _secret(parts, "internal_key"),
             "cluster_secret": _secret(parts, "cluster_secret"),
         }
+        if self._redis is None:
+            shared |= _own_prefix(parts)
         # On one's own machine one may know where a request went.
         reveal_replica = (
             parts.router.settings.reveal_replica
             or parts.router.sources["reveal_replica"] == "default"
         )
-        self.router: RouterSettings = parts.router.settings.model_copy(
-            update={**shared, "reveal_replica": reveal_replica}
-        )
+        own = {
+            "reveal_replica": reveal_replica,
+            "management_port": router.management_port or next(ports),
+        }
+        self.router: RouterSettings = router.model_copy(update={**shared, **own})
         self.workers: list[WorkerSettings] = [
             self._worker_settings(parts, index, ports, shared)
             for index in range(parts.up.settings.replicas)
@@ -130,9 +136,8 @@ class Cluster:
 
     @property
     def management_url(self) -> str:
-        # Without a key the router's management listens on this machine alone.
-        host = self.router.management_host if self.router.management_key else "127.0.0.1"
-        return f"http://{_in_url(local_address(host))}:{self.router.management_port}"
+        host = local_address(self.router.management_host)
+        return f"http://{_in_url(host)}:{self.router.management_port}"
 
     async def start(self) -> None:
         """Start all parts and wait until the whole answers.
@@ -140,7 +145,7 @@ class Cluster:
         Raises:
             ClusterError: a part ended or did not become ready in time.
         """
-        _check_port_free(self.router)
+        _check_ports_free(self.router)
         if self._redis is not None:
             redis = await self._launch("redis", self._redis.command, {})
             await self._until(self._redis.answers, [redis], _REDIS_START, "Redis")
@@ -264,22 +269,41 @@ class Cluster:
 
 def _secret(parts: UpParts, name: str) -> SecretStr:
     """One that worker and router share: as configured for either, else a new one."""
+    return _given(parts, name) or SecretStr(secrets.token_urlsafe(32))
+
+
+def _given(parts: UpParts, name: str) -> SecretStr | None:
     given = getattr(parts.worker.settings, name) or getattr(parts.router.settings, name)
-    return given if isinstance(given, SecretStr) else SecretStr(secrets.token_urlsafe(32))
+    return given if isinstance(given, SecretStr) else None
 
 
-def _check_port_free(settings: RouterSettings) -> None:
-    """The router's port, before minutes of loading; clients could not know a port chosen by 0."""
+def _own_prefix(parts: UpParts) -> dict[str, str]:
+    """Where neither a prefix nor a secret to share with others is configured, one of this machine
+    and port: another cluster in the same Redis has replicas of the same names.
+    """
+    sources = {part.sources["redis_prefix"] for part in (parts.router, parts.worker)}
+    if sources != {"default"} or _given(parts, "cluster_secret"):
+        return {}
+    router = parts.router.settings
+    machine = f"{socket.gethostname()} {uuid.getnode()}".encode()
+    name = f"up-{router.port}-{blake2b(machine, digest_size=4).hexdigest()}"
+    return {"redis_prefix": f"{router.redis_prefix}-{name}"}
+
+
+def _check_ports_free(settings: RouterSettings) -> None:
+    """The router's ports, before minutes of loading; clients could not know a port chosen by 0."""
     if settings.port == 0:
         raise ClusterError("`up` needs a port for its endpoint: --port 8000")
-    with contextlib.closing(socket.socket()) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    for host, port, flag in (
+        (settings.host, settings.port, "--port"),
+        (settings.management_host, settings.management_port, "--management-port"),
+    ):
         try:
-            probe.bind((settings.host, settings.port))
+            bound_socket(host, port).close()
         except OSError as error:
             raise ClusterError(
-                f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
-                f"choose another with --port, e.g. --port {free_ports(1)[0]}"
+                f"cannot listen on {host} port {port}: {error.strerror}; "
+                f"choose another with {flag}, e.g. {flag} {free_ports(1)[0]}"
             ) from error
 
 

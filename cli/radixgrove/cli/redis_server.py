@@ -46,7 +46,8 @@ class EmbeddedRedis:
         write_private(
             config,
             f"bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ''\nappendonly no\n"
-            f"maxmemory-policy noeviction\ndir {directory}\nloglevel warning\ndaemonize no\n",
+            f"maxmemory-policy noeviction\ndir {_quoted(directory)}\nloglevel warning\n"
+            "daemonize no\n",
         )
         url = f"redis://:{password}@127.0.0.1:{port}/0"
         return cls([binary, str(config)], url, port)
@@ -59,6 +60,11 @@ class EmbeddedRedis:
                 return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
         except OSError:
             return False
+
+
+def _quoted(path: Path) -> str:
+    """As one argument of Redis's configuration, whatever is in the path."""
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def free_ports(count: int, taken: Collection[int] = ()) -> list[int]:
