@@ -91,7 +91,7 @@ def url() -> Iterator[str]:
 
 
 def test_ps_is_one_line_a_replica(url: str) -> None:
-    result = radixgrove("ps", "--management-url", url, RADIXGROVE_MANAGEMENT_KEY="k")
+    result = radixgrove("ps", "--management-url", url, RADIXGROVE_MANAGEMENT_KEY="k\n")
     assert result.returncode == 0
     head, row = result.stdout.splitlines()[1:3]
     columns = dict(zip(re.split(r"  +", head), re.split(r"  +", row), strict=True))

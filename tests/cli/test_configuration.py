@@ -72,12 +72,26 @@ def test_flag_wins_over_variable_over_section_over_top_level(write: Any) -> None
         ("- a\n", "must be a mapping"),
         ("worker: 3\n", "section 'worker' must be a mapping"),
         ("a: [\n", "not valid YAML"),
+        ("port: 1\nport: 2\n", "the key 'port' is given twice (line 2)"),
+        ("worker:\n  tp: 1\n  tp: 2\n", "the key 'tp' is given twice (line 3)"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_reason(write: Any, text: str, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_file(write(text))
     assert message in str(caught.value)
+
+
+def test_a_file_may_come_from_windows_and_name_no_key_twice(write: Any) -> None:
+    text = "\ufeffworker: &all {tp: 2}\r\nup:\r\n  replicas: 3\r\n"
+    assert load_file(write(text)).sections == {"worker": {"tp": 2}, "up": {"replicas": 3}}
+    merged = "router: &ours {port: 1}\nworker:\n  <<: *ours\n  port: 2\n"
+    assert load_file(write(merged)).sections["worker"] == {"port": 2}
+
+
+def test_an_empty_variable_names_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXGROVE_CONFIG", "")
+    assert resolve_part("worker", None, {}).sources["port"] == "default"
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.settings import RouterSettings, WorkerSettings, reveal
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
@@ -23,3 +23,12 @@ def test_steps_are_as_large_as_set_and_as_the_device_likes_without_stages() -> N
         on_cpu=True
     )
     assert WorkerSettings(pp=2, max_step_tokens=64).step_limits(on_cpu=False).max_step_tokens == 64
+
+
+def test_the_end_of_line_behind_a_key_is_no_part_of_it() -> None:
+    """Keys travel in headers; files and Secrets often end in one."""
+    given = {"internal_key": "abc\n", "management_key": " abc\r\n", "previous_internal_key": "\n"}
+    settings = RouterSettings.model_validate(given)
+    assert reveal(settings.internal_key) == reveal(settings.management_key) == "abc"
+    assert settings.previous_internal_key is None
+    assert reveal(WorkerSettings.model_validate({"internal_key": "abc\n"}).internal_key) == "abc"

@@ -114,11 +114,16 @@ def _failure(response: http.client.HTTPResponse) -> click.ClickException:
 
 def management_key() -> str | None:
     """Keys come from the environment: a command line is everyone's to read."""
-    return os.environ.get("RADIXGROVE_MANAGEMENT_KEY") or None
+    return _variable("RADIXGROVE_MANAGEMENT_KEY")
 
 
 def api_key() -> str | None:
-    return os.environ.get("RADIXGROVE_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
+    return _variable("RADIXGROVE_API_KEY") or _variable("OPENAI_API_KEY")
+
+
+def _variable(name: str) -> str | None:
+    """Without the end of line that is often behind a key."""
+    return os.environ.get(name, "").strip() or None
 
 
 url_option = click.option(

@@ -35,6 +35,7 @@ PARTS: dict[str, type[BaseModel]] = {
     "up": UpSettings,
 }
 _MAX_FILE_BYTES = 1 << 20
+_MERGE = "tag:yaml.org,2002:merge"
 _SERVICE_LINK = re.compile(
     r"(.+?)_(SERVICE_HOST|SERVICE_PORT(?:_.+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_.+)?)?)"
 )
@@ -83,7 +84,7 @@ def load_file(path: str | None) -> ConfigFile:
     try:
         if Path(path).stat().st_size > _MAX_FILE_BYTES:
             raise ConfigurationError(f"{path} is larger than {_MAX_FILE_BYTES} bytes")
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = _Loader(Path(path).read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -103,6 +104,20 @@ def load_file(path: str | None) -> ConfigFile:
         else:
             raise ConfigurationError(f"{path}: {_unknown('key', key, {*anywhere, *PARTS})}")
     return ConfigFile(path, common, sections)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML's own would drop the first in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                if key.value in seen:
+                    where = f"line {key.start_mark.line + 1}"
+                    raise yaml.YAMLError(f"the key '{key.value}' is given twice ({where})")
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _section(path: str, part: str, content: Any) -> dict[str, Any]:

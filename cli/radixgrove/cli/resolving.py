@@ -42,7 +42,8 @@ def read(config: str | None) -> tuple[ConfigFile, dict[str, str]]:
         ConfigurationUsage: one of them holds something unknown.
     """
     try:
-        return load_file(config or os.environ.get(CONFIG_VARIABLE)), load_environment(os.environ)
+        path = config or os.environ.get(CONFIG_VARIABLE) or None
+        return load_file(path), load_environment(os.environ)
     except ConfigurationError as error:
         raise ConfigurationUsage(error) from None
 

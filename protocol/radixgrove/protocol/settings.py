@@ -188,6 +188,15 @@ class Settings(BaseModel):
     log_level: LogLevel = _field(LogLevel.INFO, "Least severe message to log.", everyday=True)
     log_json: bool = _field(False, "Log JSON lines.")
 
+    @field_validator(
+        "internal_key", "management_key", "previous_internal_key", "metrics_key",
+        mode="before", check_fields=False,
+    )  # fmt: skip
+    @classmethod
+    def _fits_a_header(cls, key: object) -> object:
+        """The end of line that a file or a Secret often has behind a key is no part of it."""
+        return key.strip() or None if isinstance(key, str) else key
+
     def in_clear(self) -> dict[str, Any]:
         """All fields as plain JSON values, secrets in clear: for files of mode 0600 only."""
         plain = self.model_dump(mode="json")
