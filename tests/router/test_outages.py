@@ -198,6 +198,11 @@ async def test_replica_with_another_secret_is_refused_loudly(
     assert "replica bad is refused: it has another cluster secret" in router.log.read_text()
 
 
+async def is_draining(router: Router, replica: str) -> bool:
+    status = (await router.get("/status", management=True)).json
+    return any(e["replica"] == replica and e["state"] == "draining" for e in status["replicas"])
+
+
 async def test_drain_through_the_management_port(
     redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
 ) -> None:
@@ -214,7 +219,9 @@ async def test_drain_through_the_management_port(
     ).status == 404
     assert (await router.post(path, b"", management=True, headers=key)).status == 200
     answers = [await router.complete(prompt(i)) for i in range(6)]
-    answers += [await other.complete(prompt(i)) for i in range(6)]  # the lease says so
+    # The lease says so: without Redis's answer in time, only once the other has looked at it.
+    await eventually(lambda: is_draining(other, "r0"), what="word of the drain")
+    answers += [await other.complete(prompt(i)) for i in range(6)]
     assert {answer.replica for answer in answers} == {"r1"}
     assert (await router.get("/replicas/r1/drain")).status == 404  # not on the public port
 

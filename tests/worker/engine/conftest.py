@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,16 +107,33 @@ class EngineProcess:
     def until(self, condition: Callable[[], bool], frontend: int = 0) -> None:
         """Take what the engine sends to a frontend until the condition holds."""
         deadline = time.monotonic() + PATIENCE
-        socket = self.frontends[frontend]
         while not condition():
             assert time.monotonic() < deadline, f"not within {PATIENCE} s"
-            if not socket.poll(50):
-                continue
-            message = msgspec.msgpack.decode(socket.recv(), type=ToFrontend)
-            if isinstance(message, Stats):
-                self.stats = message
-            elif isinstance(message, Outputs):
-                self._take(message)
+            self._take_next(frontend)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """It does not run meanwhile, and what it has sent is known."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+            while self._take_next(frontend=0):
+                pass
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def _take_next(self, frontend: int) -> bool:
+        """What the engine sends to a frontend next; False: nothing in 50 ms."""
+        socket = self.frontends[frontend]
+        if not socket.poll(50):
+            return False
+        message = msgspec.msgpack.decode(socket.recv(), type=ToFrontend)
+        if isinstance(message, Stats):
+            self.stats = message
+        elif isinstance(message, Outputs):
+            self._take(message)
+        return True
 
     def _take(self, outputs: Outputs) -> None:
         for item in outputs.items:
