@@ -25,13 +25,23 @@ def test_time_passes_while_the_watcher_looks() -> None:
     assert watch.now() - began == 20.0
 
 
-def test_time_in_which_the_watcher_did_not_run_does_not_count() -> None:
+def test_of_time_in_which_the_watcher_did_not_run_a_second_counts() -> None:
     seconds = Seconds()
     watch = WatchClock(seconds)
     began = watch.now()
     seconds.now += 1.0
     watch.now()
     seconds.now += 8 * 3600.0
-    assert watch.now() - began == 1.0
+    assert watch.now() - began == 2.0
     seconds.now += 2.0
-    assert watch.now() - began == 3.0
+    assert watch.now() - began == 4.0
+
+
+def test_a_watcher_that_is_always_late_still_judges() -> None:
+    seconds = Seconds()
+    watch = WatchClock(seconds)
+    began = watch.now()
+    for _ in range(10):
+        seconds.now += 3.0
+        watch.now()
+    assert watch.now() - began == 10.0

@@ -37,7 +37,7 @@ async def tick() -> None:
 
 
 class WatchClock:
-    """A monotonic clock that stands still while its owner does not look at it.
+    """A monotonic clock that all but stands still while its owner does not look at it.
 
     A suspended machine, a frozen container or a process that was stopped wakes up with every
     deadline behind it. What was watched had no chance to give a sign of life either, or its signs
@@ -50,10 +50,11 @@ class WatchClock:
         self._absent = 0.0
 
     def now(self) -> float:
-        """Seconds of watching. A time of more than a second between two reads does not count."""
+        """Seconds of watching. Of a longer time than `ABSENCE` between two reads one second counts,
+        so that a watcher which is late each time, on a machine with too much work, still judges."""
         now = self._clock()
         since = now - self._looked
         if since > ABSENCE:
-            self._absent += since
+            self._absent += since - TICK_SECONDS
         self._looked = now
         return now - self._absent
