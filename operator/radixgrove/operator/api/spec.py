@@ -250,13 +250,13 @@ class Parallelism(SpecModel):
 
 
 # Settings of the worker that are fields of `engine`, and the names of those that differ.
-_EVERYDAY = (
+_ENGINE_SETTINGS = (
     "page_size", "max_model_len", "max_running", "dtype", "quantize", "kv_dtype", "kv_tokens",
     "memory_fraction", "schedule_policy", "eviction_policy", "sharing", "host_cache_gib",
     "host_write_policy",
 )  # fmt: skip
 _RENAMED = {"max_model_len": "context_length", "memory_fraction": "memory_percent"}
-ENGINE_FIELDS = {name: f"engine.{to_camel(_RENAMED.get(name, name))}" for name in _EVERYDAY}
+ENGINE_FIELDS = {name: f"engine.{to_camel(_RENAMED.get(name, name))}" for name in _ENGINE_SETTINGS}
 
 
 class EngineBlock(SpecModel):
@@ -267,7 +267,7 @@ class EngineBlock(SpecModel):
         given = self.model_dump(exclude_none=True)
         others: dict[str, Any] = given["settings"]
         settings: dict[str, Any] = {}
-        for name in _EVERYDAY:
+        for name in _ENGINE_SETTINGS:
             field = _RENAMED.get(name, name)
             if field in given:
                 settings[name] = given[field]
@@ -299,7 +299,7 @@ else:
         "Engine",
         __base__=EngineBlock,
         __doc__=EngineBlock.__doc__,
-        **{_RENAMED.get(name, name): _engine_field(name) for name in _EVERYDAY},
+        **{_RENAMED.get(name, name): _engine_field(name) for name in _ENGINE_SETTINGS},
         settings=(
             dict[str, Any],
             Field(
