@@ -4,7 +4,7 @@ A decoder layer over the residual stream `h` [T, hidden], with one rank:
 
     qkv = ops.linear(h, w_qkv, b_qkv, norm=w_input_norm, eps=eps)
     q = ops.rope_store(qkv, cos_sin, positions, slots, pool[layer], w_q_norm, w_k_norm, eps)
-    a = backend.attend(layer, q)                      # K and V are in the pages already
+    a = backend.attend(layer, q, kv)                  # K and V are in the pages already
     ops.linear(a.flatten(1), w_o, residual=h)         # h += ..., in place
     g = ops.feed(h, w_gate_up, w_down, norm=w_post_norm, eps=eps)
     ops.linear(g, w_down, residual=h)
@@ -279,7 +279,7 @@ def gather_rows(
     embedding: Tensor | None = None,
     hidden: Tensor | None = None,
 ) -> None:
-    """A decode step's inputs from the request table; see `rows.gather_rows`."""
+    """A decode step's inputs from the request table; see `decode_inputs.gather_rows`."""
     function = _rows.gather_rows if rows.is_cuda else _rows.gather_rows_reference
     function(
         rows,

@@ -18,7 +18,7 @@ PUBLIC_DOMAIN = "public"
 
 
 class BlockHasher:
-    """Hashes chains of blocks of one namespace (model, weight version, adapter, KV dtype)."""
+    """Hashes chains of blocks of one namespace: model, weight version, dtypes of weights and KV."""
 
     def __init__(self, secret: bytes, namespace: str, block_size: int) -> None:
         if block_size < 1:

@@ -1,6 +1,8 @@
-"""What it costs to give a request to a replica: `lua/place.lua` explains it.
+"""What it costs to give a request to a replica, by what one process knows itself.
 
-Routers reckon so among replicas, a worker's frontends among the members of its group.
+Routers use it where Redis does not decide, a worker's frontends among the members of its group.
+`lua/place.lua` explains the formula and has two terms more: the time to load tokens from a host
+tier, and the wait for a row of a full batch.
 """
 
 from __future__ import annotations

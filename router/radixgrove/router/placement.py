@@ -467,7 +467,7 @@ def _fits(replica: Replica, ask: PlacementRequest) -> bool:
 
 
 def _cost(replica: Replica, ask: PlacementRequest, now: float) -> tuple[float, int]:
-    """Cost as in lua/place.lua, and matched blocks, by this process's own view."""
+    """Cost (`placing.cost`) and matched blocks, by this process's own view."""
     token_ms = replica.token_ms
     matched = sum(max(0, replica.sent.match(path) - shared) for path, shared in ask.paths)
     load = max(0.0, replica.busy_until - now) * 1000 + replica.in_flight * DECODE_TOKENS * token_ms

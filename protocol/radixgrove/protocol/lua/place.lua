@@ -2,7 +2,8 @@
 --
 -- time = load + tokens not cached × ms a token + tokens cached on the host × ms a host token:
 --        the estimated time to the first token
--- load = queued prefill + rest of the running prefill + requests in flight × decode tokens, in ms
+-- load = queued prefill + rest of the running prefill + requests in flight × decode tokens
+--        + the wait for a row of a full batch, all in ms
 -- cost = time - credit; credit = min(hit credit × time saved by the cache, most credit)
 --
 -- The credit is what a hit is worth beyond this request: those behind it wait less, and no
@@ -36,6 +37,10 @@ local EPOCH_MS = 10000 -- longest life of a pending record; two keys take turns 
 local SLACK_MS = 250 -- from the end of a prefill to its events
 local HOLDERS = 4 -- pending holders kept of one path
 local GENERATION = 16 -- characters
+-- A full batch: assumed, not measured. Its rows are taken to become free one after another over
+-- a second, and 100 ms more keep requests away from it while another replica has a row.
+local BATCH_TURN_MS = 1000
+local NO_ROW_MS = 100
 local LONGEST_LEASE_MS = 120000 -- one that runs longer was given before the clock was set back
 
 local time = redis.call('TIME')
@@ -94,8 +99,9 @@ local function load_ms(i, running, waiting, waiting_tokens)
   local load = queued * ms + busy + in_flight * facts.decode_tokens * ms
   local most = max_running[i]
   if most > 0 and in_flight >= most then
-    -- A full batch: the request waits for others to finish, not only for their prefill.
-    load = load + 1000 * (in_flight - most + 1) / most + 100
+    -- The request waits until so many others have finished, not only for their prefill.
+    local ahead = in_flight - most + 1
+    load = load + BATCH_TURN_MS * ahead / most + NO_ROW_MS
   end
   return load
 end
@@ -178,6 +184,11 @@ local function bisect(i, path, low, high, holds)
   return low
 end
 
+-- The search skips replicas by two bounds on this cost: it is at least load - most credit, which ends
+-- the search, and `saved_to_make_up`, its inverse, gives the depth to probe. A term of the replica
+-- alone belongs in `load_ms`, which both bounds see. A term here that can lower the cost, or a larger
+-- credit, must be in both bounds too, or the search can skip the best replica; a term that only
+-- raises the cost need not be.
 local function cost_of(i, saved)
   local credit = math.min(facts.hit_credit * saved, facts.most_credit_ms)
   return load[i] + tokens * token_ms[i] - saved - credit

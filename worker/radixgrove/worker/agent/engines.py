@@ -1,4 +1,4 @@
-"""What the agent has of each data-parallel member's engine: its messages, pulse and publisher."""
+"""An object per data-parallel member of the agent: its engine's messages, pulse and publisher."""
 
 from __future__ import annotations
 

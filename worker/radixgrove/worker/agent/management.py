@@ -1,6 +1,7 @@
-"""The management port of a worker: what `service.management` offers, of this agent, and
+"""The worker's management port, served by the agent.
 
-`POST /drain`, and `POST /flush-cache`.
+It has the endpoints of every management port (`service.management`), `POST /drain` and
+`POST /flush-cache`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import NamedTuple
 class CacheScope(NamedTuple):
     """What two prompts must share, beside their tokens, to share pages."""
 
-    namespace: str  # model, weight version, adapter, KV dtype
+    namespace: str  # model, weight version, dtypes of weights and KV: `cache_namespace`
     domain: str  # "public" or a principal
 
 

@@ -261,7 +261,11 @@ class LeaderLinks:
         return f"{self._names(silent)} has said nothing for {limit:.0f} s: frozen, or cut off"
 
     def _overdue(self, oldest: _Watched, now: float) -> str | None:
-        """The oldest step in flight is past its deadline, and who has not done its part."""
+        """Which ranks keep the oldest step in flight beyond its deadline; None within it.
+
+        Named are the first that applies: ranks that have not carried out an order and wait for no
+        other rank, ranks that have not carried one out, ranks whose device has not ended the step.
+        """
         flights = self._flights
         try:
             allowance: float | None = flights.allowances[0]
@@ -281,8 +285,10 @@ class LeaderLinks:
         return f"{names} did not end a step within {allowance:.0f} s"
 
     def _unfinished(self) -> list[int]:
-        """Where all have launched the oldest step: the ranks of the first stage that has one
-        with a device that has not done it, for those of later stages wait for them."""
+        """Ranks whose device has not ended the oldest step, once all have launched it.
+
+        Of several pipeline stages the first one counts: later ones wait for it.
+        """
         crew = self.crew
         ended = {crew.leader: self.steps_ended()}
         ended |= {rank: peer.ended for rank, peer in self._peers.items()}

@@ -281,8 +281,11 @@ class Engine:
             self._sample_now()
 
     def _sample(self) -> None:
-        """The step that was forwarded, once the tokens have come that its masks are made from. The
-        next one is planned meanwhile, and launched behind it."""
+        """Sample the step whose forward has been launched.
+
+        Its masks need the tokens of the step before, which are collected first. The next step is
+        planned while the device computes, and launched behind this one.
+        """
         ahead = self._plan()
         while self._scheduler.masks_await_tokens:
             self._collect()

@@ -214,7 +214,7 @@ class CudaPageCopier(PageCopier):
         return None
 
     def _follow(self, plan: StepPlan) -> None:
-        """Let everything from here on come after what rank 0 had seen the end of."""
+        """Make all streams wait for the steps and copies that rank 0 had seen end at this plan."""
         events = (
             self._steps.forget(plan.collected),
             self._saves.forget(plan.saved),
@@ -227,7 +227,12 @@ class CudaPageCopier(PageCopier):
                 event.wait(stream)
 
     def _start_loads(self, plan: StepPlan, by_layer: bool) -> list[torch.cuda.Event] | None:
-        """On the load stream; an event a layer for those that the step awaits, if it waits so."""
+        """Enqueue a plan's loads on the load stream.
+
+        Returns:
+            An event for each layer of the loads that the step waits for, if it waits layer by
+            layer; None if it waits for whole loads, or for none.
+        """
         if (saved := self._saves.last(max(copies.after for copies in plan.loads))) is not None:
             saved.wait()
         whole, layers = plan.loads, None

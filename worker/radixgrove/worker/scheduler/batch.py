@@ -279,14 +279,17 @@ class Batch:
         self._prefilling = still
 
     def shrink(self, active: RunningRequest, surplus: int) -> None:
-        """A step yielded so many tokens less than it might have: the row may get them yet."""
+        """Correct a row's length after a step that yielded `surplus` tokens fewer than its bound.
+
+        Later steps may yield those tokens; pages reserved for them are released.
+        """
         active.launched -= surplus
         active.tokens_left += surplus
         self._memory.trim(active)
         self._shrunk[active] = ShrunkRow(active.row, active.launched + 1, active.announced)
 
     def take_shrunk(self) -> list[ShrunkRow]:
-        """What the next plan says of rows that shrank."""
+        """The corrected rows that the next plan tells the device of; the list is emptied."""
         if not self._shrunk:
             return []
         shrunk, self._shrunk = list(self._shrunk.values()), {}

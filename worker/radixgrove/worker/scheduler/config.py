@@ -25,7 +25,8 @@ class SchedulerConfig:
     vocab_size: int
     max_row_tokens: int = 1  # most tokens that a step yields a row
     micro_batches: int = 1
-    run_ahead: bool = False  # their rows need not wait until their tokens are on the host
+    run_ahead: bool = False  # of micro-batches: a row may start its next step before the token
+    # of the last one has reached the host
     namespace: str = ""
     watermark: float = 0.02
     schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
@@ -99,7 +100,8 @@ class SchedulerConfig:
 
 
 def _max_step_seconds(settings: WorkerSettings) -> float | None:
-    """None: no bound. Batch jobs wait for their last token alone."""
+    """None: no bound, also for the batch jobs of `LONGEST_OUTPUT`: a bound shortens the time
+    between two tokens of a stream, and lengthens the job."""
     if settings.max_step_ms is None or settings.schedule_policy is SchedulePolicy.LONGEST_OUTPUT:
         return None
     return settings.max_step_ms / 1000

@@ -187,12 +187,14 @@ class Results:
                 self._jump(active, rules)
 
     def _jump(self, active: RunningRequest, rules: SequenceRules) -> None:
-        """Tokens that are forced come at once: the row is given back, and the request comes behind
-        them as one that was preempted does. What steps in flight sample for the row is the first of
-        these tokens, and is discarded."""
+        """Jump-forward decoding: append all tokens that the grammar forces, without sampling them.
+
+        The request is preempted and prefills again behind the appended tokens. Steps in flight
+        sample the first of them once more; those samples are discarded.
+        """
         request = active.request
         if request.wants_logprobs or not (request.reads_cache and self._reads_cache):
-            return  # logprobs come of sampling, and without the cache all would be computed anew
+            return  # logprobs need sampling; without the cache the whole prompt is prefilled again
         room = request.limit - len(request.output) - 1  # a last one is sampled
         tokens = rules.forced()[: max(0, room)]
         stop = next((n for n, token in enumerate(tokens) if token in request.stop_ids), None)
