@@ -1,4 +1,4 @@
-"""Whether calls of tools obey, over questions of BFCL, against any server with OpenAI's chat API.
+"""Whether tool calls obey, over questions of BFCL, against any server with OpenAI's chat API.
 
     python -m benchmarks.correctness.tool_calls DATA --url http://127.0.0.1:8000/v1 [--rows 50]
 

@@ -395,7 +395,7 @@ class WorkerSettings(Settings):
     )
     output_format: str = _field(
         "auto",
-        "How the model writes reasoning and calls of tools; auto: as its chat template says; none: "
+        "How the model writes reasoning and tool calls; auto: as its chat template says; none: "
         "calls are not understood.",
         max_length=64,
     )

@@ -50,7 +50,7 @@ OPENING: list[dict[str, Any]] = [
 
 
 def called(number: int) -> list[dict[str, Any]]:
-    """A call of a tool, and what it gave."""
+    """A tool call, and what it gave."""
     call = {
         "id": f"call_{number}abcde",
         "type": "function",

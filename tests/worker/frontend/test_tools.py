@@ -1,4 +1,4 @@
-"""Reasoning and calls of tools over HTTP, as openai-python reads them."""
+"""Reasoning and tool calls over HTTP, as openai-python reads them."""
 
 from __future__ import annotations
 

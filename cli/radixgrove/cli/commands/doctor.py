@@ -339,7 +339,7 @@ def _model(worker: WorkerSettings) -> Iterable[Finding]:
 
 
 def _format(path: Path, worker: WorkerSettings) -> Finding:
-    """How the model is taken to write reasoning and calls of tools."""
+    """How the model is taken to write reasoning and tool calls."""
     from radixgrove.protocol.formats.table import UnknownFormatError
     from radixgrove.protocol.text.tokenizer import TokenizerError, TokenizerFiles
 

@@ -1,1 +1,1 @@
-"""How models write reasoning and calls of tools, as data."""
+"""How models write reasoning and tool calls, as data."""

@@ -1,4 +1,4 @@
-"""The shapes in which models write reasoning and calls of tools: a model's format is data of these.
+"""The shapes in which models write reasoning and tool calls: a model's format is data of these.
 
 Texts here are as the model writes them. Those that are single tokens of its vocabulary count only
 as these tokens, so that the same text inside a string is text. Blanks in them stand for any white

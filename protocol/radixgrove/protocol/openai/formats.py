@@ -54,7 +54,7 @@ class ScoredBytes:
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call of a tool; `arguments` is the text of a JSON object, if the model wrote one, or what
+    """A tool call; `arguments` is the text of a JSON object, if the model wrote one, or what
     a custom tool gets."""
 
     id: str

@@ -159,7 +159,7 @@ class ModelObject(msgspec.Struct, kw_only=True):
     owned_by: str = "radixgrove"
     object: str = "model"
     root: str | None = None  # the id of which this one is an alias
-    output_format: str | None = None  # how it writes reasoning and calls of tools, where known
+    output_format: str | None = None  # how it writes reasoning and tool calls, where known
     capabilities: list[str] = []
 
 

@@ -229,7 +229,7 @@ class TokenizerFiles:
 
     @cached_property
     def format(self) -> Format:
-        """How the model writes reasoning and calls of tools.
+        """How the model writes reasoning and tool calls.
 
         Raises:
             UnknownFormatError: the setting names none.

@@ -1,4 +1,4 @@
-"""Calls of tools as models write them, read in each format."""
+"""Tool calls as models write them, read in each format."""
 
 from __future__ import annotations
 

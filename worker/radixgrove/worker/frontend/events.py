@@ -42,7 +42,7 @@ class Text:
 
 @dataclass(slots=True)
 class CallBegins:
-    """A call of a tool, the `number`th of the choice from 0 on."""
+    """A tool call, the `number`th of the choice from 0 on."""
 
     number: int
     id: str

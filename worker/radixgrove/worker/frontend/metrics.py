@@ -115,7 +115,7 @@ class FrontendMetrics:
         )
         self.tool_calls = Counter(
             "radixgrove_tool_calls",
-            "Calls of tools in answers, by what came of them.",
+            "Tool calls in answers, by what came of them.",
             ["outcome"],
             registry=registry,
         )

@@ -1,4 +1,4 @@
-"""What a model writes, taken apart by its format: reasoning, content and calls of tools.
+"""What a model writes, taken apart by its format: reasoning, content and tool calls.
 
 The same events come of a text however it is cut into pieces.
 """
