@@ -1,4 +1,4 @@
-"""Every setting of every part: one definition for YAML file, command-line flag and environment.
+"""Every setting of worker and router: one definition for YAML file, flag and environment.
 
 The command line builds its flags from these models (`--max-running`), the environment its names
 (`RADIXGROVE_MAX_RUNNING`), a YAML file its keys (`max_running`), the operator its validation of a
