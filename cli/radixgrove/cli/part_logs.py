@@ -24,7 +24,7 @@ _PROGRESS = "start: "
 
 
 def default_directory(port: int) -> Path:
-    """Of the cluster with its endpoint at that port: no two of them run at once."""
+    """Directory of the local cluster with its router on `port`: one cluster at a time."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "radixgrove" / f"up-{port}"
 

@@ -134,7 +134,7 @@ def _machine() -> Iterable[Finding]:
 
 
 def _gpus(settings: WorkerSettings) -> Iterable[Finding]:
-    """Of nvidia-smi: importing torch for this would take seconds and memory."""
+    """GPUs as nvidia-smi lists them: importing torch would take seconds and memory."""
     gpus = _visible_gpus()
     for line, _ in gpus:
         yield Finding(Verdict.OK, "gpu", line)

@@ -76,7 +76,7 @@ class RedisUsers:
         return "\n".join(lines) + "\n"
 
     def _default(self) -> tuple[str, ...]:
-        """Of those that still come with the password that all have, or had."""
+        """ACL rules of Redis's default user, for clients that still use the one shared password."""
         if self._settings.users and self._keys.changed_over:
             return ("off",)
         hashed = sha256(self._keys.ensure()[REDIS_PASSWORD].encode()).hexdigest()

@@ -152,7 +152,7 @@ def _over(holding: Holding, hold: float, now: float) -> bool:
 def _winner(
     wanting: Sequence[Claim], holding: Holding | None, hold: float, now: float
 ) -> Claim | None:
-    """Of those that run, oldest first."""
+    """The claim that gets a name: among active ones the present holder, else the oldest."""
     active = [claim for claim in wanting if claim.active]
     if holding is not None:
         same = next((claim for claim in active if claim.key == holding.key), None)

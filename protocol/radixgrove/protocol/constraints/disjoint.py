@@ -204,7 +204,7 @@ def _begin_otherwise(one: _Parts, other: _Parts) -> bool:
 
 
 def _beginning(pattern: str) -> str:
-    """Of all texts that a pattern matches; empty where it is not plain to see."""
+    """The literal text that every match of a pattern begins with; empty if it cannot be seen."""
     found = _BEGINNING.match(pattern)
     if found is None or "|" in re.sub(r"\\.", "", pattern):
         return ""

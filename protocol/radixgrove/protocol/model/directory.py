@@ -130,7 +130,7 @@ def weight_files(path: Path) -> dict[str, frozenset[str] | None]:
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> SamplingDefaults:
-    """Of `generation_config.json`; a value that no request may have counts as absent."""
+    """Defaults in `generation_config.json`; a value that requests may not have counts as absent."""
     valid: dict[str, Any] = {}
     for name in SamplingDefaults.__struct_fields__:
         with contextlib.suppress(msgspec.ValidationError, KeyError):
@@ -142,13 +142,13 @@ def _sampling_defaults(generation: dict[str, Any]) -> SamplingDefaults:
 def _eos_ids(
     generation: dict[str, Any], config: dict[str, Any], vocab_size: int
 ) -> tuple[int, ...]:
-    """As `generation_config.json` has them, which knows a chat's turns, else as `config.json`."""
+    """From `generation_config.json`, which includes the end of a chat turn, else `config.json`."""
     ids = _valid_ids(generation.get("eos_token_id"), vocab_size)
     return ids or _valid_ids(config.get("eos_token_id"), vocab_size)
 
 
 def _valid_ids(found: Any, vocab_size: int) -> tuple[int, ...]:
-    """Of an id, a list of ids, or nothing: those that the model has a row for."""
+    """The ids in `found` (an id, a list of ids, or None) that are within the vocabulary."""
     ids = found if isinstance(found, list) else [found]
     known = [number for number in ids if type(number) is int and 0 <= number < vocab_size]
     return tuple(dict.fromkeys(known))

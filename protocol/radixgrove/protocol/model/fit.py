@@ -120,7 +120,7 @@ def _mlp_parameters(config: ModelConfig) -> int:
 
 
 def _mixture_parameters(config: ModelConfig) -> int:
-    """Of a layer's experts, its router, and the shared expert with its gate."""
+    """Parameters of a layer's experts, of its router, and of the shared expert with its gate."""
     experts, hidden = config.experts, config.hidden_size
     if experts is None:
         return 0

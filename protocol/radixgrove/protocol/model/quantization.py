@@ -114,9 +114,9 @@ class Quantization:
     kv_scales: bool = False  # it has scales of KV in float8, one a layer for keys and for values
 
     def scheme_of(self, name: str) -> Scheme | None:
-        """Of the projection of that name; None: it is not quantized.
+        """How the projection `name` is quantized; None: it is not.
 
-        A target that names it goes before one for all.
+        A target that names it has precedence over one for a class of layers.
         """
         if any(entry.matches(name) for entry in self.ignore):
             return None
@@ -157,7 +157,7 @@ ONLINE_FP8 = Quantization(
 
 
 def intended_quantization(own: Quantization | None, quantize: Quantize) -> Quantization | None:
-    """Of a checkpoint that is served with the setting `quantize`.
+    """How projections are quantized when a checkpoint is served with the setting `quantize`.
 
     Raises:
         QuantizationError: the checkpoint is quantized already.
@@ -250,8 +250,8 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
 
 
 def _has_kv_scales(raw: object) -> bool:
-    """Of a scheme of another kind than one scale for a layer's float8 nothing is read: how KV is
-    kept is the server's to say."""
+    """Whether `kv_cache_scheme` gives one float8 scale a layer. Other schemes are ignored: the
+    setting `kv_dtype` decides how KV is stored."""
     if not isinstance(raw, Mapping):
         return False
     return (raw.get("num_bits"), raw.get("type"), raw.get("strategy", "tensor")) == (
@@ -342,7 +342,7 @@ def _choose(
 
 
 def _block(field: str, raw: object) -> tuple[int, int]:
-    """Of two numbers, or a text such as `128x128`."""
+    """Rows and columns of a block, from two numbers or a text such as `128x128`."""
     sizes = (
         [int(part) if part.isdecimal() else part for part in raw.split("x")]
         if isinstance(raw, str)
@@ -354,7 +354,7 @@ def _block(field: str, raw: object) -> tuple[int, int]:
 
 
 def _columns(field: str, value: object) -> int:
-    """Of blocks, in which inputs are quantized too."""
+    """Columns of a block; a power of two, since inputs are quantized in the same blocks."""
     width = _width(field, value)
     if width < _LEAST_COLUMNS or width & (width - 1):
         _refuse(field, value, f"a power of two from {_LEAST_COLUMNS} on, for columns")

@@ -84,7 +84,7 @@ def _keeps_blocks(config: ModelConfig, tp: int, ep: int, block: tuple[int, int])
 def _expert_widths(
     config: ModelConfig, tp: int, ep: int, block: tuple[int, int]
 ) -> set[tuple[int, int]]:
-    """Of experts with such blocks, and of shared ones: over how many ranks each is spread."""
+    """(width, ranks) of routed and shared experts that are quantized in blocks of `block`."""
     found = set()
     for layer in range(config.num_layers):
         if not (experts := config.experts_of(layer)) or config.quantization is None:

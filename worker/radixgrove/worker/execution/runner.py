@@ -91,7 +91,7 @@ class _InFlight:
 
 
 def _kept(items: list[T], bounds: list[int], counts: list[int]) -> list[list[T]]:
-    """Of `items`, `bounds[i]` for row i, those that are the row's: its first `counts[i]`."""
+    """The first `counts[i]` items of each row i, of which `items` holds `bounds[i]`."""
     ends = accumulate(bounds)
     return [
         items[end - bound : end - bound + count]

@@ -221,7 +221,7 @@ class Batch:
         return sum(active.length - active.prefilled for active in self.active.values())
 
     def add_chunk(self, step: StepDraft, active: RunningRequest) -> None:
-        """As much of a row's known tokens as the step, which must not be full, allows."""
+        """Add a chunk of a row's known tokens, as long as the step allows; it must not be full."""
         start = active.launched
         length = min(step.longest_chunk(start), active.length - start)
         end = start + length

@@ -254,7 +254,7 @@ def fill_masks(
 
 
 def _by_lexer(entries: list[tuple[int, _Entry]]) -> list[_Entry]:
-    """Those of one lexer beside each other: threads, which take neighbours, rarely wait for it."""
+    """Sorted by lexer: a thread takes neighbours, so threads rarely wait for the same lexer."""
     entries.sort(key=itemgetter(0))
     return [entry for _, entry in entries]
 

@@ -55,5 +55,5 @@ class StepTime:
 
 
 def pairs(start: int, length: int) -> int:
-    """Of the tokens [start, start + length) with those up to each, itself included."""
+    """Pairs of attention: each token of [start, start + length) with all up to and with itself."""
     return length * start + length * (length + 1) // 2
