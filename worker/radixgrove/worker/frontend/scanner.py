@@ -88,6 +88,14 @@ class Scanner:
             raise Ended
         yield None
 
+    def _pass_on(self, end: int) -> Pieces:
+        """The text up to there, then a wait for more."""
+        if end > self.pos:
+            piece = self.text[self.pos : end]
+            self.pos = end
+            yield piece
+        yield from self.wait()
+
     def blanks(self) -> Waits[None]:
         """Skip white space; there is a character behind it."""
         while True:
@@ -179,11 +187,7 @@ class Scanner:
             found = (_STRING_PART if in_string else _STRUCTURE).search(text, scan)
             if found is None or (found[0] == "\\" and found.end() == len(text)):
                 end = len(text) if found is None else found.start()
-                if end > self.pos:
-                    piece = text[self.pos : end]
-                    self.pos = end
-                    yield piece
-                yield from self.wait()
+                yield from self._pass_on(end)
                 scan = self.pos
                 continue
             scan = found.end()
@@ -237,11 +241,7 @@ class Scanner:
             found = structure.search(text, scan)
             if found is None or (found[0] == "\\" and found.end() == len(text)):
                 end = max(scan, len(text) - held) if found is None else found.start()
-                if end > self.pos:
-                    piece = text[self.pos : end]
-                    self.pos = end
-                    yield piece
-                yield from self.wait()
+                yield from self._pass_on(end)
                 scan = self.pos
                 continue
             scan = found.end()
