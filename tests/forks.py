@@ -6,6 +6,7 @@ process started by a command has; those that test the command itself start it by
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -13,19 +14,28 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from prometheus_client import values
+
 from radixgrove.service import logs
 
 Main = Callable[[list[str]], None]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # None of them starts a thread, opens a file or registers a metric of the product's worker.
-_CONTEXT.set_forkserver_preload(["radixgrove.router.server", "radixgrove.worker.engine.follower"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "radixgrove.router.server",
+        "radixgrove.worker.engine.follower",
+        "radixgrove.worker.engine.loop",
+        "radixgrove.worker.frontend.server",
+    ]
+)
 
 
 class Fork:
     """What `subprocess.Popen` has, for `main(arguments)` of a module that is also a command.
 
-    Its output is appended to `log`, and `environment` is added to its variables.
+    Its output is appended to `log`; its variables are this process's and `environment`.
     """
 
     def __init__(
@@ -36,7 +46,7 @@ class Fork:
         environment: dict[str, str] | None = None,
     ) -> None:
         self._process = _CONTEXT.Process(
-            target=_run, args=(main, arguments, log, environment or {}), daemon=True
+            target=_run, args=(main, arguments, log, os.environ | (environment or {})), daemon=True
         )
         self._process.start()
         assert self._process.pid is not None
@@ -67,7 +77,11 @@ class Fork:
 
 
 def _run(main: Main, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+    gc.freeze()  # what was imported stays: collecting would copy all of its pages
+    os.environ.clear()  # those of the test before which the forkserver began
     os.environ.update(environment)
+    # The library chose at its import whether metrics are written to files.
+    values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
     with log.open("ab") as output:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())

@@ -1,32 +1,30 @@
-"""A process whose stderr a test reads while it runs."""
+"""A process whose output a test reads while it runs."""
 
 from __future__ import annotations
 
 import subprocess
-import threading
+from pathlib import Path
 
 from tests.conftest import wait_until
+from tests.forks import Fork
 
 
 class Spoken:
-    """Collects the lines that a process writes to its stderr, a pipe of text."""
+    """A process that writes to a file, and what stands there."""
 
     patience = 60.0  # seconds for a line to come
 
-    def __init__(self, process: subprocess.Popen[str], *, read: bool = True) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Fork, log: Path) -> None:
         self.process = process
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        if read:
-            self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        self.lines.extend(self.process.stderr)
+        self._log = log
 
     @property
     def output(self) -> str:
-        return "".join(self.lines)
+        return self._log.read_text() if self._log.exists() else ""
+
+    @property
+    def lines(self) -> list[str]:
+        return self.output.splitlines(keepends=True)
 
     def wait_for(self, text: str, deadline: float | None = None) -> None:
         def said() -> bool:
@@ -36,8 +34,5 @@ class Spoken:
         wait_until(said, deadline=deadline or self.patience, what=f"{text!r} in the output")
 
     def end(self, deadline: float = 60.0) -> int:
-        """Wait for the exit and for what it said last; the exit status."""
-        code = self.process.wait(deadline)
-        if self._reader.ident is not None:
-            self._reader.join(5)
-        return code
+        """Wait for the exit; its status."""
+        return self.process.wait(deadline)

@@ -24,30 +24,36 @@ from tokenizers.models import WordLevel
 
 from tests.checkout import ROOT
 from tests.conftest import wait_until
+from tests.forks import Fork
+from tests.worker.agent import run_agent
 from tests.worker.spoken import Spoken
 
 HERE = Path(__file__).parent
 
 
 class AgentProcess(Spoken):
-    """An agent with its output, its children and its management port."""
+    """An agent with its output, its children and its management port.
+
+    `read`: else it is a command, and writes to a pipe that has no reader.
+    """
 
     def __init__(self, notes: Path, settings: dict[str, Any], *, read: bool = True) -> None:
         self.notes = notes
         self._clock = notes / "wall-clock-shift"
         self.shift_wall_clock(0)
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "run_agent.py"), json.dumps(settings)],
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}",
-                "TMPDIR": str(notes),
-                "WALL_CLOCK_SHIFT": str(self._clock),
-            },
-            stderr=subprocess.PIPE,
-            text=True,
+        given = json.dumps(settings)
+        environment = {
+            "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}",
+            "TMPDIR": str(notes),
+            "WALL_CLOCK_SHIFT": str(self._clock),
+        }
+        command = [sys.executable, str(HERE / "run_agent.py"), given]
+        process = (
+            Fork(run_agent.main, [given], notes / "log", environment)
+            if read
+            else subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE)
         )
-        super().__init__(process, read=read)
+        super().__init__(process, notes / "log")
         self.children: list[psutil.Process] = []
 
     def wait_ready(self) -> None:
@@ -103,7 +109,7 @@ class AgentProcess(Spoken):
         for process in [*self.children, psutil.Process(self.process.pid)]:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.wait(60)
 
 
 TINY_CONFIG = {
@@ -128,6 +134,23 @@ def model_dir(tmp_path: Path) -> Path:
 
 
 StartAgent = Callable[..., AgentProcess]
+RefusedAgent = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def refused_agent(model_dir: Path, tmp_path: Path) -> RefusedAgent:
+    """Exit status and output of an agent that ends before it starts anything."""
+
+    def run(environment: dict[str, str] | None = None, **settings: Any) -> tuple[int, str]:
+        given = json.dumps({"model": str(model_dir), "port": 0, "management_port": 0, **settings})
+        log = tmp_path / "agent.log"
+        agent = Fork(run_agent.main, [given], log, environment)
+        try:
+            return agent.wait(60), log.read_text()
+        finally:
+            agent.kill()
+
+    return run
 
 
 @pytest.fixture

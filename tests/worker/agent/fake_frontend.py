@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import sys
@@ -12,7 +13,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from radixgrove.service.liveness import tick
-from radixgrove.worker.runtime import Runtime
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -25,12 +25,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    runtime = Runtime.load(Path(sys.argv[1]))
-    notes = runtime.directory.parent
+    directory = Path(sys.argv[1])
+    notes = directory.parent
+    # Not by `Runtime`, which would be nine tenths of what this imports.
+    settings = json.loads((directory / "worker.json").read_bytes())["settings"]
     server = HTTPServer(("", 0), Handler, bind_and_activate=False)
     server.socket = socket.socket()
     server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    server.socket.bind((runtime.settings.host, runtime.settings.port))
+    server.socket.bind((settings["host"], settings["port"]))
     server.server_activate()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     threading.Thread(target=asyncio.run, args=(tick(),), daemon=True).start()

@@ -23,7 +23,7 @@ from radixgrove.protocol.registry import Lease, LeaseState, Registration
 from radixgrove.service import exit_codes
 from radixgrove.service.directories import remove_abandoned
 from tests.conftest import RedisServer, find_free_port, wait_until
-from tests.worker.agent.conftest import StartAgent
+from tests.worker.agent.conftest import RefusedAgent, StartAgent
 
 
 def test_starts_says_what_fits_and_drains_on_sigterm(start_agent: StartAgent) -> None:
@@ -251,36 +251,39 @@ def test_remains_of_a_killed_agent_are_removed_by_the_next(start_agent: StartAge
     assert mine.exists()
 
 
-def test_a_taken_port_is_refused_even_when_shared(start_agent: StartAgent) -> None:
+def test_a_taken_port_is_refused_even_when_shared(refused_agent: RefusedAgent) -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        agent = start_agent(port=port)
-        assert agent.end() == 1
-    assert f"cannot listen on 127.0.0.1 port {port}" in agent.output
-    assert "--port" in agent.output
+        code, output = refused_agent(port=port)
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in output
+    assert "--port" in output
 
 
-def test_a_model_that_is_none_is_refused(start_agent: StartAgent) -> None:
-    agent = start_agent(model="/nonexistent/model")
-    assert agent.end() == exit_codes.MODEL
-    assert "pass a local Hugging Face directory, or `demo`" in agent.output
+def test_a_model_that_is_none_is_refused(refused_agent: RefusedAgent) -> None:
+    code, output = refused_agent(model="/nonexistent/model")
+    assert code == exit_codes.MODEL
+    assert "pass a local Hugging Face directory, or `demo`" in output
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 16), (1, 8)])
 def test_ranks_that_would_stay_idle_are_refused(
-    start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch, nodes: int, ranks: int
+    refused_agent: RefusedAgent, nodes: int, ranks: int
 ) -> None:
     """As the operator says it."""
-    monkeypatch.setenv("GROUP_MARKER", "/run/radixgrove/joined")
-    monkeypatch.setenv("NNODES", str(nodes))
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    agent = start_agent()
-    assert agent.end() == 1
-    assert f"the group has {ranks} ranks on {nodes} nodes" in agent.output
-    assert "tp 1 * pp 1 * dp 1 is 1" in agent.output
+    code, output = refused_agent(
+        {
+            "GROUP_MARKER": "/run/radixgrove/joined",
+            "NNODES": str(nodes),
+            "WORLD_SIZE": str(ranks),
+        }
+    )
+    assert code == 1
+    assert f"the group has {ranks} ranks on {nodes} nodes" in output
+    assert "tp 1 * pp 1 * dp 1 is 1" in output
 
 
 def test_a_group_of_this_workers_own_ranks_is_served(
@@ -307,15 +310,15 @@ def test_a_group_of_this_workers_own_ranks_is_served(
     ],
 )
 def test_a_damaged_file_is_named_before_anything_starts(
-    start_agent: StartAgent, model_dir: Path, name: str, content: bytes
+    refused_agent: RefusedAgent, model_dir: Path, name: str, content: bytes
 ) -> None:
     if name == "model-00002.safetensors":
         write_index(model_dir, name)
     (model_dir / name).write_bytes(content)
-    agent = start_agent()
-    assert agent.end() == exit_codes.MODEL
-    assert "Traceback" not in agent.output
-    (line,) = agent.output.splitlines()
+    code, output = refused_agent()
+    assert code == exit_codes.MODEL
+    assert "Traceback" not in output
+    (line,) = output.splitlines()
     assert "ERROR" in line
     assert name in line
     assert str(model_dir) in line
@@ -323,13 +326,13 @@ def test_a_damaged_file_is_named_before_anything_starts(
 
 
 def test_a_given_chat_template_that_is_none_is_named_and_not_the_model(
-    start_agent: StartAgent, tmp_path: Path
+    refused_agent: RefusedAgent, tmp_path: Path
 ) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages }}\n{% if %}")
-    agent = start_agent(chat_template=str(template))
-    assert agent.end() == exit_codes.MODEL
-    (line,) = agent.output.splitlines()
+    code, output = refused_agent(chat_template=str(template))
+    assert code == exit_codes.MODEL
+    (line,) = output.splitlines()
     assert f"chat_template '{template}': the chat template is not valid Jinja: " in line
     assert "(line 2)" in line
     assert "model directory" not in line
@@ -351,13 +354,13 @@ def test_damaged_files_that_nothing_reads_do_not_matter(
 
 
 def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(
-    start_agent: StartAgent, model_dir: Path
+    refused_agent: RefusedAgent, model_dir: Path
 ) -> None:
     config = json.loads((model_dir / "config.json").read_bytes()) | {"embedding_multiplier": 12.0}
     (model_dir / "config.json").write_text(json.dumps(config))
-    agent = start_agent()
-    assert agent.end() == exit_codes.MODEL
-    (line,) = agent.output.splitlines()
+    code, output = refused_agent()
+    assert code == exit_codes.MODEL
+    (line,) = output.splitlines()
     assert "embedding_multiplier 12.0 is not supported" in line
     assert "download" not in line
 
@@ -405,10 +408,10 @@ def test_management_on_all_addresses_answers_in_both_families(start_agent: Start
             assert answer.status == 200
 
 
-def test_management_without_key_stays_on_loopback(start_agent: StartAgent) -> None:
-    agent = start_agent(management_host="0.0.0.0")
-    assert agent.end() == 1
-    assert "set management_key" in agent.output
+def test_management_without_key_stays_on_loopback(refused_agent: RefusedAgent) -> None:
+    code, output = refused_agent(management_host="0.0.0.0")
+    assert code == 1
+    assert "set management_key" in output
 
 
 def test_management_flushes_drains_and_changes_the_log_level(start_agent: StartAgent) -> None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +28,8 @@ from radixgrove.worker.messages import (
     Tokens,
 )
 from radixgrove.worker.runtime import Runtime
-from tests.checkout import ROOT
+from tests.forks import Fork
+from tests.worker.engine import on_fake_executor
 
 PATIENCE = 20.0
 
@@ -62,17 +59,12 @@ class EngineProcess:
         self.info: EngineInfo | None = None
         self.metrics = directory / "metrics"
         self.metrics.mkdir()
-        environment = {
-            **os.environ,
-            "FAKE_ENGINE": json.dumps(options),
-            "PYTHONPATH": str(ROOT),
-            "PROMETHEUS_MULTIPROC_DIR": str(self.metrics),
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/worker/engine/on_fake_executor.py"), str(directory)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
+        self._log = directory / "log"
+        self.process = Fork(
+            on_fake_executor.main,
+            [str(directory), json.dumps(options)],
+            self._log,
+            {"PROMETHEUS_MULTIPROC_DIR": str(self.metrics)},
         )
 
     def _bind(self, address: str, queue: int) -> zmq.Socket[bytes]:
@@ -147,12 +139,11 @@ class EngineProcess:
         self.until(lambda: all(name in self.ends for name in request_ids), frontend)
 
     def wait(self) -> tuple[int, str]:
-        """Exit status and what it wrote to standard error."""
-        _, stderr = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, stderr
+        """Exit status and what it wrote."""
+        return self.process.wait(PATIENCE), self._log.read_text()
 
     def terminate(self) -> tuple[int, str]:
-        self.process.send_signal(signal.SIGTERM)
+        self.process.terminate()
         return self.wait()
 
     def metrics_text(self) -> str:
@@ -162,9 +153,8 @@ class EngineProcess:
         return generate_latest(registry).decode()
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.communicate()
+        self.process.kill()
+        self.process.wait()
         self.context.destroy(linger=0)
 
 

@@ -1,17 +1,15 @@
-"""An engine process on the fake executor: `python on_fake_executor.py RUNTIME_DIR`.
-
-The environment variable FAKE_ENGINE (JSON) sets the executor's size and makes it fail or stall.
-"""
+"""The main of an engine process on the fake executor, its size and its faults as JSON."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.worker.engine import links
@@ -73,12 +71,12 @@ class UnreliableExecutor(FakeExecutor):
 
 
 def build(
+    options: dict[str, Any],
     settings: WorkerSettings,
     model_dir: Path,
     report: Callable[[PhaseReport], None],
     runtime_dir: Path,
 ) -> tuple[UnreliableExecutor, EngineInfo]:
-    options = {**OPTIONS, **json.loads(os.environ.get("FAKE_ENGINE", "{}"))}
     report(PhaseReport(EngineState.LOADING, "reading nothing", 0.5))
     if options["fail_to_build"]:
         raise RuntimeError("no memory for 3 pages; lower memory_fraction")
@@ -109,6 +107,9 @@ def build(
     )
 
 
-if __name__ == "__main__":
-    links.SEND_QUEUE = json.loads(os.environ["FAKE_ENGINE"]).get("send_queue", links.SEND_QUEUE)
-    sys.exit(engine.run(Path(sys.argv[1]), build))
+def main(arguments: list[str]) -> None:
+    """Of the runtime directory and the `OPTIONS` that differ."""
+    directory, changes = arguments
+    options = {**OPTIONS, **json.loads(changes)}
+    links.SEND_QUEUE = options["send_queue"]
+    sys.exit(engine.run(Path(directory), partial(build, options)))

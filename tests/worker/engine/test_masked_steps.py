@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 import zmq
 
 from radixgrove.protocol.constraints import constraint
@@ -28,7 +26,7 @@ from radixgrove.worker.messages import Outputs, Submit, ToFrontend, TokenRules
 from radixgrove.worker.plan import Executor, StepPlan, StepResult
 from radixgrove.worker.runtime import Runtime
 from tests.grammars import TEXTS, decode, encode, tokenizer
-from tests.worker.engine.on_fake_executor import build
+from tests.worker.engine.on_fake_executor import OPTIONS, build
 
 
 class Recorded:
@@ -64,14 +62,20 @@ class Recorded:
 class EngineHere:
     """An engine in this process, which takes its turns when it is asked to."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, options: dict[str, int]) -> None:
         settings = WorkerSettings(served_model_name=["fake"], page_size=4)
         self._runtime = Runtime(directory, settings, directory)
         self._context = zmq.Context()
         self._frontend = self._context.socket(zmq.PULL)
         self._frontend.bind(self._runtime.frontend_socket(0))
         self._links = Links(self._runtime)
-        executor, info = build(settings, directory, lambda phase: None, directory)
+        executor, info = build(
+            {**OPTIONS, "vocab_size": len(TEXTS), **options},
+            settings,
+            directory,
+            lambda phase: None,
+            directory,
+        )
         self.executor = Recorded(executor)
         self.engine = Engine(settings, self._links, self.executor, info, tokenizer)
         self._inbox = self._context.socket(zmq.PUSH)
@@ -114,11 +118,9 @@ class EngineHere:
 
 
 @contextmanager
-def engine(monkeypatch: pytest.MonkeyPatch, **options: int) -> Iterator[EngineHere]:
-    options = {"vocab_size": len(TEXTS), **options}
-    monkeypatch.setenv("FAKE_ENGINE", json.dumps(options))
+def engine(**options: int) -> Iterator[EngineHere]:
     with TemporaryDirectory(prefix="rg-") as name:
-        here = EngineHere(Path(name))
+        here = EngineHere(Path(name), options)
         try:
             yield here
         finally:
@@ -130,11 +132,9 @@ def digits(count: int) -> TokenRules:
     return TokenRules(grammar=compile_constraint(asked, tokenizer(), 8).grammar)
 
 
-def test_a_forward_is_launched_before_the_step_before_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_forward_is_launched_before_the_step_before_is_waited_for() -> None:
     """The step before is collected, and its tokens followed, between forward and sample."""
-    with engine(monkeypatch, depth=2) as here:
+    with engine(depth=2) as here:
         here.submit("ruled", digits(20))
         here.run()
         assert re.fullmatch("[0-9]{20}", decode(here.tokens["ruled"]))
@@ -149,17 +149,17 @@ def test_a_forward_is_launched_before_the_step_before_is_waited_for(
             assert place["sample", before] < forward < collect < place["sample", step]
 
 
-def test_steps_of_free_rows_are_launched_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine(monkeypatch, depth=2) as here:
+def test_steps_of_free_rows_are_launched_whole() -> None:
+    with engine(depth=2) as here:
         here.submit("free", None)
         here.run()
         assert {name for name, _ in here.executor.calls} == {"launch", "collect"}
 
 
-def test_free_rows_beside_others_say_what_they_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_rows_beside_others_say_what_they_would() -> None:
     texts = []
     for rules in (None, digits(10)):
-        with engine(monkeypatch, depth=2) as here:
+        with engine(depth=2) as here:
             here.submit("free", None)
             here.submit("other", rules)
             here.run()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +16,11 @@ from openai import OpenAI
 from tokenizers import Tokenizer
 
 from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.worker.frontend.__main__ import main
 from radixgrove.worker.messages import Submit
 from radixgrove.worker.runtime import Runtime
 from tests.conftest import find_free_port, wait_until
+from tests.forks import Fork
 from tests.worker.fake_engine import FakeEngine
 
 MODEL = "org/demo"
@@ -34,7 +33,7 @@ class Frontend:
     """A frontend process and the engines before it, one a member."""
 
     engines: list[FakeEngine]
-    process: subprocess.Popen[bytes]
+    process: Fork
     url: str
     tokenizer: Tokenizer
     log: Path
@@ -110,12 +109,8 @@ def running_frontend(model_dir: Path, **settings: Any) -> Iterator[Frontend]:
         for engine in engines:
             engine.start()
         log = directory / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "radixgrove.worker.frontend", name, "0"],
-                env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(runtime.metrics_dir)},
-                stderr=output,
-            )
+        environment = {"PROMETHEUS_MULTIPROC_DIR": str(runtime.metrics_dir)}
+        process = Fork(main, [name, "0"], log, environment)
         url = f"http://127.0.0.1:{options['port']}"
         frontend = Frontend(engines, process, url, tokenizer_of(model_dir), log)
         try:
@@ -131,8 +126,8 @@ def running_frontend(model_dir: Path, **settings: Any) -> Iterator[Frontend]:
 def is_ready(frontend: Frontend) -> bool:
     assert frontend.process.poll() is None, frontend.log.read_text()
     try:
-        # Without `verify=False` a client reads the certificates of all authorities: 40 ms of CPU.
-        return httpx.get(f"{frontend.url}/readyz", timeout=5, verify=False).status_code == 200
+        with frontend.client() as client:
+            return client.get("/readyz").status_code == 200
     except httpx.TransportError:
         return False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,15 @@ from radixgrove.protocol.envelope import ENVELOPE_TYPE, INTERNAL_KEY_HEADER, Env
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.worker.messages import RefusalReason, Refused
 from tests.conftest import wait_until
-from tests.worker.frontend.conftest import INTERNAL_KEY, MODEL, Frontend, StartFrontend, prompt_text
+from tests.worker.frontend.conftest import (
+    INTERNAL_KEY,
+    MODEL,
+    Frontend,
+    StartFrontend,
+    is_ready,
+    prompt_text,
+    running_frontend,
+)
 
 LONG = "word " * 4000
 
@@ -217,10 +226,7 @@ def test_a_silent_engine_is_given_up(start_frontend: StartFrontend) -> None:
         waiting = pool.submit(frontend.chat, "x")
         wait_until(lambda: len(frontend.engine.running) == 1, what="the request at the engine")
         frontend.engine.silent.set()
-        wait_until(
-            lambda: httpx.get(f"{frontend.url}/readyz", verify=False).status_code == 503,
-            what="the end of readiness",
-        )
+        wait_until(lambda: not is_ready(frontend), what="the end of readiness")
         response = waiting.result(timeout=30)
     assert response.status_code == 503
     assert response.json()["error"]["message"] == "The engine has stopped."
@@ -239,10 +245,7 @@ def test_sigterm_finishes_running_streams_and_refuses_new_ones(
         running = pool.submit(frontend.chat, "x", stream=True)
         wait_until(lambda: len(frontend.engine.running) == 1, what="the stream at the engine")
         frontend.process.send_signal(signal.SIGTERM)
-        wait_until(
-            lambda: httpx.get(f"{frontend.url}/readyz", verify=False).status_code == 503,
-            what="the drain",
-        )
+        wait_until(lambda: not is_ready(frontend), what="the drain")
         refused = frontend.chat("new")
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
@@ -272,15 +275,24 @@ def test_requests_that_outlive_the_drain_end_with_an_error(start_frontend: Start
 # ---- keys and envelopes -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def keyed(start_frontend: StartFrontend, tmp_path: Path) -> Frontend:
-    keys = tmp_path / "keys"
+@pytest.fixture(scope="module")
+def _shared_keyed(
+    tmp_path_factory: pytest.TempPathFactory, demo_model_dir: Path
+) -> Iterator[Frontend]:
+    keys = tmp_path_factory.mktemp("keyed") / "keys"
     keys.write_text("# two tenants\nalice: key-a\nbob: key-b\n")
-    frontend: Frontend = start_frontend(
-        api_keys_file=str(keys), cors_origins=["https://app.example"]
-    )
-    frontend.answer("fine")
-    return frontend
+    options = {"api_keys_file": str(keys), "management_key": "m"}
+    origins = ["https://app.example"]
+    with running_frontend(demo_model_dir, cors_origins=origins, **options) as frontend:
+        yield frontend
+
+
+@pytest.fixture
+def keyed(_shared_keyed: Frontend) -> Frontend:
+    """A frontend that asks for keys, its engine idle and with nothing submitted."""
+    _shared_keyed.engine.reset()
+    _shared_keyed.answer("fine")
+    return _shared_keyed
 
 
 def test_every_route_but_health_needs_a_key(keyed: Frontend) -> None:
@@ -313,14 +325,9 @@ def test_a_web_page_asks_without_a_key_whether_it_may(keyed: Frontend) -> None:
         assert response.headers["access-control-allow-origin"] == page["origin"]
 
 
-def test_whoever_scrapes_metrics_needs_no_api_key(
-    start_frontend: StartFrontend, tmp_path: Path
-) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("alice: key-a\n")
-    frontend = start_frontend(api_keys_file=str(keys), management_key="m")
+def test_whoever_scrapes_metrics_needs_no_api_key(keyed: Frontend) -> None:
     for key, path, status in (("m", "/metrics", 200), ("m", "/v1/models", 401)):
-        with frontend.client(key) as client:
+        with keyed.client(key) as client:
             assert client.get(path).status_code == status
 
 

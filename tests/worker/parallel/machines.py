@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import psutil
@@ -111,8 +112,11 @@ class MachineProcess(Spoken):
 
     patience = 120.0
 
-    def __init__(self, address: str, port: int, process: subprocess.Popen[str]) -> None:
-        super().__init__(process)
+    def __init__(
+        self, address: str, port: int, process: subprocess.Popen[bytes], log: IO[bytes]
+    ) -> None:
+        super().__init__(process, Path(f"/proc/self/fd/{log.fileno()}"))
+        self._file = log  # it has no name, and ends with this
         self.address = address
         self.port = port
 
@@ -206,8 +210,9 @@ def group(net: Network, model_dir: Path, **changes: Any) -> Iterator[list[Machin
                 script,
                 msgspec.json.encode(settings).decode(),
             ]
-            process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-            started.append(MachineProcess(address, port, process))
+            log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+            process = subprocess.Popen(command, cwd=ROOT, stderr=log)
+            started.append(MachineProcess(address, port, process, log))
         yield started
     finally:
         for machine in started:

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from radixgrove.worker.frontend.server import run
 
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) != 2:
         sys.exit("usage: python -m radixgrove.worker.frontend RUNTIME_DIR INDEX")
-    run(Path(sys.argv[1]), int(sys.argv[2]))
+    directory, index = arguments
+    run(Path(directory), int(index))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
