@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -364,26 +362,6 @@ def test_request_id_travels(cluster: UpProcess) -> None:
     )
     assert answer.headers["x-request-id"] == "from-the-client-1"
     assert answer.status_code == 200
-
-
-def test_ctrl_c_lets_streams_end_and_leaves_nothing(demo_model_dir: Path, tmp_path: Path) -> None:
-    up = UpProcess(tmp_path / "log", ("--replicas", "1"))
-    body = chat_body("Tell a story.", max_tokens=60, stream=True, ignore_eos=True)
-
-    def stream() -> str:
-        return httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60, verify=False).text
-
-    try:
-        up.start()
-        with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(stream)
-            wait_until(lambda: up.status()["in_flight"] == 1, what="the stream at the router")
-            up.stop()
-            text = running.result(timeout=30)
-        assert text.endswith("data: [DONE]\n\n")
-        assert '"finish_reason":"length"' in text
-    finally:
-        up.kill()
 
 
 def test_the_terminal_tells_of_the_cluster_and_the_files_of_requests(cluster: UpProcess) -> None:

@@ -1,4 +1,5 @@
-"""Far more requests than one small worker can hold, through two frontends that share its port."""
+"""Far more requests than one small worker can hold, through two frontends that share its port, and
+the end of such a cluster."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ SETTINGS = "replicas: 1\nworker: {frontends: 2, max_running: 2, max_queued: 4}\n
 REQUESTS = 60
 
 
-@pytest.fixture
-def small(tmp_path: Path, demo_model_dir: Path) -> Iterator[UpProcess]:
-    config = tmp_path / "settings.yaml"
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, demo_model_dir: Path) -> Iterator[UpProcess]:
+    directory = tmp_path_factory.mktemp("overload")
+    config = directory / "settings.yaml"
     config.write_text(SETTINGS)
-    up = UpProcess(tmp_path / "log", ("--config", str(config)))
+    up = UpProcess(directory / "log", ("--config", str(config)))
     try:
         up.start()
         yield up
@@ -59,3 +61,20 @@ def test_every_request_of_an_overload_ends(small: UpProcess) -> None:
 
 def _is_ready(url: str) -> bool:
     return httpx.get(f"{url}/readyz", timeout=30, verify=False).status_code == 200
+
+
+def test_ctrl_c_lets_streams_end_and_leaves_nothing(small: UpProcess) -> None:
+    """The last test of this file: the cluster is gone then."""
+    body = chat_body("Tell a story.", max_tokens=60, stream=True, ignore_eos=True)
+
+    def stream() -> str:
+        url = f"{small.url}/v1/chat/completions"
+        return httpx.post(url, json=body, timeout=60, verify=False).text
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(stream)
+        wait_until(lambda: small.status()["in_flight"] == 1, what="the stream at the router")
+        small.stop()
+        text = running.result(timeout=30)
+    assert text.endswith("data: [DONE]\n\n")
+    assert '"finish_reason":"length"' in text

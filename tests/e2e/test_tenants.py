@@ -120,7 +120,13 @@ def engine_counter(up: UpProcess, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-@pytest.mark.parametrize(("host_gib", "rounds"), [(0, 4), (0.25, 2)], ids=["device", "host tier"])
+@pytest.mark.parametrize(
+    ("host_gib", "rounds"),
+    [
+        pytest.param(0, 4, marks=pytest.mark.slow, id="device"),
+        pytest.param(0.25, 2, id="host tier"),
+    ],
+)
 def test_private_caches_show_nothing_of_each_other(
     host_gib: float, rounds: int, tmp_path: Path, model_dir: Path
 ) -> None:
