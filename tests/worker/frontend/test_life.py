@@ -195,7 +195,7 @@ def test_engine_death_in_mid_stream_is_an_error_event(start_frontend: StartFront
         for _ in range(5):
             next(lines)
         frontend.engine.stop()
-        rest = [line.removeprefix("data: ") for line in lines if line]
+        rest = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert "[DONE]" not in rest
     *chunks, last = [json.loads(line) for line in rest]
     assert set(last) == {"error"}
