@@ -124,3 +124,34 @@ def test_any_json_is_parsed_or_refused(fields: dict[str, Any]) -> None:
         assert all(0 <= token < LIMITS.vocab_size for token in sampling.logit_bias)
         assert all(0 <= token < LIMITS.vocab_size for token in sampling.stop_token_ids)
         assert len(request.generation.stop) <= 4
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        rb'b and much more than half of a pair"}',
+        rb'\n"}',
+        rb'"}',
+        rb'", "stream": false, "max_tokens": 100}',
+        rb'\ud83d\ude00 then a whole one"}',
+    ],
+)
+def test_half_of_a_character_is_shown_to_the_client(rest: bytes) -> None:
+    """As JavaScript writes a text that was cut within an emoji."""
+    body = rb'{"model": "m", "prompt": "cut: \ud83d' + rest
+    with pytest.raises(ApiError, match="half of a surrogate pair") as refused:
+        parse_completion(body, LIMITS)
+    assert r"'\ud83d'" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"model": "m", "prompt": "\ud83d\ude00',
+        b'{"model": "m", "prompt": "\\ud83d\\ude00\x01"}',
+        rb'{"model": "m", "prompt": "\uzzzz"}',
+    ],
+)
+def test_other_damage_is_not_blamed_on_a_whole_pair(body: bytes) -> None:
+    with pytest.raises(ApiError, match="not valid JSON"):
+        parse_completion(body, LIMITS)

@@ -70,6 +70,20 @@ def test_words_and_tokens_reach_the_engine(frontend: Frontend) -> None:
     assert texts == ["word", " word"]
 
 
+def test_tokens_that_may_not_come_yet_are_not_all_that_may(frontend: Frontend) -> None:
+    ends = [frontend.tokenizer.token_to_id("<|im_end|>")]
+    for response in both(frontend, allowed_token_ids=[*ends, 7], stop_token_ids=[7], min_tokens=2):
+        assert error_of(response, 400)["param"] == "allowed_token_ids"
+    for fields in ({"min_tokens": 0}, {"min_tokens": 2, "ignore_eos": True}):
+        for response in both(frontend, allowed_token_ids=ends, **fields):
+            assert response.status_code == 200
+
+
+def test_integers_of_a_schema_may_be_larger_than_64_bits(frontend: Frontend) -> None:
+    for response in both(frontend, guided_json={"type": "integer", "maximum": 1 << 64}):
+        assert response.status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code", "reason"),
     [

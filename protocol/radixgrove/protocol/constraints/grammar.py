@@ -135,8 +135,9 @@ def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: 
 
     def compiled(schema: dict[str, Any], *, strict: bool) -> Compiled:
         options = _options(whitespace, strict=strict)
+        text = json.dumps(schema)  # of a dictionary it takes no integer beyond 64 bits
         return compile_grammar(
-            LLMatcher.grammar_from_json_schema(schema, overrides=options), tokenizer
+            LLMatcher.grammar_from_json_schema(text, overrides=options), tokenizer
         )
 
     try:

@@ -17,6 +17,8 @@ _FLOAT_FOR_INT = ("Expected `int`, got `float`", "Expected `int | null`, got `fl
 _WHOLE = re.compile(rb"(-?[0-9]{1,19})\.0+")
 _MISSING = re.compile(r"^Object missing required field `([^`]+)`$")
 _NOT_A_NUMBER = re.compile(rb'"([A-Za-z_]{1,64})"\s*:\s*-?$')
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_FIRST_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
 class _ModelOnly(msgspec.Struct):
@@ -118,9 +120,21 @@ def _bias_of_wrong_type(body: bytes) -> str | None:
 
 
 def _malformed(body: bytes, text: str) -> errors.ApiError:
-    """JSON has no NaN and no Infinity, but Python's encoder writes them: name the field."""
+    """JSON has no NaN and no Infinity, but Python's encoder writes them: name the field. Half of a
+    pair, as encoders of UTF-16 write a text that was cut within an emoji, is shown.
+    """
     position = re.search(r"\(byte (\d+)\)", text)
     before = body[: int(position[1])][-200:] if position else b""
+    half = None
+    if "surrogate" in text or "end of hex escape" in text:
+        half = _SURROGATE.match(before[-6:])
+    elif not position:  # the other half is looked for beyond the end
+        half = _FIRST_HALF.search(body[-16:])
+    if half is not None:
+        return errors.invalid(
+            f"The request body has '{half[0].decode()}', half of a surrogate pair, which is no "
+            "character: a text may have been cut within an emoji."
+        )
     match = _NOT_A_NUMBER.search(before)
     if match:
         name = match[1].decode()

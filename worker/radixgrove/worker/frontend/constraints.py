@@ -25,7 +25,8 @@ from radixgrove.protocol.constraints.grammar import (
     load_tokenizer,
 )
 from radixgrove.protocol.formats.grammar import CallGrammar, ToolError, compile_calls
-from radixgrove.protocol.openai.requests import ChatRequest, Request
+from radixgrove.protocol.openai import errors
+from radixgrove.protocol.openai.requests import ChatRequest, Generation, Request
 from radixgrove.protocol.openai.structured import refused
 from radixgrove.protocol.openai.tools import refused_parameters
 from radixgrove.protocol.settings import WorkerSettings
@@ -88,6 +89,7 @@ class ConstraintCheck:
             ApiError: 400, naming the parameter.
         """
         generation = request.generation
+        self._refuse_stops_alone(generation)
         plan = self._plan(request, prompts)
         compiled = None
         if plan.calls is not None:
@@ -108,6 +110,20 @@ class ConstraintCheck:
         if rules == TokenRules():
             return Checked()
         return Checked(rules, () if compiled is None else compiled.ignored)
+
+    def _refuse_stops_alone(self, generation: Generation) -> None:
+        """Where only tokens that end the answer are allowed, and none of those may come yet, the
+        engine would have nothing to draw."""
+        allowed, sampling = generation.allowed_token_ids, generation.sampling
+        if allowed is None or not sampling.min_tokens:
+            return
+        ends = {*sampling.stop_token_ids, *(() if generation.ignore_eos else self._model.eos_ids)}
+        if ends.issuperset(allowed):
+            raise errors.invalid(
+                "'allowed_token_ids' has only tokens that end the answer, which none may before "
+                "'min_tokens'.",
+                "allowed_token_ids",
+            )
 
     def _plan(self, request: Request, prompts: Sequence[EncodedPrompt]) -> RulePlan:
         if not isinstance(request, ChatRequest):
