@@ -26,6 +26,7 @@ from benchmarks.engine.workloads import WORKLOADS, ModelShape, Workload
 from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.model.fit import count_projected, quantization_of
+from radixgrove.protocol.model.quantization import MXFP4
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import (
     AttentionChoice,
@@ -139,7 +140,8 @@ def find_model(name: str) -> tuple[str, Path]:
 
 
 def model_shape(config: ModelConfig, info: EngineInfo, quantize: Quantize) -> ModelShape:
-    quantized = quantization_of(config, quantize) is not None
+    quantization = quantization_of(config, quantize)
+    quantized = quantization is not None and quantization.method != MXFP4  # which is widened
     item_bytes = getattr(torch, info.dtype).itemsize
     hidden = config.hidden_size
     matrices = count_projected(config)

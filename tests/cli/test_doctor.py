@@ -170,6 +170,16 @@ def test_layers_that_all_have_a_window_run_on_triton_unwarned(
     assert "attention auto: triton (all layers have a window" in found["text"]
 
 
+def test_attention_with_sinks_runs_on_triton_unwarned(hopper: Machine, tmp_path: Path) -> None:
+    hopper.install_flashinfer(KERNEL)
+    llama = ROOT / "benchmarks" / "configs" / "llama-3.1-8b" / "config.json"
+    gpt_oss = {"architectures": ["GptOssForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(llama.read_bytes()) | gpt_oss))
+    found = hopper.backend(RADIXGROVE_MODEL=str(tmp_path))
+    assert found["verdict"] == "ok"
+    assert "attention auto: triton (attention has sinks" in found["text"]
+
+
 def test_a_good_redis_passes(redis_server: RedisServer) -> None:
     code, found = findings(RADIXGROVE_REDIS_URL=redis_server.url)
     assert code == 0

@@ -61,6 +61,7 @@ from radixgrove.kernels.linear_candidates import (
 from radixgrove.kernels.matmul import Scratch, multiply
 from radixgrove.kernels.scaled import feed, multiply_quantized
 from radixgrove.kernels.weight import QuantizedRows, Weight
+from radixgrove.protocol.model.config import ClampedSwiGlu
 from radixgrove.protocol.model.quantization import Activations
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -306,6 +307,39 @@ def launch_experts(dtype: torch.dtype, *, few: bool = False) -> None:
             launch_float8_experts(activations, blocks=blocks)
     positions = torch.zeros(8192 * 8, dtype=torch.int32)
     moe.combine(x, positions, torch.zeros(8192, 8), x, x)
+
+
+def launch_gpt_oss(dtype: torch.dtype) -> None:
+    """Attention with sinks, with a window and without, and experts with biases and the clamp, at
+    the widths of gpt-oss with fewer experts."""
+    heads, kv_heads, dim, cpu = 64, 8, 64, torch.device("cpu")
+    layer, table = torch.zeros(2, 8, 16, kv_heads, dim, dtype=dtype), torch.zeros(9, 64).int()
+    sinks, chunk = torch.zeros(heads), torch.zeros(2).int()
+    for window in (0, 128):
+        for count in (4, 3000):
+            index = torch.zeros(count).int()
+            workspace = decode.DecodeWorkspace(count, heads, kv_heads, dim, cpu)
+            where = layer, index, index.clone(), table, 1.0
+            q = torch.zeros(count, heads, dim, dtype=dtype)
+            qkv = torch.zeros(count, (heads + 2 * kv_heads) * dim, dtype=dtype)
+            own = {"window": window, "sinks": sinks}
+            decode.decode_attention(q, *where, workspace, **own)
+            decode.rope_decode_attention(qkv, torch.zeros(64, dim), *where, workspace, **own)
+        attention.extend_attention(
+            q, layer, chunk[:1], chunk, chunk[:1], table, 1.0, 4096, window=window, sinks=sinks
+        )
+    experts, hidden, inner = 4, 2880, 2880
+    weights = moe.ExpertWeights(
+        Weight.plain(torch.zeros(experts, 2 * inner, hidden, dtype=dtype)),
+        Weight.plain(torch.zeros(experts, hidden, inner, dtype=dtype)),
+        routing.Router(routing.Routing(4, renormalize=True)),
+        torch.zeros(experts, 2 * inner, dtype=dtype),
+        torch.zeros(experts, hidden, dtype=dtype),
+        ClampedSwiGlu(alpha=1.702, limit=7.0),
+    )
+    for tokens in (1, 16, 8192):
+        x, logits = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, experts)
+        moe.experts(x, logits, weights, x.clone())
 
 
 def float8_experts(
@@ -556,9 +590,11 @@ if __name__ == "__main__":
         launch_products(4096, 14336, 6144, 4096, 128256)  # Llama-3.1-8B
     elif sys.argv[1:] == ["float32"]:
         launch_all(torch.float32)
+        launch_gpt_oss(torch.float32)
         launch_paged(torch.float32, FLOAT8)
     elif sys.argv[1:] == ["bfloat16"]:
         launch_all(torch.bfloat16)
+        launch_gpt_oss(torch.bfloat16)
         launch_paged(torch.bfloat16, FLOAT8)
         launch_float8(4096)
         launch_int8(4096)

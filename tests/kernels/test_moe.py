@@ -31,6 +31,7 @@ from radixgrove.kernels.routing import (
     sort,
 )
 from radixgrove.kernels.weight import Weight
+from radixgrove.protocol.model.config import ClampedSwiGlu
 from radixgrove.protocol.model.quantization import Activations
 from tests.kernels.helpers import DTYPES, assert_close, sizes
 
@@ -126,7 +127,11 @@ def exact(x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | 
         Weight.plain(widened(weight).double() if weight.quantized else weight.payload.double())
         for weight in (weights.gate_up, weights.down)
     )
-    wide = ExpertWeights(*stacks, weights.router)
+    biases = (
+        None if bias is None else bias.double()
+        for bias in (weights.gate_up_bias, weights.down_bias)
+    )
+    wide = ExpertWeights(*stacks, weights.router, *biases, weights.clamped)
     rest = None if residual is None else residual.double()
     return moe.experts_reference(x.double(), logits, wide, rest)
 
@@ -164,6 +169,95 @@ def test_experts(
     x = torch.randn(tokens, hidden, device=device).to(dtype)
     weights = random_weights(experts, hidden, inner, x, routing=Routing(top_k))
     check(x, random_logits(tokens, experts, device), weights, WAYS[way], residual)
+
+
+# Some of gate and up are beyond the limit, on either side.
+CLAMPED = ClampedSwiGlu(alpha=1.702, limit=0.7)
+
+
+def with_biases(
+    weights: ExpertWeights, *, of_down: bool = True, clamped: ClampedSwiGlu | None = CLAMPED
+) -> ExpertWeights:
+    """Random ones."""
+    gate_up, down = weights.gate_up, weights.down
+
+    def random(size: int) -> Tensor:
+        return torch.randn(weights.count, size).to(gate_up.device, gate_up.dtype)
+
+    return replace(
+        weights,
+        gate_up_bias=random(gate_up.shape[0]),
+        down_bias=random(down.shape[0]) if of_down else None,
+        clamped=clamped,
+    )
+
+
+@pytest.mark.covering(2)
+@DTYPES
+@sizes([1, 3, 40], [600])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "some-elsewhere"])
+@pytest.mark.parametrize("of_down", [False, True], ids=["another-rank's", "own"])
+@pytest.mark.parametrize("clamped", [None, CLAMPED], ids=["silu", "clamped"])
+@pytest.mark.parametrize(("hidden", "inner"), [(48, 40), (33, 17)])
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_with_biases(
+    way: str,
+    hidden: int,
+    inner: int,
+    clamped: ClampedSwiGlu | None,
+    of_down: bool,
+    elsewhere: bool,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    tokens = tokens_for(way, tokens, device)
+    x = torch.randn(tokens, hidden, device=device).to(dtype)
+    places = torch.tensor([-1, 0, -1, 1, 2, -1], dtype=torch.int32, device=device)
+    held = {"places": places} if elsewhere else {}
+    routing = Routing(3, renormalize=True)
+    weights = random_weights(3 if elsewhere else 6, hidden, inner, x, routing=routing, **held)
+    weights = with_biases(weights, of_down=of_down, clamped=clamped)
+    check(x, random_logits(tokens, 6, device), weights, WAYS[way], residual=True)
+
+
+def test_experts_with_biases_are_what_gpt_oss_says(device: torch.device) -> None:
+    """The reference, against its formula written out for one token."""
+    x = torch.randn(1, 16, device=device, dtype=torch.float64)
+    logits = torch.tensor([[0.0, 2.0, 1.0]], device=device)
+    weights = with_biases(random_weights(3, 16, 8, x, routing=Routing(2, renormalize=True)))
+    shares = torch.tensor([2.0, 1.0]).softmax(-1).tolist()
+    expected = torch.zeros_like(x)
+    assert weights.gate_up_bias is not None
+    assert weights.down_bias is not None
+    for expert, share in zip((1, 2), shares, strict=True):
+        both = weights.gate_up.payload[expert] @ x[0] + weights.gate_up_bias[expert]
+        gate, up = both[:8].clamp(max=0.7), both[8:].clamp(-0.7, 0.7)
+        h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        expected += share * (weights.down.payload[expert] @ h + weights.down_bias[expert])
+    torch.testing.assert_close(
+        moe.experts_reference(x, logits, weights), expected, rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_clamped_nan_stays_nan(way: str, device: torch.device) -> None:
+    tokens = tokens_for(way, 20, device)
+    x = torch.randn(tokens, 32, device=device)
+    weights = with_biases(random_weights(6, 32, 16, x, routing=Routing(2)))
+    x[3, 5] = float("nan")
+    out = moe.experts(x, random_logits(tokens, 6, device), weights, choice=WAYS[way])
+    assert out[3].isnan().all()
+    others = [row for row in range(tokens) if row != 3]
+    assert out[others].isfinite().all()
+
+
+def test_torchs_grouped_product_takes_no_biases(device: torch.device) -> None:
+    x = torch.randn(4, 32, device=device).bfloat16()
+    weights = with_biases(random_weights(6, 32, 16, x))
+    assert not weights.can_be_grouped
+    with pytest.raises(ValueError, match="grouped_mm does not take"):
+        moe.experts(x, random_logits(4, 6, device), weights, choice=GROUPED)
 
 
 @pytest.mark.parametrize("way", ["small-tiles", "large-tiles"])
@@ -318,6 +412,15 @@ def test_tiles_quantize_what_float8_experts_multiply(
     )
     if activations != Activations.TOKEN:  # whose bound cuts values
         assert_close(out, exact(x, logits, weights, None), 0.06)
+
+
+@pytest.mark.parametrize("way", QUANTIZING_TILES)
+def test_float8_experts_with_biases(way: str, device: torch.device) -> None:
+    """As `quantize: fp8` makes them of gpt-oss."""
+    weights = with_biases(float8_experts(256, 128, None, device, activations=Activations.TOKEN))
+    x, logits = torch.randn(20, 256, device=device).bfloat16(), random_logits(20, 6, device)
+    out = moe.experts(x, logits, weights, choice=QUANTIZING_TILES[way])
+    assert_close(out, exact(x, logits, weights, None), 0.06)
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["norm", "added norm"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from zlib import crc32
@@ -103,11 +103,23 @@ def test_many_pairs_in_float32_take_blocks_that_fit(dtype: torch.dtype, height: 
 def test_takes_the_next_larger_bucket_of_the_same_shape() -> None:
     tuner, own = ExpertTuner(), weights()
     key = moe_tuning._key(64, 8, own)
-    tuner._choices[moe_tuning._kind(own), key] = GROUPED
+    tuner._choices[own.format, key] = GROUPED
     assert tuner.choose(33, 8, own) == tuner.choose(64, 8, own) == GROUPED
     assert tuner.choose(65, 8, own) != GROUPED
     assert tuner.choose(33, 16, own) != GROUPED, "experts of other ranks make fewer pairs here"
     assert tuner.choose(33, 8, weights(top_k=3)) != GROUPED
+
+
+def test_experts_with_biases_have_choices_of_their_own_without_grouped_mm() -> None:
+    plain = weights()
+    biased = replace(plain, down_bias=torch.zeros(8, 16, dtype=torch.bfloat16))
+    seen: list[ExpertChoice] = []
+    for tokens in (1, 64, 8192):
+        moe_tuning.search(tokens, biased, picking(cost_of, seen))
+        assert GROUPED not in list(moe_tuning.candidates(tokens, biased))
+        assert GROUPED in list(moe_tuning.candidates(tokens, plain))
+    assert GROUPED not in seen
+    assert biased.format != plain.format
 
 
 def test_nothing_is_tuned_off_cuda() -> None:

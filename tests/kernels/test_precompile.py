@@ -33,7 +33,7 @@ _VARYING = {
     "_extend_kernel": {10},
     "prefix_kernel": {14, 15},
     "_rope_store_kernel": {9},
-    "shared_decode_kernel": {12, 19, 24, 25},
+    "shared_decode_kernel": {12, 19, 25, 26},
 }
 Launches = set[tuple[Any, ...]]
 
@@ -67,7 +67,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return seen
 
 
-def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None, *, quantizes: bool) -> None:
+def launch_steps(
+    kv_dtype: torch.dtype,
+    norm: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *,
+    quantizes: bool,
+) -> None:
     """Eager decodes beside chunks, decodes alone of every kind, chunks, and a padded step."""
     dtype = torch.bfloat16
 
@@ -104,15 +110,15 @@ def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None, *, quantizes:
         backend.plan(batch)
         if backend.takes_qkv:
             projected = 0, qkv, (angles, tokens), norm, norm, 1e-6
-            backend.attend_qkv(*projected)
+            backend.attend_qkv(*projected, sinks=sinks)
             if quantizes:
                 into = QuantizedRows.by_parts(rows, HEADS * HEAD_DIM, HEAD_DIM, pool.device)
-                backend.attend_qkv(*projected, quantized=into)
+                backend.attend_qkv(*projected, quantized=into, sinks=sinks)
         # As beside chunks, however few they are.
-        backend.attend(0, zeros(rows, HEADS, HEAD_DIM, kind=dtype), qkv)
+        backend.attend(0, zeros(rows, HEADS, HEAD_DIM, kind=dtype), qkv, sinks)
         if rows > 1:
             backend.plan_captured(replace(batch, prefixes=prefixes), rows)
-            backend.attend(0, zeros(rows, HEADS, HEAD_DIM, kind=dtype), qkv)
+            backend.attend(0, zeros(rows, HEADS, HEAD_DIM, kind=dtype), qkv, sinks)
     for longest, count in ((16, 1), (17, 1), (64, 40), (65, 1), (300, 40), (2000, ROWS)):
         backend.plan(
             AttentionBatch(
@@ -129,7 +135,7 @@ def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None, *, quantizes:
                 kv_lens_host=[longest] * count,
             )
         )
-        backend.attend(0, zeros(longest, HEADS, HEAD_DIM, kind=dtype), qkv)
+        backend.attend(0, zeros(longest, HEADS, HEAD_DIM, kind=dtype), qkv, sinks)
     chunks, decodes = zeros(33), zeros(ROWS)
     padded = PaddedBatch(
         chunk_rows=chunks[1:],
@@ -141,17 +147,21 @@ def launch_steps(kv_dtype: torch.dtype, norm: torch.Tensor | None, *, quantizes:
         page_table=table,
     )
     backend.plan_padded(padded, batch)
-    backend.attend(0, zeros(512, HEADS, HEAD_DIM, kind=dtype), qkv)
+    backend.attend(0, zeros(512, HEADS, HEAD_DIM, kind=dtype), qkv, sinks)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FLOAT8], ids=["bfloat16", "float8"])
 @pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("quantizes", [False, True], ids=["plain", "quantizing"])
+@pytest.mark.parametrize(
+    ("quantizes", "sinks"),
+    [(False, False), (True, False), (False, True)],
+    ids=["plain", "quantizing", "sinks"],
+)
 def test_everything_that_steps_launch_is_compiled_ahead(
-    quantizes: bool, qk_norm: bool, kv_dtype: torch.dtype, launches: Launches
+    quantizes: bool, sinks: bool, qk_norm: bool, kv_dtype: torch.dtype, launches: Launches
 ) -> None:
     norm = torch.ones(HEAD_DIM, dtype=torch.bfloat16) if qk_norm else None
-    launch_steps(kv_dtype, norm, quantizes=quantizes)
+    launch_steps(kv_dtype, norm, torch.zeros(HEADS) if sinks else None, quantizes=quantizes)
     wanted = set(launches)
     launches.clear()
     shape = AttentionShape(
@@ -166,6 +176,7 @@ def test_everything_that_steps_launch_is_compiled_ahead(
         kv_dtype,
         extends=True,
         quantizes=quantizes,
+        sinks=sinks,
     )
     for job in compile_jobs(shape, torch.device("cpu")):
         job()

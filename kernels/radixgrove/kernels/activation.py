@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-"""SwiGLU's gate: SiLU of one half of a fused projection times the other half."""
+"""SwiGLU's gate: SiLU of one half of a fused projection times the other half, or what gpt-oss has
+in its place."""
 
 from __future__ import annotations
 
@@ -7,12 +8,20 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import cdiv, gdc_launch_dependents, gdc_wait, jit, pdl, tl
+from radixgrove.protocol.model.config import ClampedSwiGlu
 
 
 def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
     """See `silu_and_mul`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return torch.nn.functional.silu(gate).mul_(up).to(gate_up.dtype)
+
+
+def clamped_swiglu_reference(gate_up: Tensor, clamped: ClampedSwiGlu) -> Tensor:
+    """See `ClampedSwiGlu`; arguments and result as of `silu_and_mul`."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+    return ((up + 1) * gate * torch.sigmoid(gate * clamped.alpha)).to(gate_up.dtype)
 
 
 @jit

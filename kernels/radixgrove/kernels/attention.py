@@ -62,6 +62,7 @@ def extend_attention_reference(
     page_table: Tensor,
     scale: float,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `extend_attention`; rows of one query are decodes. Computed in float32 or wider."""
     heads = q.shape[1]
@@ -80,7 +81,11 @@ def extend_attention_reference(
         hidden = token > limit[:, None]
         if window:
             hidden |= token <= limit[:, None] - window
-        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill_(hidden, float("-inf"))
+        if sinks is not None:
+            own = sinks.to(wide)[:, None, None].expand(-1, length, 1)
+            scores = torch.cat((scores, own), -1)
+        weights = scores.softmax(-1)[..., :kv_len]
         out[start:stop] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
     return out
 
@@ -93,6 +98,12 @@ def above(best, scores):
     of two whatever blocks the row is read in: so decoding attends as the prefill of a text does.
     """
     return tl.maximum(best, tl.ceil(tl.max(scores, axis=1)))
+
+
+@jit
+def sink_weights(sinks_ptr, head, best):
+    """What the sinks of heads weigh beside scores whose weights are relative to `best`."""
+    return tl.exp2(tl.load(sinks_ptr + head) * 1.4426950408889634 - best)
 
 
 @jit(varying=("rows_ptr", "qo_indptr_ptr", "kv_lens_ptr", "chunks"))
@@ -108,6 +119,7 @@ def _extend_kernel(
     table_stride,
     scale_log2,
     chunks,
+    sinks_ptr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -118,6 +130,7 @@ def _extend_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: BLOCK_M queries of one head of one chunk.
@@ -184,6 +197,8 @@ def _extend_kernel(
             acc = acc * shrink[:, None]
             acc = tl.dot(weights.to(q.dtype), v, acc, input_precision=PRECISION)
             best = new_best
+        if SINKS:
+            norm += sink_weights(sinks_ptr, head, best)
         out = acc / norm[:, None]
         tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -199,6 +214,7 @@ def extend_attention(
     max_q_len: int,
     *,
     window: int = 0,
+    sinks: Tensor | None = None,
     config: ExtendConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -214,6 +230,7 @@ def extend_attention(
         max_q_len: about the length of the longest chunk, which decides the tile unless `config`
             does (but for float32, which has its own); any gives the same result up to rounding.
         window: tokens that a query attends to, its own included; 0: all.
+        sinks: [H] float32, of each head a logit more, without a value; None: there are none.
         out: where to write, as the returned tensor; allocated when None.
 
     Returns:
@@ -243,6 +260,7 @@ def extend_attention(
         page_table.stride(0),
         scale * LOG2_E,
         chunks,
+        q if sinks is None else sinks,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -253,6 +271,7 @@ def extend_attention(
         BLOCK_N=config.block_n,
         PRECISION="ieee" if wide else "tf32",
         WINDOW=window,
+        SINKS=sinks is not None,
         num_warps=config.warps,
         num_stages=config.stages,
         **pdl(q),

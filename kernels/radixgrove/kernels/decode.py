@@ -70,10 +70,13 @@ def decode_attention_reference(
     page_table: Tensor,
     scale: float,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `decode_attention`."""
     indptr = torch.arange(len(rows) + 1)
-    return extend_attention_reference(q, pages, rows, indptr, kv_lens, page_table, scale, window)
+    return extend_attention_reference(
+        q, pages, rows, indptr, kv_lens, page_table, scale, window, sinks
+    )
 
 
 def rope_decode_attention_reference(
@@ -185,6 +188,7 @@ def decode_attention(
     tokens: Tensor | None = None,
     prefixes: SharedPrefixes | None = None,
     window: int = 0,
+    sinks: Tensor | None = None,
     config: DecodeConfig | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -200,6 +204,7 @@ def decode_attention(
         prefixes: what rows have in common and is read once for all of them, by a kernel of its own;
             not with `tokens` or a window. The result is the same up to rounding.
         window: the last tokens of a row that are attended to; 0: all.
+        sinks: [H] float32, of each head a logit more, without a value; None: there are none.
         config: tile, pipeline and programs, by default what suits B; any gives the same result up
             to rounding.
         out: where to write, as the returned tensor; allocated when None.
@@ -222,7 +227,8 @@ def decode_attention(
     inputs = _Inputs(
         q, q.stride(0), q, q, q, eps=0.0, raw=False, norm=False, tokens=tokens, prefixes=prefixes
     )
-    _launch(inputs, pages, rows, kv_lens, page_table, scale, window, workspace, config, out)
+    where = pages, rows, kv_lens, page_table
+    _launch(inputs, *where, scale, window, sinks, workspace, config, out)
     return out
 
 
@@ -287,6 +293,7 @@ def rope_decode_attention(
     eps: float = 1e-6,
     *,
     window: int = 0,
+    sinks: Tensor | None = None,
     config: DecodeConfig | None = None,
     quantized: QuantizedRows | None = None,
 ) -> Tensor:
@@ -320,7 +327,7 @@ def rope_decode_attention(
     )
     scales = None if quantized is None else quantized.scales
     where = pages, rows, kv_lens, page_table
-    _launch(inputs, *where, scale, window, workspace, config, out, scales)
+    _launch(inputs, *where, scale, window, sinks, workspace, config, out, scales)
     return out
 
 
@@ -348,6 +355,7 @@ def _launch(
     page_table: Tensor,
     scale: float,
     window: int,
+    sinks: Tensor | None,
     workspace: DecodeWorkspace,
     config: DecodeConfig | None,
     out: Tensor,
@@ -382,6 +390,7 @@ def _launch(
         "NORM": inputs.norm,
         "PREFIX": prefixes is not None,
         "WINDOW": window,
+        "SINKS": sinks is not None,
         "QUANTIZES": out_scales is not None,
         "num_warps": config.warps,
         "num_stages": config.stages,
@@ -408,6 +417,7 @@ def _launch(
         scale * LOG2_E,
         inputs.eps,
         workspace.prefixes.state_heads,
+        inputs.source if sinks is None else sinks,
     )
     if whole:
         decode_kernel[(batch, kv_heads)](*arguments, **geometry)

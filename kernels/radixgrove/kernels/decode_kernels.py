@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from radixgrove.kernels._triton import gdc_launch_dependents, gdc_wait, jit, tl
-from radixgrove.kernels.attention import above
+from radixgrove.kernels.attention import above, sink_weights
 from radixgrove.kernels.float8 import stored
 from radixgrove.kernels.rope import decode_queries
 
@@ -80,13 +80,16 @@ def store_result(
     out_scale_ptr,
     out_tokens,
     like_ptr,
+    sinks_ptr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PREFIX: tl.constexpr,
+    SINKS: tl.constexpr,
     QUANTIZES: tl.constexpr,
 ):
-    """The result of `heads`; their softmax goes on from what was left of their prefix.
+    """The result of `heads`; their softmax goes on from what was left of their prefix, and ends
+    with their sinks.
 
     With `QUANTIZES` it is rounded to the type behind `like_ptr`, then to float8, with a scale for
     each head: [heads, tokens].
@@ -104,6 +107,9 @@ def store_result(
         shrink, weight = tl.exp2(best - new_best), tl.exp2(other_best - new_best)
         norm = norm * shrink + other_norm * weight
         acc = acc * shrink[:, None] + other * weight[:, None]
+        best = new_best
+    if SINKS:
+        norm += sink_weights(sinks_ptr, heads % HEADS, best)
     out = acc / norm[:, None]
     target = heads[:, None] * HEAD_DIM + dim[None, :]
     if QUANTIZES:
@@ -137,6 +143,7 @@ def decode_kernel(
     scale_log2,
     eps,
     state_heads,
+    sinks_ptr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -149,6 +156,7 @@ def decode_kernel(
     NORM: tl.constexpr,
     PREFIX: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     QUANTIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -220,10 +228,12 @@ def decode_kernel(
         out_scale_ptr,
         out_tokens,
         source_ptr,
+        sinks_ptr,
         KV_HEADS * GROUP,
         HEAD_DIM,
         BLOCK_D,
         PREFIX,
+        SINKS,
         QUANTIZES,
     )
 
@@ -347,6 +357,7 @@ def shared_decode_kernel(
     scale_log2,
     eps,
     state_heads,
+    sinks_ptr,
     partial_ptr,
     stats_ptr,
     counter_ptr,
@@ -369,6 +380,7 @@ def shared_decode_kernel(
     QUANTIZES: tl.constexpr,
     INDEXED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: its share of all blocks of KV, a run of them across rows and KV heads.
@@ -470,10 +482,12 @@ def shared_decode_kernel(
                 out_scale_ptr,
                 out_tokens,
                 source_ptr,
+                sinks_ptr,
                 KV_HEADS * GROUP,
                 HEAD_DIM,
                 BLOCK_D,
                 PREFIX,
+                SINKS,
                 QUANTIZES,
             )
         else:
@@ -521,10 +535,12 @@ def shared_decode_kernel(
                     out_scale_ptr,
                     out_tokens,
                     source_ptr,
+                    sinks_ptr,
                     KV_HEADS * GROUP,
                     HEAD_DIM,
                     BLOCK_D,
                     PREFIX,
+                    SINKS,
                     QUANTIZES,
                 )
         unit += count

@@ -7,7 +7,7 @@ By the number of tokens,
 - more: pairs sorted by expert (with few tokens while routing), in tiles on tensor cores
   (`ExpertTiles`). The grid is the most that so many tokens can need, so that a CUDA graph serves
   any routing, and no host waits for counts;
-- or torch's `grouped_mm` over the sorted pairs.
+- or torch's `grouped_mm` over the sorted pairs, for weights without biases and with SiLU.
 
 A token's parts are summed in the order in which it chose its experts, by whichever program sees
 the last one arrive: the same bits each time. All ways round gate, up and what they make at the same
@@ -24,7 +24,11 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels._triton import cdiv, next_power_of_2, pdl
-from radixgrove.kernels.activation import silu_and_mul, silu_and_mul_reference
+from radixgrove.kernels.activation import (
+    clamped_swiglu_reference,
+    silu_and_mul,
+    silu_and_mul_reference,
+)
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.moe_kernels import (
     combine_kernel,
@@ -44,6 +48,7 @@ from radixgrove.kernels.routing import (
     route_reference,
 )
 from radixgrove.kernels.weight import QuantizedRows, Weight
+from radixgrove.protocol.model.config import ClampedSwiGlu
 from radixgrove.protocol.model.quantization import Activations
 
 _LEAST_STEP = 16  # along K, of a product on tensor cores
@@ -93,7 +98,8 @@ class ExpertTiles:
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoice:
-    """The way of one number of tokens; none is torch's `grouped_mm`, for unquantized weights."""
+    """The way of one number of tokens; none is torch's `grouped_mm`: see
+    `ExpertWeights.can_be_grouped`."""
 
     pairs: ExpertPairs | None = None
     tiles: ExpertTiles | None = None
@@ -105,15 +111,42 @@ GROUPED = ExpertChoice()
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """This rank's experts, as stacks: gate_up [E, 2 N, K] (gate first) and down [E, K, N]; both of
-    one format."""
+    one format.
+
+    Attributes:
+        gate_up_bias: [E, 2 N], down_bias: [E, K], in the weights' dtype; None: there is none, or
+            another rank adds it.
+        clamped: what is between the two; None: `silu(gate) * up`.
+    """
 
     gate_up: Weight
     down: Weight
     router: Router = field(default_factory=lambda: Router(Routing(1)))
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    clamped: ClampedSwiGlu | None = None
 
     @property
     def count(self) -> int:
         return self.gate_up.payload.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        biases = (bias.nbytes for bias in (self.gate_up_bias, self.down_bias) if bias is not None)
+        return self.gate_up.nbytes + self.down.nbytes + sum(biases)
+
+    @property
+    def format(self) -> str:
+        """Names all but shapes that the choice of a kernel depends on."""
+        biases = self.gate_up_bias is not None, self.down_bias is not None
+        ending = f" {biases} {self.clamped}" if any(biases) or self.clamped else ""
+        return f"{self.gate_up.dtype} {self.gate_up.format} {self.down.format}{ending}"
+
+    @property
+    def can_be_grouped(self) -> bool:
+        """Whether torch's `grouped_mm` is a way: it takes neither scales nor biases."""
+        biased = self.gate_up_bias is not None or self.down_bias is not None
+        return not (self.gate_up.quantized or biased or self.clamped)
 
     @property
     def quantizes_inputs(self) -> bool:
@@ -160,8 +193,15 @@ def experts_reference(
             continue
         pairs = order[first : first + count]
         first += count
-        h = silu_and_mul_reference(_product(x[pairs // top_k], weights.gate_up[expert]))
-        parts[pairs] = _product(h, weights.down[expert]).to(parts.dtype)
+        gate_up = _product(
+            x[pairs // top_k], weights.gate_up[expert], _of(expert, weights.gate_up_bias)
+        )
+        if weights.clamped is None:
+            h = silu_and_mul_reference(gate_up)
+        else:
+            h = clamped_swiglu_reference(gate_up, weights.clamped)
+        part = _product(h, weights.down[expert], _of(expert, weights.down_bias))
+        parts[pairs] = part.to(parts.dtype)
     # A part of another rank's expert is zero, whatever its weight is.
     here = (routed.ids >= 0)[..., None]
     scales = routed.weights.to(parts.dtype)[..., None]
@@ -169,10 +209,14 @@ def experts_reference(
     return y.to(x.dtype) if residual is None else residual.add_(y)
 
 
-def _product(x: Tensor, weight: Weight) -> Tensor:
+def _of(expert: int, biases: Tensor | None) -> Tensor | None:
+    return None if biases is None else biases[expert]
+
+
+def _product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if weight.quantized:
-        return product_reference(x, weight).to(x.dtype)
-    return torch.nn.functional.linear(x, weight.payload)
+        return product_reference(x, weight, bias).to(x.dtype)
+    return torch.nn.functional.linear(x, weight.payload, bias)
 
 
 def norm_for_experts(
@@ -203,7 +247,8 @@ def experts(
     rows: QuantizedRows | None = None,
     choice: ExpertChoice | None = None,
 ) -> Tensor:
-    """`residual += sum over a token's experts of weight * down(silu(gate(x)) * up(x))`.
+    """`residual += sum over a token's experts of weight * down(silu(gate(x)) * up(x))`, or what
+    `clamped` says in place of SiLU.
 
     Float8 weights are widened as they are multiplied by pairs, and inputs stay as they are. In
     tiles so they are where the format keeps activations (or blocks are not `H_WIDTH` wide); else
@@ -234,6 +279,8 @@ def experts(
         return _by_pairs(x, routed, weights, residual, out, choice.pairs)
     if choice.tiles is not None:
         return _by_tiles(x, rows, logits, weights, residual, out, choice.tiles)
+    if not weights.can_be_grouped:
+        raise ValueError(f"grouped_mm does not take {weights.format}")
     return _by_groups(x, logits, weights, residual, out)
 
 
@@ -253,11 +300,13 @@ def _by_pairs(
         x,
         weights.gate_up.payload,
         _scales(weights.gate_up),
+        x if weights.gate_up_bias is None else weights.gate_up_bias,
         routed.ids,
         h,
         inner,
         hidden,
         TOP_K=top_k,
+        **_ending_options(weights),
         **_scale_options(weights.gate_up),
         **_pairs_options(own, weights.gate_up, inner, 2),
         **pdl(x),
@@ -267,6 +316,7 @@ def _by_pairs(
         h,
         weights.down.payload,
         _scales(weights.down),
+        x if weights.down_bias is None else weights.down_bias,
         routed.ids,
         routed.weights,
         x if residual is None else residual,
@@ -277,6 +327,7 @@ def _by_pairs(
         SLOTS=slots,
         RESIDUAL=residual is not None,
         PLACES=weights.router.places is not None,
+        BIASED=weights.down_bias is not None,
         **_scale_options(weights.down),
         **_pairs_options(own, weights.down, hidden, slots),
         **pdl(x),
@@ -324,6 +375,7 @@ def _by_tiles(
         x_scales,
         weights.gate_up.payload,
         _scales(weights.gate_up),
+        x if weights.gate_up_bias is None else weights.gate_up_bias,
         *where,
         x,
         h,
@@ -336,6 +388,7 @@ def _by_tiles(
         inf if bound is None else bound,
         QUANTIZED=quantized,
         X_PARTS=quantized and weights.gate_up.activations == Activations.GROUP,
+        **_ending_options(weights),
         **shared,
         **_scale_options(weights.gate_up),
         **_tile_options(first, weights.gate_up, inner),
@@ -346,6 +399,7 @@ def _by_tiles(
         h_scales,
         weights.down.payload,
         _scales(weights.down),
+        x if weights.down_bias is None else weights.down_bias,
         *where,
         routed.ids,
         routed.weights,
@@ -360,12 +414,23 @@ def _by_tiles(
         H_WIDTH=H_WIDTH if quantized else 0,
         RESIDUAL=residual is not None,
         PLACES=weights.router.places is not None,
+        BIASED=weights.down_bias is not None,
         **shared,
         **_scale_options(weights.down),
         **_tile_options(own, weights.down, hidden),
         **pdl(x),
     )
     return out
+
+
+def _ending_options(weights: ExpertWeights) -> dict[str, float]:
+    """Of the product with gate and up."""
+    clamped = weights.clamped
+    return {
+        "BIASED": weights.gate_up_bias is not None,
+        "LIMIT": 0.0 if clamped is None else clamped.limit,
+        "ALPHA": 0.0 if clamped is None else clamped.alpha,
+    }
 
 
 def _scales(weight: Weight) -> Tensor:

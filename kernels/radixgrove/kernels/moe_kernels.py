@@ -5,7 +5,22 @@ from __future__ import annotations
 
 from radixgrove.kernels._triton import gdc_launch_dependents, gdc_wait, jit, tl
 from radixgrove.kernels.float8 import stored
-from radixgrove.kernels.linear import folded, gated
+from radixgrove.kernels.linear import folded, gated, rounded
+
+
+@jit
+def _activated(gate, up, like_ptr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """`silu(gate) * up`, or with a `LIMIT` `ClampedSwiGlu`, in float32 of both, rounded."""
+    if LIMIT > 0:
+        gate = rounded(gate, like_ptr)
+        up = rounded(up, like_ptr)
+        # Comparisons keep NaN, which a minimum would not.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        y = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    else:
+        y = gated(gate, up, like_ptr)
+    return y
 
 
 @jit
@@ -39,11 +54,15 @@ def gate_up_pairs_kernel(
     x_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     ids_ptr,
     out_ptr,
     n,
     k,
     TOP_K: tl.constexpr,
+    BIASED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
@@ -54,7 +73,7 @@ def gate_up_pairs_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: some outputs of one pair, `silu(gate) * up`, read on CUDA cores.
+    """One program: some outputs of one pair, gate and up activated, read on CUDA cores.
 
     With `ONE_TILE` a row of the weight is one step, which needs no pipeline.
     """
@@ -101,7 +120,11 @@ def gate_up_pairs_kernel(
         own = scale_ptr + expert.to(tl.int64) * 2 * n + row
         y *= tl.load(own, mask=alive, other=0.0)
         z *= tl.load(own + n, mask=alive, other=0.0)
-    y = gated(y, z, out_ptr)
+    if BIASED:
+        biases = bias_ptr + expert.to(tl.int64) * 2 * n + row
+        y += tl.load(biases, mask=alive, other=0.0).to(tl.float32)
+        z += tl.load(biases + n, mask=alive, other=0.0).to(tl.float32)
+    y = _activated(y, z, out_ptr, LIMIT, ALPHA)
     tl.store(out_ptr + pair.to(tl.int64) * n + row, y.to(out_ptr.dtype.element_ty), mask=alive)
 
 
@@ -110,6 +133,7 @@ def down_pairs_kernel(
     h_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     ids_ptr,
     scales_ptr,
     residual_ptr,
@@ -118,6 +142,7 @@ def down_pairs_kernel(
     k,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
+    BIASED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PLACES: tl.constexpr,
     SCALED: tl.constexpr,
@@ -201,6 +226,12 @@ def down_pairs_kernel(
                 part *= tl.load(own + held)[:, None]
             total += part
     y = tl.sum(total, axis=1)
+    if BIASED:
+        for index in tl.static_range(TOP_K):
+            expert = tl.load(ids_ptr + token * TOP_K + index)
+            scale = tl.load(scales_ptr + token * TOP_K + index)
+            biases = bias_ptr + tl.maximum(expert, 0).to(tl.int64) * n + held
+            y += tl.where(expert >= 0, tl.load(biases).to(tl.float32) * scale, 0.0)
     target = token.to(tl.int64) * n + row
     if RESIDUAL:
         y += tl.load(residual_ptr + target, mask=alive, other=0.0).to(tl.float32)
@@ -290,6 +321,7 @@ def gate_up_tiles_kernel(
     x_scale_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     order_ptr,
     offsets_ptr,
     block_expert_ptr,
@@ -305,6 +337,9 @@ def gate_up_tiles_kernel(
     tokens,
     bound,
     TOP_K: tl.constexpr,
+    BIASED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
@@ -320,8 +355,8 @@ def gate_up_tiles_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: `silu(gate) * up` of a block of pairs for a tile of outputs; rows of `out` are
-    in the order of experts, and rounded to the type behind `like_ptr`.
+    """One program: gate and up of a block of pairs, activated, for a tile of outputs; rows of `out`
+    are in the order of experts, and rounded to the type behind `like_ptr`.
 
     With `QUANTIZED` x is float8 with scales of tokens, or of parts as wide as a block of the weight
     (`X_PARTS`: [parts, T]), and `out` becomes float8 with a scale for each row of the tile:
@@ -405,7 +440,11 @@ def gate_up_tiles_kernel(
     if SCALED and not WIDE:
         gate = _scaled_columns(gate, own, held, SWAP)
         up = _scaled_columns(up, own, n + held, SWAP)
-    y = gated(gate, up, like_ptr).to(like_ptr.dtype.element_ty)
+    if BIASED:
+        biases = bias_ptr + expert.to(tl.int64) * 2 * n + held
+        gate += _along(tl.load(biases).to(tl.float32), SWAP)
+        up += _along(tl.load(biases + n).to(tl.float32), SWAP)
+    y = _activated(gate, up, like_ptr, LIMIT, ALPHA).to(like_ptr.dtype.element_ty)
     if QUANTIZED:
         y = y.to(tl.float32)
         largest = tl.minimum(tl.max(tl.abs(y), axis=0 if SWAP else 1), bound)
@@ -424,6 +463,7 @@ def down_tiles_kernel(
     h_scale_ptr,
     weight_ptr,
     scale_ptr,
+    bias_ptr,
     order_ptr,
     offsets_ptr,
     block_expert_ptr,
@@ -442,6 +482,7 @@ def down_tiles_kernel(
     TOP_K: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PLACES: tl.constexpr,
+    BIASED: tl.constexpr,
     SCALED: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
@@ -514,6 +555,9 @@ def down_tiles_kernel(
         )
     if SCALED and not WIDE:
         total = _scaled_columns(total, scales, held, SWAP)
+    if BIASED:
+        biases = tl.load(bias_ptr + expert.to(tl.int64) * n + held)
+        total += _along(biases.to(tl.float32), SWAP)
     if SWAP:
         total = tl.trans(total)
     pair = tl.load(order_ptr + row, mask=alive, other=0)

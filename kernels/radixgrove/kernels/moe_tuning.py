@@ -91,7 +91,7 @@ class ExpertTuner:
 
     def choose(self, tokens: int, experts: int, weights: ExpertWeights) -> ExpertChoice:
         """For `tokens` rows; `experts`: that tokens choose from, on all ranks."""
-        key = _kind(weights), _key(bucket_of(tokens), experts, weights)
+        key = weights.format, _key(bucket_of(tokens), experts, weights)
         return self._choices.get(key) or moe.default_choice(tokens, weights)
 
     def jobs(
@@ -143,7 +143,7 @@ class ExpertTuner:
                 known[key] = search(
                     bucket, layers[0], partial(fastest, trial=trial, what=str(trial))
                 )
-            self._choices[_kind(layers[0]), key] = known[key]
+            self._choices[layers[0].format, key] = known[key]
         if len(known) > before:
             keep(path, [{"key": list(key), **asdict(choice)} for key, choice in known.items()])
 
@@ -172,7 +172,7 @@ def search(tokens: int, weights: ExpertWeights, pick: Pick) -> ExpertChoice:
         for product, configs in (("gate_up", ups), ("down", downs)):
             tiles = pick([_with_tiles(tiles, product, config) for config in configs]).tiles or tiles
         found.append(ExpertChoice(tiles=tiles))
-    return pick(found if weights.gate_up.quantized else [*found, GROUPED])
+    return pick([*found, GROUPED] if weights.can_be_grouped else found)
 
 
 def candidates(tokens: int, weights: ExpertWeights) -> Iterator[ExpertChoice]:
@@ -186,7 +186,7 @@ def candidates(tokens: int, weights: ExpertWeights) -> Iterator[ExpertChoice]:
         for index in range(max(len(ups), len(downs))):
             pair = ups[index % len(ups)], downs[index % len(downs)]
             yield ExpertChoice(tiles=ExpertTiles(block_m, *pair))
-    if not weights.gate_up.quantized:
+    if weights.can_be_grouped:
         yield GROUPED
 
 
@@ -244,14 +244,10 @@ def _key(bucket: int, experts: int, weights: ExpertWeights) -> _Key:
     return bucket, experts, weights.count, hidden, inner, top_k
 
 
-def _kind(weights: ExpertWeights) -> str:
-    return f"{weights.gate_up.dtype} {weights.gate_up.format} {weights.down.format}"
-
-
 def _path(weights: ExpertWeights) -> Path:
     tiles = FLOAT8_TILE_CANDIDATES if weights.quantizes_inputs else TILE_CANDIDATES
     what = (_FORMAT, EXPERT_BUCKETS, _pairs(weights), tiles)
-    return tuned_path("experts", weights.gate_up.device, _kind(weights), repr(what))
+    return tuned_path("experts", weights.gate_up.device, weights.format, repr(what))
 
 
 def _read(path: Path) -> dict[_Key, ExpertChoice]:

@@ -98,6 +98,32 @@ def test_experts_that_cannot_run_are_refused_with_what_would(
         check_fit(MIXTURE, intended)
 
 
+GPT_OSS = parse_config(
+    next(entry["config"] for entry in PUBLISHED if entry["model"] == "openai/gpt-oss-20b")
+)
+
+
+@pytest.mark.parametrize(
+    ("intended", "named"),
+    [
+        (Intended(memory=38 << 30), "39.0 GiB in bfloat16, to which mxfp4 is widened"),
+        (Intended(tp=4), "tp 4 would cut blocks of 1x32 .* the largest that works is 2$"),
+        (Intended(tp=8, ep=2), "tp 8 would cut blocks of 1x32"),
+        (Intended(tp=4, ep=3), "tp 4 and the model's 32 experts; possible: 1, 2, 4$"),
+        (Intended(quantize="fp8"), r"quantized already|this one is \(mxfp4\)"),
+    ],
+    ids=str,
+)
+def test_experts_in_four_bits(intended: Intended, named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        check_fit(GPT_OSS, intended)
+
+
+def test_experts_in_four_bits_that_can_run() -> None:
+    for intended in (Intended(tp=2), Intended(tp=4, ep=2), Intended(tp=8, ep=8)):
+        check_fit(GPT_OSS, replace(intended, memory=40 << 30))
+
+
 def test_experts_of_which_there_are_none_are_not_spread() -> None:
     with pytest.raises(ModelError, match="ep 2 is for models with experts"):
         check_fit(EIGHT_BILLION, Intended(tp=2, ep=2))

@@ -67,7 +67,14 @@ def reference_windowed(config: Any) -> set[int]:
     kinds = getattr(config, "layer_types", None)
     if config.model_type in ("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe"):
         kinds = ["sliding_attention"] * config.num_hidden_layers
-    elif config.model_type not in ("qwen2", "qwen2_moe", "qwen3", "smollm3", "gemma3_text"):
+    elif config.model_type not in (
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "smollm3",
+        "gemma3_text",
+        "gpt_oss",
+    ):
         kinds = []
     return {layer for layer, kind in enumerate(kinds or ()) if kind == "sliding_attention"}
 
@@ -78,6 +85,7 @@ def test_there_are_enough_of_them() -> None:
         "Gemma3ForCausalLM",
         "Glm4ForCausalLM",
         "GlmForCausalLM",
+        "GptOssForCausalLM",
         "GraniteForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
@@ -118,7 +126,8 @@ def test_published_configuration(entry: dict[str, Any], tmp_path: Path) -> None:
             if (value := getattr(theirs, name, None)) is not None
         ),
         "tied": theirs.tie_word_embeddings,
-        "dtype": str(theirs.dtype).removeprefix("torch."),
+        # gpt-oss says none, and transformers widens its experts to this.
+        "dtype": str(theirs.dtype or torch.bfloat16).removeprefix("torch."),
     }
     assert experts(ours) == reference_experts(theirs)
     assert ours.attention.unrotated == unrotated(theirs)
@@ -183,7 +192,7 @@ def reference_experts(config: Any) -> dict[str, Any] | None:
         "count": config.num_experts,
         "per_token": config.num_experts_per_tok,
         "inner": getattr(config, "moe_intermediate_size", config.intermediate_size),
-        "renormalize": config.model_type == "mixtral" or config.norm_topk_prob,
+        "renormalize": config.model_type in ("mixtral", "gpt_oss") or config.norm_topk_prob,
         "shared": getattr(config, "shared_expert_intermediate_size", 0),
         "layers": config.num_hidden_layers,  # of published ones all
     }

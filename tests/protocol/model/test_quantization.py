@@ -75,6 +75,20 @@ def test_fbgemm_bounds_activations() -> None:
     assert (scheme.scales, scheme.activation_bound) == (Scales.CHANNEL, 1200.0)
 
 
+def test_mxfp4_is_of_experts_alone() -> None:
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    for given in ({"modules_to_not_convert": kept}, {}):
+        found = parse_quantization({"quant_method": "mxfp4", **given})
+        assert found.scheme_of("model.layers.0.mlp.experts.3.down_proj") == Scheme(
+            scales=Scales.BLOCK,
+            activations=Activations.KEPT,
+            numbers=Numbers.FLOAT4,
+            block=(1, 32),
+        )
+        for name in ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.router", "lm_head"):
+            assert found.scheme_of(name) is None
+
+
 class TestCompressedTensors:
     @pytest.mark.parametrize(
         ("weights", "inputs", "scheme"),

@@ -42,10 +42,10 @@ class Decoding(DecodingBackend):
         super().plan_captured(batch, padded)
         self._apart.plan(batch)
 
-    def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend_eager(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         if layer == 0 and not self._batch.num_prefills:
             ways[q.shape[0], "apart"] += 1
-        return self._apart.attend(layer, q, kv)
+        return self._apart.attend(layer, q, kv, sinks)
 
     def attend_qkv(self, layer: int, qkv: Tensor, *rest: Any, **options: Any) -> Tensor:
         if layer == 0:
@@ -53,9 +53,12 @@ class Decoding(DecodingBackend):
         return super().attend_qkv(layer, qkv, *rest, **options)
 
 
-def rope_decode_attention(*arguments: Any, window: int | None, quantized: None) -> Tensor:
+def rope_decode_attention(
+    *arguments: Any, window: int | None, sinks: Tensor | None, quantized: None
+) -> Tensor:
     """The kernel's reference, which needs no workspace, and quantizes nothing."""
     assert not window, "no model here has windows"
+    assert sinks is None, "nor sinks"
     others = (value for value in arguments if not isinstance(value, DecodeWorkspace))
     return rope_decode_attention_reference(*others)
 

@@ -83,6 +83,24 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 1.5,  # which some values pass
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -119,7 +137,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 PARTS = ("granite", "olmo2", "phi3", "smollm3", "starcoder2", "glm4", "stablelm")
 WINDOWED = ("gemma3", "mistral-window", "qwen2-window")
 _CONFIGS = {"Gemma3": "Gemma3Text"}  # what transformers calls them where it is not as the models
-MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe")
+MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "gpt-oss")
 
 
 def save(kind: str, directory: Path, **sizes: int) -> Any:
@@ -134,8 +152,8 @@ def save(kind: str, directory: Path, **sizes: int) -> Any:
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     # Norms and biases start at one and zero, where a mistake in their use would not show.
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("_bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(directory)
     return model

@@ -56,7 +56,7 @@ def test_all_tokens_on_the_same_experts_and_none_on_the_others(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("path", ["the processor's", "plain"])
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2-moe"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2-moe", "gpt-oss"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_own(
     kind: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,7 +141,7 @@ def test_a_window_that_all_of_a_text_is_within_is_none() -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "supported are Gemma3ForCausalLM, Glm4ForCausalLM, GlmForCausalLM, Granite",
+            "supported are Gemma3ForCausalLM, Glm4ForCausalLM, GlmForCausalLM, GptOss",
         ),
         ({"architectures": None}, "none named"),
         ({"hidden_act": "gelu"}, "only silu, gelu_pytorch_tanh"),

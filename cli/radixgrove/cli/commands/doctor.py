@@ -207,6 +207,8 @@ def _prefill(settings: WorkerSettings, major: int) -> _Prefill:
     config = _config(settings)
     if config is not None and len(config.attention.windowed) == config.num_layers:
         return _Prefill(False, "all layers have a window, for which ours is used")
+    if config is not None and config.attention.sinks:
+        return _Prefill(False, "attention has sinks, for which ours is used")
     dtype = str(settings.dtype)
     if settings.dtype is DType.AUTO:
         dtype = config.dtype if config is not None else "bfloat16"

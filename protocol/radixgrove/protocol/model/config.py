@@ -84,6 +84,7 @@ class Attention:
     output_bias: bool = False
     qk_norm: QkNorm = QkNorm.NONE
     fused: str = ""  # the tensor with q, k and v one below the other; "": each has its own
+    sinks: bool = False  # each head has a logit more in its softmax, without a value
 
     @property
     def queries(self) -> int:
@@ -129,9 +130,22 @@ class ExpertNames:
     """What a checkpoint calls a layer's experts."""
 
     block: str = "mlp"  # below `model.layers.N`
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    # All experts are in one tensor, [experts, inputs, outputs], in which an output of gate and one
+    # of up take turns. Otherwise one by one, or in one tensor, [experts, outputs, inputs].
+    alternate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedSwiGlu:
+    """`(up + 1) * gate * sigmoid(alpha * gate)`, of gate up to `limit` and of up from its negative
+    to it."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +161,9 @@ class ExpertsConfig:
     step: int  # one layer in so many has experts, the first ones not
     dense_layers: frozenset[int]  # that have none in any case
     names: ExpertNames
+    bias: bool = False  # of the three projections of each
+    router_bias: bool = False
+    clamped: ClampedSwiGlu | None = None  # between the projections; None: `silu(gate) * up`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from radixgrove.protocol.model.config import ModelConfig, ModelError, NormKind, QkNorm
 from radixgrove.protocol.model.quantization import (
+    MXFP4,
     Quantization,
     QuantizationError,
     intended_quantization,
@@ -57,7 +58,9 @@ def _check_memory(config: ModelConfig, intended: Intended) -> None:
     dtype = intended.dtype or config.dtype
     quantization = quantization_of(config, Quantize(intended.quantize or Quantize.NONE))
     needed = count_parameters(config) * _DTYPE_BYTES[dtype]
-    if quantization is not None:  # one byte a number; the few for which that is wrong leave room
+    if quantization is not None and quantization.method == MXFP4:
+        dtype = f"{dtype}, to which {MXFP4} is widened"
+    elif quantization is not None:  # one byte a number; the few that have more leave room
         needed -= count_projected(config) * (_DTYPE_BYTES[dtype] - 1)
         numbers = sorted({scheme.numbers.value for scheme in quantization.schemes()})
         dtype = " and ".join((dtype, *numbers))
@@ -108,6 +111,7 @@ def _attention_parameters(config: ModelConfig) -> int:
     queries, keys = attention.queries, attention.keys
     numbers = hidden * (queries + 2 * keys) + queries * hidden
     numbers += attention.qkv_bias * (queries + 2 * keys) + attention.output_bias * hidden
+    numbers += attention.sinks * attention.heads
     per_head = 2 * attention.head_dim
     norms = {QkNorm.NONE: 0, QkNorm.HEAD: per_head, QkNorm.WIDTH: queries + keys}
     return numbers + norms[attention.qk_norm]
@@ -124,5 +128,7 @@ def _mixture_parameters(config: ModelConfig) -> int:
     experts, hidden = config.experts, config.hidden_size
     if experts is None:
         return 0
-    numbers = experts.count * (3 * hidden * experts.intermediate_size + hidden)
+    inner = experts.intermediate_size
+    numbers = experts.count * (3 * hidden * inner + hidden)
+    numbers += experts.count * (experts.bias * (2 * inner + hidden) + experts.router_bias)
     return numbers + (3 * experts.shared_size + 1) * hidden * (experts.shared_size > 0)

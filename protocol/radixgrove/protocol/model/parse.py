@@ -9,6 +9,7 @@ from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.families.base import Family
 from radixgrove.protocol.model.families.gemma3 import GEMMA3
 from radixgrove.protocol.model.families.glm import GLM, GLM4
+from radixgrove.protocol.model.families.gpt_oss import GPT_OSS
 from radixgrove.protocol.model.families.granite import GRANITE
 from radixgrove.protocol.model.families.llama import LLAMA
 from radixgrove.protocol.model.families.mistral import MISTRAL
@@ -29,6 +30,7 @@ _FAMILIES = (
     GEMMA3,
     GLM,
     GLM4,
+    GPT_OSS,
     GRANITE,
     LLAMA,
     MISTRAL,

@@ -1,8 +1,8 @@
 """How a checkpoint's projections are quantized: `quantization_config` of its `config.json`.
 
 Read are `fp8` (transformers), `compressed-tensors` and `fbgemm_fp8`, as far as they are float8
-(e4m3), and `compressed-tensors` in int8. What cannot be served is refused, and what would be is
-named.
+(e4m3), `compressed-tensors` in int8, and `mxfp4`. What cannot be served is refused, and what would
+be is named.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.settings import Quantize
 
+MXFP4 = "mxfp4"  # a `quant_method`
+MXFP4_BLOCK = 32  # columns that share a scale
 _FIELD = "quantization_config"
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _MAX_BLOCK = 1 << 16
@@ -29,10 +31,11 @@ class QuantizationError(InvalidInput, ValueError):
 
 
 class Numbers(StrEnum):
-    """Of eight bits, that weights and quantized inputs are stored as."""
+    """What weights, and quantized inputs, are stored as."""
 
     FLOAT8 = "float8"  # e4m3
     INT8 = "int8"  # symmetric
+    FLOAT4 = "mxfp4"  # e2m1; weights alone, which are widened while they are read
 
 
 _NUMBERS = {"float": Numbers.FLOAT8, "int": Numbers.INT8}
@@ -226,6 +229,20 @@ def _of_transformers(method: str, given: Mapping[str, Any], scheme: Scheme) -> Q
     return Quantization(method=method, groups=((scheme, ALL),), ignore=ignore)
 
 
+def _mxfp4(given: Mapping[str, Any]) -> Quantization:
+    """Of experts alone, whatever else the list of what is not converted leaves out."""
+    scheme = Scheme(
+        scales=Scales.BLOCK,
+        activations=Activations.KEPT,
+        numbers=Numbers.FLOAT4,
+        block=(1, MXFP4_BLOCK),
+    )
+    key = "modules_to_not_convert"
+    ignore = tuple(Skipped(_pattern(key, name)) for name in _texts(key, given.get(key, [])))
+    experts = (Target(r"re:.*\.experts\."),)
+    return Quantization(method=MXFP4, groups=((scheme, experts),), ignore=ignore)
+
+
 def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
     _choose(given, "format", _COMPRESSED_FORMATS, _COMPRESSED_FORMATS[0])
     _choose(given, "quantization_status", ("compressed", "frozen"), "compressed")
@@ -390,4 +407,5 @@ _METHODS = {
     "compressed-tensors": _compressed_tensors,
     "fbgemm_fp8": _fbgemm,
     "fp8": _fp8,
+    MXFP4: _mxfp4,
 }

@@ -18,6 +18,7 @@ from radixgrove.protocol.model.config import (
     MAX_LENGTH,
     Activation,
     Attention,
+    ClampedSwiGlu,
     ExpertNames,
     ExpertsConfig,
     Mlp,
@@ -29,6 +30,7 @@ from radixgrove.protocol.model.config import (
     RopeConfig,
 )
 from radixgrove.protocol.model.quantization import (
+    MXFP4,
     Quantization,
     QuantizationError,
     parse_quantization,
@@ -107,6 +109,7 @@ class Source:
         output_bias: bool = False,
         qk_norm: QkNorm = QkNorm.NONE,
         fused: str = "",
+        sinks: bool = False,
     ) -> Attention:
         """
         Args:
@@ -152,13 +155,22 @@ class Source:
             output_bias=output_bias,
             qk_norm=qk_norm,
             fused=fused,
+            sinks=sinks,
         )
 
     def rope(
-        self, theta: float, *, share: float | None = None, interleaved: bool = False
+        self,
+        theta: float,
+        *,
+        share: float | None = None,
+        interleaved: bool = False,
+        scaling: Mapping[str, Any] | None = None,
     ) -> RopeConfig:
-        """See `read_rope`."""
-        return read_rope(self._given, self.longest, theta, share=share, interleaved=interleaved)
+        """See `read_rope`; `scaling`: where the config has no parameters."""
+        given = self._given
+        if scaling is not None and not (given.keys() & {"rope_scaling", "rope_parameters"}):
+            given = {**given, "rope_parameters": scaling}
+        return read_rope(given, self.longest, theta, share=share, interleaved=interleaved)
 
     def mlp(
         self,
@@ -201,6 +213,9 @@ class Source:
         shared: int = 0,
         by_layer: bool = False,
         names: ExpertNames | None = None,
+        bias: bool = False,
+        router_bias: bool = False,
+        clamped: ClampedSwiGlu | None = None,
     ) -> ExpertsConfig | None:
         """
         Args:
@@ -245,6 +260,9 @@ class Source:
             step=self.size("decoder_sparse_step", 1) if by_layer else 1,
             dense_layers=frozenset(dense),
             names=names or ExpertNames(),
+            bias=bias,
+            router_bias=router_bias,
+            clamped=clamped,
         )
 
     # ---- windows -------------------------------------------------------------------------------
@@ -286,10 +304,12 @@ class Source:
         experts: ExpertsConfig | None = None,
         multipliers: Multipliers | None = None,
         tied: bool = False,
+        dtype: str = "float32",
     ) -> ModelConfig:
         """
         Args:
             tied: where the config does not say whether embedding and head are one table.
+            dtype: where it names none.
 
         Raises:
             ModelError: a key that would make another model of it was not read.
@@ -312,8 +332,8 @@ class Source:
             mlp=mlp,
             experts=experts,
             multipliers=multipliers or Multipliers(),
-            dtype=self._dtype(),
-            quantization=self._quantization(),
+            dtype=self._dtype(dtype),
+            quantization=self._quantization(experts),
         )
 
     def _length(self, attention: Attention) -> int:
@@ -333,18 +353,26 @@ class Source:
             if value and not (value == 1 and not isinstance(value, bool)):
                 raise ModelError(f"config.json: {key} {value!r} is not supported")
 
-    def _dtype(self) -> str:
-        found = str(self.get("dtype") or self.get("torch_dtype") or "float32")
+    def _dtype(self, default: str) -> str:
+        found = str(self.get("dtype") or self.get("torch_dtype") or default)
         name = found.removeprefix("torch.")
         name = _DTYPE_ALIASES.get(name, name)
         if name not in DTYPES:
             raise ModelError(f"dtype {found!r} is not supported, only {', '.join(DTYPES)}")
         return name
 
-    def _quantization(self) -> Quantization | None:
+    def _quantization(self, experts: ExpertsConfig | None) -> Quantization | None:
         if not self.has("quantization_config"):
             return None
         try:
-            return parse_quantization(self.get("quantization_config"))
+            found = parse_quantization(self.get("quantization_config"))
         except QuantizationError as error:
             raise ModelError(f"config.json: {error}") from error
+        alternate = experts is not None and experts.names.alternate
+        if alternate != (found.method == MXFP4):
+            served = f"only {MXFP4} or none" if alternate else "only for experts of gpt-oss"
+            raise ModelError(
+                f"config.json: quantization_config: quant_method {found.method!r} is not supported "
+                f"for this architecture, {served}"
+            )
+        return found

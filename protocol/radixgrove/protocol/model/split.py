@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from radixgrove.protocol.model.config import ModelConfig, ModelError
+from radixgrove.protocol.model.quantization import MXFP4
 
 
 def check_divides(config: ModelConfig, tp: int, ep: int = 1) -> None:
@@ -70,15 +71,16 @@ def _check_blocks(config: ModelConfig, tp: int, ep: int, possible: Sequence[int]
 def _keeps_blocks(config: ModelConfig, tp: int, ep: int, block: tuple[int, int]) -> bool:
     """Whether every rank's part of each projection begins and ends with a block."""
     rows, columns = block
-    queries, keys = config.attention.queries, config.attention.keys
+    queries, keys = [(config.attention.queries, tp)], [(config.attention.keys, tp)]
+    if config.quantization is not None and config.quantization.method == MXFP4:
+        queries, keys = [], []  # of experts alone
     inner = [(config.mlp.width, tp)] if config.expert_layers < config.num_layers else []
     inner += _expert_widths(config, tp, ep, block)
 
     def cut(sizes: Iterable[tuple[int, int]], length: int) -> bool:
         return any(ranks > 1 and size % (ranks * length) for size, ranks in sizes)
 
-    by_rows, by_columns = [(queries, tp), (keys, tp), *inner], [(queries, tp), *inner]
-    return not (cut(by_rows, rows) or cut(by_columns, columns))
+    return not (cut([*queries, *keys, *inner], rows) or cut([*queries, *inner], columns))
 
 
 def _expert_widths(

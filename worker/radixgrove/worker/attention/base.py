@@ -69,6 +69,7 @@ class Geometry(TypedDict):
     scale: float
     dtype: NotRequired[torch.dtype]  # of queries and results; the pool's by default
     window: NotRequired[int]  # tokens that are attended to; 0, the default: all
+    sinks: NotRequired[bool]  # whether layers have them; by default they do not
 
 
 class AttentionBackend(ABC):
@@ -102,7 +103,7 @@ class AttentionBackend(ABC):
         """Prepare for one forward pass; every layer's `attend` then uses this plan."""
 
     @abstractmethod
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attend to the layer's pages, which already hold this step's K and V.
 
         The decoder stores them first, in the kernel that applies RoPE (the batch's `slots` say
@@ -114,6 +115,8 @@ class AttentionBackend(ABC):
             kv: [T, 2 * num_kv_heads, head_dim], this step's K and V as stored, for a backend that
                 can do without the pages where nothing else is attended to; rows may be strided.
                 Not to be read where pages are float8: K and V have been rounded in them alone.
+            sinks: [num_heads] float32, of each head a logit more in its softmax, without a value;
+                None: the layer has none.
 
         Returns:
             [T, num_heads, head_dim], q's dtype.
@@ -128,6 +131,7 @@ class AttentionBackend(ABC):
         k_norm: Tensor | None,
         eps: float,
         quantized: QuantizedRows | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Normalise (optionally) and rotate q and k, store k and v, attend; if `takes_qkv`.
 
@@ -137,6 +141,7 @@ class AttentionBackend(ABC):
             q_norm, k_norm: [head_dim] each, both or none. eps: of their RMSNorm.
             quantized: [T, num_heads * head_dim], where to write the result instead, with a scale
                 for each head.
+            sinks: see `attend`.
 
         Returns:
             [T, num_heads, head_dim], qkv's dtype or the values of `quantized`.
@@ -179,4 +184,5 @@ class GroupBackend(AttentionBackend):
         self.head_dim = geometry["head_dim"]
         self.scale = geometry["scale"]
         self.window = geometry.get("window", 0)
+        self.sinks = geometry.get("sinks", False)
         self.page_size = pool.shape[3]

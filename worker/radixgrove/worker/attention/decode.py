@@ -75,7 +75,9 @@ class PagedDecode:
         """Before a step is captured or replayed."""
         self._workspace = self._captured
 
-    def run(self, layer: int, q: Tensor, batch: AttentionBatch, out: Tensor) -> None:
+    def run(
+        self, layer: int, q: Tensor, batch: AttentionBatch, out: Tensor, sinks: Tensor | None
+    ) -> None:
         """Attend with q [D, H, head_dim], the step's decode rows; written to `out`, as q."""
         first, count = batch.num_prefills, q.shape[0]
         decode_attention(
@@ -88,10 +90,13 @@ class PagedDecode:
             self._workspace,
             prefixes=None if self._window else batch.prefixes,
             window=self._window,
+            sinks=sinks,
             out=out,
         )
 
-    def run_padded(self, layer: int, q: Tensor, batch: PaddedBatch, out: Tensor) -> None:
+    def run_padded(
+        self, layer: int, q: Tensor, batch: PaddedBatch, out: Tensor, sinks: Tensor | None
+    ) -> None:
         """The decodes among q [T, H, head_dim]; written to their places in `out`, as q."""
         decode_attention(
             q,
@@ -103,6 +108,7 @@ class PagedDecode:
             self._workspace,
             tokens=batch.decode_tokens,
             window=self._window,
+            sinks=sinks,
             out=out,
         )
 
@@ -116,6 +122,7 @@ class PagedDecode:
         eps: float,
         batch: AttentionBatch,
         quantized: QuantizedRows | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """See `AttentionBackend.attend_qkv`, for a batch of decode rows only.
 
@@ -137,6 +144,7 @@ class PagedDecode:
             k_norm,
             eps,
             window=self._window,
+            sinks=sinks,
             quantized=quantized,
         )
 
@@ -176,9 +184,9 @@ class DecodingBackend(GroupBackend):
         self._decode.plan_captured()
         self.takes_qkv = False
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         if self._padded is None:
-            return self.attend_eager(layer, q, kv)
+            return self.attend_eager(layer, q, kv, sinks)
         out = torch.empty_like(q)
         extend_attention(
             q,
@@ -190,13 +198,14 @@ class DecodingBackend(GroupBackend):
             self.scale,
             max_q_len=len(q),
             window=self.window,
+            sinks=sinks,
             config=PADDED_EXTEND,
             out=out,
         )
-        self._decode.run_padded(layer, q, self._padded, out)
+        self._decode.run_padded(layer, q, self._padded, out, sinks)
         return out
 
-    def extend_eager(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def extend_eager(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """The planned batch's chunks by our kernel: q [T, H, head_dim], written to `out`, as q."""
         batch = self._batch
         prefills = batch.num_prefills
@@ -210,11 +219,12 @@ class DecodingBackend(GroupBackend):
             self.scale,
             max(batch.q_lens_host),
             window=self.window,
+            sinks=sinks,
             out=out,
         )
 
     @abstractmethod
-    def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend_eager(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """See `AttentionBackend.attend`, for a batch that `plan` or `plan_captured` was given."""
 
     def attend_qkv(
@@ -226,7 +236,8 @@ class DecodingBackend(GroupBackend):
         k_norm: Tensor | None,
         eps: float,
         quantized: QuantizedRows | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         return self._decode.run_qkv(
-            layer, qkv, rotation, q_norm, k_norm, eps, self._batch, quantized
+            layer, qkv, rotation, q_norm, k_norm, eps, self._batch, quantized, sinks
         )

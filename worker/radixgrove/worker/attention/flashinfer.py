@@ -70,7 +70,8 @@ class FlashInferAttention(DecodingBackend):
     """See the module.
 
     Raises:
-        FlashInferUnavailable: not importable, or no kernels for the pool's dtype, or for a window.
+        FlashInferUnavailable: not importable, or no kernels for the pool's dtype, for a window or
+            for sinks.
             (Those for float8 pages and bfloat16 queries are not used: with them a model's
             log-probabilities were NaN on an H100, version 0.6.13.)
     """
@@ -80,6 +81,10 @@ class FlashInferAttention(DecodingBackend):
         if self.window:
             raise FlashInferUnavailable(
                 "FlashInfer's kernels are not used for layers with a window"
+            )
+        if self.sinks:
+            raise FlashInferUnavailable(
+                "FlashInfer's kernels are not used for attention with sinks"
             )
         dtype = str(pool.dtype).removeprefix("torch.")
         device = pool.device
@@ -249,12 +254,12 @@ class FlashInferAttention(DecodingBackend):
 
     # ---- running -----------------------------------------------------------------------------
 
-    def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend_eager(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         tokens = self._batch.num_prefill_tokens
         out = torch.empty_like(q)
         self._attend_chunks(layer, q, kv, out)
         if q.shape[0] > tokens:
-            self._decode.run(layer, q[tokens:], self._batch, out[tokens:])
+            self._decode.run(layer, q[tokens:], self._batch, out[tokens:], sinks)
         return out
 
     def _attend_chunks(self, layer: int, q: Tensor, kv: Tensor, out: Tensor) -> None:

@@ -59,9 +59,9 @@ class GroupedAttention(AttentionBackend):
         """On how layers are called for the planned batch; each backend takes either way."""
         self.takes_qkv = all(backend.takes_qkv for backend in self._backends)
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         backend, place = self._layers[layer]
-        return backend.attend(place, q, kv)
+        return backend.attend(place, q, kv, sinks)
 
     def attend_qkv(
         self,
@@ -72,6 +72,7 @@ class GroupedAttention(AttentionBackend):
         k_norm: Tensor | None,
         eps: float,
         quantized: QuantizedRows | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         backend, place = self._layers[layer]
-        return backend.attend_qkv(place, qkv, rotation, q_norm, k_norm, eps, quantized)
+        return backend.attend_qkv(place, qkv, rotation, q_norm, k_norm, eps, quantized, sinks)

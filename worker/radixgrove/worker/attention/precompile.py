@@ -52,6 +52,7 @@ class AttentionShape:
     extends: bool  # our kernel for chunks of eager steps too
     window: int = 0  # tokens that the layers attend to; 0: all
     quantizes: bool = False  # some layer's result, by heads
+    sinks: bool = False
 
 
 def compile_jobs(shape: AttentionShape, device: torch.device) -> list[Callable[[], object]]:
@@ -91,6 +92,7 @@ class _Steps:
         self._angles = torch.zeros(1, shape.head_dim, device=device)
         norm = torch.ones(shape.head_dim, dtype=shape.dtype, device=device)
         self._norms = (norm, norm) if shape.qk_norm else (None, None)
+        self._sinks = torch.zeros(shape.heads, device=device) if shape.sinks else None
 
     def _integers(self, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self._device)
@@ -123,6 +125,7 @@ class _Steps:
             self._workspace,
             prefixes=prefixes,
             window=self._shape.window,
+            sinks=self._sinks,
         )
 
     def decode_padded(self) -> None:
@@ -137,6 +140,7 @@ class _Steps:
             self._workspace,
             tokens=rows,
             window=self._shape.window,
+            sinks=self._sinks,
         )
 
     def rope_decode(self, rows: int, *, quantizes: bool = False) -> None:
@@ -156,6 +160,7 @@ class _Steps:
             self._workspace,
             *self._norms,
             window=self._shape.window,
+            sinks=self._sinks,
             quantized=quantized,
         )
 
@@ -171,6 +176,7 @@ class _Steps:
             1.0,
             longest,
             window=self._shape.window,
+            sinks=self._sinks,
             config=config,
         )
 

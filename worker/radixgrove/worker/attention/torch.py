@@ -79,7 +79,7 @@ class TorchAttention(GroupBackend):
 
     def _masks(self, start: int, length: int) -> list[Tensor]:
         """Of a chunk that begins at `start`."""
-        if not start and not 0 < self.window < length:
+        if not (start or self.sinks or 0 < self.window < length):
             return []
         return [
             self._causal_mask(start + begin, min(_QUERY_BLOCK, length - begin))
@@ -160,18 +160,18 @@ class TorchAttention(GroupBackend):
     def _num_pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         pages = self.pages[layer]
         if not self._chunks and len(self._groups) == 1:
-            return self._decode(pages, q, self._groups[0])
+            return self._decode(pages, q, self._groups[0], sinks)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for chunk in self._chunks:
-            self._prefill(pages, q, chunk, out)
+            self._prefill(pages, q, chunk, out, sinks)
         for group in self._groups:
-            out[group.tokens] = self._decode(pages, q[group.tokens], group)
+            out[group.tokens] = self._decode(pages, q[group.tokens], group, sinks)
         return out
 
-    def _decode(self, kv: Tensor, q: Tensor, group: _Group) -> Tensor:
+    def _decode(self, kv: Tensor, q: Tensor, group: _Group, sinks: Tensor | None) -> Tensor:
         """[size, H, D] -> [size, H, D]."""
         torch.index_select(kv, 1, group.pages, out=group.gathered)
         if group.wide is not group.gathered:
@@ -179,13 +179,19 @@ class TorchAttention(GroupBackend):
         if group.beyond is not None:
             flat = group.wide.view(2, -1, self.num_kv_heads, self.head_dim)
             flat.index_fill_(1, group.beyond, 0)
+        if sinks is not None:
+            return _attend_beside_sinks(
+                q[:, :, None], group.k, group.v, group.mask, self.scale, sinks
+            ).squeeze(2)
         grouped = q.view(q.shape[0], self.num_kv_heads, -1, self.head_dim)
         out = scaled_dot_product_attention(
             grouped, group.k, group.v, attn_mask=group.mask, scale=self.scale
         )
         return out.flatten(1, 2)
 
-    def _prefill(self, kv: Tensor, q: Tensor, chunk: _Chunk, out: Tensor) -> None:
+    def _prefill(
+        self, kv: Tensor, q: Tensor, chunk: _Chunk, out: Tensor, sinks: Tensor | None
+    ) -> None:
         queries = q[chunk.first : chunk.first + chunk.length].transpose(0, 1)[None]
         result = out[chunk.first : chunk.first + chunk.length].transpose(0, 1)
         flat = kv.view(2, -1, self.num_kv_heads, self.head_dim)
@@ -205,14 +211,34 @@ class TorchAttention(GroupBackend):
         for i, mask in enumerate(chunk.masks):
             begin = i * _QUERY_BLOCK
             length, visible = mask.shape
-            result[:, begin : begin + length] = scaled_dot_product_attention(
-                queries[:, :, begin : begin + length],
-                k[:, :, :visible],
-                v[:, :, :visible],
-                attn_mask=mask,
-                scale=self.scale,
-                enable_gqa=True,
-            )[0]
+            block = queries[:, :, begin : begin + length], k[:, :, :visible], v[:, :, :visible]
+            if sinks is None:
+                attended = scaled_dot_product_attention(
+                    *block, attn_mask=mask, scale=self.scale, enable_gqa=True
+                )
+            else:
+                attended = _attend_beside_sinks(*block, mask, self.scale, sinks)
+            result[:, begin : begin + length] = attended[0]
+
+
+def _attend_beside_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+) -> Tensor:
+    """`scaled_dot_product_attention` with a logit more for each head, which has no value.
+
+    Args:
+        q: [B, H, Q, D]. k, v: [B, KV, L, D]. mask: additive, [Q, L] or [B, 1, 1, L]. sinks: [H].
+    """
+    rows, _, queries, _ = q.shape
+    kv_heads, length = k.shape[1:3]
+    grouped = q.reshape(rows, kv_heads, -1, q.shape[-1])
+    scores = (grouped @ k.transpose(-1, -2)).float().mul_(scale)
+    scores = scores.view(rows, -1, queries, length)
+    if mask is not None:
+        scores += mask
+    own = sinks[:, None, None].expand(rows, -1, queries, 1)
+    weights = torch.cat((scores, own), -1).softmax(-1)[..., :length].to(v.dtype)
+    return (weights.reshape(rows, kv_heads, -1, length) @ v).view(q.shape)
 
 
 def group_by_length(lengths: list[int], page_size: int) -> list[list[int]]:

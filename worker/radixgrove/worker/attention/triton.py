@@ -11,12 +11,12 @@ from radixgrove.worker.attention.decode import DecodingBackend
 class TritonAttention(DecodingBackend):
     """Extend attention for prefill chunks, split-KV decode for the rest of the step."""
 
-    def attend_eager(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend_eager(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         batch = self._batch
         tokens = batch.num_prefill_tokens
         out = torch.empty_like(q)
         if batch.num_prefills:
-            self.extend_eager(layer, q[:tokens], out[:tokens])
+            self.extend_eager(layer, q[:tokens], out[:tokens], sinks)
         if q.shape[0] > tokens:  # more than the batch has when a graph is captured
-            self._decode.run(layer, q[tokens:], batch, out[tokens:])
+            self._decode.run(layer, q[tokens:], batch, out[tokens:], sinks)
         return out

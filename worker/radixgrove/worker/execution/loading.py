@@ -86,8 +86,10 @@ def attention_shapes(
             dtype=place.dtype,
             kv_dtype=group.dtype,
             window=group.window,
+            sinks=config.attention.sinks,
             extends=settings.attention_backend == AttentionChoice.TRITON
             or bool(group.window)
+            or config.attention.sinks
             or group.dtype == FLOAT8
             or not _has_flashinfer(group, place),
         )

@@ -35,7 +35,8 @@ def select_attention(
     """The backend for a model of `dtype`, and its name.
 
     `auto` tries flashinfer, triton, torch in this order on CUDA, and takes torch on a CPU. Layers
-    with a window have triton's where others have flashinfer's.
+    with a window have triton's where others have flashinfer's, and so have all of a model with
+    sinks.
 
     Raises:
         ModelError: the chosen backend cannot be used here.
@@ -117,4 +118,5 @@ def _group_backend(
         scale=config.attention.scale,
         dtype=dtype,
         window=group.window,
+        sinks=config.attention.sinks,
     )

@@ -87,6 +87,14 @@ class DecoderLayer:
         self._k_norm = norm_weight(place, width, kind) if per_head else None
         self._norm_kind = kind
         self._qk_eps = names.eps
+        self._sinks: Tensor | None = None
+        if attention.sinks:
+            window = place.group.shard.window(attention.heads)
+            size = window.stop - window.start
+            self._sinks = torch.empty(size, dtype=torch.float32, device=place.device)
+            self._sinks_part = WeightPart(
+                f"{own}.sinks", self._sinks, (attention.heads,), (window,), dummy=0.0
+            )
         self._width_norms: WidthNorms | None = None
         if attention.qk_norm is QkNorm.WIDTH:
             widths = attention.queries, attention.keys
@@ -117,6 +125,8 @@ class DecoderLayer:
         for name, vector in self._vectors.items():
             if vector is not None:
                 yield norm_part(name, vector, self._norm_kind)
+        if self._sinks is not None:
+            yield self._sinks_part
 
     def matrices(self) -> list[Tensor]:
         """The weights of its products."""
@@ -131,6 +141,8 @@ class DecoderLayer:
         vectors = sum(vector.nbytes for vector in self._vectors.values() if vector is not None)
         if self._width_norms is not None:
             vectors += self._width_norms.nbytes
+        if self._sinks is not None:
+            vectors += self._sinks.nbytes
         vectors += sum(norm.nbytes for norm in self._norms())
         return vectors + sum(x.prepare(ops) for x in (self._qkv, self._output, self.mlp))
 
@@ -212,7 +224,9 @@ class DecoderLayer:
             if wanted is None:
                 head_dim = attention.pages[self._index].shape[-1]
                 rows = self._output.room_for_heads(len(qkv), head_dim, context)
-            attended = attention.attend_qkv(self._index, qkv, rotation, *norms, quantized=rows)
+            attended = attention.attend_qkv(
+                self._index, qkv, rotation, *norms, quantized=rows, sinks=self._sinks
+            )
             if rows is not None:
                 return rows
         else:
@@ -221,7 +235,7 @@ class DecoderLayer:
             if nothing_wanted:
                 return None
             kv = qkv.view(qkv.shape[0], -1, q.shape[2])[:, q.shape[1] :]
-            attended = attention.attend(self._index, q, kv)
+            attended = attention.attend(self._index, q, kv, self._sinks)
         if wanted is None:
             return attended.flatten(1)
         return None if nothing_wanted else attended.flatten(1).index_select(0, wanted)

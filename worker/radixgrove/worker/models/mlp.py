@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,10 +15,11 @@ from radixgrove.kernels.routing import Router, Routing
 from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import Activation, ExpertsConfig, Mlp, ModelConfig
 from radixgrove.worker.models.context import StepContext, TensorPlacement
+from radixgrove.worker.models.expert_pieces import ExpertPieces
 from radixgrove.worker.models.linear import Linear, Rows
 from radixgrove.worker.models.norms import Norm
 from radixgrove.worker.models.ops import Inputs, Ops
-from radixgrove.worker.models.parts import FLOATS, Piece, WeightPart
+from radixgrove.worker.models.parts import WeightPart
 from radixgrove.worker.models.residual import ResidualStream
 from radixgrove.worker.parallel.experts import ExpertPlacement
 
@@ -119,17 +119,26 @@ class Mixture:
         placement = ExpertPlacement.even(experts.count, place.ep)
         group, shard = placement.group_of(place.group.shard)
         held = placement.held(group)
-        pieces = _Pieces(experts, layer, hidden, shard.window(experts.intermediate_size))
+        pieces = ExpertPieces(experts, layer, hidden, shard.window(experts.intermediate_size))
         layout = place.formats.of(pieces.prefixes(held))
         where = place.dtype, place.device, (len(held),)
         gate_up = layout.allocate(pieces.gate_up(held[0]), *where)
         down = layout.allocate(pieces.down(held[0]), *where)
         self._gate = Weight.plain(place.empty(experts.count, hidden))
-        self._parts = [_router_part(self._gate.payload, prefix, layer)]
+        self._gate_bias: Tensor | None = None
+        if experts.router_bias:
+            self._gate_bias = torch.empty(experts.count, dtype=torch.float32, device=place.device)
+        self._parts = list(self._router_parts(f"{prefix}.{experts.names.router}", layer))
         for index, expert in enumerate(held):
             for weight, own in (gate_up, pieces.gate_up(expert)), (down, pieces.down(expert)):
                 parts = layout.parts(weight[index], own)
-                self._parts += pieces.or_stacked(parts, expert, own)
+                self._parts += pieces.where_saved(parts, expert, own)
+        gate_up_bias = down_bias = None
+        if experts.bias:
+            gate_up_bias = place.empty(len(held), gate_up.shape[0])
+            # Ranks that share an expert's width sum what it comes to: one of them adds the bias.
+            down_bias = place.empty(len(held), hidden) if shard.rank == 0 else None
+            self._parts += pieces.biases(held, gate_up_bias, down_bias)
         places = None
         if placement.groups > 1:
             places = torch.tensor(placement.places(group), dtype=torch.int32, device=place.device)
@@ -137,6 +146,9 @@ class Mixture:
             gate_up,
             down,
             Router(Routing(experts.per_token, renormalize=experts.renormalize), places=places),
+            gate_up_bias,
+            down_bias,
+            experts.clamped,
         )
         self._shared: FeedForward | None = None
         if experts.shared_size:
@@ -145,6 +157,14 @@ class Mixture:
             self._shared_gate = Weight.plain(place.empty(1, hidden))
             name, gate = f"{prefix}.shared_expert_gate.weight", self._shared_gate.payload
             self._parts.append(WeightPart(name, gate, (1, hidden)))
+
+    def _router_parts(self, prefix: str, layer: str) -> Iterator[WeightPart]:
+        """`prefix`: of the names of the router's tensors."""
+        weight = self._gate.payload
+        alias = f"{layer}.mlp.gate.weight"
+        yield WeightPart(f"{prefix}.weight", weight, tuple(weight.shape), aliases=(alias,))
+        if (bias := self._gate_bias) is not None:
+            yield WeightPart(f"{prefix}.bias", bias, tuple(bias.shape), dummy=0.0)
 
     def parts(self) -> Iterator[WeightPart]:
         yield from self._parts
@@ -170,13 +190,15 @@ class Mixture:
     @property
     def expert_bytes(self) -> int:
         """Of the experts that tokens choose, on this rank."""
-        return self._weights.gate_up.nbytes + self._weights.down.nbytes
+        return self._weights.nbytes
 
     def prepare(self, ops: Ops) -> int:
         """See `Decoder.prepare`; bytes of the parameters."""
         self._parts = []  # they hold the weights as they were loaded
         self._weights = ops.prepare_experts(self._weights)
         size = self._gate.nbytes + self.expert_bytes
+        if self._gate_bias is not None:
+            size += self._gate_bias.nbytes
         if self._shared is not None:
             size += self._shared.prepare(ops) + self._shared_gate.nbytes
         return size
@@ -196,6 +218,8 @@ class Mixture:
 
         def add(residual: Tensor | None) -> Tensor:
             logits = context.ops.wide_linear(x, self._gate)
+            if self._gate_bias is not None:
+                logits.add_(self._gate_bias)
             y = context.ops.experts(x, logits, self._weights, residual, rows)
             return y if self._shared is None else self._add_shared(self._shared, x, y, context)
 
@@ -209,75 +233,3 @@ class Mixture:
         # A factor on every input of a product is one on its output.
         h = h.mul_(share.to(h.dtype))
         return shared.down.partial(h, context, residual=y)
-
-
-def _router_part(gate: Tensor, prefix: str, layer: str) -> WeightPart:
-    name, shape = f"{layer}.mlp.gate.weight", tuple(gate.shape)
-    return WeightPart(f"{prefix}.gate.weight", gate, shape, aliases=(name,))
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """A layer's experts as projections of the checkpoint, of which a rank holds `window` of each
-    one's width."""
-
-    experts: ExpertsConfig
-    layer: str
-    hidden: int
-    window: slice
-
-    def _prefix(self, expert: int) -> str:
-        return f"{self.layer}.{self.experts.names.block}.experts.{expert}"
-
-    def gate_up(self, expert: int) -> list[Piece]:
-        names, width, columns = self.experts.names, self.experts.intermediate_size, self.hidden
-        return [
-            Piece(
-                f"{self._prefix(expert)}.{name}", (width, columns), self.window, slice(0, columns)
-            )
-            for name in (names.gate, names.up)
-        ]
-
-    def down(self, expert: int) -> list[Piece]:
-        rows, width = self.hidden, self.experts.intermediate_size
-        prefix = f"{self._prefix(expert)}.{self.experts.names.down}"
-        return [Piece(prefix, (rows, width), slice(0, rows), self.window)]
-
-    def prefixes(self, held: Sequence[int]) -> list[str]:
-        pieces = (piece for expert in held for piece in (*self.gate_up(expert), *self.down(expert)))
-        return [piece.prefix for piece in pieces]
-
-    def or_stacked(
-        self, parts: Iterable[WeightPart], expert: int, pieces: Sequence[Piece]
-    ) -> Iterator[WeightPart]:
-        """The parts of one expert, that may also be in a tensor of all experts.
-
-        transformers calls that `mlp.experts` whatever the block is called that has single ones.
-        """
-        name = f"{self.layer}.mlp.experts." + ("down_proj", "gate_up_proj")[len(pieces) == 2]
-        height = sum(piece.shape[0] for piece in pieces)
-        first, offsets = 0, {}
-        for piece in pieces:
-            offsets[f"{piece.prefix}.weight"] = first
-            first += piece.shape[0]
-        for part in parts:
-            if part.name not in offsets or part.types != FLOATS:  # those are single in all of them
-                yield part
-                continue
-            (rows, columns), first = part.window, offsets[part.name]
-            window = (
-                slice(expert, expert + 1),
-                slice(first + rows.start, first + rows.stop),
-                columns,
-            )
-            shape = self.experts.count, height, part.shape[1]
-            store = None if part.store is None else partial(_store_first, part.store)
-            stacked = replace(
-                part, name=name, target=part.target[None], shape=shape, window=window, store=store
-            )
-            yield replace(part, instead=stacked)
-
-
-def _store_first(store: Callable[[Tensor], None], window: Tensor) -> None:
-    """A window of one expert of a stack, as that of a tensor of its own."""
-    store(window[0])

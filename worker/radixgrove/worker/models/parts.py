@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # in checkpoints
-FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors names types
+# As safetensors names types.
+FLOATS = ("F64", "F32", "BF16", "F16")
+BYTES = "U8"
+EXPONENTS = "F8_E8M0"  # powers of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class WeightPart:
         loose: dimensions of size 1 count for nothing, as with scales.
         dummy: what random weights hold here; None: normal numbers.
         deviation: of those.
+        draw: a random window of a shape, as a checkpoint has it, for `store`; None: normal numbers.
     """
 
     name: str
@@ -46,6 +51,7 @@ class WeightPart:
     loose: bool = False
     dummy: float | None = None
     deviation: float = 0.02  # the usual initialisation: activations stay in range at any depth
+    draw: Callable[[tuple[int, ...], torch.Generator], Tensor] | None = None
 
     @property
     def window_shape(self) -> tuple[int, ...]:

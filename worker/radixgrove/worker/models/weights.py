@@ -93,6 +93,8 @@ def fill_random(parts: Iterable[WeightPart], seed: int = 0) -> None:
         generator.manual_seed(crc32(f"{seed}:{part.name}:{part.window}".encode()))
         if part.store is None:
             _fill_normal(target, part.deviation, generator)
+        elif part.draw is not None:
+            part.store(part.draw(part.window_shape, generator))
         else:
             window = torch.empty(part.window_shape, device=target.device)
             part.store(window.normal_(0.0, part.deviation, generator=generator))
@@ -139,11 +141,13 @@ def _compare_tables(part: WeightPart, checkpoint: _Checkpoint) -> None:
 def _refuse_missing(parts: Sequence[WeightPart]) -> None:
     if not parts:
         return
-    names: dict[str, list[str]] = defaultdict(list)
+    names: dict[str, dict[str, None]] = defaultdict(dict)  # a stack of experts has several parts
     for part in parts:
-        names[part.format].append(" or ".join((part.name, *part.aliases)))
-    kind, missing = next(iter(names.items()))
-    more = f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else ""
+        names[part.format][" or ".join((part.name, *part.aliases))] = None
+    kind, found = next(iter(names.items()))
+    missing = list(found)
+    count = sum(map(len, names.values()))
+    more = f" and {count - _NAMED} more" if count > _NAMED else ""
     expected = f", which its format {kind} expects" if kind else ""
     if instead := parts[0].instead:
         expected += f"; it has no {instead.name} either, where others have the same"

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Iterable
 
 from radixgrove.protocol.model.config import ModelError
-from radixgrove.protocol.model.quantization import Quantization, Scheme
+from radixgrove.protocol.model.quantization import Numbers, Quantization, Scheme
 from radixgrove.worker.models.formats.base import ALL_UNQUANTIZED, UNQUANTIZED, Format, Formats
+from radixgrove.worker.models.formats.mxfp4 import Mxfp4
 from radixgrove.worker.models.formats.scaled import OnlineFloat8, Scaled
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class QuantizedFormats(Formats):
     def _format(self, scheme: Scheme | None) -> Format:
         if scheme is None:
             return UNQUANTIZED
+        if scheme.numbers is Numbers.FLOAT4:
+            return Mxfp4()
         quantization = self._quantization
         if quantization.while_loading:
             return OnlineFloat8(quantization.method, scheme)

@@ -17,10 +17,8 @@ from radixgrove.kernels.weight import Weight
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.quantization import Activations, Numbers, Scales, Scheme
 from radixgrove.worker.models.formats.base import fused_shape, placed
-from radixgrove.worker.models.parts import FLOATS, Piece, WeightPart
+from radixgrove.worker.models.parts import BYTES, EXPONENTS, FLOATS, Piece, WeightPart
 
-_EXPONENTS = "F8_E8M0"  # scales that are powers of two (`scale_fmt: ue8m0`)
-_BYTES = "U8"  # as some checkpoints save those
 # With these, numbers of the usual deviation are well within a format's range.
 _DUMMY_SCALES = {Numbers.FLOAT8: 2.0**-12, Numbers.INT8: 2.0**-10}
 _DTYPES = {Numbers.FLOAT8: FLOAT8, Numbers.INT8: torch.int8}
@@ -151,7 +149,7 @@ class Scaled:
             shape,
             window,
             store=partial(store_scales, target, repeat),
-            types=(*FLOATS, _EXPONENTS, _BYTES),
+            types=(*FLOATS, EXPONENTS, BYTES),  # `scale_fmt: ue8m0`, which some save as bytes
             format=self.name,
             aliases=aliases,
             loose=True,
