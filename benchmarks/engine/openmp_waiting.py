@@ -1,7 +1,7 @@
 """How threads of a CPU engine wait for each other: what it costs on an idle machine, what it saves
 on a shared one.
 
-    python -m benchmarks.engine.openmp_waiting [--hogs 3] [--processes 4] [--rounds 3] [--any-load]
+    python -m benchmarks.engine.openmp_waiting [--hogs 3] [--processes 4] [--rounds 2] [--any-load]
 
 Three engines, each a process of its own since OpenMP reads its environment once, decode in turns:
 one waits as GNU's OpenMP does by itself, one for 1,000 turns of a loop at most, one as workers let
@@ -82,10 +82,11 @@ def measure(names: list[str], rounds: int, hogs: int) -> dict[tuple[str, str], l
     """Seconds of each round by workload and side, of one process each."""
     seconds: dict[tuple[str, str], list[float]] = {}
     with ExitStack() as stack:
-        processes = {side: Turns(stack, spins) for side, spins in SIDES.items()}
-        for process in processes.values():
+        processes = {}
+        for side, spins in SIDES.items():  # one starts after the other: none waits for a core
+            processes[side] = Turns(stack, spins)
             for name in names:
-                process.seconds(name)  # to warm up
+                processes[side].seconds(name)  # to warm up
         with busy_loops(hogs):
             for index in range(rounds):
                 order = list(processes) if index % 2 == 0 else list(reversed(processes))
@@ -105,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How threads of a CPU engine wait.")
     parser.add_argument("--hogs", type=int, default=0, help="busy loops beside the engines")
     parser.add_argument("--processes", type=int, default=4, help="of each side")
-    parser.add_argument("--rounds", type=int, default=3, help="of each process")
+    parser.add_argument("--rounds", type=int, default=2, help="of each process")
     parser.add_argument("--workload", nargs="+", default=["bs1_decode", "bs8_decode"])
     parser.add_argument("--any-load", action="store_true", help="measure beside other work")
     parser.add_argument("--turns", action="store_true", help=argparse.SUPPRESS)
