@@ -67,7 +67,9 @@ def test_a_schema_accepts_its_values() -> None:
         (constraint.choice(['say "hi"', "two\nlines", "ß"], "p"), 'say "hi"'),
         (constraint.choice(['say "hi"', "two\nlines", "ß"], "p"), "two\nlines"),
         (constraint.text_form(Form.GRAMMAR, 'start: "x" | "y" start', "p"), "yyx"),
+        (constraint.text_form(Form.GRAMMAR, '?start: "x" | "y" start', "p"), "yyx"),
         (constraint.text_form(Form.GRAMMAR, 'root ::= "x" | "y" root', "p"), "yyx"),
+        (constraint.text_form(Form.GRAMMAR, 'root ::= start\nstart ::= "x"+', "p"), "xxx"),
         (schema_of(True), "[1]"),
     ],
 )
@@ -215,6 +217,7 @@ def test_a_malformed_schema_is_refused_with_the_reason(schema: Any, reason: str)
     [
         False,
         {"enum": []},
+        {"not": {}},
         {"type": "integer", "minimum": 5, "maximum": 3},
         {"type": "array", "minItems": 3, "maxItems": 1},
         {"allOf": [{"type": "string"}, {"type": "integer"}]},
@@ -226,6 +229,32 @@ def test_a_malformed_schema_is_refused_with_the_reason(schema: Any, reason: str)
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_no_value_satisfies_is_refused(schema: Any, strict: bool) -> None:
     assert refused(schema_of(schema, strict=strict)).code == UNSATISFIABLE
+
+
+def test_numbers_of_properties_bind_where_all_are_required_and_are_named_elsewhere() -> None:
+    counted = {
+        "type": "object",
+        "properties": {"a": {"type": "array"}, "b": {"const": 1}},
+        "required": ["a"],
+        "maxProperties": 1,
+    }
+    assert compiled(schema_of(counted)).ignored == ("maxProperties",)
+    assert accepts(schema_of(counted), '{"a":[],"b":1}')
+    whole = {**counted, "required": ["a", "b"], "maxProperties": 2}
+    assert compiled(schema_of(whole, strict=True)).ignored == ()
+    assert not accepts(schema_of(whole), '{"a":[],"b":1,"c":1}')
+    assert "'maxProperties'" in refused(schema_of(counted, strict=True)).reason
+
+
+def test_numbers_of_any_size_are_taken_or_refused() -> None:
+    assert accepts(schema_of({"type": "integer", "minimum": 10**30}), "1" + "0" * 31)
+    with pytest.raises(ConstraintError, match="out of range"):
+        compiled(schema_of({"type": "integer", "minimum": 10**400}))
+
+
+def test_what_an_error_repeats_of_a_schema_says_nothing_of_its_size() -> None:
+    for schema in ({"$ref": "#/$defs/limit"}, {"type": "limit"}):
+        assert refused(schema_of(schema)).code is None
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         "type": types,
         "properties": st.dictionaries(st.sampled_from(NAMES), inner, min_size=1, max_size=2),
         "required": names,
+        "patternProperties": st.fixed_dictionaries({"^[ab]$": inner}),
         "additionalProperties": st.booleans(),
         "not": inner,
         "if": inner,
@@ -76,6 +77,15 @@ schemas = st.recursive(simple, larger, max_leaves=6)
 @example(
     {"if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}},
     [{}, {"a": 1}, {"a": 1, "b": 2}, {"a": 2}, 5],
+)
+@example(
+    {
+        "properties": {"a": {}},
+        "additionalProperties": False,
+        "if": {"required": ["a"]},
+        "then": {"patternProperties": {"^b": {"type": "string"}}},
+    },
+    [{"a": 1}, {"a": 1, "b": "b"}, {"b": 1}, 5],
 )
 @example({"uniqueItems": True, "items": {"enum": [1, "a"]}}, [[], [1], [1, 1], ["a", 1], 5, [2]])
 def test_the_same_values_are_valid(schema: Any, instances: list[Any]) -> None:

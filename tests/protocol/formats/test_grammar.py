@@ -18,13 +18,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from radixgrove.protocol.constraints import constraint
 from radixgrove.protocol.constraints.constraint import ConstraintError
 from radixgrove.protocol.constraints.grammar import build_matcher, load_tokenizer, token_of
+from radixgrove.protocol.constraints.schema import type_of
 from radixgrove.protocol.formats.grammar import CallGrammar, Extent, ToolError, compile_calls
 from radixgrove.protocol.formats.shapes import Calls, LooseBody, PythonBody
 from radixgrove.protocol.formats.table import FORMATS
 from radixgrove.protocol.openai.tools import Tool
+from radixgrove.worker.frontend.call_reader import Properties
 from radixgrove.worker.frontend.detokenize import _byte_of_character
 from radixgrove.worker.frontend.markers import Markers
-from tests.worker.frontend.samples import PROPERTIES, SAMPLES, TEXT, Turn, read
+from tests.worker.frontend.samples import OFFERED, PROPERTIES, SAMPLES, TEXT, Turn, read
 
 EOS = 256
 SCHEMA = {
@@ -101,11 +103,11 @@ def walk(matcher: LLMatcher, tokenizer: LLTokenizer, seed: int) -> list[int]:
     return [token for token in tokens if token != EOS]
 
 
-def turn_of(name: str, ids: list[int]) -> Turn:
+def turn_of(name: str, ids: list[int], offered: Properties = OFFERED) -> Turn:
     tokenizer, _, markers = vocabulary(name)
     runs = itertools.groupby(ids, lambda token: markers.chars.get(token))
     pieces = [char * len([*run]) if char else tokenizer.decode([*run]) for char, run in runs]
-    return read(FORMATS[name], markers, pieces)[0]
+    return read(FORMATS[name], markers, pieces, offered=offered)[0]
 
 
 def sample_tools() -> tuple[Tool, ...]:
@@ -148,7 +150,7 @@ def test_whatever_passes_is_calls_that_obey(name: str, parallel: bool) -> None:
                 PythonBody | LooseBody,
             ):
                 jsonschema.validate(arguments, SCHEMA)
-            assert set(arguments) <= set(wanted.properties)
+            assert set(arguments) <= set(wanted.argument_types)
     assert counts == {1} or (parallel and max(counts) > 1)
 
 
@@ -218,6 +220,18 @@ def test_an_answer_is_calls_or_what_else_was_asked_for(name: str) -> None:
     assert takes(matcher, list(b"Hello, {world}"))
 
 
+def test_arguments_that_refer_to_themselves_do_so_within_a_call_too() -> None:
+    tree = {"type": "object", "properties": {"of": {"$ref": "#"}}, "additionalProperties": False}
+    text = constraint.json_schema(b'{"const": 1}', "response_format")
+    for name, call in (
+        ("llama3", '{"name": "f", "parameters": %s}'),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'),
+    ):
+        for arguments, passes in (('{"of": {"of": {}}}', True), ('{"of": {"name": "f"}}', False)):
+            matcher = matcher_of(name, Extent.ANSWER, tools=(tool("f", tree),), text=text)
+            assert takes(matcher, ids_of(name, call % arguments)) == passes
+
+
 def test_schemas_bind_strict_tools_always_and_others_by_setting() -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     ids = ids_of("hermes", call)
@@ -247,6 +261,27 @@ def test_a_schema_that_cannot_be_enforced_names_its_tool(
     assert isinstance(refused.value, ConstraintError)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "empty"),
+    [
+        (None, True),
+        ({"type": "object", "properties": {}, "required": []}, True),
+        ({"type": "object"}, False),
+        ({"properties": {}, "additionalProperties": True}, False),
+    ],
+)
+def test_a_tool_without_parameters_is_called_without_any(parameters: Any, empty: bool) -> None:
+    called = (tool("f", parameters),)
+    for name, text in (
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'),
+        ("mistral", "[TOOL_CALLS]f[ARGS]%s"),
+    ):
+        assert takes(matcher_of(name, tools=called), ids_of(name, text % "{}"))
+        assert takes(matcher_of(name, tools=called), ids_of(name, text % '{"a": 1}')) != empty
+    call = one_argument("qwen3-coder", "a", "b")
+    assert takes(matcher_of("qwen3-coder", tools=called), ids_of("qwen3-coder", call)) != empty
+
+
 def test_messages_are_thoughts_and_then_one_call_or_an_answer() -> None:
     thoughts = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
@@ -274,3 +309,105 @@ def test_what_a_format_cannot_hold_to_is_refused_or_named() -> None:
     for name, says in (("qwen3-coder", "maxLength"), ("llama4", "no JSON")):
         with pytest.raises(ToolError, match=says):
             matcher_of(name, tools=(tool("f", schema, strict=True),))
+
+
+# As pydantic writes them: values that others define, that may be nothing, or of several types.
+VALUES: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "color": ({"$ref": "#/$defs/Color"}, ["red"], ["green"]),
+    "size": (
+        {"anyOf": [{"enum": ["S", "M"]}, {"type": "null"}]},
+        ["S", "M", None],
+        ["L", 5],
+    ),
+    "note": ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["a\nb", "", "nothing", None], []),
+    "either": (
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
+        ["x [1]", [1, 2]],
+        [["a"], {"a": 1}],
+    ),
+    "count": ({"type": ["integer", "null"]}, [3, None], ["three"]),
+    "anything": ({}, ["x", {"a": ["b"]}, 1.5, True], []),
+    "child": ({"$ref": "#/properties/count"}, [3, None], ["three"]),
+    "nested": (
+        {"type": "object", "properties": {"of": {"$ref": "#/properties/nested"}}},
+        [{"of": {"of": {}}}],
+        [{"of": {"of": 5}}],
+    ),
+}
+DEFINITIONS = {"Color": {"enum": ["red", "blue"], "type": "string"}}
+
+
+def one_argument(name: str, key: str, value: Any) -> str:
+    """A call of `f` with one argument, as these formats write it."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    flag = "true" if isinstance(value, str) else "false"
+    kind = type_of(value)
+    return {
+        "qwen3-coder": f"<tool_call>\n<function=f>\n<parameter={key}>\n{text}\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "glm": f"<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n"
+        "</tool_call>",
+        "deepseek-v3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+        f'<｜DSML｜parameter name="{key}" string="{flag}">{text}</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        "kimi-k3": '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+        f'<|open|>argument key="{key}" type="{kind}"<|sep|>{text}<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
+    }[name]
+
+
+@pytest.mark.parametrize("key", VALUES)
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm", "deepseek-v3.2", "kimi-k3"])
+def test_a_value_between_tags_obeys_and_is_read_as_it_was_meant(name: str, key: str) -> None:
+    """A text stands as it is wherever one may come, and nowhere else."""
+    schema, passing, others = VALUES[key]
+    properties = {"count": VALUES["count"][0], key: schema}
+    if key == "nested":
+        properties = {key: schema}
+    called = tool("f", {"type": "object", "$defs": DEFINITIONS, "properties": properties})
+    for value in [*passing, *others]:
+        ids = (
+            vocabulary(name)[0].encode(one_argument(name, key, value), add_special_tokens=False).ids
+        )
+        assert takes(matcher_of(name, tools=(called,)), ids) == (value in passing), value
+        if value in passing:
+            assert turn_of(name, ids, {"f": called.argument_types}).read == [("f", {key: value})]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "passes"),
+    [
+        ("color", "'red'", True),
+        ("color", "'green'", False),
+        ("size", "None", True),
+        ("size", "'L'", False),
+        ("note", "5", False),
+        ("count", "None", True),
+        ("anything", "[1]", True),
+    ],
+)
+def test_literals_are_of_the_types_that_others_define(key: str, text: str, passes: bool) -> None:
+    schema = {"type": "object", "$defs": DEFINITIONS, "properties": {key: VALUES[key][0]}}
+    text = text.replace("'", '"')
+    ids = ids_of("llama4", f"[f({key}={text})]")
+    assert takes(matcher_of("llama4", tools=(tool("f", schema),)), ids) == passes
+
+
+def test_what_tags_cannot_hold_to_is_named_wherever_it_stands() -> None:
+    text = {"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}
+    number = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}
+    schema = {
+        "type": "object",
+        "$defs": {"Code": {"type": "string", "pattern": "^[A-Z]$"}},
+        "properties": {"a": text, "b": number},
+        "minProperties": 1,
+    }
+    calls = FORMATS["glm"].calls
+    assert calls is not None
+    _, tokenizer, _ = vocabulary("glm")
+    wanted = CallGrammar(calls, (tool("f", schema),), True, True, Extent.CALLS)
+    assert set(compile_calls(wanted, tokenizer, 2).ignored) == {
+        *("pattern", "minimum", "minProperties"),
+    }
+    with pytest.raises(ToolError, match="strict"):
+        matcher_of("glm", tools=(tool("f", schema, strict=True),))

@@ -394,8 +394,9 @@ def test_template_kwargs_are_those_the_template_reads() -> None:
 
 
 def test_tool_calls_need_a_template_that_shows_them() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "</s>"}'}}
-    messages = [
+    function: dict[str, Any] = {"name": "f", "arguments": '{"a": "</s>"}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    messages: list[Any] = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "42"},
@@ -412,6 +413,14 @@ def test_tool_calls_need_a_template_that_shows_them() -> None:
     text = encoder.render(chat(messages)).replace("\ufdd0", "")
     assert text == 'xf"no </s> JSON"42', "what is no JSON is shown as the text that it is"
     assert 2 not in ids_of(encoder.encode_chat(chat(messages)))
+    for arguments, shown in (
+        ({"a": "</s>"}, '{"a": "</s>"}'),
+        ("", "{}"),
+        (None, "{}"),
+        ({}, "{}"),
+    ):
+        call["function"] = {"name": "f", "arguments": arguments}
+        assert encoder.render(chat(messages)).replace("\ufdd0", "") == f"xf{shown}42"
     hides = PromptEncoder(llama_like("{{ messages[0].content }}"))
     assert refused(hides, chat(messages)).param == "messages[1].tool_calls"
 

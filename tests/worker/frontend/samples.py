@@ -9,9 +9,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, models
 
+from radixgrove.protocol.constraints.values import Values
 from radixgrove.protocol.formats.shapes import Format, Reasoning
 from radixgrove.protocol.formats.table import FORMATS
 from radixgrove.worker.frontend import events
+from radixgrove.worker.frontend.call_reader import Properties
 from radixgrove.worker.frontend.markers import Markers
 from radixgrove.worker.frontend.output import Content, OutputParser, Part
 
@@ -23,6 +25,10 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     },
     "now": {},
     "patch": {"input": {"type": "string"}},
+}
+OFFERED: Properties = {
+    name: {key: Values({}).types(part) for key, part in properties.items()}
+    for name, properties in PROPERTIES.items()
 }
 # Two calls, with what is easily lost: quotes, line breaks, other alphabets, a marker as text.
 TEXT = 'A "fine"\nday in Zürich 🌶, not </tool_call>'
@@ -180,12 +186,16 @@ class Turn:
 
 
 def parser_of(
-    form: Format, markers: Markers, *, in_reasoning: bool = False, offered: bool = True
+    form: Format,
+    markers: Markers,
+    *,
+    in_reasoning: bool = False,
+    offered: Properties | None = OFFERED,
 ) -> OutputParser:
     return OutputParser(
         form,
         markers,
-        offered=PROPERTIES if offered else None,
+        offered=offered,
         new_id=lambda name, number: f"{name}{number}",
         in_reasoning=in_reasoning,
     )
@@ -197,7 +207,7 @@ def read(
     pieces: Iterable[str],
     *,
     in_reasoning: bool = False,
-    offered: bool = True,
+    offered: Properties | None = OFFERED,
 ) -> tuple[Turn, OutputParser]:
     """What comes of an output in these pieces, as a parser takes them."""
     parser = parser_of(form, markers, in_reasoning=in_reasoning, offered=offered)

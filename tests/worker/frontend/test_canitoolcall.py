@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
+from radixgrove.protocol.constraints.values import Values
 from radixgrove.protocol.formats.shapes import Format, Reasoning
 from radixgrove.protocol.formats.table import FORMATS
 from radixgrove.worker.frontend.markers import Markers
@@ -107,9 +108,14 @@ def markers_of(fixture: Any, form: Format) -> Markers:
     return Markers(form, tokenizer, ())
 
 
+def types_of(parameters: Any) -> dict[str, frozenset[str]]:
+    values = Values(parameters)
+    return {name: values.types(part) for name, part in parameters.get("properties", {}).items()}
+
+
 def turn_of(fixture: Any, form: Format, markers: Markers, pieces: list[str]) -> Turn:
     functions = [tool["function"] for tool in fixture["tools"]]
-    offered = {f["name"]: (f.get("parameters") or {}).get("properties") or {} for f in functions}
+    offered = {f["name"]: types_of(f.get("parameters") or {}) for f in functions}
     thinks = form.reasoning is not None and prompt_of(fixture).rstrip().endswith(
         form.reasoning.markers[0]
     )

@@ -10,17 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixgrove.protocol.constraints.values import Values
 from radixgrove.protocol.formats.table import FORMATS
 from radixgrove.worker.frontend.call_reader import Outcome
 from radixgrove.worker.frontend.events import CallArguments
 from radixgrove.worker.frontend.markers import Markers
-from radixgrove.worker.frontend.output import OutputParser
 from tests.conftest import examples
 from tests.worker.frontend.samples import (
     ARGUMENTS,
     CALLS,
     SAMPLES,
-    Turn,
     form_of,
     markers_of,
     parser_of,
@@ -159,7 +158,7 @@ def test_without_tools_calls_are_text() -> None:
     form = form_of("hermes")
     markers = markers_of(form)
     text = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    turn, _ = read(form, markers, [markers.inner(text)], offered=False)
+    turn, _ = read(form, markers, [markers.inner(text)], offered=None)
     assert (turn.text, turn.calls) == (text, [])
 
 
@@ -221,11 +220,9 @@ def test_numbers_that_no_json_has_make_no_call(number: str) -> None:
 def test_a_malformed_schema_of_an_argument_says_nothing_of_its_type() -> None:
     form = form_of("glm")
     markers = markers_of(form)
-    parser = OutputParser(
-        form, markers, offered={"f": {"a": {"anyOf": 5}}}, new_id=lambda name, number: name
-    )
     text = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
-    turn = Turn().add(parser.feed(markers.inner(text)) + parser.finish())
+    offered = {"f": {"a": Values({}).types({"anyOf": 5})}}
+    turn, _ = read(form, markers, [markers.inner(text)], offered=offered)
     assert turn.read == [("f", {"a": 1})]
 
 

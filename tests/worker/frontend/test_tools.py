@@ -120,6 +120,15 @@ def test_why_an_answer_ended(
     assert said(whole) == said(streamed)
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_cut_call_that_was_asked_for_is_no_text(frontend: Frontend, choice: Any) -> None:
+    frontend.answer(CALL)
+    for most in (1, 3, 6):
+        whole, streamed = both(frontend, tool_choice=choice, max_tokens=most)
+        assert said(whole) == said(streamed)
+        assert (said(whole)["content"], whole.finish_reason) == (None, "length")
+
+
 def test_what_the_engine_is_told(frontend: Frontend) -> None:
     """Where grammars begin, and which tokens do not come."""
     token = frontend.tokenizer.token_to_id

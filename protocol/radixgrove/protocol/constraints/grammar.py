@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from radixgrove.protocol.constraints.constraint import (
     TOO_COMPLEX,
@@ -54,8 +54,16 @@ _OPTIONS = "x-guidance"  # llguidance reads its own options there, which are our
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
 _FORMAT = "Unknown format"
 _ONE_OF = "oneOf"
+_COUNTED = "min/maxProperties only supported"
+_COUNTS = ("minProperties", "maxProperties")
 _REGEX_REASON = re.compile(r"^error: (.*)$", re.MULTILINE)
 _COMPLEX = re.compile(r"too (?:big|complex|large|many)|limit|fuel", re.IGNORECASE)
+# What an error repeats of the client's own words.
+_REPEATED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|(?<=Invalid type: ).*|(?<=unknown name: ).*")
+_GBNF_RULE = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
+# Of GBNF: what may hold a name without meaning it, and names.
+_GBNF_NAME = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|[A-Za-z][\w-]*')
+_LARK_RULE = re.compile(r"^\s*[?!]?[A-Za-z_][^\s:]*\s*:", re.MULTILINE)
 # In a Lark grammar: what may hold the word without meaning it, then the word itself.
 _EMBEDDED = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|%json\s*(?=\{)')
 
@@ -125,7 +133,7 @@ def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> Compiled:
     matcher.compute_bitmask()
     if matcher.is_error():
         raise refusal(matcher.get_error())
-    return Compiled(grammar, _ignored(matcher.get_grammar_warnings()))
+    return Compiled(grammar, _ignored(matcher.get_grammar_warnings(), grammar))
 
 
 def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: int) -> Compiled:
@@ -135,10 +143,11 @@ def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: 
 
     def compiled(schema: dict[str, Any], *, strict: bool) -> Compiled:
         options = _options(whitespace, strict=strict)
-        text = json.dumps(schema)  # of a dictionary it takes no integer beyond 64 bits
-        return compile_grammar(
-            LLMatcher.grammar_from_json_schema(text, overrides=options), tokenizer
-        )
+        try:  # as text: llguidance takes no whole number of more than 64 bits from Python
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        except ValueError as error:
+            raise ConstraintError(_first(str(error))) from None
+        return compile_grammar(grammar, tokenizer)
 
     try:
         return compiled(schema, strict=True)
@@ -183,11 +192,16 @@ def refusal(error: str) -> ConstraintError:
         return UnenforceableError(
             "it is strict, but a 'oneOf' of branches that may hold at once cannot be enforced"
         )
+    if error.startswith(_COUNTED):
+        return UnenforceableError(
+            "it is strict, but 'minProperties' and 'maxProperties' cannot be enforced where "
+            "properties may be left out"
+        )
     if error.startswith(_FORMAT):
         return UnenforceableError(f"it is strict, but 'format' cannot be enforced: {_first(error)}")
     if error.startswith(("Unsatisfiable schema", "NoExtension")):
         return ConstraintError(_first(error), UNSATISFIABLE)
-    if _COMPLEX.search(_first(error)):
+    if _COMPLEX.search(_REPEATED.sub("", _first(error))):
         return ConstraintError(_first(error), TOO_COMPLEX)
     if reason := _REGEX_REASON.search(error):
         return ConstraintError(f"a regular expression is not valid here: {reason[1]}")
@@ -199,7 +213,7 @@ def _first(error: str) -> str:
     return line if len(line) <= _MOST_REASON else line[:_MOST_REASON] + "…"
 
 
-def _ignored(warnings: Iterable[str]) -> tuple[str, ...]:
+def _ignored(warnings: Iterable[str], grammar: str) -> tuple[str, ...]:
     """The keywords that warnings name, each once."""
     names: dict[str, None] = {}
     for warning in warnings:
@@ -209,6 +223,8 @@ def _ignored(warnings: Iterable[str]) -> tuple[str, ...]:
             names["format"] = None
         elif warning.startswith(_ONE_OF):
             names[_ONE_OF] = None
+        elif warning.startswith(_COUNTED):
+            names.update(dict.fromkeys(key for key in _COUNTS if f'"{key}"' in grammar))
         else:
             raise ConstraintError(_first(warning))  # never in silence
     return tuple(names)
@@ -286,16 +302,28 @@ def token_of(text: str, tokenizer: LLTokenizer) -> int | None:
     return ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
 
 
+def _without_start(gbnf: str) -> str:
+    """With another name for a rule `start`, which in Lark is the root's."""
+    name = "begin"
+    while name in gbnf:
+        name += "-s"
+    return _GBNF_NAME.sub(lambda found: name if found[0] == "start" else found[0], gbnf)
+
+
 def _lark(text: str, whitespace: int) -> str:
     """A Lark grammar of a Lark or GBNF one, with our options in the schemas that it embeds.
 
     Raises:
-        ConstraintError: it is neither.
+        ConstraintError: it is neither, or a schema in it is malformed.
     """
-    try:
-        lark = any_to_lark(text)
-    except Exception as error:  # the converter raises bare Exception
-        raise ConstraintError(f"neither Lark nor GBNF: {_first(str(error))}") from error
+    lark = text
+    if _GBNF_RULE.search(text):
+        try:
+            lark = gbnf_to_lark(_without_start(text))
+        except Exception as error:  # the converter raises bare Exception
+            raise ConstraintError(f"it is not valid GBNF: {_first(str(error))}") from error
+    elif not _LARK_RULE.search(text):
+        raise ConstraintError("it is neither Lark nor GBNF")
     decoder = json.JSONDecoder()
     parts, end = [], 0
     for found in _EMBEDDED.finditer(lark):

@@ -13,7 +13,7 @@ from itertools import combinations, pairwise, permutations
 from typing import Any
 
 from radixgrove.protocol.constraints.disjoint import Prover
-from radixgrove.protocol.constraints.schema import TYPES, resolve, type_of
+from radixgrove.protocol.constraints.schema import ANNOTATIONS, TYPES, resolve, type_of
 from radixgrove.protocol.constraints.string_formats import ANY_TEXT, OLDER, PATTERNS, PRECISE
 
 Schema = dict[str, Any] | bool
@@ -27,13 +27,6 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("additionalProperties", "items", "not", "if", "then", "else")
 _DEFINITION = re.compile(r"#|#/(?:\$defs|definitions)/[^/]*")
-# They say nothing about a value.
-_ANNOTATIONS = frozenset(
-    {
-        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-        *("$comment", "$schema", "$id", "id", "$defs", "definitions"),
-    }
-)
 
 
 def rewrite(schema: Any) -> Any:
@@ -105,8 +98,8 @@ class _Rewriter:
     def _distributed(self, base: dict[str, Any], added: Schema) -> Any:
         """The base with what was added: once in each branch where that can be, so that properties
         keep the base's order."""
-        kept = {key: base[key] for key in base if key in _ANNOTATIONS}
-        rest = {key: base[key] for key in base if key not in _ANNOTATIONS}
+        kept = {key: base[key] for key in base if key in ANNOTATIONS}
+        rest = {key: base[key] for key in base if key not in ANNOTATIONS}
         branches = added.get("anyOf", [added]) if isinstance(added, dict) else [added]
         joined = [merged(rest, branch) for branch in branches]
         if any(branch is None for branch in joined):
@@ -219,7 +212,7 @@ class _Rewriter:
             return None
         parts: list[Schema] = []
         for key, value in schema.items():
-            if key in _ANNOTATIONS or (key == "additionalProperties" and value in (True, {})):
+            if key in ANNOTATIONS or (key == "additionalProperties" and value in (True, {})):
                 continue
             part = self._negated_keyword(key, value)
             if part is None:
@@ -359,9 +352,17 @@ def _side_by_side(one: dict[str, Any], other: dict[str, Any]) -> bool:
         named = set(second.get("properties", {})) - set(first.get("properties", {}))
         if named and not {"additionalProperties", "patternProperties"}.isdisjoint(first):
             return False
+        if "additionalProperties" in first and _differs(first, second, "patternProperties"):
+            return False
         if "items" in first and "prefixItems" in second and first != second:
             return False
+        if "additionalItems" in first and _differs(first, second, "items"):
+            return False
     return True
+
+
+def _differs(one: dict[str, Any], other: dict[str, Any], key: str) -> bool:
+    return key in other and one.get(key) != other[key]
 
 
 def _common_types(one: Any, other: Any) -> list[str]:
@@ -480,7 +481,7 @@ def _values(items: Any) -> list[Any] | None:
     """All values that items may have, if they are few and plain."""
     if not isinstance(items, dict):
         return None
-    rest = set(items) - _ANNOTATIONS
+    rest = set(items) - ANNOTATIONS
     if rest == {"type"} and items["type"] in ("boolean", "null"):
         return [True, False] if items["type"] == "boolean" else [None]
     values = (

@@ -9,6 +9,13 @@ from urllib.parse import unquote
 from radixgrove.protocol.constraints.constraint import TOO_LARGE, ConstraintError
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
+# They say nothing about a value.
+ANNOTATIONS = frozenset(
+    {
+        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("$comment", "$schema", "$id", "id", "$defs", "definitions"),
+    }
+)
 # To compile an object takes time by the square of its properties, half a second for 2,000. The sum
 # over a schema is bounded: 2,828 properties in one object, or 2,000 each in two.
 _MOST_SQUARES = 8_000_000
@@ -80,6 +87,8 @@ class _Productive:
             return schema
         if not isinstance(schema, dict) or "enum" in schema or "const" in schema:
             return True
+        if "not" in schema and schema["not"] in (True, {}):
+            return False
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
             needed.add(reference)

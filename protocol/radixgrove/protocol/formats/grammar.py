@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -18,7 +18,12 @@ from typing import Any
 import msgspec
 from llguidance import LLTokenizer
 
-from radixgrove.protocol.constraints.constraint import Constraint, ConstraintError, Form
+from radixgrove.protocol.constraints.constraint import (
+    TOO_COMPLEX,
+    Constraint,
+    ConstraintError,
+    Form,
+)
 from radixgrove.protocol.constraints.flatten import expression_of
 from radixgrove.protocol.constraints.grammar import (
     Compiled,
@@ -26,7 +31,8 @@ from radixgrove.protocol.constraints.grammar import (
     compile_grammar,
     token_of,
 )
-from radixgrove.protocol.constraints.schema import TYPES
+from radixgrove.protocol.constraints.schema import ANNOTATIONS, type_of
+from radixgrove.protocol.constraints.values import ALL_TYPES, Values
 from radixgrove.protocol.formats.shapes import (
     Calls,
     Channels,
@@ -39,13 +45,25 @@ from radixgrove.protocol.formats.shapes import (
 from radixgrove.protocol.openai.tools import INPUT, Tool
 
 _PLACES = re.compile(r"\{(name|id|number|key|string|type)\}")
-_OF_ROOTS = ("$defs", "definitions", "x-guidance")  # of a schema, to which its parts refer
-_OF_TEXTS = frozenset({"minLength", "maxLength", "pattern", "format"})
+_OPTIONS = ("x-guidance",)  # of the compiler
+_OF_ROOTS = ("$defs", "definitions", *_OPTIONS)  # what only a schema as a whole has
+_CONTAINERS = frozenset({"array", "object"})
+# Keywords that texts between tags cannot be held to, nor plain values that stand where a text may.
+_OF_TEXTS = frozenset({"minLength", "maxLength", "pattern", "format", "enum", "const", "not"})
+_OF_NUMBERS = frozenset(
+    {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+)
+# What tags hold the arguments as a whole to.
+_OF_ARGUMENTS = frozenset({"type", "properties", "required", "additionalProperties", *_OF_ROOTS})
+# Of rules and schemas, in which definitions may come again and again.
+_MOST_BYTES = 4 << 20
 _ANY_OBJECT = '{"type":"object"}'
+_NO_ARGUMENTS = '{"type":"object","additionalProperties":false}'
 _MARKUP = """
 BLANKS: /[ \\t\\n]{1,8}/
 DIGITS: /[0-9]{1,4}/
 TEXT: /(.|\\n)+/
+PLAIN: /[ \\t\\r\\n]*[^ \\t\\r\\n\\[{](.|\\n)*/
 """
 _LITERALS = r"""
 NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
@@ -132,6 +150,7 @@ class _Lark:
     rules: list[str] = field(default_factory=list)
     grammars: list[dict[str, Any]] = field(default_factory=list)
     ignored: dict[str, None] = field(default_factory=dict)
+    size: int = 0  # of what grows with the tools' schemas
 
     def literal(self, text: str) -> str:
         """A text of the format: its markers as tokens, the rest as it stands."""
@@ -141,19 +160,32 @@ class _Lark:
         for piece in _marked(text, self.tokenizer):
             yield f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece)
 
-    def until(self, rule: str, end: str) -> str:
-        """A rule of any text, and the `end` that follows it."""
+    def until(self, rule: str, end: str, *, plain: bool = False) -> str:
+        """A rule of any text, and the `end` that follows it; `plain`: of a text that does not begin
+        like an array or an object."""
         pieces = list(_marked(end, self.tokenizer))
         first = pieces[0] if pieces else ""
+        text = r"([ \t\r\n]*[^ \t\r\n\[{](.|\n)*)?" if plain else r"(.|\n)*"
         if isinstance(first, int):  # a token, which no text has
-            return f"TEXT? {self.literal(end)}"
+            return f"{'PLAIN' if plain else 'TEXT'}? {self.literal(end)}"
         if len(pieces) == 1:
-            self.rules.append(f"{rule}[lazy]: /(.|\\n)*/ {json.dumps(end)}")
+            self.rules.append(f"{rule}[lazy]: /{text}/ {json.dumps(end)}")
             return rule
-        self.rules.append(f"{rule.upper()}: /(.|\\n)*{_regex(first)}/")
+        self.rules.append(f"{rule.upper()}: /{text}{_regex(first)}/")
         return f"{rule.upper()} {self.literal(end[len(first) :])}"
 
+    def charge(self, size: int) -> None:
+        """So many bytes become part of the grammar.
+
+        Raises:
+            ConstraintError: it has too many.
+        """
+        self.size += size
+        if self.size > _MOST_BYTES:
+            raise ConstraintError("the tools' schemas repeat too much", TOO_COMPLEX)
+
     def schema(self, name: str, schema: dict[str, Any]) -> str:
+        self.charge(len(json.dumps(schema)))
         self.grammars.append({"name": name, "json_schema": schema})
         return f"@{name}"
 
@@ -294,8 +326,8 @@ def _schema_of(lark: _Lark, tool: Tool, *, schemas: bool, raw: bool = False) -> 
     text = _ANY_OBJECT
     if tool.input is not None and not raw:
         text = _pattern_schema(tool, tool.input)
-    elif tool.parameters is not None and (schemas or tool.strict or tool.custom):
-        text = _object_schema(tool)
+    elif schemas or tool.strict or tool.custom:
+        text = _NO_ARGUMENTS if tool.parameters is None else _object_schema(tool.parameters, tool)
     constraint = Constraint(form=Form.JSON_SCHEMA, text=text, param=tool.param, strict=tool.strict)
     try:
         schema: dict[str, Any] = lark.compiled("", constraint)["json_schema"]
@@ -322,22 +354,26 @@ def _pattern_schema(tool: Tool, given: Constraint) -> str:
     return json.dumps(schema)
 
 
-def _object_schema(tool: Tool) -> str:
-    """Arguments are an object, whether the schema says so or not."""
-    assert tool.parameters is not None
-    schema = msgspec.json.decode(tool.parameters)
+def _object_schema(parameters: str, tool: Tool) -> str:
+    """Arguments are an object, whether the schema says so or not; one of no properties is empty."""
+    schema = msgspec.json.decode(parameters)
     if not isinstance(schema, dict):
-        return _ANY_OBJECT
+        return _ANY_OBJECT if schema else parameters
     if schema.setdefault("type", "object") != "object":
         error = ConstraintError("the arguments of a function are an object")
         raise ToolError(error, tool.param)
+    said = {key for key in schema if key not in ANNOTATIONS and schema[key] != []}
+    if said == {"type", "properties"} and schema["properties"] == {}:
+        return _NO_ARGUMENTS
     return json.dumps(schema)
 
 
 def _call_schema(body: JsonBody, tool: Tool, schema: dict[str, Any]) -> dict[str, Any]:
     """A call as a JSON value: beside another one; its tokens are those of JSON."""
-    whole = {key: schema[key] for key in _OF_ROOTS if key in schema}
-    arguments = {key: value for key, value in schema.items() if key not in whole}
+    own = {key: value for key, value in schema.items() if key not in _OF_ROOTS}
+    part = {key: schema[key] for key in _OPTIONS if key in schema} | Values(schema).alone(own)
+    whole = {key: part[key] for key in _OF_ROOTS if key in part}
+    arguments = {key: value for key, value in part.items() if key not in whole}
     return whole | {
         "type": "object",
         "properties": {"name": {"const": tool.name}, body.arguments: arguments},
@@ -372,27 +408,20 @@ def _call(lark: _Lark, body: object, tool: Tool, schema: dict[str, Any], number:
 
 def _tagged(lark: _Lark, body: TaggedBody, tool: Tool, schema: dict[str, Any], number: int) -> str:
     parts = [_filled(lark, body.header.strip("\n"), name=tool.name), "BLANKS?"]
-    context: dict[str, Any] = {key: schema[key] for key in _OF_ROOTS if key in schema}
-    required = schema.get("required", [])
-    properties = schema.get("properties") or {}
+    values = Values(schema)
+    arguments = values.plain(schema)
+    options = {key: schema[key] for key in _OPTIONS if key in schema}
+    _name_ignored(lark, set(arguments) - ANNOTATIONS - _OF_ARGUMENTS, tool)
+    required = arguments.get("required", [])
+    properties = arguments.get("properties") or {}
     for place, (key, given) in enumerate(properties.items()):
-        rule = f"value_{number}_{place}"
-        own = given if isinstance(given, dict) else {}
-        texts = own.get("enum", [own["const"]] if "const" in own else [])
-        if texts and all(isinstance(text, str) for text in texts):
-            types = ["string"]
-            value = f"({' | '.join(map(json.dumps, texts))}) {lark.literal(body.after)}"
-        elif tool.input is not None:
-            types, value = ["string"], _raw_input(lark, body, tool, tool.input, rule)
-        elif own.get("type") == "string":
-            _check_text(lark, own, tool)
-            types, value = ["string"], lark.until(rule, body.after)
-        else:
-            types = _types_of(own)
-            value = f"{lark.schema(rule, context | own)} {lark.literal(body.after)}"
-        tag = f"{_tag(lark, body, key, types)} {value} BLANKS?"
-        parts.append(tag if key in required else f"({tag})?")
-    if not properties and schema.get("additionalProperties") is not False:
+        if given is False or values.listed(given) == []:
+            continue
+        value = _Value(values.plain(given), values, options | values.alone(given))
+        entry = _entry(lark, body, tool, key, value, f"value_{number}_{place}")
+        lark.charge(len(entry))
+        parts.append(f"({entry} BLANKS?){'' if key in required else '?'}")
+    if not properties and arguments.get("additionalProperties") is not False:
         anything = lark.until(f"any_{number}", body.after)
         lark.rules.append(f"KEY_{number}: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/")
         before = _PLACES.split(body.before)
@@ -404,19 +433,71 @@ def _tagged(lark: _Lark, body: TaggedBody, tool: Tool, schema: dict[str, Any], n
     return " ".join(part for part in parts if part)
 
 
-def _types_of(schema: dict[str, Any]) -> list[str]:
-    """Names of the types that a value which is no text may have, as tags have them."""
-    given = schema.get("type", TYPES)
-    names = [given] if isinstance(given, str) else given
-    numbers = ["number" if name == "integer" else name for name in names]
-    return [name for name in dict.fromkeys(numbers) if name != "string"] or ["null"]
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What an argument may be, by a part of its tool's schema."""
+
+    own: Any  # the part, or that to which it refers
+    values: Values
+    schema: dict[str, Any]  # the part with what it refers to
+
+    def of_types(self, types: Collection[str]) -> dict[str, Any]:
+        """A schema of those values that are of one of these types."""
+        own = {key: value for key, value in self.schema.items() if key not in _OF_ROOTS}
+        roots = {key: value for key, value in self.schema.items() if key in _OF_ROOTS}
+        return roots | {"allOf": [own, {"type": sorted(types)}]}
 
 
-def _tag(lark: _Lark, body: TaggedBody, key: str, types: list[str]) -> str:
+def _entry(lark: _Lark, body: TaggedBody, tool: Tool, key: str, value: _Value, rule: str) -> str:
+    """An argument between its tags: a text as it stands, other values as JSON."""
+    after = lark.literal(body.after)
+
+    def tag(types: Collection[str]) -> str:
+        return _tag(lark, body, key, types)
+
+    if tool.input is not None:
+        return f"{tag(('string',))} {_raw_input(lark, body, tool, tool.input, rule)}"
+    listed = value.values.listed(value.own)
+    if listed is not None:
+        texts = [json.dumps(each) for each in listed if isinstance(each, str)]
+        others = [each for each in listed if not isinstance(each, str)]
+        words = [json.dumps(json.dumps(each)) for each in others]
+        kinds = dict.fromkeys(type_of(each) for each in others)
+        entries = [(("string",), texts), (tuple(kinds), words)]
+        found = [f"{tag(types)} ({' | '.join(each)}) {after}" for types, each in entries if each]
+        return f"({' | '.join(found)})"
+    types = value.values.types(value.own)
+    others_of = _written(types - {"string"})
+    if "string" not in types:
+        return f"{tag(others_of)} {lark.schema(rule, value.schema)} {after}"
+    keywords = value.values.keywords(value.own)
+    _name_ignored(lark, keywords & _OF_TEXTS, tool)
+    containers = types & _CONTAINERS
+    flagged = "{string}" in body.before or "{type}" in body.before
+    if not flagged:  # a text that reads as a number, a truth or nothing is that
+        _name_ignored(lark, keywords & _OF_NUMBERS, tool)
+    if flagged and others_of:
+        other = lark.schema(f"{rule}_other", value.of_types(others_of))
+        text = f"{tag(('string',))} {lark.until(rule, body.after)}"
+        return f"({text} | {tag(others_of)} {other} {after})"
+    if containers:
+        other = lark.schema(f"{rule}_other", value.of_types(containers))
+        plain = lark.until(rule, body.after, plain=True)
+        return f"{tag(('string',))} ({plain} | {other} {after})"
+    return f"{tag(('string',))} {lark.until(rule, body.after)}"
+
+
+def _written(types: Collection[str]) -> tuple[str, ...]:
+    """Names of types as tags have them, which know numbers alone."""
+    numbers = ("number" if name == "integer" else name for name in sorted(types))
+    return tuple(dict.fromkeys(numbers))
+
+
+def _tag(lark: _Lark, body: TaggedBody, key: str, types: Collection[str]) -> str:
     """What stands before a value of one of these types."""
     if body.attributes:
         key = key.replace("&", "&amp;").replace('"', "&quot;")
-    string = "true" if types == ["string"] else "false"
+    string = "true" if "string" in types else "false"
     before, found, after = body.before.partition("{type}")
     filled = _filled(lark, before, key=key, string=string)
     if not found:
@@ -448,9 +529,13 @@ def _slash(found: re.Match[str]) -> str:
     return "\\/" if found[0] == "/" else found[0]
 
 
-def _check_text(lark: _Lark, schema: dict[str, Any], tool: Tool) -> None:
-    """A plain text between tags may be any."""
-    for keyword in sorted(_OF_TEXTS.intersection(schema)):
+def _name_ignored(lark: _Lark, keywords: Collection[str], tool: Tool) -> None:
+    """Keywords of values that stand between tags as they are.
+
+    Raises:
+        ToolError: the tool is strict, and there are any.
+    """
+    for keyword in sorted(keywords):
         if tool.strict:
             reason = f"it is strict, but '{keyword}' cannot be enforced as this model writes texts"
             raise ToolError(ConstraintError(reason), tool.param)
@@ -470,17 +555,24 @@ def _literal_arguments(
     lark: _Lark, schema: dict[str, Any], number: int, body: PythonBody | LooseBody
 ) -> str:
     """Named values in the schema's order; those that are not required may be left out."""
-    properties = schema.get("properties") or {}
+    values = Values(schema)
+    arguments = values.plain(schema)
+    properties = {
+        key: given
+        for key, given in (arguments.get("properties") or {}).items()
+        if given is not False
+    }
     if not properties:
         return ""
-    required = schema.get("required", [])
+    required = arguments.get("required", [])
     equals, comma = ("=", '", "') if isinstance(body, PythonBody) else (":", '","')
     rest = f"rest_{number}_{len(properties)}"
     lark.rules.append(f'{rest}: ""')
     firsts = []
     optional_so_far = True
     for place, (key, given) in reversed(list(enumerate(properties.items()))):
-        entry = f"{json.dumps(key + equals)} {_literal_rule(lark, given, body)}"
+        entry = f"{json.dumps(key + equals)} {_literal_rule(lark, given, values, body)}"
+        lark.charge(len(entry))
         lark.rules.append(f"entry_{number}_{place}: {entry}")
         after, rest = rest, f"rest_{number}_{place}"
         with_it = f"{comma} entry_{number}_{place} {after}"
@@ -494,14 +586,16 @@ def _literal_arguments(
     return f"({' | '.join(firsts)}){'?' if optional_so_far else ''}"
 
 
-def _literal_rule(lark: _Lark, given: Any, body: PythonBody | LooseBody) -> str:
-    if isinstance(given, dict) and ("enum" in given or "const" in given):
-        values = given["enum"] if "enum" in given else [given["const"]]
-        return f"({' | '.join(_literal(lark, value, body) for value in values)})"
-    declared = given.get("type") if isinstance(given, dict) else None
-    types = [declared] if isinstance(declared, str) else declared or []
-    rules = [_RULES[name] for name in types if name in _RULES]
-    return f"({' | '.join(rules)})" if rules else "value"
+def _literal_rule(lark: _Lark, given: Any, values: Values, body: PythonBody | LooseBody) -> str:
+    listed = values.listed(given)
+    if listed is not None:
+        return f"({' | '.join(_literal(lark, value, body) for value in listed)})"
+    types = values.types(given)
+    if types == ALL_TYPES:
+        return "value"
+    if "number" in types:
+        types -= {"integer"}
+    return f"({' | '.join(_RULES[name] for name in sorted(types))})"
 
 
 def _literal(lark: _Lark, value: Any, body: PythonBody | LooseBody) -> str:

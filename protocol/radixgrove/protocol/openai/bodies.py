@@ -86,7 +86,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 class FunctionCall(msgspec.Struct, kw_only=True):
     name: str
-    arguments: str = ""
+    arguments: str | dict[str, Any] | None = None  # an object's text, or the object itself
 
 
 class CustomCall(msgspec.Struct, kw_only=True):

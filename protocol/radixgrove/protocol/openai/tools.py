@@ -10,6 +10,7 @@ import msgspec
 
 from radixgrove.protocol.constraints import constraint as constraints
 from radixgrove.protocol.constraints.constraint import Constraint, ConstraintError, Form
+from radixgrove.protocol.constraints.values import Values
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.bodies import ChatBody
 from radixgrove.protocol.openai.structured import refused
@@ -36,18 +37,23 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """A function that may be called, or a custom tool: one that takes a text."""
 
     name: str
-    parameters: str | None  # JSON schema of its arguments; None: any object
+    parameters: str | None  # JSON schema of its arguments; None: it has none
     strict: bool
     param: str  # the schema's field of the request
     custom: bool = False
     input: Constraint | None = None  # what the text of a custom one must be
 
     @property
-    def properties(self) -> dict[str, Any]:
-        """Schemas of its arguments by their names, as far as the schema lists them."""
+    def argument_types(self) -> dict[str, frozenset[str]]:
+        """Types that its arguments may have (`ALL_TYPES`) by their names, as far as the schema
+        lists them."""
         schema = msgspec.json.decode(self.parameters) if self.parameters is not None else {}
-        found = schema.get("properties") if isinstance(schema, dict) else None
-        return found if isinstance(found, dict) else {}
+        values = Values(schema)
+        arguments = values.plain(schema)
+        found = arguments.get("properties") if isinstance(arguments, dict) else None
+        if not isinstance(found, dict):
+            return {}
+        return {name: values.types(part) for name, part in found.items()}
 
 
 class Tools(msgspec.Struct, frozen=True, kw_only=True):

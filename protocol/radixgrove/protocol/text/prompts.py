@@ -341,7 +341,9 @@ class PromptEncoder:
     ) -> dict[str, Any]:
         """A call's name and arguments; of a custom tool, as the model sees that one."""
         if call.function is not None:
-            name, arguments = call.function.name, call.function.arguments
+            name, arguments = call.function.name, call.function.arguments or "{}"
+            if not isinstance(arguments, str):
+                arguments = msgspec.json.encode(arguments).decode()
         else:
             assert call.custom is not None
             name = call.custom.name

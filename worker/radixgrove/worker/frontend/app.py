@@ -388,6 +388,7 @@ class Frontend:
 
     def _sequences(self, accepted: _Accepted, answer: Answer) -> list[Sequence]:
         generation = accepted.request.generation
+        offered = self.model.offered(accepted.request)
         sequences = []
         for index in range(len(accepted.prompts) * generation.n):
             prompt = accepted.prompts[index // generation.n]
@@ -399,7 +400,7 @@ class Frontend:
                     self.model.vocabulary,
                     token_list(prompt.token_ids[-8 * TOKEN_BYTES :]),
                     offset=len(answer.echoed(index)),
-                    output=self.model.output(accepted.request, prompt),
+                    output=self.model.output(accepted.request, prompt, offered),
                 )
             )
         return sequences

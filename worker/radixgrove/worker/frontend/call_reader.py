@@ -5,12 +5,12 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Set
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
+from radixgrove.protocol.constraints.values import ALL_TYPES
 from radixgrove.protocol.formats.shapes import (
     Calls,
     JsonBody,
@@ -22,7 +22,7 @@ from radixgrove.protocol.formats.shapes import (
 from radixgrove.worker.frontend.events import CallArguments, CallBegins, CallEnds
 from radixgrove.worker.frontend.literals import LiteralError, LiteralReader
 from radixgrove.worker.frontend.markers import Markers
-from radixgrove.worker.frontend.plain_values import ALL_TYPES, as_object, escaped, typed, types_of
+from radixgrove.worker.frontend.plain_values import as_object, escaped, typed
 from radixgrove.worker.frontend.scanner import Ended, Malformed, Pieces, Scanner, Waits, joined
 
 NAME = r"(?P<name>[A-Za-z0-9_.-]{1,128})"
@@ -35,10 +35,12 @@ _FIELDS = {
     "type": r"(?P<type>[a-z]+)",
 }
 _KEYS = ("name", "arguments", "parameters", "type", "id")  # of calls as JSON
+_NO_TEXTS = ALL_TYPES - {"string"}  # the tag says so: what reads as a JSON string is one
 _PYTHON = re.compile(r"\\|['\"]|[()\[\]{}]")
 
 CallParts = Generator[CallBegins | CallArguments | CallEnds | None, None, None]
-Properties = Mapping[str, Mapping[str, Any]]  # of tools, by name: schemas of their arguments
+# Of tools, by name: types that their arguments may have, by name.
+Properties = Mapping[str, Mapping[str, Set[str]]]
 
 
 class Outcome(StrEnum):
@@ -247,14 +249,14 @@ class CallReader:
                 raise Ended  # within what ends the call
             found = yield from self._header(before)
             key = html.unescape(found["key"]) if body.attributes else found["key"]
-            types = types_of(properties.get(key))
+            types = properties.get(key, ALL_TYPES)
             is_text = types == {"string"}
             if "string" in before.groupindex:
                 is_text = found["string"] == "true"
-                types = {"string"} if is_text else ALL_TYPES
+                types = _NO_TEXTS
             elif "type" in before.groupindex:
                 is_text = found["type"] == "string"
-                types = {"string"} if is_text else ALL_TYPES
+                types = _NO_TEXTS
             yield CallArguments(number, f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
             # A line break behind the one tag means one before the other.

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from radixgrove.protocol.blocks import TOKEN_BYTES
-from radixgrove.protocol.formats.shapes import Channels
+from radixgrove.protocol.formats.shapes import Calls, Channels, TaggedBody
 from radixgrove.protocol.model.directory import ModelDirectory
 from radixgrove.protocol.openai.requests import ChatRequest, ModelLimits, Request
 from radixgrove.protocol.openai.responses import ModelObject
@@ -20,6 +20,7 @@ from radixgrove.protocol.text.prefix_cache import PrefixCache
 from radixgrove.protocol.text.prompts import EncodedPrompt, PromptEncoder
 from radixgrove.protocol.text.tokenizer import TokenizerFiles
 from radixgrove.worker.frontend.call_ids import NewIds
+from radixgrove.worker.frontend.call_reader import Properties
 from radixgrove.worker.frontend.call_rules import Thoughts
 from radixgrove.worker.frontend.detokenize import Vocabulary
 from radixgrove.worker.frontend.markers import Markers
@@ -76,32 +77,42 @@ class ServedModel:
             markers=Markers(encoder.format, encoder.tokenizer, vocabulary.special_ids),
         )
 
-    def output(self, request: Request, prompt: EncodedPrompt) -> Output | None:
+    def offered(self, request: Request) -> Properties | None:
+        """Tools that an answer may call, with types of their arguments where it takes these to read
+        them; None: calls are text."""
+        tools = request.tools if isinstance(request, ChatRequest) else None
+        calls = self.encoder.format.calls
+        if tools is None or tools.mode is ToolMode.NONE or calls is None:
+            return None
+        tagged = isinstance(calls, Calls) and isinstance(calls.body, TaggedBody)
+        return {tool.name: tool.argument_types if tagged else {} for tool in tools.offered}
+
+    def output(
+        self, request: Request, prompt: EncodedPrompt, offered: Properties | None
+    ) -> Output | None:
         """What takes a new choice's output apart; None: all of it is content."""
         form = self.encoder.format
         if not isinstance(request, ChatRequest):
             return None
-        tools = request.tools
-        calls = tools is not None and tools.mode is not ToolMode.NONE and form.calls is not None
-        if form.reasoning is None and not calls and not isinstance(form.calls, Channels):
+        if form.reasoning is None and offered is None and not isinstance(form.calls, Channels):
             return None
+        tools = request.tools
         parser = OutputParser(
             form,
             self.markers,
-            offered={tool.name: tool.properties for tool in tools.offered}
-            if tools is not None and calls
-            else None,
+            offered=offered,
             new_id=NewIds(form, request.messages),
             in_reasoning=self.thoughts_of(request, prompt) is Thoughts.OPEN,
             skip_special_tokens=request.generation.skip_special_tokens,
         )
         # OpenAI's own oddity: a call that was asked for by name ends an answer like a text.
-        named = tools is not None and tools.mode is ToolMode.NAMED
+        mode = None if tools is None else tools.mode
         return Output(
             parser,
             self.markers,
-            called_reason="stop" if named else "tool_calls",
+            called_reason="stop" if mode is ToolMode.NAMED else "tool_calls",
             show_reasoning=request.include_reasoning,
+            calls_alone=offered is not None and mode in (ToolMode.REQUIRED, ToolMode.NAMED),
             custom=() if tools is None else {tool.name for tool in tools.offered if tool.custom},
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Set
-from typing import Any
 
 import msgspec
 
@@ -16,7 +15,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
 }
-ALL_TYPES = frozenset({"string", *_TYPES})
+_BLANKS = " \t\r\n"  # of JSON
 
 
 def as_object(text: str) -> str:
@@ -33,27 +32,9 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def types_of(schema: Any) -> Set[str]:
-    """Types of a schema's values by its own words; those of unknown ones are all."""
-    if not isinstance(schema, dict):
-        return ALL_TYPES
-    declared = schema.get("type")
-    found: set[str] = {declared} if isinstance(declared, str) else set()
-    if isinstance(declared, list):
-        found |= {name for name in declared if isinstance(name, str)}
-    for union in ("anyOf", "oneOf"):
-        branches = schema.get(union)
-        for branch in branches if isinstance(branches, list) else ():
-            found |= types_of(branch)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not found and isinstance(values, list) and all(isinstance(v, str) for v in values):
-        found = {"string"}
-    return found or ALL_TYPES
-
-
 def typed(text: str, types: Set[str]) -> str:
     """A value as JSON: what it reads as, if that is of one of the types, else a string."""
-    stripped = text.strip()
+    stripped = text.strip(_BLANKS)
     try:
         value = json.loads(stripped, parse_constant=_no_constant)
     except (ValueError, RecursionError):

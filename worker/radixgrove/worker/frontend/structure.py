@@ -22,18 +22,23 @@ class Output:
         *,
         called_reason: str,
         show_reasoning: bool = True,
+        calls_alone: bool = False,
         custom: Collection[str] = (),
     ) -> None:
         """
         Args:
             called_reason: why an answer with calls ended that was not cut.
+            calls_alone: the answer has to be calls; what is content then is part of a cut one.
             custom: names of custom tools.
         """
         self.parser = parser
         self.reasoning_tokens = 0
         self._markers = markers
         self._called_reason = called_reason
-        self._show_reasoning = show_reasoning
+        self._hidden: tuple[type, ...] = (
+            *(() if show_reasoning else (Reasoning,)),
+            *((Content,) if calls_alone else ()),
+        )
         self._inputs = CustomInputs(custom) if custom else None
         self._length = 0  # characters that were fed
         self._unplaced: deque[tuple[int, int, ScoredToken]] = deque()  # begin and end of its text
@@ -80,9 +85,9 @@ class Output:
     def _seen(self, parts: list[Part]) -> list[Part]:
         if self._inputs is not None:
             parts = [seen for part in parts for seen in self._inputs.read(part)]
-        if self._show_reasoning:
+        if not self._hidden:
             return parts
-        return [part for part in parts if not isinstance(part, Reasoning)]
+        return [part for part in parts if not isinstance(part, self._hidden)]
 
     def score(self, token: ScoredToken, length: int) -> None:
         """The next `length` characters are this token's."""
