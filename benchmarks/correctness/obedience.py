@@ -24,7 +24,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks import results
-from benchmarks.engine.grammar import WHITESPACE, part_of, records
+from benchmarks.engine.grammar import part_of, records
+from benchmarks.engine.grammar_subjects import WHITESPACE
 from radixgrove.protocol.constraints.constraint import ConstraintError, json_schema
 from radixgrove.protocol.constraints.grammar import compile_constraint
 from radixgrove.protocol.model.directory import ModelDirectory

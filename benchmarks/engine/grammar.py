@@ -1,18 +1,18 @@
 """How well and how fast JSON schemas are enforced, over a corpus of schemas with instances.
 
     python -m benchmarks.engine.grammar CORPUS [--model DIR] [--strict] [--part K/N] [--failures]
+        [--subject xgrammar]
 
 CORPUS has a record a line: `schema`, and `tests`, a list of `data` and `valid`; or it is a folder
 of such records, a file each (`maskbench/data` of guidance-ai/jsonschemabench). Those without tests
 do not count. A schema is *right* if every instance is accepted or not as it should be, *refused* if
-it is not compiled, and *wrong* otherwise. Times are CPU time of one thread: a compile includes its
-first mask, a mask is that of one position of an instance.
+it is not compiled, and *wrong* otherwise. Times are CPU time of the process, which does nothing
+else: a compile of ours includes its first mask, a mask is that of one position of an instance.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import time
 from collections import Counter
@@ -23,16 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
 
 from benchmarks import results
-from radixgrove.protocol.constraints import constraint
-from radixgrove.protocol.constraints.constraint import ConstraintError
-from radixgrove.protocol.constraints.grammar import build_matcher, compile_constraint
+from benchmarks.engine.grammar_subjects import (
+    OTHERS,
+    Child,
+    Follower,
+    Ours,
+    RefusedError,
+    Subject,
+)
+from radixgrove.protocol.model.directory import ModelDirectory
 from radixgrove.worker.agent import demo_model
-from radixgrove.worker.engine.tokenizer import tokenizer_of
-
-WHITESPACE = 8
 
 
 @dataclass
@@ -43,6 +45,12 @@ class Tally:
     compiles: list[float] = field(default_factory=list)  # seconds
     masks: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        for counted in ("outcomes", "instances", "reasons"):
+            getattr(self, counted).update(getattr(other, counted))
+        for listed in ("compiles", "masks", "failures"):
+            getattr(self, listed).extend(getattr(other, listed))
 
 
 def records(corpus: Path, part: tuple[int, int]) -> Iterator[dict[str, Any]]:
@@ -76,24 +84,23 @@ def part_of(text: str) -> tuple[int, int]:
     return number, parts
 
 
-def judge(record: dict[str, Any], tokenizer: LLTokenizer, strict: bool, tally: Tally) -> None:
+def judge(record: dict[str, Any], subject: Subject) -> Tally:
     """Compile one schema and try its instances."""
+    tally = Tally()
     name = str(record.get("name", ""))
-    started = time.thread_time()
+    started = time.process_time()
     try:
-        text = json.dumps(record["schema"], ensure_ascii=False).encode()
-        asked = constraint.json_schema(text, "schema", strict=strict)
-        compiled = compile_constraint(asked, tokenizer, WHITESPACE)
-    except ConstraintError as error:
+        compiled = subject.compile(record["schema"])
+    except RefusedError as error:
         tally.outcomes["refused"] += 1
-        tally.reasons[error.reason[:100]] += 1
-        tally.failures.append(f"{name}: refused: {error.reason}")
-        return
-    tally.compiles.append(time.thread_time() - started)
-    fresh = build_matcher(compiled.grammar, tokenizer)
+        tally.reasons[str(error)[:100]] += 1
+        tally.failures.append(f"{name}: refused: {error}")
+        return tally
+    tally.compiles.append(time.process_time() - started)
     right = True
     for test in record["tests"]:
-        accepted = follow(fresh.deep_copy(), test["data"], tokenizer, tally)
+        tokens = subject.tokenize(json.dumps(test["data"], ensure_ascii=False))
+        accepted = follow(compiled.begin(), tokens, tally)
         if accepted != test["valid"]:
             right = False
             kind = "valid rejected" if test["valid"] else "invalid accepted"
@@ -102,17 +109,39 @@ def judge(record: dict[str, Any], tokenizer: LLTokenizer, strict: bool, tally: T
     tally.outcomes["right" if right else "wrong"] += 1
     if not right:
         tally.reasons.update(f"ignores {keyword}" for keyword in compiled.ignored)
+    return tally
 
 
-def follow(matcher: LLMatcher, data: Any, tokenizer: LLTokenizer, tally: Tally) -> bool:
+def follow(follower: Follower, tokens: list[int], tally: Tally) -> bool:
     """Whether an instance's tokens are all allowed, and may end there."""
-    for token in tokenizer.tokenize_str(json.dumps(data, ensure_ascii=False)):
-        started = time.thread_time()
-        mask = matcher.compute_bitmask()
-        tally.masks.append(time.thread_time() - started)
-        if not mask[token // 8] >> token % 8 & 1 or not matcher.consume_token(token):
+    for token in tokens:
+        started = time.process_time()
+        allowed = follower.allows(token)
+        tally.masks.append(time.process_time() - started)
+        if not allowed or not follower.consume(token):
             return False
-    return matcher.is_accepting()
+    return follower.may_end()
+
+
+def judge_all(records: Iterator[dict[str, Any]], subject: Subject) -> Tally:
+    tally = Tally()
+    for record in records:
+        tally.add(judge(record, subject))
+    return tally
+
+
+def judge_beside(records: Iterator[dict[str, Any]], child: Child, seconds: float) -> Tally:
+    """In a child process, which may take so long for one schema, or end."""
+    tally = Tally()
+    for record in records:
+        try:
+            tally.add(child.run(record, seconds))
+        except (TimeoutError, EOFError) as error:
+            outcome = "timed out" if isinstance(error, TimeoutError) else "crashed"
+            tally.outcomes[outcome] += 1
+            tally.failures.append(f"{record.get('name', '')}: {outcome}")
+    child.stop()
+    return tally
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
@@ -134,18 +163,28 @@ def main() -> None:
         "--part", type=part_of, default=(1, 1), metavar="K/N", help="of N, the K-th"
     )
     parser.add_argument("--failures", action="store_true", help="list what is not right")
+    parser.add_argument(
+        "--subject", choices=["ours", *OTHERS], default="ours", help="others: where installed"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10, help="that another subject has for a schema"
+    )
     arguments = parser.parse_args()
-    tokenizer = tokenizer_of(arguments.model or demo_model.ensure())
-    tally = Tally()
-    for record in records(arguments.corpus, arguments.part):
-        judge(record, tokenizer, arguments.strict, tally)
+    model_dir = arguments.model or demo_model.ensure()
+    asked = records(arguments.corpus, arguments.part)
+    if arguments.subject == "ours":
+        ours = Ours(model_dir, strict=arguments.strict)
+        tally, name = judge_all(asked, ours), ours.name
+    else:
+        child = Child(arguments.subject, model_dir, judge)
+        tally, name = judge_beside(asked, child, arguments.seconds), child.name
     total = sum(tally.outcomes.values())
     if arguments.failures:
         print("\n".join(tally.failures))
     right = round(100 * tally.outcomes["right"] / max(total, 1), 2)
     found = {
         "schemas": total,
-        "vocabulary": tokenizer.vocab_size,
+        "vocabulary": ModelDirectory.load(model_dir).config.vocab_size,
         **tally.outcomes,
         **tally.instances,
         "compile_ms": quantiles(tally.compiles),
@@ -157,8 +196,8 @@ def main() -> None:
             "benchmark": "grammar",
             "workload": f"{arguments.corpus.stem}, {'strict' if arguments.strict else 'lenient'}",
             "part": "/".join(map(str, arguments.part)),
-            "model": (arguments.model or demo_model.ensure()).name,
-            "subject": f"llguidance {importlib.metadata.version('llguidance')}",
+            "model": model_dir.name,
+            "subject": name,
             "metric": "right",
             "value": right,
             "unit": "%",
