@@ -135,7 +135,7 @@ def test_white_space_has_a_bound(asked: Constraint, blanks: str) -> None:
 
 @pytest.mark.parametrize("options", [{"whitespace_pattern": " *"}, {"lenient": True}, 5])
 def test_the_compilers_options_are_not_for_clients(options: Any) -> None:
-    asked = schema_of({**OBJECT, "x-guidance": options, "not": {}}, strict=True)
+    asked = schema_of({**OBJECT, "x-guidance": options, "not": {"pattern": "a"}}, strict=True)
     assert "'not' cannot be enforced" in refused(asked).reason
     asked = schema_of({**OBJECT, "x-guidance": options})
     assert not accepts(asked, '{"a":' + 9 * " " + "1}")
@@ -247,9 +247,9 @@ def test_numbers_of_properties_bind_where_all_are_required_and_are_named_elsewhe
 
 
 def test_numbers_of_any_size_are_taken_or_refused() -> None:
-    assert accepts(schema_of({"type": "integer", "minimum": 10**30}), "1" + "0" * 31)
-    with pytest.raises(ConstraintError, match="out of range"):
-        compiled(schema_of({"type": "integer", "minimum": 10**400}))
+    assert accepts(schema_of({"enum": [1, 1 << 80]}), "1")
+    assert "out of range" in refused(schema_of({"const": 10**400})).reason
+    assert refused(schema_of({"type": "integer", "minimum": 1 << 80})).code is None
 
 
 def test_what_an_error_repeats_of_a_schema_says_nothing_of_its_size() -> None:

@@ -44,6 +44,12 @@ class Values:
                 break
         return part
 
+    def members(self) -> dict[str, Any]:
+        """What the whole, a schema of objects, says of their properties; empty where it is none."""
+        root = self._root if isinstance(self._root, dict) else {}
+        part = self.plain({key: root[key] for key in root if key not in ("type", "x-guidance")})
+        return part if isinstance(part, dict) else {}
+
     def types(self, part: Any) -> frozenset[str]:
         """Types that its values may have, some of them perhaps in vain; all where nothing says."""
         return self._types(part, 0) or ALL_TYPES
@@ -104,7 +110,8 @@ class Values:
                 if self._moves
                 else {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
             )
-        return self._definitions | (_moved(own) if self._moves else own)
+        moved: dict[str, Any] = _moved(own) if self._moves else own
+        return self._definitions | moved
 
     def _few(self, part: Any) -> list[Any] | None:
         part = self.plain(part)

@@ -409,7 +409,7 @@ def _call(lark: _Lark, body: object, tool: Tool, schema: dict[str, Any], number:
 def _tagged(lark: _Lark, body: TaggedBody, tool: Tool, schema: dict[str, Any], number: int) -> str:
     parts = [_filled(lark, body.header.strip("\n"), name=tool.name), "BLANKS?"]
     values = Values(schema)
-    arguments = values.plain(schema)
+    arguments = values.members()
     options = {key: schema[key] for key in _OPTIONS if key in schema}
     _name_ignored(lark, set(arguments) - ANNOTATIONS - _OF_ARGUMENTS, tool)
     required = arguments.get("required", [])
@@ -556,7 +556,7 @@ def _literal_arguments(
 ) -> str:
     """Named values in the schema's order; those that are not required may be left out."""
     values = Values(schema)
-    arguments = values.plain(schema)
+    arguments = values.members()
     properties = {
         key: given
         for key, given in (arguments.get("properties") or {}).items()

@@ -49,8 +49,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
         lists them."""
         schema = msgspec.json.decode(self.parameters) if self.parameters is not None else {}
         values = Values(schema)
-        arguments = values.plain(schema)
-        found = arguments.get("properties") if isinstance(arguments, dict) else None
+        found = values.members().get("properties")
         if not isinstance(found, dict):
             return {}
         return {name: values.types(part) for name, part in found.items()}
