@@ -12,7 +12,7 @@ from jsonschema import Draft7Validator, Draft202012Validator
 
 from radixgrove.protocol.constraints.constraint import json_schema
 from radixgrove.protocol.constraints.grammar import build_matcher, compile_constraint
-from radixgrove.protocol.constraints.rewrite import rewrite
+from radixgrove.protocol.constraints.rewrite import precise, rewrite
 from tests.grammars import byte_tokenizer
 
 NAMES = ("a", "b", "c")
@@ -46,7 +46,9 @@ def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         "type": types,
         "properties": st.dictionaries(st.sampled_from(NAMES), inner, min_size=1, max_size=2),
         "required": names,
-        "patternProperties": st.fixed_dictionaries({"^[ab]$": inner}),
+        "patternProperties": st.dictionaries(
+            st.sampled_from(["^[ab]$", "^b$", "^(a|c)$"]), inner, min_size=1, max_size=2
+        ),
         "additionalProperties": st.booleans(),
         "not": inner,
         "if": inner,
@@ -89,7 +91,7 @@ schemas = st.recursive(simple, larger, max_leaves=6)
 )
 @example({"uniqueItems": True, "items": {"enum": [1, "a"]}}, [[], [1], [1, 1], ["a", 1], 5, [2]])
 def test_the_same_values_are_valid(schema: Any, instances: list[Any]) -> None:
-    other = rewrite(schema)
+    other = precise(rewrite(schema))
     before, after = Draft202012Validator(schema), Draft202012Validator(other)
     for value in instances:
         assert before.is_valid(value) == after.is_valid(value), (schema, other, value)
@@ -129,6 +131,25 @@ def test_these_keywords_are_gone(schema: dict[str, Any]) -> None:
     text = str(rewrite(schema))
     for keyword in ("'not'", "'if'", "'then'", "'oneOf'", "'depend", "'uniqueItems'"):
         assert keyword not in text
+
+
+@pytest.mark.parametrize("pattern", ["^a$", "^(?:a|a)$", r"^(a|\-)$"])
+def test_no_key_begins_that_cannot_end(pattern: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "-": {}},
+        "patternProperties": {pattern: {"minimum": 5}},
+        "required": ["a", "-"],
+        "additionalProperties": False,
+    }
+    asked = json_schema(json.dumps(schema).encode(), "schema", strict=True)
+    grammar = compile_constraint(asked, byte_tokenizer(), 0).grammar
+    matcher = build_matcher(grammar, byte_tokenizer())
+    assert matcher.validate_tokens(list(b'{"a":4,')) == len(b'{"a":4')  # what the pattern asks
+    begun = list(b'{"a":5,"-":5')
+    assert matcher.consume_tokens(begun)
+    assert matcher.validate_tokens([ord(",")]) == 0
+    assert matcher.validate_tokens([ord("}")]) == 1
 
 
 @pytest.mark.parametrize(
@@ -205,7 +226,7 @@ def test_what_has_no_equivalent_is_left(schema: dict[str, Any]) -> None:
 KEYWORDS = (
     *("type", "properties", "required", "not", "if", "then", "else", "oneOf", "anyOf", "allOf"),
     *("dependencies", "dependentSchemas", "uniqueItems", "items", "minItems", "maxItems", "enum"),
-    *("minimum", "maxLength", "$ref", "$defs", "additionalProperties"),
+    *("minimum", "maxLength", "$ref", "$defs", "additionalProperties", "patternProperties"),
 )
 
 
@@ -213,3 +234,4 @@ KEYWORDS = (
 def test_malformed_schemas_are_no_failure(schema: dict[str, Any]) -> None:
     rewrite(schema)
     rewrite({"not": schema})
+    precise(schema)

@@ -27,6 +27,9 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("additionalProperties", "items", "not", "if", "then", "else")
 _DEFINITION = re.compile(r"#|#/(?:\$defs|definitions)/[^/]*")
+# A pattern of a few texts: `^text$` or `^(one|other)$`.
+_TEXT = r"(?:[^\\^$.|?*+()\[\]{}]|\\[^\w\s|])*"
+_FEW_TEXTS = re.compile(rf"\^(?:({_TEXT})|\((?:\?:)?({_TEXT}(?:\|{_TEXT})*)\))\$")
 
 
 def rewrite(schema: Any) -> Any:
@@ -39,10 +42,12 @@ def rewrite(schema: Any) -> Any:
 
 
 def precise(schema: Any) -> Any:
-    """The schema, with patterns in place of the formats that llguidance takes loosely."""
+    """The schema, with patterns in place of the formats that llguidance takes loosely, and without
+    patterns that declared properties alone match, for which it lets further keys begin."""
     if not isinstance(schema, dict):
         return schema
     out = _within(schema, precise)
+    _declare(out)
     name = out.get("format")
     if not isinstance(name, str) or name not in PRECISE:
         return out
@@ -273,6 +278,33 @@ class _Rewriter:
                 return None
             found.append({"type": "object", "properties": {name: negation}, "required": [name]})
         return any_of(found)
+
+
+def _declare(out: dict[str, Any]) -> None:
+    """Move patterns that match declared properties alone to these."""
+    patterns, properties = out.get("patternProperties"), out.get("properties")
+    if not isinstance(patterns, dict) or not isinstance(properties, dict):
+        return
+    left = dict(patterns)
+    for pattern, schema in patterns.items():
+        names = _few_texts(pattern)
+        if names is not None and set(names) <= set(properties):
+            del left[pattern]
+            properties |= {name: {"allOf": [properties[name], schema]} for name in names}
+    if left:
+        out["patternProperties"] = left
+    else:
+        del out["patternProperties"]
+
+
+def _few_texts(pattern: str) -> list[str] | None:
+    """All texts that a pattern matches; None where it cannot be seen."""
+    found = _FEW_TEXTS.fullmatch(pattern)
+    if found is None:
+        return None
+    one, several = found.groups()
+    texts = [one] if several is None else several.split("|")
+    return [re.sub(r"\\(.)", r"\1", text) for text in texts]
 
 
 def _formatted(out: dict[str, Any]) -> list[Schema]:
