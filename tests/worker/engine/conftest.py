@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 import pytest
 import zmq
 from prometheus_client import CollectorRegistry, generate_latest
@@ -30,6 +29,7 @@ from radixgrove.worker.messages import (
     Tokens,
 )
 from radixgrove.worker.runtime import Runtime
+from tests.conftest import wait_until
 from tests.forks import Fork
 from tests.worker.engine import on_fake_executor
 
@@ -108,14 +108,15 @@ class EngineProcess:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """It does not run meanwhile, and what it has sent is known."""
-        self.process.send_signal(signal.SIGSTOP)
+        process = psutil.Process(self.process.pid)
+        process.suspend()
         try:
-            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+            wait_until(lambda: process.status() == psutil.STATUS_STOPPED, what="the stop")
             while self._take_next(frontend=0):
                 pass
             yield
         finally:
-            self.process.send_signal(signal.SIGCONT)
+            process.resume()
 
     def _take_next(self, frontend: int) -> bool:
         """What the engine sends to a frontend next; False: nothing in 50 ms."""

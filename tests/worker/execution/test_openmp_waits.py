@@ -19,8 +19,10 @@ needs_cores = pytest.mark.skipif(CORES < 2, reason="one core")
 
 
 def run(program: str, *arguments: object, **environ: str) -> list[str]:
-    """What a process prints whose OpenMP waits as it does by itself, or as `environ` says."""
-    plain = {name: value for name, value in os.environ.items() if name not in SAID_BY}
+    """What a process prints whose OpenMP has the threads that it has by itself and waits as it does
+    by itself, or as `environ` says."""
+    said = {*SAID_BY, "OMP_NUM_THREADS"}
+    plain = {name: value for name, value in os.environ.items() if name not in said}
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         env=plain | environ,
