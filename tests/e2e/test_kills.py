@@ -175,7 +175,9 @@ def test_redis_killed_and_back_empty(up: UpProcess, redis_server: RedisServer) -
     def both_back() -> bool:
         """Registered anew: the router remembers them as ready anyway."""
         with redis.Redis.from_url(redis_server.url) as client:
-            registered = client.hlen("radixgrove:{default}:replicas")
+            registered = sum(
+                map(client.hlen, client.scan_iter("radixgrove-up-*:{default}:replicas"))
+            )
         status = up.status()
         ready = [entry for entry in status["replicas"] if entry["state"] == "ready"]
         return registered == 2 and len(ready) == 2 and status["redis"] == "up"
