@@ -5,34 +5,38 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.protocol.settings import Device, WorkerSettings
 from radixgrove.service import exit_codes
+from radixgrove.service.supervisor import Supervised
 from radixgrove.worker.agent.preparation import (
     AgentError,
+    engine_part,
+    frontend_part,
     onednn_caches,
     openmp_waiting,
     resolve_model,
 )
-from radixgrove.worker.execution.openmp_waits import can_follow_load
+from radixgrove.worker.execution.openmp_waits import SAID_BY, can_follow_load
+from radixgrove.worker.runtime import Runtime
 from tests.conftest import CORES
-
-ONE_THREAD = WorkerSettings(cpu_threads=1)  # which cannot follow the load, on any machine
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
 def test_the_user_may_say_how_threads_wait(name: str) -> None:
-    assert openmp_waiting(ONE_THREAD, {"PATH": "/bin", name: "x"}) == {}
+    assert openmp_waiting({"PATH": "/bin", name: "x"}, follows_load=False) == {}
 
 
 def test_threads_that_wait_spin_for_microseconds_not_for_a_scheduling_turn() -> None:
     """As GNU's OpenMP, which torch brings, understands it."""
     shown = subprocess.run(
         [sys.executable, "-c", "import torch"],
-        env={**os.environ, **openmp_waiting(ONE_THREAD, {}), "OMP_DISPLAY_ENV": "VERBOSE"},
+        env={**os.environ, **openmp_waiting({}, follows_load=False), "OMP_DISPLAY_ENV": "VERBOSE"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -42,10 +46,34 @@ def test_threads_that_wait_spin_for_microseconds_not_for_a_scheduling_turn() -> 
     assert 0 < int(spins) <= 10_000
 
 
+SHOWS_SPINS = """
+import os, sys
+from pathlib import Path
+Path(sys.argv[1], "spins").write_text(os.environ.get("GOMP_SPINCOUNT", "long"))
+"""
+
+
 @pytest.mark.skipif(not can_follow_load(CORES), reason="an engine cannot tell")
-def test_an_engine_that_follows_the_load_is_left_alone() -> None:
-    assert openmp_waiting(WorkerSettings(cpu_threads=CORES), {"OMP_NUM_THREADS": "1"}) == {}
-    assert openmp_waiting(WorkerSettings(), {"OMP_NUM_THREADS": "1"}), "of one thread"
+async def test_only_an_engine_that_follows_the_load_may_spin_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in SAID_BY:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "shows_spins.py").write_text(SHOWS_SPINS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def spins(part: Callable[[str, Runtime, int], Supervised], **settings: Any) -> str:
+        runtime = Runtime(tmp_path, WorkerSettings(**settings), tmp_path)
+        started = part("shows_spins", runtime, 0)
+        await started.start()
+        await started.child.process.wait()
+        return (tmp_path / "spins").read_text()
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert await spins(engine_part, cpu_threads=CORES) == "long"
+    assert await spins(engine_part) == "1000", "of one thread"
+    assert await spins(engine_part, cpu_threads=CORES, device=Device.CUDA) == "1000"
+    assert await spins(frontend_part, cpu_threads=CORES) == "1000"
 
 
 def test_the_user_may_say_how_many_products_stay_prepared() -> None:

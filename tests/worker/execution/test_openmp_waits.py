@@ -123,14 +123,50 @@ cpu_runner(Path(sys.argv[1])).close()
 def test_nothing_is_followed_once_the_user_says_how_threads_wait() -> None:
     program = f"""
 import sys, threading
+from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.worker.execution.openmp_waits import follow_load
 
-follow_load(int(sys.argv[1]))
+follow_load(WorkerSettings(), int(sys.argv[1]))
 {THREADS}
 """
     assert "openmp waits" in run(program, CORES)[0]
     for name in SAID_BY:
         assert "openmp waits" not in run(program, CORES, **{name: "1"})[0]
+
+
+@can_tell
+def test_ranks_follow_the_load_wherever_their_agent_leaves_it_to_them() -> None:
+    """Though each has fewer threads than the agent counts: torch takes one a physical core."""
+    program = f"""
+import os, threading
+os.sched_getaffinity = lambda _: set(range({MANY}))
+from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.service import machine
+from radixgrove.worker.execution.openmp_waits import follow_load, follows_load
+
+machine.cores = lambda *_: {MANY}
+settings = WorkerSettings(tp=2)
+print(follows_load(settings, os.environ))
+follow_load(settings, {MANY} // 4)
+{THREADS}
+"""
+    left_to_it, threads = run(program)
+    assert left_to_it == "True"
+    assert "openmp waits" in threads
+
+
+@can_tell
+def test_one_thread_watches_a_process() -> None:
+    program = f"""
+import threading
+from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.worker.execution.openmp_waits import follow_load
+
+for threads in ({CORES}, {CORES} + 1):
+    follow_load(WorkerSettings(cpu_threads=threads), threads)
+{THREADS}
+"""
+    assert run(program)[0].count("openmp waits") == 1
 
 
 @pytest.mark.parametrize(

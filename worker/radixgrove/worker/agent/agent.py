@@ -40,10 +40,11 @@ from radixgrove.worker.agent.machines import Machines
 from radixgrove.worker.agent.preparation import (
     AgentError,
     check_group,
+    engine_part,
+    frontend_part,
     resolve_model,
     resolve_settings,
     with_group,
-    worker_part,
 )
 from radixgrove.worker.agent.probes import Marker
 from radixgrove.worker.agent.progress import ready_line
@@ -247,12 +248,12 @@ class Agent:
     async def _start_children(self) -> None:
         layout = Layout.of(self.settings)
         for rank in layout.ranks_of(self.settings.node_rank):
-            part = worker_part(f"engine rank {rank}", self._modules.engine, self.runtime, rank)
+            part = engine_part(self._modules.engine, self.runtime, rank)
             self._ranks.append(part)
             self.engines[layout.place(rank).member].ranks.append(part)
         for index in range(self.settings.frontends):
-            name = f"frontend {index}"
-            self._frontends.append(worker_part(name, self._modules.frontend, self.runtime, index))
+            part = frontend_part(self._modules.frontend, self.runtime, index)
+            self._frontends.append(part)
         for service in (*self._ranks, *self._frontends):
             await service.start()
 

@@ -30,7 +30,7 @@ from radixgrove.service.supervisor import ChildFailed, Supervised
 from radixgrove.worker.agent import probes
 from radixgrove.worker.agent.halted import Halted
 from radixgrove.worker.agent.machines import join_machine_0
-from radixgrove.worker.agent.preparation import AgentError, worker_part
+from radixgrove.worker.agent.preparation import AgentError, engine_part
 from radixgrove.worker.agent.relay import Relay
 from radixgrove.worker.messages import EngineState, PhaseReport, ToAgent
 from radixgrove.worker.parallel.layout import Layout
@@ -99,8 +99,7 @@ class Machine:
                 if self.settings.dp > 1:
                     await self._join(tasks)
                 for rank in self._ranks:
-                    name = f"engine rank {rank}"
-                    self._children.append(worker_part(name, self._engine, self.runtime, rank))
+                    self._children.append(engine_part(self._engine, self.runtime, rank))
                     await self._children[-1].start()
                 tasks.append(asyncio.create_task(self._watch(), name="watch"))
                 await self._until_end(tasks)

@@ -11,11 +11,10 @@ from pathlib import Path
 from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.ranks import UnsupportedRanks, check_ranks
 from radixgrove.protocol.settings import WorkerSettings
-from radixgrove.service import exit_codes, logs, machine
+from radixgrove.service import exit_codes, logs
 from radixgrove.service.supervisor import Supervised
 from radixgrove.worker.agent import demo_model
 from radixgrove.worker.execution import openmp_waits
-from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.parallel.rendezvous import MeetingPoint
 from radixgrove.worker.runtime import Runtime
 
@@ -106,18 +105,14 @@ def _check_machines(settings: WorkerSettings) -> None:
         )
 
 
-def openmp_waiting(settings: WorkerSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """How threads of an engine wait for each other, unless the user has said it.
+def openmp_waiting(environ: Mapping[str, str], *, follows_load: bool) -> dict[str, str]:
+    """How threads of a process wait for each other, unless the user has said it.
 
-    Nothing is said to an engine that follows the load of its cores. Others spin for microseconds:
-    GNU's own 300,000 turns are some 10 ms, in which one that spins may keep the one from running
+    Nothing is said to one that follows the load of its cores. Others spin for microseconds: GNU's
+    own 300,000 turns are some milliseconds, in which one that spins may keep the one from running
     that it waits for.
     """
-    threads = settings.cpu_threads
-    if threads is None and "OMP_NUM_THREADS" not in environ:
-        threads = machine.cores() // Layout.of(settings).ranks_per_node
-    # As with one thread where only OpenMP knows how many there are.
-    if openmp_waits.are_said(environ) or openmp_waits.can_follow_load(threads or 1):
+    if openmp_waits.are_said(environ) or follows_load:
         return {}
     return {"GOMP_SPINCOUNT": str(_SPINS)}
 
@@ -128,13 +123,25 @@ def onednn_caches(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: bound for name, bound in _ONEDNN_CACHES.items() if name not in environ}
 
 
-def worker_part(name: str, module: str, runtime: Runtime, index: int) -> Supervised:
-    """A part of the worker: a module that is run with the runtime directory and its number."""
+def engine_part(module: str, runtime: Runtime, rank: int) -> Supervised:
+    """An engine's rank: a module that is run with the runtime directory and its number."""
+    follows_load = openmp_waits.follows_load(runtime.settings, os.environ)
+    return _part(f"engine rank {rank}", module, runtime, rank, follows_load=follows_load)
+
+
+def frontend_part(module: str, runtime: Runtime, index: int) -> Supervised:
+    """A frontend: a module that is run with the runtime directory and its number."""
+    return _part(f"frontend {index}", module, runtime, index, follows_load=False)
+
+
+def _part(
+    name: str, module: str, runtime: Runtime, index: int, *, follows_load: bool
+) -> Supervised:
     command = [sys.executable, "-m", module, str(runtime.directory), str(index)]
     environ = {
         **os.environ,
         "PYTHONUNBUFFERED": "1",
-        **openmp_waiting(runtime.settings, os.environ),
+        **openmp_waiting(os.environ, follows_load=follows_load),
         **onednn_caches(os.environ),
     }
     return Supervised(name, command, environ, logs.STDERR.write, restart=False)

@@ -81,7 +81,7 @@ def build_rank(
         each = min(torch.get_num_threads(), machine.cores()) // layout.ranks_per_node
         threads = settings.cpu_threads or max(1, each)
         torch.set_num_threads(threads)
-        follow_load(threads)
+    follow_load(settings, torch.get_num_threads())
     member = form(device) if form is not None else Member(layout, rank)
     stage = Stage.of(place.stage, layers)
     try:

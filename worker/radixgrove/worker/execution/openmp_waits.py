@@ -20,7 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from radixgrove.protocol.settings import Device, WorkerSettings
 from radixgrove.service import machine
+from radixgrove.worker.parallel.layout import Layout
 
 _log = logging.getLogger(__name__)
 
@@ -59,16 +61,35 @@ def can_follow_load(threads: int, proc: Path = _PROC) -> bool:
     return any(times.ran for times in _times(proc).values())
 
 
-@functools.cache
-def follow_load(threads: int) -> None:
-    """Watch this process from now on to its end, unless the user has said how threads wait.
+def follows_load(settings: WorkerSettings, environ: Mapping[str, str]) -> bool:
+    """Whether an engine waits as its cores are shared or not, unless the user has said how.
+
+    The agent asks before it starts an engine, which asks again: with long spins, which the agent
+    leaves to an engine that follows, one that does not would keep others from running.
+    """
+    if are_said(environ) or settings.device is Device.CUDA:
+        return False
+    threads = settings.cpu_threads
+    if threads is None and "OMP_NUM_THREADS" in environ:
+        return False  # only OpenMP knows how many they are
+    # torch may take fewer, one a physical core: then a team is smaller, and there are more.
+    return can_follow_load(threads or machine.cores() // Layout.of(settings).ranks_per_node)
+
+
+def follow_load(settings: WorkerSettings, threads: int) -> None:
+    """Watch this process from now on to its end, if its engine is one that `follows_load`.
 
     Args:
-        threads: of a team of OpenMP.
+        threads: of a team of OpenMP. A later call changes it.
     """
-    if are_said(os.environ) or not can_follow_load(threads):
-        return
-    waits = OpenMpWaits(threads)
+    if threads > 1 and follows_load(settings, os.environ):
+        _watched().threads = threads
+
+
+@functools.cache
+def _watched() -> OpenMpWaits:
+    """This process's, which a thread of its own looks at."""
+    waits = OpenMpWaits(threads=2)
 
     def watch() -> None:
         while True:
@@ -76,6 +97,7 @@ def follow_load(threads: int) -> None:
             waits.look()
 
     threading.Thread(target=watch, name="openmp waits", daemon=True).start()
+    return waits
 
 
 class OpenMpWaits:
@@ -87,8 +109,8 @@ class OpenMpWaits:
             threads: of a team of OpenMP; at least 2.
             proc: what the kernel says of this process.
         """
-        # Of a team all but the first count; the engine's own counts as two, or does not wait.
-        self._count = -(-(len(os.sched_getaffinity(0)) - 1) // (threads - 1))
+        self.threads = threads
+        self._cores = len(os.sched_getaffinity(0))  # those that OpenMP has found
         self._teams: list[threading.Thread] = []
         self._over = threading.Event()
         self._proc = proc
@@ -119,9 +141,12 @@ class OpenMpWaits:
 
     def shorten(self) -> None:
         """Start the teams."""
-        started = threading.Barrier(self._count + 1)
+        # OpenMP counts 1 for the process and threads - 1 for each team. The engine's own team adds
+        # at least 1 while it waits: with that they are more than the cores.
+        count = -(-(self._cores - 1) // (self.threads - 1))
+        started = threading.Barrier(count + 1)
         self._over.clear()
-        for _ in range(self._count):
+        for _ in range(count):
             team = threading.Thread(target=self._lead, args=(started,), daemon=True)
             team.start()
             self._teams.append(team)
