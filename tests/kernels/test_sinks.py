@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixgrove.kernels import attention, decode
 from radixgrove.kernels.decode import DecodeConfig, DecodeWorkspace
@@ -162,23 +164,26 @@ CHUNKS, DECODES = [20, 33], 3  # of the last rows
 Q_LENS = [*CHUNKS, *[1] * DECODES]
 
 
-def batch_of(kv: PagedKv) -> AttentionBatch:
+def batch_of(kv: PagedKv, chunks: list[int] = CHUNKS) -> AttentionBatch:
+    """Chunks of the first rows, decodes of the others."""
     device = kv.pages.device
     lens = kv.kv_lens.tolist()
-    positions = torch.cat([torch.arange(n - q, n) for n, q in zip(lens, Q_LENS, strict=True)])
-    owner = kv.rows.long().repeat_interleave(torch.tensor(Q_LENS, device=device))
+    decodes = len(lens) - len(chunks)
+    q_lens = [*chunks, *[1] * decodes]
+    positions = torch.cat([torch.arange(n - q, n) for n, q in zip(lens, q_lens, strict=True)])
+    owner = kv.rows.long().repeat_interleave(torch.tensor(q_lens, device=device))
     pages = kv.page_table[owner, positions.to(device) // PAGE].long()
     return AttentionBatch(
-        num_prefills=len(CHUNKS),
-        num_decodes=DECODES,
-        num_prefill_tokens=sum(CHUNKS),
+        num_prefills=len(chunks),
+        num_decodes=decodes,
+        num_prefill_tokens=sum(chunks),
         rows=kv.rows,
-        qo_indptr=torch.tensor([0, *Q_LENS], device=device).cumsum(0).int(),
+        qo_indptr=torch.tensor([0, *q_lens], device=device).cumsum(0).int(),
         kv_lens=kv.kv_lens,
         page_table=kv.page_table.clamp(min=0),
         slots=pages * PAGE + positions.to(device) % PAGE,
         positions=positions.to(device),
-        q_lens_host=CHUNKS,
+        q_lens_host=chunks,
         kv_lens_host=lens,
     )
 
@@ -221,3 +226,55 @@ def test_backends(
         out = backend.attend(0, q, beside, sinks_on(device))
         # torch's way rounds weights to the dtype.
         assert_close(out, expected, 2e-2 if dtype == torch.bfloat16 else None)
+
+
+class _Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that operations give."""
+
+    numbers = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numbers = max(self.numbers, result.numel())
+        return result
+
+
+def torch_backend(pool: Tensor, window: int = 0) -> TorchAttention:
+    geometry = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    return TorchAttention(pool, **geometry, scale=SCALE, window=window, sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("window", "most"), [(0, 1 << 24), (20, HEADS * 512 * 532)], ids=["whole", "window"]
+)
+def test_a_chunk_behind_a_long_prefix_holds_few_scores_at_once(
+    window: int, most: int, device: torch.device
+) -> None:
+    kv = paged([6000], torch.float32, device)
+    pool = kv.pages[None].nan_to_num()
+    backend, batch = torch_backend(pool, window), batch_of(kv, [512])
+    q = torch.randn(512, HEADS, HEAD_DIM, device=device)
+    backend.plan(batch)
+    with _Largest() as largest:
+        out = backend.attend(0, q, pool, sinks_on(device))
+    assert largest.numbers <= most + HEADS * 512, "scores, and one of each sink"
+    assert_close(out, exact(q, replace(kv, pages=pool[0]), batch.qo_indptr, window))
+
+
+def test_products_before_the_scale_may_lie_beyond_float16(device: torch.device) -> None:
+    kv = paged([24, 24], torch.float16, device)
+    pool = kv.pages[None].nan_to_num()
+    pool[:, 0] = 60.0  # with such queries 115,200 for each key, which is scaled to 34,560
+    backend, batch = torch_backend(pool), batch_of(kv, [24])
+    backend.plan(batch)
+    q = torch.full((25, HEADS, HEAD_DIM), 60.0, dtype=torch.float16, device=device)
+    out = backend.attend(0, q, pool, sinks_on(device))
+    for row, (begin, end) in enumerate([(0, 24), (24, 25)]):
+        own = kv.page_table[kv.rows[row], :2].long()
+        v = pool[0, 1, own].flatten(0, 1)[:24].double()
+        means = v.cumsum(0) / torch.arange(1, 25, device=device)[:, None, None]
+        expected = means[begin - end :].repeat_interleave(HEADS // KV_HEADS, 1)
+        assert_close(out[begin:end], expected, 1e-2)

@@ -13,6 +13,8 @@ from radixgrove.worker.attention.base import AttentionBatch, GroupBackend
 
 # Queries of a chunk attended at once: bounds the mask at `_QUERY_BLOCK x context`.
 _QUERY_BLOCK = 512
+# Scores in float32 that are held beside sinks at once, if one query has no more: 64 MiB.
+_SCORES = 1 << 24
 # Decode rows share one call when padding adds less than this share of their pages.
 _PADDING = 0.25
 
@@ -217,8 +219,37 @@ class TorchAttention(GroupBackend):
                     *block, attn_mask=mask, scale=self.scale, enable_gqa=True
                 )
             else:
-                attended = _attend_beside_sinks(*block, mask, self.scale, sinks)
+                attended = self._extend_beside_sinks(*block, mask, sinks)
             result[:, begin : begin + length] = attended[0]
+
+    def _extend_beside_sinks(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor
+    ) -> Tensor:
+        """Some queries after the other, so that their scores stay below `_SCORES`, each time beside
+        what the window lets them see.
+
+        Args:
+            q: [1, H, Q, D], of the last tokens of k and v. k, v: [1, KV, L, D]. mask: additive,
+                [Q, L]. sinks: [H].
+        """
+        queries, length = mask.shape
+        before = length - queries
+        most = min(length, self.window + queries) if self.window else length
+        step = max(1, _SCORES // (self.num_heads * most))
+        out = torch.empty_like(q)
+        for first in range(0, queries, step):
+            end = min(first + step, queries)
+            begin = max(0, before + first + 1 - self.window) if self.window else 0
+            seen = slice(begin, before + end)
+            out[:, :, first:end] = _attend_beside_sinks(
+                q[:, :, first:end],
+                k[:, :, seen],
+                v[:, :, seen],
+                mask[first:end, seen],
+                self.scale,
+                sinks,
+            )
+        return out
 
 
 def _attend_beside_sinks(
@@ -232,7 +263,8 @@ def _attend_beside_sinks(
     rows, _, queries, _ = q.shape
     kv_heads, length = k.shape[1:3]
     grouped = q.reshape(rows, kv_heads, -1, q.shape[-1])
-    scores = (grouped @ k.transpose(-1, -2)).float().mul_(scale)
+    # Scaled before: a product in float16 might overflow.
+    scores = ((grouped * scale) @ k.transpose(-1, -2)).float()
     scores = scores.view(rows, -1, queries, length)
     if mask is not None:
         scores += mask
