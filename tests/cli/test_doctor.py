@@ -168,6 +168,11 @@ def test_layers_that_all_have_a_window_run_on_triton_unwarned(
     found = hopper.backend(RADIXGROVE_MODEL=str(tmp_path))
     assert found["verdict"] == "ok"
     assert "attention auto: triton (all layers have a window" in found["text"]
+    found = hopper.backend(
+        RADIXGROVE_MODEL=str(tmp_path), RADIXGROVE_ATTENTION_BACKEND="flashinfer"
+    )
+    assert found["verdict"] == "ok"
+    assert "triton, though flashinfer is set: all layers have a window" in found["text"]
 
 
 def test_attention_with_sinks_runs_on_triton_unwarned(hopper: Machine, tmp_path: Path) -> None:
@@ -178,6 +183,11 @@ def test_attention_with_sinks_runs_on_triton_unwarned(hopper: Machine, tmp_path:
     found = hopper.backend(RADIXGROVE_MODEL=str(tmp_path))
     assert found["verdict"] == "ok"
     assert "attention auto: triton (attention has sinks" in found["text"]
+    found = hopper.backend(
+        RADIXGROVE_MODEL=str(tmp_path), RADIXGROVE_ATTENTION_BACKEND="flashinfer"
+    )
+    assert found["verdict"] == "ok"
+    assert "triton, though flashinfer is set: attention has sinks" in found["text"]
 
 
 def test_a_good_redis_passes(redis_server: RedisServer) -> None:

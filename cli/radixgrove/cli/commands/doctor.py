@@ -174,6 +174,9 @@ def _backend(settings: WorkerSettings, major: int | None) -> Finding:
     """
     chosen = settings.attention_backend
     prefill = _prefill(settings, _HOPPER if major is None else major)
+    if chosen is AttentionChoice.FLASHINFER and prefill.only_ours:
+        text = f"attention {AttentionChoice.TRITON}, though flashinfer is set: {prefill.why}"
+        return Finding(Verdict.OK, "backend", text)
     if chosen is AttentionChoice.FLASHINFER:
         verdict = Verdict.OK if prefill.by_flashinfer else Verdict.FAIL
         return Finding(verdict, "backend", f"attention flashinfer: {prefill.why}")
@@ -197,6 +200,7 @@ class _Prefill:
     by_flashinfer: bool
     why: str
     can_improve: bool = False
+    only_ours: bool = False  # whatever is set
 
 
 def _prefill(settings: WorkerSettings, major: int) -> _Prefill:
@@ -206,9 +210,9 @@ def _prefill(settings: WorkerSettings, major: int) -> _Prefill:
         return _Prefill(False, "FlashInfer does not read KV in float8")
     config = _config(settings)
     if config is not None and len(config.attention.windowed) == config.num_layers:
-        return _Prefill(False, "all layers have a window, for which ours is used")
+        return _Prefill(False, "all layers have a window, for which ours is used", only_ours=True)
     if config is not None and config.attention.sinks:
-        return _Prefill(False, "attention has sinks, for which ours is used")
+        return _Prefill(False, "attention has sinks, for which ours is used", only_ours=True)
     dtype = str(settings.dtype)
     if settings.dtype is DType.AUTO:
         dtype = config.dtype if config is not None else "bfloat16"

@@ -35,8 +35,8 @@ def select_attention(
     """The backend for a model of `dtype`, and its name.
 
     `auto` tries flashinfer, triton, torch in this order on CUDA, and takes torch on a CPU. Layers
-    with a window have triton's where others have flashinfer's, and so have all of a model with
-    sinks.
+    with a window have triton's where others have flashinfer's, set or not, and so have all of a
+    model with sinks. Where that leaves flashinfer no layers, the backend is triton.
 
     Raises:
         ModelError: the chosen backend cannot be used here.
@@ -45,15 +45,18 @@ def select_attention(
     if choice != AttentionChoice.AUTO:
         if choice != AttentionChoice.TORCH and not on_cuda:
             raise ModelError(f"attention backend {choice.value} needs CUDA")
+        why = "as set"
+        if choice is AttentionChoice.FLASHINFER and not _has_flashinfer(pool, config):
+            choice, why = AttentionChoice.TRITON, "for sinks and windows, though flashinfer is set"
         try:
             backend = _create(choice, pool, config, shard, dtype)
             _warm_up(backend, report)
         except (ImportError, RuntimeError) as error:
             raise ModelError(f"attention backend {choice.value}: {error}") from error
-        report(_chosen(choice, backend, ["as set"]))
+        report(_chosen(choice, backend, [why]))
         return backend, choice.value
     reasons = []
-    for candidate in _candidates(pool):
+    for candidate in _candidates(pool, config):
         try:
             backend = _create(candidate, pool, config, shard, dtype)
             _warm_up(backend, report)
@@ -66,13 +69,22 @@ def select_attention(
     raise ModelError(f"no attention backend works: {'; '.join(reasons)}")
 
 
-def _candidates(pool: KvPool) -> list[AttentionChoice]:
+def _candidates(pool: KvPool, config: ModelConfig) -> list[AttentionChoice]:
     """What `auto` tries; flashinfer only where a group of layers would have it."""
     if pool.device.type != "cuda":
         return [AttentionChoice.TORCH]
-    if all(group.window for group in pool.shape.groups):
-        return [choice for choice in _PREFERENCE if choice is not AttentionChoice.FLASHINFER]
-    return list(_PREFERENCE)
+    if _has_flashinfer(pool, config):
+        return list(_PREFERENCE)
+    return [choice for choice in _PREFERENCE if choice is not AttentionChoice.FLASHINFER]
+
+
+def _has_flashinfer(pool: KvPool, config: ModelConfig) -> bool:
+    """Whether a group of layers may have it."""
+    return any(_takes_flashinfer(group, config) for group in pool.shape.groups)
+
+
+def _takes_flashinfer(group: KvGroup, config: ModelConfig) -> bool:
+    return not (group.window or config.attention.sinks)
 
 
 def _chosen(choice: AttentionChoice, backend: AttentionBackend, why: list[str]) -> PhaseReport:
@@ -106,7 +118,7 @@ def _group_backend(
     shard: Shard,
     dtype: torch.dtype,
 ) -> GroupBackend:
-    if choice is AttentionChoice.FLASHINFER and group.window:
+    if choice is AttentionChoice.FLASHINFER and not _takes_flashinfer(group, config):
         choice = AttentionChoice.TRITON
     module = import_module(f"radixgrove.worker.attention.{choice.value}")
     kind: type[GroupBackend] = getattr(module, _CLASSES[choice])
