@@ -101,6 +101,34 @@ for other in others:
     assert run(program) == ["True"]
 
 
+def test_where_no_threads_are_left_spins_stay_long_and_it_is_said_once(tmp_path: Path) -> None:
+    program = """
+import logging, os, resource, sys, threading
+from pathlib import Path
+import torch
+from radixgrove.worker.execution.openmp_waits import OpenMpWaits
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+os.sched_getaffinity = lambda _: set(range(8))
+schedstat = Path(sys.argv[1]) / "task" / "1" / "schedstat"
+schedstat.parent.mkdir(parents=True)
+schedstat.write_text("1 1 1")
+waits = OpenMpWaits(2, Path(sys.argv[1]))
+stack = 1 << 30
+threading.stack_size(stack)
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+limit = taken + 3 * stack  # two or three of seven threads
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+for look in (1, 2):
+    schedstat.write_text(f"{look * 10**12} {look * 10**12} 1")
+    waits.look()
+    print(waits.short, threading.active_count())
+"""
+    said, *after = run(program, tmp_path)
+    assert "can't start new thread" in said
+    assert after == ["False 1"] * 2
+
+
 can_tell = pytest.mark.skipif(not can_follow_load(CORES), reason="an engine cannot tell")
 THREADS = "print([thread.name for thread in threading.enumerate()])"
 

@@ -11,6 +11,7 @@ does not heed them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -113,6 +114,7 @@ class OpenMpWaits:
         self._cores = len(os.sched_getaffinity(0))  # those that OpenMP has found
         self._teams: list[threading.Thread] = []
         self._over = threading.Event()
+        self._refused = False  # whether the system had no threads for teams
         self._proc = proc
         self._times, self._since = _times(proc), time.monotonic()
         self._calm = 0  # looks, one after the other
@@ -132,7 +134,7 @@ class OpenMpWaits:
             return
         share = waited / (ran + waited)
         self._calm = self._calm + 1 if share < _CALM else 0
-        if not self.short and share > _SHARED:
+        if not (self.short or self._refused) and share > _SHARED:
             _log.debug("threads wait for cores %.0f %% of the time: short spins", 100 * share)
             self.shorten()
         elif self.short and self._calm >= _CALM_LOOKS:
@@ -140,17 +142,29 @@ class OpenMpWaits:
             self.lengthen()
 
     def shorten(self) -> None:
-        """Start the teams."""
+        """Start the teams, or none if the system has no threads for all of them."""
         # OpenMP counts 1 for the process and threads - 1 for each team. The engine's own team adds
         # at least 1 while it waits: with that they are more than the cores.
         count = -(-(self._cores - 1) // (self.threads - 1))
-        started = threading.Barrier(count + 1)
+        together = threading.Barrier(count + 1)
         self._over.clear()
-        for _ in range(count):
-            team = threading.Thread(target=self._lead, args=(started,), daemon=True)
-            team.start()
-            self._teams.append(team)
-        started.wait()
+        try:
+            for _ in range(count):
+                team = threading.Thread(target=self._lead, args=(together,), daemon=True)
+                team.start()
+                self._teams.append(team)
+        except RuntimeError as error:
+            self._refused = True
+            together.abort()
+            self.lengthen()
+            _log.warning(
+                "threads wait for cores and spin for long, since teams for short spins cannot "
+                "start (%s): raise the limit of processes, or set GOMP_SPINCOUNT=1000",
+                error,
+            )
+            return
+        together.wait()
+        together.wait()
 
     def lengthen(self) -> None:
         """End the teams: threads that OpenMP started for another end with it."""
@@ -159,12 +173,14 @@ class OpenMpWaits:
             team.join()
         self._teams.clear()
 
-    def _lead(self, started: threading.Barrier) -> None:
+    def _lead(self, together: threading.Barrier) -> None:
         import torch  # here: the agent, which asks `can_follow_load`, has none
 
-        torch.empty(_PARALLEL).fill_(0)
-        started.wait()
-        self._over.wait()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait()  # until all run: OpenMP ends a process that it cannot start threads in
+            torch.empty(_PARALLEL).fill_(0)
+            together.wait()
+            self._over.wait()
 
 
 def _times(proc: Path) -> dict[str, _Times]:
