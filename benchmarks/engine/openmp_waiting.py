@@ -24,18 +24,28 @@ from contextlib import ExitStack, contextmanager
 from benchmarks import results
 from benchmarks.engine.cpu_engine import make_engine, run_engine, workloads
 from benchmarks.load.subjects import table
+from radixgrove.protocol.settings import Device, WorkerSettings
 from radixgrove.worker.agent import demo_model
-from radixgrove.worker.execution.openmp_waits import SAID_BY
+from radixgrove.worker.agent.preparation import openmp_waiting
+from radixgrove.worker.execution.openmp_waits import SAID_BY, follows_load
 
 IDLE_LOAD = 0.5
 PAUSE = 0.2  # seconds; the others' threads have gone to sleep then
 PLAIN = "OpenMP's own"
-SIDES = {PLAIN: "300000", "1,000 turns": "1000", "radixgrove": None}  # GOMP_SPINCOUNT
+CORES = len(os.sched_getaffinity(0))
+
+
+def sides() -> dict[str, dict[str, str]]:
+    """By name, what the environment says of waiting; of ours, what a worker gives its engine."""
+    engine = WorkerSettings(device=Device.CPU, cpu_threads=CORES)
+    ours = openmp_waiting({}, follows_load=follows_load(engine, {}))
+    plain, short = {"GOMP_SPINCOUNT": "300000"}, {"GOMP_SPINCOUNT": "1000"}
+    return {PLAIN: plain, "1,000 turns": short, "radixgrove": ours}
 
 
 def turns() -> None:
     """Runs the workloads named on standard input, and prints the seconds of each."""
-    engine = make_engine(demo_model.ensure(), "float32", len(os.sched_getaffinity(0)))
+    engine = make_engine(demo_model.ensure(), "float32", CORES)
     known = {workload.name: workload for workload in workloads()}
     for line in sys.stdin:
         seconds, _ = run_engine(engine, known[line.strip()])
@@ -45,10 +55,8 @@ def turns() -> None:
 class Turns:
     """A process of `turns`."""
 
-    def __init__(self, stack: ExitStack, spins: str | None) -> None:
-        environ = {k: v for k, v in os.environ.items() if k not in SAID_BY}
-        if spins is not None:
-            environ["GOMP_SPINCOUNT"] = spins
+    def __init__(self, stack: ExitStack, waiting: dict[str, str]) -> None:
+        environ = {k: v for k, v in os.environ.items() if k not in SAID_BY} | waiting
         self._process = stack.enter_context(
             subprocess.Popen(
                 [sys.executable, "-m", __spec__.name, "--turns"],
@@ -83,8 +91,8 @@ def measure(names: list[str], rounds: int, hogs: int) -> dict[tuple[str, str], l
     seconds: dict[tuple[str, str], list[float]] = {}
     with ExitStack() as stack:
         processes = {}
-        for side, spins in SIDES.items():  # one starts after the other: none waits for a core
-            processes[side] = Turns(stack, spins)
+        for side, waiting in sides().items():  # one starts after the other: none waits for a core
+            processes[side] = Turns(stack, waiting)
             for name in names:
                 processes[side].seconds(name)  # to warm up
         with busy_loops(hogs):
@@ -121,7 +129,7 @@ def main() -> None:
     measured = [measure(options.workload, options.rounds, hogs) for _ in range(options.processes)]
     rows = []
     for name in options.workload:
-        for side in SIDES:
+        for side in sides():
             taken = statistics.median(
                 value for seconds in measured for value in seconds[name, side]
             )
