@@ -85,6 +85,8 @@ def test_dummy_weights(four_bits: bool, tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).unlink()
     runners = [cpu_runner(tmp_path, load_format=LoadFormat.DUMMY) for _ in range(2)]
     answers = [Driver(runner).generate([[5, 6, 7]], greedy(16))[0].tokens for runner in runners]
+    for runner in runners:
+        runner.close()
     assert answers[0] == answers[1]
     assert len(set(answers[0])) > 1
 

@@ -25,9 +25,8 @@ class ResidualStream:
     def __init__(self, value: Tensor) -> None:
         self._value = value
         self._pending: Tensor | None = None  # to be added
-        self._partial: Tensor | None = (
-            None  # to be summed over the ranks: the stream is in rank 0's
-        )
+        # To be summed over the ranks: the stream is in rank 0's.
+        self._partial: Tensor | None = None
 
     def into(self, linear: Linear, context: StepContext, norm: Norm | None) -> Tensor:
         """`linear` of the stream's norm, or of the stream."""
