@@ -78,6 +78,16 @@ def test_other_forms_accept_theirs(asked: Constraint, text: str) -> None:
     assert not accepts(asked, text + "?")
 
 
+def test_gbnf_with_a_rule_start_hardly_grows_whatever_else_its_rules_are_named() -> None:
+    names = ["begin", *(f"begin{'-s' * n}" for n in range(100)), "Begin-0", "begin_1", "begin-2"]
+    rules = "\n".join(f'{name} ::= "x"' for name in names)
+    used = " | ".join([*names, *["start"] * 1000])
+    text = f'root ::= {used}\nstart ::= "y"\n{rules}'
+    asked = constraint.text_form(Form.GRAMMAR, text, "p")
+    assert len(compiled(asked).grammar) < 3 * len(text)
+    assert accepts(asked, "y")
+
+
 def test_a_grammar_embeds_schemas() -> None:
     text = 'start: "call " %json ' + json.dumps(OBJECT) + ' ";"\nOTHER: /%json x/'
     asked = constraint.text_form(Form.GRAMMAR, text, "p")

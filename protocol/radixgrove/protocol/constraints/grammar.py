@@ -6,6 +6,7 @@ that llguidance cannot enforce is named, never dropped in silence.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -304,9 +305,8 @@ def token_of(text: str, tokenizer: LLTokenizer) -> int | None:
 
 def _without_start(gbnf: str) -> str:
     """With another name for a rule `start`, which in Lark is the root's."""
-    name = "begin"
-    while name in gbnf:
-        name += "-s"
+    taken = set(re.findall(r"begin_\d+", gbnf.replace("-", "_").lower()))
+    name = next(name for name in map("begin_{}".format, itertools.count()) if name not in taken)
     return _GBNF_NAME.sub(lambda found: name if found[0] == "start" else found[0], gbnf)
 
 
