@@ -88,6 +88,32 @@ def test_gbnf_with_a_rule_start_hardly_grows_whatever_else_its_rules_are_named()
     assert accepts(asked, "y")
 
 
+@pytest.mark.timeout(12)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n" * (64 << 10),
+        "root ::= " + "[" * (60 << 10),
+        'root ::= "' + '\\"' * (30 << 10),
+        "start: /" + "\\/" * (30 << 10),
+    ],
+    ids=["blank lines", "brackets", "quotes", "slashes"],
+)
+def test_a_text_that_is_no_grammar_is_refused_soon(text: str) -> None:
+    """The longest ones that there are, of what an expression could try at each character anew."""
+    assert refused(constraint.text_form(Form.GRAMMAR, text, "p"))
+
+
+def test_expressions_of_a_grammar_may_have_several_lines() -> None:
+    text = "root ::= start [\nstart]\nstart ::= [x]"
+    assert accepts(constraint.text_form(Form.GRAMMAR, text, "p"), "xa")
+    assert not accepts(constraint.text_form(Form.GRAMMAR, text, "p"), "xb")
+    schema = json.dumps({"const": 1, "x-guidance": {"whitespace_pattern": "~"}})
+    text = f"start: /a\nb/ %json {schema} /c/"
+    assert not accepts(constraint.text_form(Form.GRAMMAR, text, "p"), "a\nb~1c")
+    assert accepts(constraint.text_form(Form.GRAMMAR, text, "p"), "a\nb1c")
+
+
 def test_a_grammar_embeds_schemas() -> None:
     text = 'start: "call " %json ' + json.dumps(OBJECT) + ' ";"\nOTHER: /%json x/'
     asked = constraint.text_form(Form.GRAMMAR, text, "p")

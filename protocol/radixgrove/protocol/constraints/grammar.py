@@ -61,12 +61,16 @@ _REGEX_REASON = re.compile(r"^error: (.*)$", re.MULTILINE)
 _COMPLEX = re.compile(r"too (?:big|complex|large|many)|limit|fuel", re.IGNORECASE)
 # What an error repeats of the client's own words.
 _REPEATED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|(?<=Invalid type: ).*|(?<=unknown name: ).*")
-_GBNF_RULE = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
+# Clients write these texts: each expression takes time by their length, not by its square. So blank
+# lines are no part of a rule's beginning, and what is opened and never closed reaches to the end.
+_GBNF_RULE = re.compile(r"^[^\S\n]*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 # Of GBNF: what may hold a name without meaning it, and names.
-_GBNF_NAME = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*|[A-Za-z][\w-]*')
-_LARK_RULE = re.compile(r"^\s*[?!]?[A-Za-z_][^\s:]*\s*:", re.MULTILINE)
+_GBNF_NAME = re.compile(
+    r'"(?:[^"\\]|\\[\s\S])*"?|\[(?:[^\]\\]|\\[\s\S])*\]?|#[^\n]*|[A-Za-z][\w-]*'
+)
+_LARK_RULE = re.compile(r"^[^\S\n]*[?!]?[A-Za-z_][^\s:]*\s*:", re.MULTILINE)
 # In a Lark grammar: what may hold the word without meaning it, then the word itself.
-_EMBEDDED = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|%json\s*(?=\{)')
+_EMBEDDED = re.compile(r'"(?:[^"\\\n]|\\.)*"?|//[^\n]*|/(?:[^/\\]|\\[\s\S])+/?|%json\s*(?=\{)')
 
 
 class UnenforceableError(ConstraintError):
