@@ -97,6 +97,17 @@ def test_the_same_values_are_valid(schema: Any, instances: list[Any]) -> None:
         assert before.is_valid(value) == after.is_valid(value), (schema, other, value)
 
 
+@pytest.mark.parametrize("reference", ["#/properties/a/items", "#/patternProperties/^a$/items"])
+def test_references_into_properties_lead_where_they_did(reference: str) -> None:
+    array = {"type": "array", "items": {"const": "x"}}
+    schema = {
+        "properties": {"a": array, "b": {"$ref": reference}},
+        "patternProperties": {"^a$": array},
+    }
+    assert Draft202012Validator(precise(schema)).is_valid({"a": ["x"], "b": "x"})
+    assert not Draft202012Validator(precise(schema)).is_valid({"b": "y"})
+
+
 @given(
     needed=st.dictionaries(st.sampled_from(NAMES), names | simple, min_size=1, max_size=2),
     instances=st.lists(values, min_size=1, max_size=8),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations, pairwise, permutations
 from typing import Any
 
@@ -44,10 +45,16 @@ def rewrite(schema: Any) -> Any:
 def precise(schema: Any) -> Any:
     """The schema, with patterns in place of the formats that llguidance takes loosely, and without
     patterns that declared properties alone match, for which it lets further keys begin."""
+    return _precise(schema, declare=not _is_pointed_into(schema))
+
+
+def _precise(schema: Any, *, declare: bool) -> Any:
+    """`declare`: whether what declared properties are may move within them."""
     if not isinstance(schema, dict):
         return schema
-    out = _within(schema, precise)
-    _declare(out)
+    out = _within(schema, partial(_precise, declare=declare))
+    if declare:
+        _declare(out)
     name = out.get("format")
     if not isinstance(name, str) or name not in PRECISE:
         return out
