@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
+from radixgrove.protocol.formats.table import FORMATS
 from radixgrove.worker.messages import ReasoningRule, TokenRules
 from tests.conftest import wait_until
 from tests.worker.frontend import tool_model
@@ -127,6 +128,24 @@ def test_a_cut_call_that_was_asked_for_is_no_text(frontend: Frontend, choice: An
         whole, streamed = both(frontend, tool_choice=choice, max_tokens=most)
         assert said(whole) == said(streamed)
         assert (said(whole)["content"], whole.finish_reason) == (None, "length")
+
+
+def test_what_is_said_before_a_call_that_was_asked_for_stays_where_messages_have_headers(
+    demo_model_dir: Path, tmp_path: Path
+) -> None:
+    form = FORMATS["gpt-oss"]
+    template = "<|channel|><|message|>{{ tools }}{{ messages[0].content }}"
+    directory = tool_model.build(demo_model_dir, tmp_path / "model", template, form.all_markers)
+    aside = "<|channel|>commentary<|message|>Let me look.<|end|>"
+    header = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    with running_frontend(directory) as frontend:
+        frontend.answer(aside + "<|start|>assistant" + header + '{"city": "Paris"}')
+        for most in (*range(1, 40), 500):
+            whole, streamed = both(frontend, tool_choice="required", max_tokens=most)
+            assert said(whole) == said(streamed)
+            said_before = said(whole)["content"] or ""
+            assert "Let me look.".startswith(said_before)
+        assert (said_before, len(said(whole)["calls"])) == ("Let me look.", 1)
 
 
 def test_what_the_engine_is_told(frontend: Frontend) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
@@ -28,14 +29,16 @@ TEMPLATE = """\
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
 
-def build(demo: Path, directory: Path, template: str = TEMPLATE) -> Path:
+def build(
+    demo: Path, directory: Path, template: str = TEMPLATE, markers: Sequence[str] = MARKERS
+) -> Path:
     """Without weights: for frontends, whose engine is another one."""
     directory.mkdir()
     for file in demo.iterdir():
         if file.suffix != ".safetensors":
             (directory / file.name).write_bytes(file.read_bytes())
     tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKERS])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in markers])
     tokenizer.save(str(directory / "tokenizer.json"))
     config = json.loads((directory / "config.json").read_text())
     config["vocab_size"] = tokenizer.get_vocab_size(with_added_tokens=True)

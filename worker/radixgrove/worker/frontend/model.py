@@ -107,12 +107,14 @@ class ServedModel:
         )
         # OpenAI's own oddity: a call that was asked for by name ends an answer like a text.
         mode = None if tools is None else tools.mode
+        asked = offered is not None and mode in (ToolMode.REQUIRED, ToolMode.NAMED)
         return Output(
             parser,
             self.markers,
             called_reason="stop" if mode is ToolMode.NAMED else "tool_calls",
             show_reasoning=request.include_reasoning,
-            calls_alone=offered is not None and mode in (ToolMode.REQUIRED, ToolMode.NAMED),
+            # Messages say in their headers what they are: a cut call never reads as content.
+            calls_alone=asked and not isinstance(form.calls, Channels),
             custom=() if tools is None else {tool.name for tool in tools.offered if tool.custom},
         )
 
