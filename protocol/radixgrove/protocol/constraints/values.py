@@ -15,6 +15,9 @@ from radixgrove.protocol.constraints.schema import ANNOTATIONS, TYPES, resolve, 
 ALL_TYPES = frozenset({*TYPES, "integer"})
 _MOST_LEVELS = 64  # of references and of schemas joined to others
 _DEFINITIONS = ("#/$defs/", "#/definitions/")
+# Keywords of data, in which nothing is a reference, and of parts by names, of which none is one.
+_DATA = ("const", "enum", "default", "examples")
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _WHOLE = "whole"  # the definition that a schema becomes to whose parts others refer
 
 
@@ -164,7 +167,11 @@ def _references(schema: Any) -> Iterator[str]:
             reference = part.get("$ref")
             if isinstance(reference, str) and _is_local(reference):
                 yield reference
-            parts += part.values()
+            for key, value in part.items():
+                if key in _NAMED and isinstance(value, dict):
+                    parts += value.values()
+                elif key not in _DATA:
+                    parts.append(value)
         elif isinstance(part, list):
             parts += part
 
@@ -180,7 +187,12 @@ def _moved(part: Any) -> Any:
         return [_moved(each) for each in part]
     if not isinstance(part, dict):
         return part
-    out = {key: _moved(value) for key, value in part.items()}
+    out: dict[str, Any] = {}
+    for key, value in part.items():
+        if key in _NAMED and isinstance(value, dict):
+            out[key] = {name: _moved(each) for name, each in value.items()}
+        else:
+            out[key] = value if key in _DATA else _moved(value)
     reference = part.get("$ref")
     if isinstance(reference, str) and _is_local(reference):
         out["$ref"] = f"#/$defs/{_WHOLE}{reference[1:]}"
