@@ -30,3 +30,13 @@ def test_properties_named_like_keywords_of_data_refer() -> None:
     assert Draft202012Validator(alone).is_valid({"default": "x", "const": "y"})
     for value in ({"default": "z"}, {"const": "z"}):
         assert not Draft202012Validator(alone).is_valid(value)
+
+
+@pytest.mark.parametrize("key", ["$defs", "definitions"])
+@pytest.mark.parametrize("into", ["#/{key}/B", "#/properties/a/{key}/B"])
+def test_definitions_within_a_part_do_not_stand_for_those_of_the_whole(key: str, into: str) -> None:
+    part = {key: {"B": {"type": "integer"}, "whole": {}}, "$ref": into.format(key=key)}
+    whole = {key: {"B": INTO}, "properties": {"a": part}}
+    alone, value = Values(whole).alone(part), 5 if "properties" in into else "x"
+    assert Draft202012Validator(alone).is_valid(value)
+    assert not Draft202012Validator(alone).is_valid([value])

@@ -114,7 +114,10 @@ class Values:
                 else {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
             )
         moved: dict[str, Any] = _moved(own) if self._moves else own
-        return self._definitions | moved
+        # Of definitions of the part itself references know the places within the whole.
+        return self._definitions | {
+            key: value for key, value in moved.items() if key not in ("$defs", "definitions")
+        }
 
     def _few(self, part: Any) -> list[Any] | None:
         part = self.plain(part)
