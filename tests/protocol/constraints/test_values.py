@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,3 +41,43 @@ def test_definitions_within_a_part_do_not_stand_for_those_of_the_whole(key: str,
     alone, value = Values(whole).alone(part), 5 if "properties" in into else "x"
     assert Draft202012Validator(alone).is_valid(value)
     assert not Draft202012Validator(alone).is_valid([value])
+
+
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        ({"enum": ["x", 1]}, ["x", 1]),
+        ({"type": "string", "enum": ["x", 1]}, ["x"]),
+        ({"type": "integer", "enum": [1.0, 1.5, True]}, [1.0]),
+        ({"type": "string", "oneOf": [{"const": "x"}, {"const": "y"}, {"const": 1}]}, ["x", "y"]),
+        ({"oneOf": [{"enum": ["x", "y"]}, {"enum": ["y", 1, True]}]}, ["x", 1, True]),
+        ({"type": "string", "allOf": [{"enum": ["x", 1]}]}, ["x"]),
+        ({"allOf": [{"$ref": "#/$defs/E"}, {"type": "string"}]}, ["x", "y"]),
+        ({"$ref": "#/$defs/E", "enum": ["y", "z"]}, ["y"]),
+        ({"allOf": [{"$ref": "#/$defs/E"}, {"enum": ["z"]}]}, []),
+        ({"enum": ["x", None, 1], "anyOf": [{"type": "string"}, {"type": "null"}]}, ["x", None]),
+        ({"anyOf": [{"anyOf": [{"const": "x"}, {"type": "null"}]}, False]}, ["x", None]),
+        ({"anyOf": [{"const": "x"}, {"type": "string"}]}, None),
+        ({"allOf": [{"const": "x"}, {"pattern": "y"}]}, None),
+        ({"enum": ["x"], "minLength": 2}, None),
+        ({"enum": ["x", ["x"]]}, None),
+        ({"type": "string"}, None),
+        ({"$ref": "#/$defs/Round"}, None),
+    ],
+)
+def test_values_that_are_named_one_by_one(part: Any, values: list[Any] | None) -> None:
+    around = {"type": "string", "anyOf": [{"$ref": "#/$defs/Round"}]}
+    listed = Values({"$defs": {"E": INTO, "Round": around}}).listed(part)
+    assert listed == values
+    assert [*map(type, listed or ())] == [*map(type, values or ())]
+    for value in values or ():
+        assert Draft202012Validator(part | {"$defs": {"E": INTO}}).is_valid(value)
+
+
+def test_lists_that_refer_to_others_again_and_again_are_read_once() -> None:
+    names = [f"L{number}" for number in range(60)]
+    defs: dict[str, Any] = {
+        name: {"anyOf": [{"$ref": f"#/$defs/{after}"}] * 2} for name, after in pairwise(names)
+    }
+    values = Values({"$defs": defs | {names[-1]: INTO}})
+    assert values.listed({"$ref": "#/$defs/L0"}) == ["x", "y"]

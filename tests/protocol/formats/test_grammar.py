@@ -319,6 +319,12 @@ VALUES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         ["S", "M", None],
         ["L", 5],
     ),
+    "kind": (
+        {"type": "string", "oneOf": [{"const": "x", "title": "X"}, {"const": "y"}]},
+        ["x", "y"],
+        ["z"],
+    ),
+    "shade": ({"allOf": [{"$ref": "#/$defs/Color"}, {"type": "string"}]}, ["red"], ["green"]),
     "note": ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["a\nb", "", "nothing", None], []),
     "either": (
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},

@@ -6,6 +6,7 @@ value may be.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -18,6 +19,8 @@ _DEFINITIONS = ("#/$defs/", "#/definitions/")
 # Keywords of data, in which nothing is a reference, and of parts by names, of which none is one.
 _DATA = ("const", "enum", "default", "examples")
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+# Keywords that types and lists of values are made of.
+_OF_LISTS = frozenset({"type", "const", "enum", "anyOf", "oneOf", "allOf", "$ref"})
 _WHOLE = "whole"  # the definition that a schema becomes to whose parts others refer
 
 
@@ -60,21 +63,60 @@ class Values:
     def listed(self, part: Any) -> list[Any] | None:
         """All values that it may have, if they are named one by one, and are no arrays or objects;
         None: they are not."""
+        return self._listed(part, 0)
+
+    def _listed(self, part: Any, level: int) -> list[Any] | None:
         part = self.plain(part)
-        if not isinstance(part, dict):
+        if part is False:
+            return []
+        if not isinstance(part, dict) or level > _MOST_LEVELS:
             return None
         if id(part) not in self._listed_at:
-            self._listed_at[id(part)] = self._listed(part)
+            self._listed_at[id(part)] = None  # what it is where it leads back to itself
+            self._listed_at[id(part)] = self._common(part, level)
         return self._listed_at[id(part)]
 
-    def _listed(self, part: dict[str, Any]) -> list[Any] | None:
-        keys = set(part) - ANNOTATIONS
+    def _common(self, part: dict[str, Any], level: int) -> list[Any] | None:
+        """Values that are in all lists of a part, each list without those of other types."""
+        if not set(part) - ANNOTATIONS <= _OF_LISTS:
+            return None
+        types = self._types(part, 0)
+        common: dict[tuple[str, Any], Any] | None = None
+        for values in self._lists(part, level):
+            if values is None:
+                return None
+            found = [value for value in values if type_of(value) in types or _whole(value, types)]
+            if any(isinstance(value, (list, dict)) for value in found):
+                return None
+            distinct = {_identity(value): value for value in found}
+            if common is None:
+                common = distinct
+            common = {key: value for key, value in common.items() if key in distinct}
+        return None if common is None else list(common.values())
+
+    def _lists(self, part: dict[str, Any], level: int) -> Iterator[list[Any] | None]:
+        """Of each keyword that names values one by one; None: one does not, and says more than
+        types."""
+        if part.get("type") in ("null", "boolean"):
+            yield [None] if part["type"] == "null" else [True, False]
+        if "const" in part:
+            yield [part["const"]]
+        if "enum" in part:
+            yield part["enum"] if isinstance(part["enum"], list) else None
+        joined = [resolve(self._root, part["$ref"])] if isinstance(part.get("$ref"), str) else []
+        joined += part["allOf"] if isinstance(part.get("allOf"), list) else []
+        for each in joined:
+            values = self._listed(each, level + 1)
+            if values is not None or self._keywords(each):
+                yield values
         for union in ("anyOf", "oneOf"):
-            if keys == {union} and isinstance(part[union], list):
-                branches = [self._few(branch) for branch in part[union]]
-                found = [value for branch in branches for value in branch or ()]
-                return None if None in branches else found
-        return self._few(part)
+            if isinstance(part.get(union), list):
+                branches = [self._listed(each, level + 1) for each in part[union]]
+                listed = [branch for branch in branches if branch is not None]
+                if len(listed) == len(branches):
+                    yield _united(listed, once=union == "oneOf")
+                elif self._keywords({union: part[union]}):
+                    yield None
 
     def keywords(self, part: Any) -> Set[str]:
         """All that say something of a part's values, within arrays and objects not."""
@@ -118,20 +160,6 @@ class Values:
         return self._definitions | {
             key: value for key, value in moved.items() if key not in ("$defs", "definitions")
         }
-
-    def _few(self, part: Any) -> list[Any] | None:
-        part = self.plain(part)
-        if not isinstance(part, dict):
-            return None
-        keys = set(part) - ANNOTATIONS
-        if keys == {"type"} and part["type"] in ("null", "boolean"):
-            return [None] if part["type"] == "null" else [True, False]
-        values = [part["const"]] if "const" in part else part.get("enum")
-        if not keys <= {"const", "enum", "type"} or not isinstance(values, list):
-            return None
-        kinds = self.types({"type": part["type"]}) if "type" in part else ALL_TYPES
-        found = [value for value in values if type_of(value) in kinds or _whole(value, kinds)]
-        return None if any(isinstance(value, (list, dict)) for value in found) else found
 
     def _types(self, part: Any, level: int) -> frozenset[str]:
         if part is False:
@@ -212,6 +240,18 @@ def _declared(given: Any) -> frozenset[str]:
         return ALL_TYPES
     found = {name for name in names if isinstance(name, str)}
     return frozenset(found | ({"integer"} if "number" in found else set()))
+
+
+def _united(branches: list[list[Any]], *, once: bool) -> list[Any]:
+    """Plain values that a branch has; `once`: those that one alone has."""
+    counts = Counter(key for branch in branches for key in {*map(_identity, branch)})
+    values = [value for branch in branches for value in branch]
+    return [value for value in values if not once or counts[_identity(value)] == 1]
+
+
+def _identity(value: Any) -> tuple[str, Any]:
+    """Of a plain value: one and true are the same in Python, and not in JSON."""
+    return type_of(value), value
 
 
 def _whole(value: Any, kinds: frozenset[str]) -> bool:
