@@ -402,6 +402,14 @@ def test_literals_are_of_the_types_that_others_define(key: str, text: str, passe
     assert takes(matcher_of("llama4", tools=(tool("f", schema),)), ids) == passes
 
 
+def test_an_argument_without_a_value_is_left_out() -> None:
+    never = {"type": "string", "enum": [1]}
+    schema = {"type": "object", "properties": {"x": never, "count": {"type": "integer"}}}
+    matcher = matcher_of("llama4", tools=(tool("f", schema),))
+    for text, passes in (("[f(count=5)]", True), ("[f()]", True), ("[f(x=)]", False)):
+        assert takes(matcher.deep_copy(), ids_of("llama4", text)) == passes
+
+
 def test_what_tags_cannot_hold_to_is_named_wherever_it_stands() -> None:
     text = {"anyOf": [{"$ref": "#/$defs/Code"}, {"type": "null"}]}
     number = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}

@@ -560,7 +560,7 @@ def _literal_arguments(
     properties = {
         key: given
         for key, given in (arguments.get("properties") or {}).items()
-        if given is not False
+        if given is not False and values.listed(given) != []
     }
     if not properties:
         return ""
