@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,15 @@ def test_gpus_are_shared_out_without_overlap() -> None:
         plan_gpus(3, 2, ["0", "1", "2", "3"])
 
 
-def cluster(directory: Path, **flags: Any) -> Cluster:
+def cluster(directory: Path, state: Path | None = None, **flags: Any) -> Cluster:
     """One that is not started."""
     directory.mkdir()
     return Cluster(
-        UpParts(None, flags), directory, lambda name: lambda line: None, lambda text: None
+        UpParts(None, flags),
+        directory,
+        state or directory,
+        lambda name: lambda line: None,
+        lambda text: None,
     )
 
 
@@ -30,14 +36,34 @@ def test_two_clusters_in_one_redis_keep_their_keys_apart(
 ) -> None:
     """Both have a `replica-0`, and secrets that the other one does not know."""
     monkeypatch.setenv("REDIS_URL", "redis://redis.example:6379/0")
-    one, again, other = (
+    made = [
         cluster(tmp_path / name, port=port)
         for name, port in [("a", 8000), ("b", 8000), ("c", 9000)]
+    ]
+    assert len({each.router.redis_prefix for each in made}) == len(made)
+    for each in made:
+        assert {worker.redis_prefix for worker in each.workers} == {each.router.redis_prefix}
+
+
+@pytest.mark.parametrize("damage", [None, "", "../"])
+def test_the_next_start_finds_in_redis_what_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str | None
+) -> None:
+    """Whatever the machine is called by then, and whichever of its addresses it shows."""
+    monkeypatch.setenv("REDIS_URL", "redis://redis.example:6379/0")
+    (state := tmp_path / "state").mkdir()
+    one = cluster(tmp_path / "one", state, port=8000)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    monkeypatch.setattr(uuid, "getnode", lambda: 1 << 40)
+    if damage is not None:
+        (state / "id").write_text(damage)
+    again, third = (cluster(tmp_path / name, state, port=8000) for name in ("two", "three"))
+    assert again.router.redis_prefix == third.router.redis_prefix
+    assert (one.router.redis_prefix == again.router.redis_prefix) == (damage is None)
+    assert cluster(tmp_path / "four", state, port=9000).router.redis_prefix not in (
+        one.router.redis_prefix,
+        again.router.redis_prefix,
     )
-    prefixes = [made.router.redis_prefix for made in (one, again, other)]
-    assert prefixes[0] == prefixes[1] != prefixes[2], "the next start finds what is its own"
-    for made in (one, again, other):
-        assert {worker.redis_prefix for worker in made.workers} == {made.router.redis_prefix}
 
 
 def test_clusters_that_are_to_share_a_redis_do(

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
+import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from hashlib import blake2b
 from pathlib import Path
 
 from click import ClickException
@@ -43,6 +42,7 @@ from radixgrove.service.supervisor import ChildFailed, Supervised
 _REDIS_START = 10.0
 _POLL = 0.1
 _GRACE = 10.0  # beyond a part's own drain timeout
+_ID = re.compile(r"[0-9a-f]{8}")
 
 
 class ClusterError(StartFailed):
@@ -88,9 +88,15 @@ class Cluster:
         self,
         parts: UpParts,
         directory: Path,
+        state: Path,
         sink_of: Callable[[str], Sink],
         announce: Callable[[str], None],
     ) -> None:
+        """
+        Args:
+            directory: private, of this run alone.
+            state: directory that the next run finds again.
+        """
         self.announce = announce
         self._start_timeout = parts.up.settings.start_timeout
         self._directory = directory
@@ -113,7 +119,7 @@ class Cluster:
             "cluster_secret": _secret(parts, "cluster_secret"),
         }
         if self._redis is None:
-            shared |= _own_prefix(parts)
+            shared |= _own_prefix(parts, state)
         # On one's own machine one may know where a request went.
         reveal_replica = (
             parts.router.settings.reveal_replica
@@ -277,17 +283,29 @@ def _given(parts: UpParts, name: str) -> SecretStr | None:
     return given if isinstance(given, SecretStr) else None
 
 
-def _own_prefix(parts: UpParts) -> dict[str, str]:
-    """Where neither a prefix nor a secret to share with others is configured, one of this machine
-    and port: another cluster in the same Redis has replicas of the same names.
+def _own_prefix(parts: UpParts, state: Path) -> dict[str, str]:
+    """Where neither a prefix nor a secret to share with others is configured, one of this state
+    directory and port: another cluster in the same Redis has replicas of the same names, and what
+    a run leaves there that did not end in order is the next one's.
     """
     sources = {part.sources["redis_prefix"] for part in (parts.router, parts.worker)}
     if sources != {"default"} or _given(parts, "cluster_secret"):
         return {}
     router = parts.router.settings
-    machine = f"{socket.gethostname()} {uuid.getnode()}".encode()
-    name = f"up-{router.port}-{blake2b(machine, digest_size=4).hexdigest()}"
-    return {"redis_prefix": f"{router.redis_prefix}-{name}"}
+    return {"redis_prefix": f"{router.redis_prefix}-up-{router.port}-{_lasting_id(state)}"}
+
+
+def _lasting_id(state: Path) -> str:
+    """Drawn by the first run that keeps its state there."""
+    path = state / "id"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        known = path.read_text()
+        if _ID.fullmatch(known):
+            return known
+    path.unlink(missing_ok=True)
+    drawn = secrets.token_hex(4)
+    write_private(path, drawn)
+    return drawn
 
 
 def _check_ports_free(settings: RouterSettings) -> None:

@@ -47,7 +47,7 @@ def _up(
 async def _run(parts: UpParts, directory: Path, part_logs: PartLogs, show_requests: bool) -> int:
     signals = Signals()
     started = time.monotonic()
-    cluster = Cluster(parts, directory, part_logs.sink, _announce)
+    cluster = Cluster(parts, directory, part_logs.directory, part_logs.sink, _announce)
     replicas = len(cluster.workers)
     _announce(f"starting {replicas} {'replica' if replicas == 1 else 'replicas'} and a router")
     _announce(f"their logs, requests included: {part_logs.directory}/*.log")
