@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +97,19 @@ def test_a_machine_without_a_first_one_ends_on_sigterm(start_agent: StartAgent) 
     agent.wait_for("management port")
     agent.process.send_signal(signal.SIGTERM)
     assert agent.end(deadline=15) == 1
+
+
+def test_only_a_machine_with_frontends_needs_their_keys(
+    start_agent: StartAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"dp": 2, "nodes": 2, "internal_key": "a key", "api_keys_file": str(tmp_path / "no")}
+    settings["master"] = f"127.0.0.1:{find_free_port()}"
+    assert start_agent(**settings, node_rank=0).end() == 1
+    start_agent(**settings, node_rank=1).wait_for("management port")
+    (tmp_path / "joined").touch()
+    monkeypatch.setenv("GROUP_MARKER", str(tmp_path / "joined"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    start_agent(**settings, node_rank=0).wait_for("waiting to be replaced")
 
 
 def test_a_rank_that_was_stopped_is_named_as_stuck_though_it_is_killed(

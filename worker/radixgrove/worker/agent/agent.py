@@ -86,10 +86,11 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
     try:
         settings = with_group(settings, os.environ)
         check_group(settings, os.environ)
-        check_settings(settings)
         marker = Marker(settings)
         if marker.is_set:
             return asyncio.run(wait_to_be_replaced(settings))
+        if settings.node_rank == 0:  # the others have no frontends, nor need the files of these
+            check_settings(settings)
         model_dir = resolve_model(settings.model)
         weights = settings.load_format is LoadFormat.SAFETENSORS
         model_files.check(model_dir, settings, weights=weights, sampling=settings.sampling_defaults)
