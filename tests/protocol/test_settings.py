@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from radixgrove.protocol.settings import RouterSettings, WorkerSettings, reveal
 
@@ -27,8 +28,18 @@ def test_steps_are_as_large_as_set_and_as_the_device_likes_without_stages() -> N
 
 def test_the_end_of_line_behind_a_key_is_no_part_of_it() -> None:
     """Keys travel in headers; files and Secrets often end in one."""
-    given = {"internal_key": "abc\n", "management_key": " abc\r\n", "previous_internal_key": "\n"}
+    given = {"internal_key": "abc\n", "management_key": " abc\r\n"}
     settings = RouterSettings.model_validate(given)
     assert reveal(settings.internal_key) == reveal(settings.management_key) == "abc"
-    assert settings.previous_internal_key is None
     assert reveal(WorkerSettings.model_validate({"internal_key": "abc\n"}).internal_key) == "abc"
+
+
+@pytest.mark.parametrize("key", ["", " \r\n"])
+@pytest.mark.parametrize(
+    "name", ["internal_key", "management_key", "previous_internal_key", "metrics_key"]
+)
+def test_a_key_of_blanks_is_refused_not_left_out(name: str, key: str) -> None:
+    """Without a key the management port is open to all processes of the machine."""
+    with pytest.raises(ValidationError, match="it is empty"):
+        RouterSettings.model_validate({name: key})
+    assert getattr(RouterSettings.model_validate({name: None}), name) is None

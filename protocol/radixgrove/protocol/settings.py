@@ -194,8 +194,13 @@ class Settings(BaseModel):
     )  # fmt: skip
     @classmethod
     def _fits_a_header(cls, key: object) -> object:
-        """The end of line that a file or a Secret often has behind a key is no part of it."""
-        return key.strip() or None if isinstance(key, str) else key
+        """The end of line that a file or a Secret often has behind a key is no part of it. A key of
+        blanks is a mistake, not none: without a key, ports are open."""
+        if not isinstance(key, str):
+            return key
+        if not key.strip():
+            raise ValueError("it is empty: give a key, or leave it out")
+        return key.strip()
 
     def in_clear(self) -> dict[str, Any]:
         """All fields as plain JSON values, secrets in clear: for files of mode 0600 only."""
