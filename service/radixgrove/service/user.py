@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pwd
+import stat
+import tempfile
+from pathlib import Path
 
 
 def know_user() -> None:
@@ -17,4 +20,21 @@ def know_user() -> None:
         pwd.getpwuid(number)
     except KeyError:
         os.environ["USER"] = os.environ.get("USER") or f"uid-{number}"
-        os.environ["HOME"] = os.environ.get("HOME") or os.environ.get("TMPDIR") or "/tmp"
+        os.environ["HOME"] = os.environ.get("HOME") or str(_temporary_home(number))
+
+
+def _temporary_home(number: int) -> Path:
+    """A directory of this user alone: libraries run code that they find in their caches."""
+    base = Path(os.environ.get("TMPDIR") or "/tmp")
+    home = base / f"radixgrove-{number}"
+    try:
+        home.mkdir(mode=0o700, exist_ok=True)
+        found = home.lstat()
+    except FileExistsError:  # no directory
+        return Path(tempfile.mkdtemp(prefix=f"{home.name}-", dir=base))
+    except OSError:  # no place to write: there will be no caches
+        return home
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    if ours and not stat.S_IMODE(found.st_mode) & 0o077:
+        return home
+    return Path(tempfile.mkdtemp(prefix=f"{home.name}-", dir=base))
