@@ -55,6 +55,11 @@ def test_malformed_key_files_are_refused_without_showing_keys(tmp_path: Path, te
     assert "key'" not in str(error.value).replace("'principal: key'", "")
 
 
+def test_a_key_that_no_header_can_carry_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match=r"line 2 .* cannot carry: use ASCII$"):
+        keys(tmp_path, "bob: k\nalice: \xfcber")
+
+
 def test_an_unreadable_key_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match=r"absent cannot be read: No such file"):
         ApiKeys.load(str(tmp_path / "absent"))

@@ -72,7 +72,7 @@ class ApiKeys:
             if not (key.isascii() and key.isprintable()):
                 raise KeyFileError(
                     f"line {number} of the API key file has a key that headers cannot carry: "
-                    "ASCII alone"
+                    "use ASCII"
                 )
             if name in RESERVED_PRINCIPALS:
                 raise KeyFileError(f"line {number} of the API key file uses a reserved principal")
