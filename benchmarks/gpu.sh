@@ -92,7 +92,7 @@ kernel_tests() {
     # This folder's fixtures only: the project's others need more than a GPU machine may have. What
     # compiles without a GPU needs none.
     python3 -m pytest -q --maxfail=10 -c /dev/null --rootdir=. --confcutdir=tests/kernels \
-        --import-mode=importlib -p no:cacheprovider -W ignore "${workers[@]}" \
+        --import-mode=importlib -p no:cacheprovider -W ignore --hypothesis-profile whole "${workers[@]}" \
         --ignore=tests/kernels/test_compile.py tests/kernels -k "$1"
 }
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 from radixgrove.cli.redis_server import find_binary
 from radixgrove.worker.agent import demo_model
+from tests import profiles  # noqa: F401
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -39,16 +40,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if not Path("/proc/driver/nvidia").exists():
     # Triton chooses its interpreter while it is imported, by whichever test comes first.
     os.environ["TRITON_INTERPRET"] = "1"
-
-# Time is no property: machines of tests are slow, and busy with other tests.
-settings.register_profile(
-    "whole", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-# `make test` has another third of the examples each time, and `make test-slow` all.
-settings.register_profile("third", settings.get_profile("whole"), max_examples=33)
-# `--hypothesis-profile thorough`: for a night, or a doubt.
-settings.register_profile("thorough", settings.get_profile("whole"), max_examples=1000)
-settings.load_profile("third")
 
 # Seconds for a test with all its fixtures, a cluster and images to build perhaps among them. Every
 # wait has a deadline of its own: this is for what hangs.

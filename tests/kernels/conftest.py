@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import profiles  # noqa: F401
+
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
