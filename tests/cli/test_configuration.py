@@ -89,6 +89,18 @@ def test_a_file_may_come_from_windows_and_name_no_key_twice(write: Any) -> None:
     assert load_file(write(merged)).sections["worker"] == {"port": 2}
 
 
+def test_an_anchor_that_merges_another_names_no_key_twice(write: Any) -> None:
+    merged = (
+        "router: &ours {replicas: 1}\n"
+        "worker:\n  cors_origins:\n    - &all {<<: *ours, replicas: 2}\n"
+        "up: {<<: *all}\n"
+    )
+    assert load_file(write(merged)).sections["up"] == {"replicas": 2}
+    twice = "router: {port: 1}\nworker:\n  cors_origins:\n    - {a: 1, a: 2}\n"
+    with pytest.raises(ConfigurationError, match=r"'a' is given twice \(line 4\)"):
+        load_file(write(twice))
+
+
 def test_an_empty_variable_names_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RADIXGROVE_CONFIG", "")
     assert resolve_part("worker", None, {}).sources["port"] == "default"

@@ -109,15 +109,35 @@ def load_file(path: str | None) -> ConfigFile:
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice, of which YAML's own would drop the first in silence."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def get_single_node(self) -> yaml.Node | None:
+        """As they were written: constructing a mapping puts those that it merges into its keys."""
+        root = super().get_single_node()
+        _check_keys(root)
+        return root
+
+
+def _check_keys(root: yaml.Node | None) -> None:
+    """
+    Raises:
+        yaml.YAMLError: a mapping has a key twice.
+    """
+    nodes, known = [root], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in known or not isinstance(node, yaml.CollectionNode):
+            continue
+        known.add(id(node))  # an anchor may be within itself
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+            continue
         seen: set[str] = set()
-        for key, _ in node.value:
+        for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
                 if key.value in seen:
                     where = f"line {key.start_mark.line + 1}"
                     raise yaml.YAMLError(f"the key '{key.value}' is given twice ({where})")
                 seen.add(key.value)
-        return super().construct_mapping(node, deep)
+            nodes += [key, value]
 
 
 def _section(path: str, part: str, content: Any) -> dict[str, Any]:
