@@ -12,6 +12,7 @@ from torch import Tensor
 from radixgrove.kernels.activation import silu_and_mul_reference
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.norm import rms_norm_reference
+from radixgrove.kernels.rope import rope_store_reference
 
 # Relative Frobenius error that rounding inputs, sums and outputs to the type explains.
 BOUNDS = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
@@ -113,3 +114,17 @@ class QuantizedInputs:
             options |= {"norm": norm, "eps": 1e-5}
             exact = rms_norm_reference(exact, norm, 1e-5)
         return cls(x, options, exact, total)
+
+
+def projected(kv: PagedKv, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A new token for each row: its qkv before rotation and the cosines and sines of positions;
+    then what comes of them: q, and the pages with k and v stored."""
+    device, (_, _, page, kv_heads, head_dim) = kv.pages.device, kv.pages.shape
+    qkv = torch.randn(len(kv.rows), (heads + 2 * kv_heads) * head_dim, device=device)
+    angles = torch.rand(int(kv.kv_lens.max()), head_dim // 2, device=device) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    positions = kv.kv_lens.long() - 1
+    slots = kv.page_table[kv.rows.long(), positions // page].long() * page + positions % page
+    stored = kv.pages.clone()
+    q = rope_store_reference(qkv.clone(), cos_sin, positions, slots, stored)
+    return qkv, cos_sin, q, stored

@@ -13,13 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixgrove.kernels import attention, decode
 from radixgrove.kernels.decode import DecodeConfig, DecodeWorkspace
-from radixgrove.kernels.rope import rope_store_reference
 from radixgrove.worker.attention.base import AttentionBatch, GroupBackend, PaddedBatch
 from radixgrove.worker.attention.flashinfer import FlashInferAttention
 from radixgrove.worker.attention.flashinfer_kernels import FlashInferUnavailable
 from radixgrove.worker.attention.torch import TorchAttention
 from radixgrove.worker.attention.triton import TritonAttention
-from tests.kernels.helpers import PagedKv, assert_close
+from tests.kernels.helpers import PagedKv, assert_close, projected
 from tests.kernels.test_shared_prefix import SCALE as PREFIX_SCALE
 from tests.kernels.test_shared_prefix import Case
 
@@ -102,13 +101,7 @@ def test_decode_gives_each_of_many_rows_a_program(
 @WINDOWS
 def test_decode_from_a_projection(window: int, device: torch.device) -> None:
     kv = paged(LENGTHS, torch.float32, device)
-    qkv = torch.randn(len(LENGTHS), (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=device)
-    angles = torch.rand(max(LENGTHS), HEAD_DIM // 2, device=device) * 6
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    positions = kv.kv_lens.long() - 1
-    slots = kv.page_table[kv.rows.long(), positions // PAGE].long() * PAGE + positions % PAGE
-    stored = kv.pages.clone()
-    q = rope_store_reference(qkv.clone(), cos_sin, positions, slots, stored)
+    qkv, cos_sin, q, stored = projected(kv, HEADS)
     out = decode.rope_decode_attention(
         qkv,
         cos_sin,

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from radixgrove.kernels import attention, decode
 from radixgrove.kernels.decode import DecodeConfig, DecodeWorkspace
-from radixgrove.kernels.rope import rope_store_reference
-from tests.kernels.helpers import PagedKv, assert_close
+from tests.kernels.helpers import PagedKv, assert_close, projected
 
 pytest.importorskip("triton")
 
@@ -79,15 +78,7 @@ def test_decode_gives_each_of_many_rows_a_program(device: torch.device) -> None:
 @WINDOWS
 def test_decode_from_a_projection(window: int, device: torch.device) -> None:
     kv = paged(LENGTHS, torch.float32, device)
-    width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-    qkv = torch.randn(len(LENGTHS), width, device=device)
-    angles = torch.rand(max(LENGTHS), HEAD_DIM // 2, device=device) * 6
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    workspace = DecodeWorkspace(len(LENGTHS), HEADS, KV_HEADS, HEAD_DIM, device)
-    positions = kv.kv_lens.long() - 1
-    slots = kv.page_table[kv.rows.long(), positions // PAGE].long() * PAGE + positions % PAGE
-    stored = kv.pages.clone()
-    q = rope_store_reference(qkv.clone(), cos_sin, positions, slots, stored)
+    qkv, cos_sin, q, stored = projected(kv, HEADS)
     out = decode.rope_decode_attention(
         qkv,
         cos_sin,
@@ -96,7 +87,7 @@ def test_decode_from_a_projection(window: int, device: torch.device) -> None:
         kv.kv_lens,
         kv.page_table,
         SCALE,
-        workspace,
+        DecodeWorkspace(len(LENGTHS), HEADS, KV_HEADS, HEAD_DIM, device),
         window=window,
     )
     kv.pages = stored

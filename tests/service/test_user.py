@@ -25,7 +25,7 @@ def unknown_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def home_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a new process whose temporary directory that is."""
+    """HOME in a new process with that temporary directory."""
     monkeypatch.setenv("TMPDIR", str(directory))
     monkeypatch.delenv("HOME", raising=False)
     know_user()

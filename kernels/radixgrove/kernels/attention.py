@@ -102,7 +102,7 @@ def above(best, scores):
 
 @jit
 def sink_weights(sinks_ptr, head, best):
-    """What the sinks of heads weigh beside scores whose weights are relative to `best`."""
+    """Weights of the heads' sinks, relative to `best` as those of the scores."""
     return tl.exp2(tl.load(sinks_ptr + head) * 1.4426950408889634 - best)
 
 

@@ -19,8 +19,8 @@ needs_cores = pytest.mark.skipif(CORES < 2, reason="one core")
 
 
 def run(program: str, *arguments: object, **environ: str) -> list[str]:
-    """What a process prints whose OpenMP has the threads that it has by itself and waits as it does
-    by itself, or as `environ` says."""
+    """Output of a process in which only `environ` says how many threads OpenMP has and how they
+    wait."""
     said = {*SAID_BY, "OMP_NUM_THREADS"}
     plain = {name: value for name, value in os.environ.items() if name not in said}
     return subprocess.run(

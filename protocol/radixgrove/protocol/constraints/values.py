@@ -21,7 +21,7 @@ _DATA = ("const", "enum", "default", "examples")
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 # Keywords that types and lists of values are made of.
 _OF_LISTS = frozenset({"type", "const", "enum", "anyOf", "oneOf", "allOf", "$ref"})
-_WHOLE = "whole"  # the definition that a schema becomes to whose parts others refer
+_WHOLE = "whole"  # the definition that a schema becomes when others refer to its parts
 
 
 class Values:
