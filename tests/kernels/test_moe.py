@@ -35,6 +35,8 @@ from radixgrove.protocol.model.config import ClampedSwiGlu
 from radixgrove.protocol.model.quantization import Activations
 from tests.kernels.helpers import DTYPES, assert_close, sizes
 
+# Of products of float8 in float32: tensor cores sum with about 14 bits, the interpreter exactly.
+FLOAT8_SUMS = 8e-3 if torch.cuda.is_available() else 2e-3
 # Rounding of `silu(gate) * up` between the products, where the reference rounds twice.
 SLACK = 2.0
 ROUTINGS = {
@@ -407,9 +409,8 @@ def test_tiles_quantize_what_float8_experts_multiply(
     x, logits = torch.randn(20, hidden).to(device, dtype), random_logits(20, 6, device)
     out = moe.experts(x, logits, weights, choice=QUANTIZING_TILES[way])
     # A sum that rounds otherwise may round an input to the next float8: rare.
-    assert_close(
-        out, quantizing_reference(x, logits, weights), 2e-3 if x.dtype == torch.float32 else 1e-2
-    )
+    bound = FLOAT8_SUMS if x.dtype == torch.float32 else 1e-2
+    assert_close(out, quantizing_reference(x, logits, weights), bound)
     if activations != Activations.TOKEN:  # whose bound cuts values
         assert_close(out, exact(x, logits, weights, None), 0.06)
 
@@ -459,7 +460,7 @@ def test_what_has_no_scale_stays_with_its_token(way: str, kind: str, device: tor
     assert out[6].isnan().all()
     assert not out[8].isfinite().any()
     others = [row for row in range(20) if row not in (3, 5, 6, 8)]
-    assert_close(out[others], quantizing_reference(x, logits, weights)[others], 2e-3)
+    assert_close(out[others], quantizing_reference(x, logits, weights)[others], FLOAT8_SUMS)
 
 
 def test_tiles_that_quantize_are_as_wide_as_a_group(device: torch.device) -> None:

@@ -127,7 +127,7 @@ ENDINGS = pytest.mark.parametrize("ending", ["plain", "bias", "silu", "residual"
 @pytest.mark.parametrize("rows", [4, 64], ids=["within a block", "over blocks"])
 def test_gemv(scheme: str, ending: str, n: int, k: int, rows: int, device: torch.device) -> None:
     case = Case(scheme, 1, n, k, ending, device)
-    config = GemvConfig(rows=rows, block_k=256)
+    config = GemvConfig(rows=rows, block_k=128)
     out = gemv(case.x, case.weight.payload, config=config, **case.options())
     assert out.dtype == torch.bfloat16
     assert_close(out, case.exact, 2e-2)
@@ -150,6 +150,8 @@ def test_skinny(
     k: int,
     device: torch.device,
 ) -> None:
+    if step < 32 and device.type == "cuda" and not scheme.startswith("kept"):
+        pytest.skip("tensor cores multiply float8 in steps of 32 columns or more")
     case = Case(scheme, tokens, n, k, ending, device)
     out = skinny(
         case.x,
