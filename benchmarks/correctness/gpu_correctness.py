@@ -284,10 +284,15 @@ def check_model(
     ranks = {
         "tp": arguments.tp,
         "pp": arguments.pp,
+        "ep": arguments.ep,
         "transport": Transport(arguments.transport),
     }
     several = arguments.tp * arguments.pp > 1
-    name = f"{model} tp {arguments.tp} pp {arguments.pp}" if several else model
+    name = model
+    if several:
+        name += f" tp {arguments.tp} pp {arguments.pp}"
+    if arguments.ep > 1:
+        name += f" ep {arguments.ep}"
     for backend in arguments.backend:
         if backend == "torch" and not (first or several):
             continue
@@ -315,6 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", nargs="+", default=["torch", "triton", "flashinfer"])
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
     parser.add_argument("--pp", type=int, default=1, help="stages")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
     parser.add_argument(
         "--transport", default="auto", choices=[t.value for t in Transport], help="between stages"
     )

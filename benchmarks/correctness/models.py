@@ -37,6 +37,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 128,
         "sliding_window": 64,
     },
+    "gpt-oss-16-2": {  # every second layer with a window
+        "kind": "GptOssConfig",
+        "hidden_size": 960,  # as its own, no multiple of a kernel's blocks
+        "head_dim": 64,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 960,
+        "initializer_range": 0.02,
+        "sliding_window": 64,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    },
     "glm4-8-2": {
         "kind": "Glm4Config",
         "num_attention_heads": 8,
