@@ -2,6 +2,7 @@
 
     python -m tests.drills.groups --kills 20 --freezes 10 --cuts 10 --record benchmarks/results
 
+With `--gpus` there are two machines with a GPU each, and stages speak over NCCL.
 Each fault gets a group of its own: a stage on each machine, which is a network namespace (root),
 and clients that ask without a pause. The fault takes a random rank: SIGKILL, SIGSTOP, or its
 machine's link, whose packets are dropped or whose address goes. Then every process of the group
@@ -30,6 +31,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks import results
+from benchmarks.correctness.models import make_random_model
+from radixgrove.protocol.model.directory import load_config
 from tests.drills.load import End, judge
 from tests.drills.ranks import (
     SETTLED,
@@ -40,7 +43,14 @@ from tests.drills.ranks import (
     seconds_until_gone,
 )
 from tests.worker.execution import tiny
-from tests.worker.parallel.machines import MachineProcess, Network, group, network, served_model
+from tests.worker.parallel.machines import (
+    MachineProcess,
+    Network,
+    add_words,
+    group,
+    network,
+    served_model,
+)
 
 CLIENTS = 4
 STEP_TIMEOUT = 3.0  # as `machines` sets it
@@ -86,6 +96,15 @@ class Outcome:
         return self.in_time and self.named and not self.left and not self.silent
 
 
+def made_model(directory: Path, *, gpus: bool) -> Path:
+    """One with words for tokens; kernels on GPUs need its heads to be wide."""
+    if not gpus:
+        return served_model(directory)
+    model_dir = make_random_model("llama-8-2", directory)
+    add_words(model_dir, load_config(model_dir).vocab_size)
+    return model_dir
+
+
 def kill(rank: int, machines: list[MachineProcess], net: Network) -> str:
     machines[rank].rank(rank).kill()
     return rf"rank {rank}\b"
@@ -100,8 +119,7 @@ def cut(rank: int, machines: list[MachineProcess], net: Network) -> str:
     if random.random() < 0.5:
         net.cut(rank)
     else:
-        space = net.prefixes[rank][-1]
-        subprocess.run(["ip", "-n", space, "link", "set", "eth0", "down"], check=True)
+        subprocess.run(["ip", "-n", net.spaces[rank], "link", "set", "eth0", "down"], check=True)
     # Machine 0 cannot know which end of a link is cut: alone, it names the others.
     return rf"rank {rank}\b" if rank else r"rank 1\b"
 
@@ -113,30 +131,36 @@ FAULTS: dict[str, Callable[[int, list[MachineProcess], Network], str]] = {
 }
 
 
-def play(kind: str, machines_count: int, rank: int, model_dir: Path) -> Outcome:
-    with (
-        network(machines_count) as net,
-        group(net, model_dir, served_model_name=["m"]) as machines,
-    ):
+def play(kind: str, machines_count: int, rank: int, model_dir: Path, *, gpus: bool) -> Outcome:
+    changes = {"served_model_name": ["m"], "device": "cuda" if gpus else "cpu"}
+    with network(machines_count) as net:
         if not net.links:
             raise SystemExit("needs root, for network namespaces")
-        machines[0].wait_for("ready after")
-        clients = Clients(partial(ask, machines[0]))
-        with clients.asking(CLIENTS):
-            time.sleep(SETTLED)
-            family = family_of([psutil.Process(machine.process.pid) for machine in machines])
-            began = time.monotonic()
-            name = FAULTS[kind](rank, machines, net)
-            seconds = seconds_until_gone(family, began)
-            left = [" ".join(process.cmdline()) for process in family if runs(process)]
-            left += [port for prefix in net.prefixes for port in _listening(prefix)]
-        said = [_last_lines(machine) for machine in machines]
-        named = re.search(name, said[0]) is not None
-        in_time = seconds <= IN_TIME[kind]
-        silent = clients.ends[End.TRUNCATED.value]
-        if (kind, rank) != ("cut", 0):  # which takes machine 0 away from its clients
-            silent += clients.ends[End.LOST.value]
-        return Outcome(seconds, in_time, named, left, silent, clients.ends, "\n".join(said))
+        if gpus:
+            net.give_gpus()
+        with group(net, model_dir, **changes) as machines:
+            return lose(kind, rank, machines, net)
+
+
+def lose(kind: str, rank: int, machines: list[MachineProcess], net: Network) -> Outcome:
+    """A fault takes a rank while clients ask."""
+    machines[0].wait_for("ready after")
+    clients = Clients(partial(ask, machines[0]))
+    with clients.asking(CLIENTS):
+        time.sleep(SETTLED)
+        family = family_of([psutil.Process(machine.process.pid) for machine in machines])
+        began = time.monotonic()
+        name = FAULTS[kind](rank, machines, net)
+        seconds = seconds_until_gone(family, began)
+        left = [" ".join(process.cmdline()) for process in family if runs(process)]
+        left += [port for prefix in net.prefixes for port in _listening(prefix)]
+    said = [_last_lines(machine) for machine in machines]
+    named = re.search(name, said[0]) is not None
+    in_time = seconds <= IN_TIME[kind]
+    silent = clients.ends[End.TRUNCATED.value]
+    if (kind, rank) != ("cut", 0):  # which takes machine 0 away from its clients
+        silent += clients.ends[End.LOST.value]
+    return Outcome(seconds, in_time, named, left, silent, clients.ends, "\n".join(said))
 
 
 def _listening(prefix: list[str]) -> list[str]:
@@ -154,6 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for kind in FAULTS:
         parser.add_argument(f"--{kind}s", type=int, default=0)
+    parser.add_argument("--gpus", action="store_true", help="a GPU for each of two machines")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", type=Path, help="a directory of results")
     arguments = parser.parse_args(argv)
@@ -161,13 +186,13 @@ def main(argv: list[str] | None = None) -> int:
     random.seed(arguments.seed)
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
-        model_dir = served_model(Path(scratch))
+        model_dir = made_model(Path(scratch), gpus=arguments.gpus)
         for kind in FAULTS:
             outcomes = []
             for _ in range(getattr(arguments, f"{kind}s")):
-                machines = rng.choice((2, 3))
+                machines = 2 if arguments.gpus else rng.choice((2, 3))
                 rank = rng.randrange(machines)
-                outcome = play(kind, machines, rank, model_dir)
+                outcome = play(kind, machines, rank, model_dir, gpus=arguments.gpus)
                 outcomes.append(outcome)
                 failed += not outcome.passed
                 print(

@@ -55,6 +55,12 @@ class Network:
     addresses: list[str]
     prefixes: list[list[str]]
     links: list[str]  # of each machine, on this side; none without namespaces
+    spaces: list[str]  # of each machine; none without namespaces
+
+    def give_gpus(self) -> None:
+        """Each machine sees one GPU, and NCCL takes it for a host of its own."""
+        for machine, (prefix, space) in enumerate(zip(self.prefixes, self.spaces, strict=True)):
+            prefix += ["env", f"CUDA_VISIBLE_DEVICES={machine}", f"NCCL_HOSTID={space}"]
 
     def cut(self, machine: int) -> None:
         """Packets of a machine go nowhere from now on, and no end hears of it."""
@@ -65,7 +71,7 @@ class Network:
 def network(machines: int) -> Iterator[Network]:
     if os.geteuid() != 0 or not _can_make_namespaces():
         addresses = [f"127.77.0.{machine + 1}" for machine in range(machines)]
-        yield Network(addresses, [[] for _ in addresses], [])
+        yield Network(addresses, [[] for _ in addresses], [], [])
         return
     # Several at a time, of several processes of tests.
     number = next(_numbers)
@@ -85,7 +91,8 @@ def network(machines: int) -> Iterator[Network]:
             _ip("-n", space, "link", "set", "eth0", "up")
             _ip("-n", space, "link", "set", "lo", "up")
         addresses = [f"{subnet}.{host}" for host in range(1, machines + 1)]
-        yield Network(addresses, [["ip", "netns", "exec", space] for space in spaces], links)
+        prefixes = [["ip", "netns", "exec", space] for space in spaces]
+        yield Network(addresses, prefixes, links, spaces)
     finally:
         for machine in range(machines):
             with suppress(subprocess.CalledProcessError):
@@ -168,12 +175,17 @@ def _bearer(key: str) -> dict[str, str]:
 
 
 def served_model(directory: Path) -> Path:
-    """A small model with words for tokens, `w0` and so on."""
+    """A small model with words for tokens."""
     tiny.save("llama3-rope", directory)
-    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(tiny.VOCAB)}, "w0"))
+    add_words(directory, tiny.VOCAB)
+    return directory
+
+
+def add_words(directory: Path, vocab_size: int) -> None:
+    """A tokenizer whose tokens are words, `w0` and so on."""
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(vocab_size)}, "w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
 
 
 @contextmanager
