@@ -15,6 +15,7 @@ from radixgrove.protocol.model.quantization import Quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_EXPERTS = 512
+MAX_HEADS = 1024
 MAX_LAYERS = 1024
 MAX_LENGTH = 1 << 22  # tokens: there is a row of the rotary table for each
 

@@ -62,15 +62,17 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _family(raw: Mapping[str, Any]) -> Family:
-    names = raw.get("architectures") or []
+    found = raw.get("architectures") or []
+    names = list(map(str, found if isinstance(found, list) else [found]))
     known = {family.architecture: family for family in _FAMILIES}
-    for name in names if isinstance(names, list) else []:
+    for name in names:
         if name in known:
             return known[name]
     if not names:
         for family in _FAMILIES:
             if family.model_type == raw.get("model_type"):
                 return family
-    found = ", ".join(map(str, names)) or "none named"
     supported = ", ".join(sorted(known))
-    raise ModelError(f"architecture not supported: {found}; supported are {supported}")
+    raise ModelError(
+        f"architecture not supported: {', '.join(names) or 'none named'}; supported are {supported}"
+    )

@@ -21,6 +21,7 @@ MXFP4_BLOCK = 32  # columns that share a scale
 _FIELD = "quantization_config"
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _MAX_BLOCK = 1 << 16
+_DIGITS = re.compile(r"[0-9]{1,9}")
 _LEAST_COLUMNS = 16  # of a block: a step of a product on tensor cores
 _ACTIVATION_BOUND = 1200.0  # `activation_scale_ub` of fbgemm_fp8 where it is absent
 _COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "dense")
@@ -246,9 +247,8 @@ def _mxfp4(given: Mapping[str, Any]) -> Quantization:
 def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
     _choose(given, "format", _COMPRESSED_FORMATS, _COMPRESSED_FORMATS[0])
     _choose(given, "quantization_status", ("compressed", "frozen"), "compressed")
-    sparsity = given.get("sparsity_config") or {}
-    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
-        _refuse("sparsity_config.format", sparsity.get("format"), "dense")
+    sparsity = _object("sparsity_config", given.get("sparsity_config"))
+    _choose(sparsity, "format", ("dense",), "dense", "sparsity_config")
     if given.get("transform_config"):
         _refuse("transform_config", given["transform_config"], "none")
     groups = given.get("config_groups")
@@ -262,20 +262,18 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
         groups=tuple(_group(f"config_groups.{name}", group) for name, group in groups.items()),
         ignore=ignore,
         warns=True,
-        kv_scales=_has_kv_scales(given.get("kv_cache_scheme")),
+        kv_scales=_has_kv_scales(_object("kv_cache_scheme", given.get("kv_cache_scheme"))),
     )
 
 
-def _has_kv_scales(raw: object) -> bool:
+def _has_kv_scales(given: Mapping[str, Any]) -> bool:
     """Whether `kv_cache_scheme` gives one float8 scale a layer. Other schemes are ignored: the
     setting `kv_dtype` decides how KV is stored."""
-    if not isinstance(raw, Mapping):
-        return False
-    return (raw.get("num_bits"), raw.get("type"), raw.get("strategy", "tensor")) == (
+    return (given.get("num_bits"), given.get("type"), given.get("strategy", "tensor")) == (
         8,
         "float",
         "tensor",
-    ) and not raw.get("dynamic")
+    ) and not _flag(given, "dynamic", "kv_cache_scheme")
 
 
 def _group(where: str, raw: object) -> tuple[Scheme, tuple[Target, ...]]:
@@ -288,8 +286,8 @@ def _group(where: str, raw: object) -> tuple[Scheme, tuple[Target, ...]]:
         _refuse(f"{where}.output_activations", raw["output_activations"], "none")
     field = f"{where}.weights"
     numbers, weights = _numbers(field, raw.get("weights"))
-    if weights.get("dynamic"):
-        _refuse(f"{field}.dynamic", weights["dynamic"], "false")
+    if _flag(weights, "dynamic", field):
+        _refuse(f"{field}.dynamic", True, "false")
     kinds: tuple[str, ...] = ("tensor", "channel", "block", "group")
     strategy = _choose(
         weights, "strategy", kinds if numbers is Numbers.FLOAT8 else kinds[:2], "tensor", field
@@ -329,7 +327,7 @@ def _inputs(
         if block is None or block[1] != width:
             _refuse(f"{field}.group_size", width, "the width of the weight's blocks")
         return Activations.GROUP
-    if given.get("dynamic"):
+    if _flag(given, "dynamic", field):
         return Activations.TOKEN
     if strategy == "token" or block is not None:
         _refuse(f"{field}.dynamic", given.get("dynamic"), "true, for scales per token or group")
@@ -338,13 +336,13 @@ def _inputs(
 
 def _numbers(field: str, raw: object) -> tuple[Numbers, Mapping[str, Any]]:
     """What a description quantizes to, and the rest of what it says."""
-    if not isinstance(raw, Mapping):
+    if raw is None:
         _refuse(field, raw, "an object")
-    given = {str(key): value for key, value in raw.items() if value is not None}
+    given = _object(field, raw)
     bits, kind = given.get("num_bits"), given.get("type")
-    if bits != 8 or kind not in _NUMBERS:
+    if bits != 8 or not isinstance(kind, str) or kind not in _NUMBERS:
         _refuse(f"{field}.num_bits and type", f"{bits} {kind}", "8 float or 8 int")
-    if kind == "int" and not given.get("symmetric", True):
+    if not _flag(given, "symmetric", field, default=True) and kind == "int":
         _refuse(f"{field}.symmetric", False, "true, of int8")
     return _NUMBERS[kind], given
 
@@ -358,10 +356,24 @@ def _choose(
     return str(value)
 
 
+def _flag(given: Mapping[str, Any], key: str, where: str, *, default: bool = False) -> bool:
+    value = given.get(key, default)
+    if value is not None and not isinstance(value, bool):
+        _refuse(f"{where}.{key}", value, "true or false")
+    return bool(value)
+
+
+def _object(field: str, raw: object) -> dict[str, Any]:
+    """What an object says, without its nulls; null: nothing."""
+    if not isinstance(raw, Mapping | None):
+        _refuse(field, raw, "an object")
+    return {str(key): value for key, value in (raw or {}).items() if value is not None}
+
+
 def _block(field: str, raw: object) -> tuple[int, int]:
     """Rows and columns of a block, from two numbers or a text such as `128x128`."""
     sizes = (
-        [int(part) if part.isdecimal() else part for part in raw.split("x")]
+        [int(part) if _DIGITS.fullmatch(part) else part for part in raw.split("x")]
         if isinstance(raw, str)
         else raw
     )
@@ -394,7 +406,7 @@ def _pattern(field: str, text: str) -> str:
     """The text, once its pattern is known to be one."""
     try:
         re.compile(text.removeprefix("re:"))
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         _refuse(field, text, f"patterns that can be compiled ({error})")
     return text
 

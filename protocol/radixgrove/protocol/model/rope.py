@@ -56,7 +56,7 @@ def read_rope(
         raise ModelError(f"config.json: partial_rotary_factor {rotated:g} is not supported here")
     for key in ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_REMARKS):
         parameters.pop(key, None)
-    if kind not in _ROPE_NEEDS:
+    if not isinstance(kind, str) or kind not in _ROPE_NEEDS:
         known = ", ".join(_ROPE_NEEDS)
         raise ModelError(f"rope type {kind!r} is not supported; supported are {known}")
     if unknown := sorted(map(str, parameters.keys() - _ROPE_PARAMETERS)):
@@ -69,16 +69,35 @@ def read_rope(
     if kind == "yarn" and "factor" not in parameters:
         parameters["factor"] = longest / _number(parameters, "original_max_position_embeddings")
     for name in _ROPE_ABSENT_AT_ZERO:
-        if not parameters.get(name, True):
+        if parameters.get(name) == 0:
             del parameters[name]
     for name in _ROPE_NEEDS[kind]:
         if name not in parameters:
             raise ModelError(f"rope type {kind!r} needs {name!r}")
     for name in parameters.keys() - {"truncate"}:
         _number(parameters, name)
+    _check_together(kind, theta, parameters)
     return RopeConfig(
         theta=theta, kind=kind, parameters=parameters, share=rotated, interleaved=interleaved
     )
+
+
+def _check_together(kind: str, theta: float, parameters: Mapping[str, Any]) -> None:
+    """What numbers that are each possible have to be beside each other, lest one is divided by 0.
+
+    Raises:
+        ModelError: they are not.
+    """
+    if not isinstance(truncate := parameters.get("truncate", True), bool):
+        raise ModelError(f"config.json: truncate must be true or false, got {truncate!r}")
+    if kind == "yarn" and theta <= 1:
+        raise ModelError(f"config.json: rope_theta must be above 1 with yarn, got {theta:g}")
+    if kind == "llama3":
+        low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+        if high <= low:
+            raise ModelError(
+                f"config.json: high_freq_factor {high:g} must be above low_freq_factor {low:g}"
+            )
 
 
 def scaled_length(rope: RopeConfig, longest: int) -> int:

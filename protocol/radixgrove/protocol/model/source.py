@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from radixgrove.protocol.model.config import (
     DTYPES,
     MAX_EXPERTS,
+    MAX_HEADS,
     MAX_LAYERS,
     MAX_LENGTH,
     Activation,
@@ -89,7 +91,10 @@ class Source:
         return positive(key, self.get(key, default))
 
     def flag(self, key: str, default: bool = False) -> bool:
-        return bool(self.get(key, default))
+        value = self.get(key, default)
+        if value not in (0, 1):  # false and true among them
+            raise ModelError(f"config.json: {key} must be true or false, got {value!r}")
+        return bool(value)
 
     # ---- parts ---------------------------------------------------------------------------------
 
@@ -122,6 +127,8 @@ class Source:
             windowed: layers that have it; None: all.
         """
         heads = self.size("num_attention_heads")
+        if heads > MAX_HEADS:
+            raise ModelError(f"config.json: num_attention_heads {heads} is more than {MAX_HEADS}")
         default = heads
         if "num_key_value_heads" not in self._raw:  # of all keys only this one differs from null
             default = kv_heads or heads
@@ -197,7 +204,7 @@ class Source:
 
     def activation(self, default: Activation = Activation.SILU) -> Activation:
         name = self.get("hidden_activation") or self.get("hidden_act", default)
-        if name not in _ACTIVATIONS:
+        if not isinstance(name, str) or name not in _ACTIVATIONS:
             known = ", ".join(Activation)
             raise ModelError(f"activation {name!r} is not supported, only {known}")
         return _ACTIVATIONS[name]
@@ -230,7 +237,7 @@ class Source:
         # transformers takes both names for the same.
         found = {key: self.get(key) for key in ("num_experts", "num_local_experts")}
         counts = {key: value for key, value in found.items() if value is not None}
-        if len(set(counts.values())) > 1:
+        if any(value != other for value, other in pairwise(counts.values())):
             raise ModelError(f"config.json: num_experts and num_local_experts differ: {counts}")
         key = next(iter(counts), "num_experts")
         width = self.size(size_key, size)
@@ -247,7 +254,7 @@ class Source:
         if renormalizes is None:
             renormalizes = self.flag("norm_topk_prob")
         dense = self.get("mlp_only_layers", []) if by_layer else []
-        if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
             raise ModelError(
                 f"config.json: mlp_only_layers must be a list of layers, got {dense!r}"
             )
@@ -270,14 +277,15 @@ class Source:
     def window(self, default: int | None) -> int | None:
         """Tokens that are attended to; `default` where the config does not say, null: all."""
         found = self._raw.get("sliding_window", default)
-        return found if isinstance(found, int) and found > 0 else None
+        return None if found is None else self.size("sliding_window", default)
 
     def window_if_used(self, default: int | None) -> int | None:
         return self.window(default) if self.flag("use_sliding_window") else None
 
     def full_layers(self) -> int:
         """`max_window_layers`."""
-        return int(self.get("max_window_layers", _DEFAULT_FULL_LAYERS))
+        key = "max_window_layers"
+        return 0 if self.get(key) == 0 else self.size(key, _DEFAULT_FULL_LAYERS)
 
     def windowed_layers(self, otherwise: Iterable[int]) -> frozenset[int]:
         """Layers that have a window by `layer_types`; without those `otherwise`."""
@@ -285,7 +293,8 @@ class Source:
         if kinds is None:
             return frozenset(otherwise)
         known = "full_attention", "sliding_attention"
-        if not isinstance(kinds, list) or len(kinds) < self.num_layers or set(kinds) - set(known):
+        of_all = isinstance(kinds, list) and len(kinds) >= self.num_layers
+        if not of_all or any(kind not in known for kind in kinds):
             raise ModelError(
                 f"config.json: layer_types must be {' or '.join(known)} for each of "
                 f"{self.num_layers} layers, got {kinds!r}"
