@@ -34,6 +34,7 @@ from radixgrove.worker.execution.choices import (
     choose_quantization,
 )
 from radixgrove.worker.execution.loading import load_model
+from radixgrove.worker.execution.memory import kv_shape
 from radixgrove.worker.messages import PhaseReport
 from radixgrove.worker.models.context import TensorPlacement
 from radixgrove.worker.models.decoder import Decoder
@@ -155,13 +156,14 @@ def load(directory: Path, kind: str, device: Device) -> Peaks:
     formats = choose_formats(choose_quantization(settings.quantize, config, where))
     place = TensorPlacement(TensorParallel(Shard()), dtype, where, formats)
     limits, stage = Limits.of(settings, where), Stage.whole(config)
+    shape = kv_shape(config, settings.page_size, dtype, place.group.shard)
     on_cuda = where.type == "cuda"
     before = 0
     if on_cuda:
         torch.zeros(1, device=where)  # the context, which is no part of loading
         before = torch.cuda.memory_allocated(where)
     with HostPeak() as host:
-        model = load_model(settings, config, limits, directory, place, dtype, stage, _nothing)
+        model = load_model(settings, config, limits, directory, place, shape, stage, _nothing)
     peak = torch.cuda.max_memory_allocated(where) - before if on_cuda else 0
     return Peaks(model.weights_bytes, host.bytes, peak)
 

@@ -13,8 +13,9 @@ import torch
 
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelError
+from radixgrove.protocol.model.fit import count_parameters
 from radixgrove.protocol.model.parse import parse_config
-from radixgrove.protocol.settings import Device, DType, WorkerSettings
+from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
 from radixgrove.service.machine import memory_limit
 from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
 from radixgrove.worker.engine.executor import build_executor
@@ -24,6 +25,7 @@ from radixgrove.worker.execution.memory import (
     GIB,
     CudaUse,
     MemoryShortage,
+    check_weights,
     cpu_kv_tokens,
     cuda_kv_tokens,
     describe,
@@ -90,6 +92,26 @@ def test_a_float8_pool_is_half_as_large_and_begins_as_zeros() -> None:
     budget = settings(memory_fraction=0.9)
     twice = cuda_kv_tokens(budget, FLOAT8_SHAPE, USE, wanted=1 << 30)
     assert twice == pytest.approx(2 * cuda_kv_tokens(budget, SHAPE, USE, wanted=1 << 30), abs=16)
+
+
+@pytest.mark.parametrize("load_format", LoadFormat)
+def test_weights_larger_than_the_machine_are_refused_before_they_are_allocated(
+    load_format: LoadFormat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiny.save("llama", tmp_path)
+    monkeypatch.setattr("radixgrove.worker.execution.memory.memory_limit", lambda: 1 << 19)
+    with pytest.raises(MemoryShortage, match=r"on each of 1 ranks do not fit .* with tp or pp, or"):
+        build_executor(settings(load_format=load_format), tmp_path, lambda phase: None)
+
+
+def test_a_rank_holds_its_part_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_config({**tiny._SIZES, "architectures": ["LlamaForCausalLM"]})
+    whole = 2 * count_parameters(config)
+    monkeypatch.setattr("radixgrove.worker.execution.memory.memory_limit", lambda: whole // 2)
+    check_weights(config, 2, torch.device("cpu"), ranks=2)
+    check_weights(config, 1, torch.device("cpu"), ranks=1)
+    with pytest.raises(MemoryShortage):
+        check_weights(config, 2, torch.device("cpu"), ranks=1)
 
 
 def test_cuda_pool_takes_what_the_fraction_leaves() -> None:

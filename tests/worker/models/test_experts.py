@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.settings import Device, DType, LoadFormat, Quantize, WorkerSettings
+from radixgrove.worker.execution import memory
 from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.models.ops import CpuOps
 from tests.worker.execution import reference, tiny
@@ -76,16 +77,23 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_own(
     assert 0 < (ours - wide).abs().mean() < 2 * (theirs - wide).abs().mean()
 
 
-def test_the_start_says_how_much_of_the_weights_are_experts(tmp_path: Path) -> None:
-    tiny.save("qwen3-moe", tmp_path)
+@pytest.mark.parametrize("quantize", Quantize)
+@pytest.mark.parametrize("kind", tiny.MIXTURES)
+def test_the_start_says_how_much_of_the_weights_are_experts(
+    kind: str, quantize: Quantize, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a CPU float8 is widened, so that each number takes the four bytes of float32."""
+    model = tiny.save(kind, tmp_path)
+    numbers = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    experts = 4 * sum(count for name, count in numbers.items() if ".experts." in name)
+    monkeypatch.setattr(memory, "_gib", lambda size: f"{size} bytes")
     said: list[str] = []
-    settings = WorkerSettings(device=Device.CPU, max_running=2, kv_tokens=64)
+    settings = WorkerSettings(device=Device.CPU, max_running=2, kv_tokens=64, quantize=quantize)
     runner, info = build_rank(settings, tmp_path, lambda phase: said.append(phase.message))
     runner.close()
-    experts = 2 * 8 * 3 * 64 * 48 * 4  # of two layers, in float32
-    assert info.weights_bytes > experts
     (line,) = (text for text in said if text.startswith("memory"))
-    assert f"GiB, experts {experts / (1 << 30):.2f} GiB of that; KV" in line
+    assert f"weights {4 * sum(numbers.values())} bytes, experts {experts} bytes of that; KV" in line
+    assert info.weights_bytes == 4 * sum(numbers.values())
 
 
 def test_dummy_weights_fill_experts(tmp_path: Path) -> None:

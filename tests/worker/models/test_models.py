@@ -201,6 +201,45 @@ def test_unexpected_shape_is_named(tmp_path: Path) -> None:
         build(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt-oss"])
+def test_layers_that_the_config_does_not_count_are_named(kind: str, tmp_path: Path) -> None:
+    tiny.save(kind, tmp_path)
+    _edit_config(tmp_path, num_hidden_layers=2)
+    found = r"num_hidden_layers is 2, and the checkpoint has model\.layers\.2\."
+    with pytest.raises(ModelError, match=found):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "bias"),
+    [
+        ("llama-biased", {"attention_bias": False}, "self_attn"),
+        ("llama-biased", {"mlp_bias": False}, "mlp"),
+        ("gpt-oss", {"attention_bias": False}, "self_attn"),
+        ("stablelm", {"use_qkv_bias": False}, "self_attn"),
+    ],
+)
+def test_a_bias_that_the_config_denies_is_named(
+    kind: str, change: dict[str, Any], bias: str, tmp_path: Path
+) -> None:
+    tiny.save(kind, tmp_path)
+    _edit_config(tmp_path, **change)
+    named = rf"checkpoint has model\.layers\.[0-2]\.{bias}\.[a-z]+_proj\.bias, and by config.json"
+    with pytest.raises(ModelError, match=named):
+        build(tmp_path)
+
+
+def test_biases_of_zeros_change_nothing(tmp_path: Path) -> None:
+    model = tiny.save("llama-biased", tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+    model.save_pretrained(tmp_path)
+    _edit_config(tmp_path, attention_bias=False, mlp_bias=False)
+    assert_same_texts(tmp_path, model)
+
+
 def test_no_weights(tmp_path: Path) -> None:
     tiny.save("llama", tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -236,6 +275,16 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../model.safetensors")}))
     with pytest.raises(ModelError, match="outside its directory"):
+        build(tmp_path)
+
+
+def test_a_file_that_the_index_names_and_is_not_there(tmp_path: Path) -> None:
+    tiny.save("llama", tmp_path)
+    split(tmp_path)
+    (tmp_path / "part-1.safetensors").unlink()
+    with pytest.raises(
+        ModelError, match=r"index\.json names part-1\.safetensors, which is missing"
+    ):
         build(tmp_path)
 
 

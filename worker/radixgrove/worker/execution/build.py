@@ -10,8 +10,9 @@ import torch
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelConfig
 from radixgrove.protocol.model.directory import load_config
+from radixgrove.protocol.model.quantization import MXFP4
 from radixgrove.protocol.model.split import check_divides
-from radixgrove.protocol.settings import Transport, WorkerSettings
+from radixgrove.protocol.settings import LoadFormat, Transport, WorkerSettings
 from radixgrove.service import machine
 from radixgrove.worker.attention.kv_pool import KvShape
 from radixgrove.worker.execution.assembly import LoadedModel, Report
@@ -29,6 +30,7 @@ from radixgrove.worker.execution.loading import load_model
 from radixgrove.worker.execution.memory import (
     GIB,
     MemoryShortage,
+    check_weights,
     cpu_kv_tokens,
     cuda_kv_tokens,
     cuda_shortage,
@@ -45,6 +47,7 @@ from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
 from radixgrove.worker.models.context import TensorPlacement
 from radixgrove.worker.models.formats.choose import choose_formats
 from radixgrove.worker.models.stages import Stage, split_layers
+from radixgrove.worker.models.weights import check_size
 from radixgrove.worker.parallel.layout import Layout
 from radixgrove.worker.parallel.member import Member, limit_collectives
 
@@ -102,6 +105,11 @@ def _build(
     dtype = choose_dtype(settings.dtype, config, device)
     kv_dtype = choose_kv_dtype(settings.kv_dtype, dtype, device)
     quantization = choose_quantization(settings.quantize, config, device)
+    if settings.load_format != LoadFormat.DUMMY:
+        check_size(config, model_dir)
+    # On a CPU quantized numbers are widened; MXFP4 is on any device.
+    narrow = quantization is not None and quantization.method != MXFP4 and device.type == "cuda"
+    check_weights(config, 1 if narrow else dtype.itemsize, device, settings.tp * settings.pp)
     formats = choose_formats(quantization)
     place = TensorPlacement(
         member.tensor, dtype, device, formats, settings.ep, kv_scaled=kv_dtype == FLOAT8

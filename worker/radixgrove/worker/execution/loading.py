@@ -23,7 +23,7 @@ from radixgrove.worker.models.context import TensorPlacement
 from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.models.ops import choose_ops
 from radixgrove.worker.models.stages import Stage
-from radixgrove.worker.models.weights import check_size, fill_random, load_safetensors
+from radixgrove.worker.models.weights import fill_random, load_safetensors
 
 
 def load_model(
@@ -37,8 +37,6 @@ def load_model(
     report: Report,
 ) -> Decoder:
     """A stage of the decoder with its weights, on the device; kernels compile meanwhile."""
-    if settings.load_format != LoadFormat.DUMMY:
-        check_size(config, model_dir)
     ops = choose_ops(place.device, place.dtype)
     model = Decoder(config, place, ops, known_tokens(model_dir), stage)
     if stage.embeds and stage.has_head:  # what another stage has, this one cannot judge

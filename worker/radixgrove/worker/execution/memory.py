@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from radixgrove.protocol.model.config import ModelConfig, ModelError
+from radixgrove.protocol.model.fit import count_parameters
 from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service.machine import memory_limit
 from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
@@ -139,6 +140,28 @@ def cuda_kv_tokens(
             "max_step_tokens or max_running, or spread the model with tp"
         )
     return _pool_tokens(budget, shape, wanted)
+
+
+def check_weights(
+    config: ModelConfig, bytes_per_number: int, device: torch.device, ranks: int
+) -> None:
+    """Refuse weights that are larger than the device, before anything is allocated for them.
+
+    Args:
+        bytes_per_number: at least.
+        ranks: that share the model.
+
+    Raises:
+        MemoryShortage: a rank's part does not fit, whatever else the device has to hold.
+    """
+    least = count_parameters(config) * bytes_per_number // ranks
+    on_cuda = device.type == "cuda"
+    total = torch.cuda.get_device_properties(device).total_memory if on_cuda else memory_limit()
+    if least > total:
+        raise MemoryShortage(
+            f"weights of {_gib(least)} on each of {ranks} ranks do not fit {_gib(total)} of "
+            "memory; spread the model with tp or pp, or check the sizes in its config.json"
+        )
 
 
 def cuda_shortage(device: torch.device, doing: str) -> str:

@@ -330,7 +330,6 @@ class Decoder:
         self._embedding_factor = factor
         self.weights_bytes = 0  # of this rank's parameters; known after `prepare`
         self._mixtures = [layer.mlp for layer in self._layers if isinstance(layer.mlp, Mixture)]
-        self.expert_bytes = sum(mixture.expert_bytes for mixture in self._mixtures)
         self.expert_load = self._count_experts()
         self._tables = self._rotary_tables()
 
@@ -404,6 +403,11 @@ class Decoder:
     def quantizes_heads(self) -> bool:
         """Whether attention of some layer may leave its result quantized, head by head."""
         return any(layer.takes_heads for layer in self._layers)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of the experts that tokens choose, on this rank; known after `prepare`."""
+        return sum(mixture.expert_bytes for mixture in self._mixtures)
 
     @property
     def quantized_bytes(self) -> dict[str, int]:

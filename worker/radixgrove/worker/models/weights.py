@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from radixgrove.kernels.float8 import FLOAT8, to_page
 from radixgrove.protocol.model.config import ModelConfig, ModelError
-from radixgrove.protocol.model.directory import weight_files
+from radixgrove.protocol.model.directory import WEIGHTS_INDEX, weight_files
 from radixgrove.protocol.model.fit import count_parameters
 from radixgrove.worker.models.parts import EMBEDDING, HEAD, WeightPart
 
@@ -25,23 +26,32 @@ _ROWS_AT_ONCE = 4096  # when two copies of a vocabulary are compared, or eight b
 _NAMED = 3  # of the tensors that are missing
 _BODY = "model."  # before the names of all tensors but the head's
 _MUCH_MORE = 2  # times the numbers that there are
+_LAYER = re.compile(r"(?:model\.)?layers\.([0-9]{1,9})\.")
+_WEIGHT, _BIAS = ".weight", ".bias"  # end the names of a projection's or a norm's tensors
 
 
 def check_size(config: ModelConfig, model_dir: Path) -> None:
     """Refuse a config that asks for much more than its checkpoint has, before memory is taken for
-    it. (What is missing or of another shape is named by `load_safetensors`.)
+    it, or for fewer layers. (What is missing or of another shape is named by `load_safetensors`.)
 
     Raises:
-        ModelError: no checkpoint, or much less than the config asks for.
+        ModelError: no checkpoint, one with more layers, or with much less than the config asks for.
     """
     with ExitStack() as stack:
-        there = _Checkpoint(model_dir, stack).count()
+        checkpoint = _Checkpoint(model_dir, stack)
+        there, beyond = checkpoint.count(), checkpoint.beyond(config.num_layers)
+    if beyond:
+        raise ModelError(
+            f"config.json: num_hidden_layers is {config.num_layers}, and the checkpoint has "
+            f"{beyond}"
+        )
     asked = count_parameters(config)
     if asked > _MUCH_MORE * there:
         experts = f", {config.experts.count} experts" if config.experts else ""
         raise ModelError(
             f"config.json asks for {asked:,} numbers (hidden_size {config.hidden_size}, "
             f"intermediate_size {config.mlp.width}, num_hidden_layers {config.num_layers}, "
+            f"num_attention_heads {config.attention.heads}, head_dim {config.attention.head_dim}, "
             f"vocab_size {config.vocab_size}{experts}), and the checkpoint has {there:,}: one of "
             "them is of another model"
         )
@@ -61,7 +71,8 @@ def load_safetensors(
         tied: embedding and head are one table, saved under either name or both.
 
     Raises:
-        ModelError: no checkpoint, a tensor is missing, or has an unexpected shape, type or value.
+        ModelError: no checkpoint, a tensor is missing, has an unexpected shape, type or value, or
+            comes with a bias that the config does not have.
     """
     with ExitStack() as stack:
         checkpoint = _Checkpoint(model_dir, stack)
@@ -69,6 +80,7 @@ def load_safetensors(
         missing = [part for part in wanted if part.name not in checkpoint]
         _refuse_missing([part for part in missing if not part.optional])
         wanted = [part for part in wanted if part.name in checkpoint]
+        _refuse_unread_biases(wanted, checkpoint)
         for done, part in enumerate(wanted, 1):
             _copy(checkpoint, part)
             if done % 16 == 0 or done == len(wanted):
@@ -154,6 +166,20 @@ def _refuse_missing(parts: Sequence[WeightPart]) -> None:
     raise ModelError(f"checkpoint lacks {', '.join(missing[:_NAMED])}{more}{expected}")
 
 
+def _refuse_unread_biases(parts: Sequence[WeightPart], checkpoint: _Checkpoint) -> None:
+    """What `parts` read has no other bias, but for zeros: without it the model is another one."""
+    names = {part.name for part in parts}
+    for weight in names:
+        bias = weight.removesuffix(_WEIGHT) + _BIAS
+        if bias == weight or bias in names or bias not in checkpoint:
+            continue
+        if checkpoint.read(bias).count_nonzero():
+            raise ModelError(
+                f"checkpoint has {bias}, and by config.json there is none: a key such as "
+                "attention_bias or mlp_bias is that of another model"
+            )
+
+
 class _Checkpoint:
     """Tensors of a directory by name, each as the safetensors slice of its open file.
 
@@ -164,6 +190,8 @@ class _Checkpoint:
         self._files: dict[str, Any] = {}
         for name, tensors in weight_files(model_dir).items():
             path = model_dir / name
+            if tensors is not None and not path.exists():
+                raise ModelError(f"{WEIGHTS_INDEX} names {name}, which is missing in {model_dir}")
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
@@ -185,6 +213,12 @@ class _Checkpoint:
     def count(self) -> int:
         """Numbers in all tensors, of which nothing is read."""
         return sum(prod(self[name].get_shape()) for name in self._files)
+
+    def beyond(self, layers: int) -> str:
+        """The first tensor of a layer that a model with so many has not; "": there is none."""
+        found = ((_LAYER.match(name), name) for name in self._files)
+        more = [(int(layer[1]), name) for layer, name in found if layer and int(layer[1]) >= layers]
+        return min(more, default=(0, ""))[1]
 
     def read(self, name: str) -> Tensor:
         """The whole tensor."""
