@@ -170,6 +170,25 @@ def test_tools_and_calls(model: str) -> None:
     assert '"name": "f"' in expected
 
 
+def test_what_is_said_before_calls_joins_the_thoughts_where_a_template_refuses_both() -> None:
+    """As gpt-oss's does."""
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}"
+        "{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"
+        "<{{ m.thinking or m.content }}>{{ m.tool_calls[0].function.name }} "
+        "{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}{% endfor %}"
+    )
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "I look it up.", "tool_calls": [call]}
+    thinking = message | {"reasoning_content": "Which file?"}
+    assert ours(source, [TURNS[0], thinking]) == "<Which file?\n\nI look it up.>f {}"
+    assert ours(source, [TURNS[0], thinking | {"content": None}]) == "<Which file?>f {}"
+    assert ours(source, [TURNS[0], message]) == "<I look it up.>f {}"
+    both = source.replace("m.thinking or m.content", "m.thinking ~ '|' ~ m.content")
+    both = both.replace("{{ raise_exception('not both') }}", "")
+    assert ours(both, [TURNS[0], thinking]) == "<Which file?|I look it up.>f {}"
+
+
 CALL_FORMS = {
     "an object": "{{ m.content }}|{{ c.function.name }} {{ c.function.arguments | tojson }}",
     "text": "{{ m.content }}|{{ c.function.name + ' ' + c.function.arguments }}",

@@ -25,7 +25,12 @@ from radixgrove.protocol.openai.requests import ChatRequest, CompletionRequest, 
 from radixgrove.protocol.openai.tools import INPUT
 from radixgrove.protocol.text.budget import EncodingBudget
 from radixgrove.protocol.text.prefix_cache import Piece, PrefixCache
-from radixgrove.protocol.text.templates import ChatTemplate, TemplateFailure, TemplateRefusal
+from radixgrove.protocol.text.templates import (
+    THOUGHTS,
+    ChatTemplate,
+    TemplateFailure,
+    TemplateRefusal,
+)
 from radixgrove.protocol.text.tokenizer import (
     SpecialTokens,
     TokenizerFiles,
@@ -313,8 +318,12 @@ class PromptEncoder:
             result["name"] = guard(message.name)
         reasoning = message.reasoning_content or message.reasoning
         if reasoning is not None:
-            for name in ("reasoning_content", "reasoning", "thinking"):
-                result[name] = self._guard(reasoning)
+            thoughts = self._guard(reasoning)
+            said = result["content"]
+            if message.tool_calls and not template.parts_thoughts and isinstance(said, str):
+                thoughts = "\n\n".join(filter(None, (thoughts, said)))
+                result["content"] = template.empty_content
+            result |= dict.fromkeys(THOUGHTS, thoughts)
         if message.role == "tool" or message.tool_calls:
             if not template.knows_tool_calls:
                 field = "tool_calls" if message.tool_calls else "role"

@@ -38,6 +38,7 @@ _CALL_ID = "radixcall"  # nine letters, which Mistral's templates insist on
 _ASKING = {"role": "user", "content": "?"}
 _PRINTED_PARTS = ("'text'", '"text"', "&#39;text&#39;", "&#34;text&#34;")
 # Switches that clients send to every model; turned off they ask for nothing where unknown.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what templates call them in a message
 THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
 
 
@@ -125,8 +126,10 @@ class ChatTemplate:
         self.takes_parts = self._takes_parts()
         self.empty_content: str | None = ""
         self.takes_objects = True
+        self.parts_thoughts = True  # what is said before calls is apart from what was thought
         if self.knows_tool_calls:
             self.empty_content, self.takes_objects = self._form_of_calls()
+            self.parts_thoughts = not self._refuses_both()
 
     def _takes_parts(self) -> bool:
         """Whether it renders a content given as a list of parts, rather than print the list."""
@@ -145,9 +148,7 @@ class ChatTemplate:
         """
         for arguments in ({_PROBE: 1}, f'{{"{_PROBE}": 1}}'):
             for content in ("", None):
-                function = {"name": _CALLED, "arguments": arguments}
-                call = {"id": _CALL_ID, "type": "function", "function": function}
-                message = {"role": "assistant", "content": content, "tool_calls": [call]}
+                message = _calling(content, arguments)
                 try:
                     text = self.render([_ASKING, message], None, False, {})
                 except (TemplateRefusal, TemplateFailure):
@@ -155,6 +156,24 @@ class ChatTemplate:
                 if _CALLED in text and _PROBE in text:
                     return content, not isinstance(arguments, str)
         return "", True
+
+    def _refuses_both(self) -> bool:
+        """Whether a message with calls may have a content or thoughts, and not both (gpt-oss)."""
+        arguments = {_PROBE: 1} if self.takes_objects else "{}"
+        thoughts = dict.fromkeys(THOUGHTS, _PROBE)
+        try:
+            self.render(
+                [_ASKING, _calling(self.empty_content, arguments) | thoughts], None, False, {}
+            )
+        except (TemplateRefusal, TemplateFailure):
+            return False
+        try:
+            self.render([_ASKING, _calling(_PROBE, arguments) | thoughts], None, False, {})
+        except TemplateRefusal:
+            return True
+        except TemplateFailure:
+            pass
+        return False
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keep what the template reads.
@@ -215,6 +234,12 @@ class ChatTemplate:
             # Whatever a template does wrong with these messages is the request's failure alone.
             raise TemplateFailure("render") from error
         return "".join(pieces)
+
+
+def _calling(content: str | None, arguments: object) -> dict[str, Any]:
+    function = {"name": _CALLED, "arguments": arguments}
+    call = {"id": _CALL_ID, "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def _raise_exception(message: object) -> None:
