@@ -27,10 +27,13 @@
 #                 MULTI_TURN_OPTIONS go to multi_turn.py (not by default)
 #   tp            two GPUs: bs1_decode, bs64_decode, nano256
 #   ranks         two GPUs: sums over the ranks, and draws from halves of the vocabulary, by each way
-#   tp_correctness   two GPUs: the text of a random model, split, against Hugging Face; CORRECTNESS_OPTIONS
-#                 in place of its own (--random and --modes choose: each mode starts an engine)
+#   tp_correctness   two GPUs: the text of a random model, split, against Hugging Face;
+#                 CORRECTNESS_OPTIONS in place of its own (--random chooses), and CORRECTNESS_MODES
+#   ep_correctness   the same of a mixture whose experts are dealt out
 #   pp, pp_correctness   the same of two stages; two stages on one GPU with
 #                 CORRECTNESS_OPTIONS="--transport gloo", ENGINE_OPTIONS likewise
+#   machines      two GPUs, each in a network namespace: the text of two stages over NCCL's sockets, and
+#                 a rank killed, frozen, and cut off (`ip` and `ss` are needed)
 #   pp_profile    what the first of two stages does, sends beside compute in its trace
 #   faults        two GPUs: a rank killed, and one frozen, while clients ask, with tp 2 and with pp 2
 #   dp            two GPUs: a worker of two members over HTTP, 512 streams at once, and one GPU's 256 to
@@ -63,6 +66,11 @@ set_up() {
             --target "$scratch/site" "$WHEELS"/*.whl || return
         export PYTHONPATH="$scratch/site:$PYTHONPATH"
     fi
+    # Ranks compare versions, which is asked of a package's metadata.
+    python3 -c 'from importlib.metadata import version; version("radixgrove")' 2>/dev/null ||
+        { mkdir -p "$scratch/site/radixgrove-0.dist-info" &&
+            printf 'Metadata-Version: 2.1\nName: radixgrove\nVersion: 0\n' >"$scratch/site/radixgrove-0.dist-info/METADATA" &&
+            export PYTHONPATH="$scratch/site:$PYTHONPATH"; }
     if [[ -f $COMPILED ]]; then
         local prebuilt
         prebuilt=$(prebuilt_folder) || return
@@ -212,17 +220,33 @@ run_pp_profile() {
         --trace "$OUT/llama-nano256-pp2.json.gz"
 }
 
+run_ep_correctness() {
+    CORRECTNESS_OPTIONS=${CORRECTNESS_OPTIONS:---random qwen3-moe-8-2} split_correctness --tp 2 --ep 2
+}
+
+run_machines() {
+    local status=0
+    python3 -m benchmarks.correctness.gpu_machines || status=$?
+    python3 -m tests.drills.groups --kills 1 --freezes 1 --cuts 2 --gpus --record "$OUT" || status=$?
+    return $status
+}
+
 split_correctness() {
-    # shellcheck disable=SC2086
-    python3 -m benchmarks.correctness.gpu_correctness "$@" --backend triton \
-        ${CORRECTNESS_OPTIONS:---random llama-8-2 --modes graphs chunked bfloat16}
+    # A process for each mode: peer memory serves the first engine of a process only.
+    local status=0 mode
+    for mode in ${CORRECTNESS_MODES:-graphs chunked host-tier bfloat16}; do
+        # shellcheck disable=SC2086
+        python3 -m benchmarks.correctness.gpu_correctness "$@" --backend triton --modes "$mode" \
+            ${CORRECTNESS_OPTIONS:---random llama-8-2} || status=$?
+    done
+    return $status
 }
 
 declare -A LIMITS=([compile]=300 [tests]=260 [flashinfer]=100 [float8]=150 [quantized]=280 [host_tier]=90 [correctness]=200 [kernels]=120 [offline]=200 [pdl]=90
-    [profile]=120 [profile_small]=120 [serving]=180 [open_loop]=200 [multi_turn]=270 [tp]=240 [tp_correctness]=200 [pp]=240 [pp_correctness]=200
+    [profile]=120 [profile_small]=120 [serving]=180 [open_loop]=200 [multi_turn]=270 [tp]=240 [tp_correctness]=200 [ep_correctness]=150 [machines]=200 [pp]=240 [pp_correctness]=200
     [pp_profile]=150 [dp]=300 [ranks]=60 [faults]=200)
 declare -A SHOWN=([compile]=3 [tests]=12 [flashinfer]=8 [float8]=60 [quantized]=40 [host_tier]=24 [correctness]=60 [kernels]=5 [offline]=16 [pdl]=8
-    [profile]=26 [profile_small]=52 [serving]=30 [open_loop]=6 [multi_turn]=12 [tp]=8 [tp_correctness]=24 [pp]=8 [pp_correctness]=24
+    [profile]=26 [profile_small]=52 [serving]=30 [open_loop]=6 [multi_turn]=12 [tp]=8 [tp_correctness]=24 [ep_correctness]=24 [machines]=12 [pp]=8 [pp_correctness]=24
     [pp_profile]=26 [dp]=12 [ranks]=40 [faults]=8)
 declare -A STATUS SECONDS_OF
 

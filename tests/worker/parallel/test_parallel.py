@@ -11,6 +11,7 @@ import pytest
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.worker.engine.executor import build_executor
 from radixgrove.worker.execution.runner import Runner
+from radixgrove.worker.parallel import peer_memory
 from radixgrove.worker.parallel.crew import meet
 from radixgrove.worker.parallel.rendezvous import RankMissing
 from radixgrove.worker.plan import StepResult
@@ -19,6 +20,13 @@ from tests.forks import Fork
 from tests.worker.execution import tiny
 from tests.worker.execution.driver import Driver, greedy
 from tests.worker.parallel.ranks import follow, followers, generate, leading, settings
+
+
+def test_only_the_first_engine_of_a_process_shares_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memory, "_groups_ended", False)
+    assert peer_memory.is_possible([])
+    peer_memory.end_groups()
+    assert not peer_memory.is_possible([])
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ class TensorParallel:
         """
         if self._group is None or self._device.type != "cuda":
             return 0
-        if not is_possible(self._devices):
+        if not self.minimum(is_possible(self._devices)):
             return 0
         peer = PeerAllReduce(self._group, self._device, dtype, hidden)
         peer.limit = self.minimum(peer.tune(self._all_reduce))

@@ -20,7 +20,7 @@ from radixgrove.protocol.settings import Transport
 from radixgrove.worker.parallel.activations import DirectLinks, HostLinks, Link, StageLinks
 from radixgrove.worker.parallel.group import Activity, Shard, TensorParallel
 from radixgrove.worker.parallel.layout import Layout, Place
-from radixgrove.worker.parallel.peer_memory import PeerMail, is_possible
+from radixgrove.worker.parallel.peer_memory import PeerMail, end_groups, is_possible
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -204,6 +204,7 @@ def limit_collectives(seconds: float) -> None:
 def leave() -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
+        end_groups()
 
 
 def open_store(

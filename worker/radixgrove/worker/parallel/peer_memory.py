@@ -30,9 +30,22 @@ _MAX_BYTES = 4 << 20  # of a tensor
 _CALLS = 20  # in one measurement
 
 
+_groups_ended = False
+
+
+def end_groups() -> None:
+    """No later group of this process can share memory: torch remembers by a group's name, which a
+    later one bears too, where its ranks met, and would wait there."""
+    global _groups_ended
+    _groups_ended = True
+
+
 def is_possible(devices: Sequence[int]) -> bool:
-    """Whether a group's devices reach each other; `RADIXGROVE_PEER_ALL_REDUCE=0` turns it off."""
-    if os.environ.get("RADIXGROVE_PEER_ALL_REDUCE", "1") == "0":
+    """Whether a group's devices reach each other; `RADIXGROVE_PEER_ALL_REDUCE=0` turns it off.
+
+    Ranks may differ in their answer: those of a second group in a process, as of `end_groups`.
+    """
+    if _groups_ended or os.environ.get("RADIXGROVE_PEER_ALL_REDUCE", "1") == "0":
         return False
     pairs = ((a, b) for a in devices for b in devices if a != b)
     return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
