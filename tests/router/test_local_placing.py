@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -36,7 +37,7 @@ def asked(blocks: int, *, path: int = 0, sequences: int = 1) -> PlacementRequest
     members = b"".join(
         (1000 * path + number + 1).to_bytes(MEMBER_BYTES, "little") for number in range(blocks)
     )
-    return PlacementRequest(blocks * BLOCK, members, BLOCK, sequences, longest=blocks * BLOCK)
+    return PlacementRequest(blocks * BLOCK, members, BLOCK, sequences, length=blocks * BLOCK + 1)
 
 
 async def placed(placer: Placer, found: Service, ask: PlacementRequest) -> Placement:
@@ -104,5 +105,8 @@ async def test_a_prompt_goes_where_it_fits(placer: Placer) -> None:
         assert (await placed(placer, found, asked(20))).replica.id == "static"
     found.set_replicas({"short": short})
     assert await placer.place(found, asked(20)) is None
+    assert await placer.place(found, replace(asked(10), length=201)) is None
+    exact = await placed(placer, found, replace(asked(10), length=200))
+    placer.release(exact)
     fitting = await placed(placer, found, asked(10))
     assert (fitting.replica, fitting.decided) == (short, "degraded")

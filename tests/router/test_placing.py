@@ -11,7 +11,7 @@ import redis
 
 from tests.conftest import RedisServer
 from tests.router.conftest import MakeReplica, MakeRouter
-from tests.router.harness import MODEL, SimulatedReplica, eventually, prompt
+from tests.router.harness import MODEL, Router, SimulatedReplica, eventually, prompt
 
 SHARED = tuple(range(100, 140))
 
@@ -192,3 +192,25 @@ async def test_load_returns_to_zero_however_requests_end(
 
     await eventually(clean, what="the end of all bookings")
     assert await router.metric("radixgrove_router_requests_in_flight") == 0
+
+
+async def test_replicas_of_different_lengths_get_what_fits_them_whole(
+    redis_server: RedisServer, make_replica: MakeReplica, make_router: MakeRouter
+) -> None:
+    lengths = {"short": 64, "long": 128}
+    for name, length in lengths.items():
+        await make_replica(redis_url=redis_server.url, replica_id=name, max_model_len=length)
+    router = await make_router(redis_server)
+    await eventually(partial(_knows, router, len(lengths)), what="both replicas")
+    for number in range(3):
+        answer = await router.complete(prompt(number, 1, 2), max_tokens=17)
+        assert (answer.status, answer.replica) == (200, "long")
+    shown = await router.complete(prompt(*range(8)), echo=True, max_tokens=0)
+    assert (shown.status, shown.replica) == (200, "long")
+    scored = await router.complete(prompt(*range(8)), echo=True, max_tokens=0, logprobs=1)
+    assert scored.error["code"] == "context_length_exceeded"
+
+
+async def _knows(router: Router, count: int) -> bool:
+    states = [replica["state"] for replica in (await router.status())["replicas"]]
+    return states == ["ready"] * count

@@ -155,7 +155,7 @@ class Encoders:
             members=paths[0][0] if paths else b"",
             block_tokens=block,
             sequences=generation.n * len(prompts),
-            longest=max(map(len, prompts)),
+            length=max(generation.length_for(len(prompt)) for prompt in prompts),
             others=paths[1:],
         )
         metrics.soon(metrics.ENCODE_SECONDS.observe, time.perf_counter() - started)
@@ -344,6 +344,6 @@ def encode_foreign(body: bytes) -> Encoded:
         members=b"".join(names),
         block_tokens=TEXT_BLOCK // BYTES_PER_TOKEN,
         sequences=min(max(1, request.n or 1), MAX_SEQUENCES),
-        longest=0,  # unknown: the replica itself refuses what is too long
+        length=0,  # unknown: the replica itself refuses what is too long
     )
     return Encoded(request.model or "", ask, None, "")

@@ -57,7 +57,7 @@ class PlacementRequest:
     members: bytes  # of the longest prompt's full blocks that a cache could serve, packed
     block_tokens: int
     sequences: int = 1  # choices × prompts: how many the replica will run
-    longest: int = 0  # tokens of its longest prompt; 0: unknown
+    length: int = 0  # tokens of its longest prompt and what follows it; 0: unknown
     # Of its other prompts: members, and how many of them prompts before it have too.
     others: list[tuple[bytes, int]] = field(default_factory=list)
 
@@ -463,7 +463,7 @@ def count(decision: Placement, ask: PlacementRequest, seconds: float) -> None:
 
 def _fits(replica: Replica, ask: PlacementRequest) -> bool:
     registration = replica.registration
-    return registration is None or ask.longest < registration.engine.max_model_len
+    return registration is None or ask.length <= registration.engine.max_model_len
 
 
 def _cost(replica: Replica, ask: PlacementRequest, now: float) -> tuple[float, int]:

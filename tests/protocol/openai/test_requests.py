@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from radixgrove.protocol.openai.decoding import peek_model, with_model
 from radixgrove.protocol.openai.errors import ApiError
 from radixgrove.protocol.openai.parsing import parse_chat, parse_completion
-from radixgrove.protocol.openai.requests import ChatRequest, ModelLimits
+from radixgrove.protocol.openai.requests import ChatRequest, CompletionRequest, ModelLimits
 from radixgrove.protocol.openai.sampling import SamplingDefaults
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=1000)
@@ -22,6 +22,10 @@ LIMITS = ModelLimits(max_model_len=100, vocab_size=1000)
 def chat(**fields: Any) -> ChatRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
     return parse_chat(json.dumps(body).encode(), LIMITS)
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_completion(json.dumps({"model": "m", "prompt": "x", **fields}).encode(), LIMITS)
 
 
 def test_the_model_is_known_before_the_rest_is_checked() -> None:
@@ -65,6 +69,15 @@ def test_max_tokens_is_what_fits() -> None:
         with pytest.raises(ApiError) as error:
             request.generation.max_tokens_for(prompt, LIMITS)
         assert error.value.code == "context_length_exceeded"
+
+
+def test_a_prompt_that_is_scored_leaves_room_for_the_token_behind_it() -> None:
+    shown = completion(echo=True, max_tokens=0).generation
+    assert (shown.length_for(100), shown.max_tokens_for(100, LIMITS)) == (100, 0)
+    scored = completion(echo=True, max_tokens=0, logprobs=1).generation
+    assert (scored.length_for(99), scored.max_tokens_for(99, LIMITS)) == (100, 1)
+    with pytest.raises(ApiError):
+        scored.max_tokens_for(100, LIMITS)
 
 
 def test_whole_numbers_may_have_a_point() -> None:

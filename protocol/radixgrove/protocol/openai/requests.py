@@ -52,19 +52,29 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None  # the only ones that it may have
     bad_words: tuple[str, ...] = ()  # which it must not have
 
+    def length_for(self, prompt_tokens: int) -> int:
+        """How many tokens a model must take at least, for a prompt of that length and what follows.
+
+        Where a prompt is only scored, the engine draws a token behind it; where it is only shown,
+        no engine is asked.
+        """
+        if self.max_tokens is None:
+            return prompt_tokens + 1
+        scored = self.sampling.prompt_logprobs is not None
+        return prompt_tokens + max(self.max_tokens, int(scored))
+
     def max_tokens_for(self, prompt_tokens: int, limits: ModelLimits) -> int:
         """How many tokens to generate after a prompt of that length.
 
         Raises:
             ApiError: 400 `context_length_exceeded`, when prompt and completion do not fit.
         """
-        room = limits.max_model_len - prompt_tokens
-        wanted = self.max_tokens if self.max_tokens is not None else max(1, room)
-        if wanted > room:
+        longest, length = limits.max_model_len, self.length_for(prompt_tokens)
+        if length > longest:
             raise errors.context_length_exceeded(
-                limits.max_model_len, prompt_tokens, wanted, self.prompt_param
+                longest, prompt_tokens, length - prompt_tokens, self.prompt_param
             )
-        return wanted
+        return (longest if self.max_tokens is None else length) - prompt_tokens
 
     def sampling_for(
         self, max_tokens: int, sequence: int, eos_ids: Iterable[int]

@@ -328,9 +328,7 @@ class Frontend:
         request = accepted.request
         generation = request.generation
         limits = self._limits
-        max_tokens = [
-            max(1, generation.max_tokens_for(len(prompt), limits)) for prompt in accepted.prompts
-        ]
+        max_tokens = [generation.max_tokens_for(len(prompt), limits) for prompt in accepted.prompts]
         asgi.state(scope)[asgi.FIELDS].update(
             model=request.model,
             prompt_tokens=sum(len(prompt) for prompt in accepted.prompts),
