@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 
 from radixgrove.service import directories
-from radixgrove.service.directories import private_directory, remove_abandoned
+from radixgrove.service.directories import (
+    NoPrivateDirectory,
+    private_directory,
+    remove_abandoned,
+)
 
 PREFIX = "radixgrove-test-"
 OWNER = f"""
@@ -111,3 +115,17 @@ def test_directory_that_is_swept_before_it_is_locked_is_made_again(
         remove_abandoned(base, PREFIX)
         assert directory.exists()
     assert not directory.exists()
+
+
+def test_where_no_directory_can_be_made_the_reason_says_what_to_change(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(**_: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(directories.tempfile, "mkdtemp", full)
+    with (
+        pytest.raises(NoPrivateDirectory, match=r"No space left on device.*TMPDIR"),
+        private_directory(PREFIX),
+    ):
+        pass

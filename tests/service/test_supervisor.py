@@ -23,12 +23,12 @@ SLEEP = "import time; time.sleep(60)"
 class Scene:
     """A supervised Python one-liner and what was said about it."""
 
-    def __init__(self, code: str, **options: bool) -> None:
+    def __init__(self, code: str, python: Path = Path(sys.executable), **options: bool) -> None:
         self.said: list[str] = []
         self.output: list[str] = []
         self.service = Supervised(
             "child",
-            [sys.executable, "-c", code],
+            [str(python), "-c", code],
             os.environ,
             self.output.append,
             self.said.append,
@@ -86,6 +86,30 @@ async def test_a_child_that_never_was_ready_is_given_up_with_its_last_error() ->
     with pytest.raises(ChildFailed, match="exited with code 1: ValueError: no such model"):
         await asyncio.wait_for(asyncio.shield(scene.service.failed), 10)
     await scene.service.stop(1)
+
+
+async def test_a_child_that_the_system_does_not_start_is_said_to_be_so(tmp_path: Path) -> None:
+    scene = Scene(SLEEP, tmp_path / "no-python")
+    with pytest.raises(ChildFailed, match=r"child cannot be started: .*No such file"):
+        await scene.service.start()
+    await scene.service.stop(1)
+
+
+async def test_a_child_is_started_again_once_the_machine_has_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LONGEST_BACKOFF", 0.05)
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    scene = Scene(SLEEP, python)
+    await scene.service.start()
+    scene.service.mark_ready()
+    python.unlink()
+    os.kill(scene.service.child.pid, 9)
+    await until(lambda: sum("cannot be started" in text for text in scene.said) >= 2)
+    python.symlink_to(sys.executable)
+    await until(scene.alive)
+    await scene.service.stop(5)
 
 
 async def test_a_child_that_ignores_sigterm_is_killed() -> None:

@@ -15,19 +15,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from radixgrove.protocol.errors import StartFailed
+
 _LOCK = "lock"
 # Unix socket paths are at most 107 bytes; the longest of ours ends in `/frontend-63.sock`.
 _MAX_BASE_PATH = 50
 
 
+class NoPrivateDirectory(StartFailed):
+    """No temporary directory can be written; the text says what to change."""
+
+
 @contextlib.contextmanager
 def private_directory(prefix: str) -> Iterator[Path]:
-    """A new directory of mode 0700, removed at the end; remains of killed owners go as well."""
-    base = Path(tempfile.gettempdir())
-    if len(str(base)) > _MAX_BASE_PATH:
-        base = Path("/tmp")
-    remove_abandoned(base, prefix)
-    directory, lock = _make(base, prefix)
+    """A new directory of mode 0700, removed at the end; remains of killed owners go as well.
+
+    Raises:
+        NoPrivateDirectory: there is none to be had.
+    """
+    try:
+        base = Path(tempfile.gettempdir())
+        if len(str(base)) > _MAX_BASE_PATH:
+            base = Path("/tmp")
+        remove_abandoned(base, prefix)
+        directory, lock = _make(base, prefix)
+    except OSError as error:
+        raise NoPrivateDirectory(
+            f"no private directory can be made ({error}): set TMPDIR to a directory with a path of "
+            f"at most {_MAX_BASE_PATH} characters that can be written"
+        ) from error
     try:
         yield directory
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,7 +20,8 @@ HANG_SECONDS = 10.0
 
 
 class ChildFailed(StartFailed):
-    """A child ended, or hung and was killed, and is not started again; the text says how."""
+    """A child cannot be started; or it ended, or hung and was killed, and is not started again. The
+    text says how."""
 
     def __init__(self, message: str, *, hung: bool) -> None:
         super().__init__(message)
@@ -66,7 +68,11 @@ class Supervised:
         self._keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Must run on the main thread, as `Child.start`."""
+        """Must run on the main thread, as `Child.start`.
+
+        Raises:
+            ChildFailed: the system does not start it.
+        """
         self._child = await self._start_child()
         self._keeper = asyncio.create_task(self._keep(), name=f"keeper of {self.name}")
 
@@ -104,7 +110,11 @@ class Supervised:
             self._child.process.kill()
 
     async def _start_child(self) -> Child:
-        return await Child.start(self.name, self._command, self._environ, self._sink)
+        """Raises ChildFailed where there is no process, memory or descriptor left, or no right."""
+        try:
+            return await Child.start(self.name, self._command, self._environ, self._sink)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ChildFailed(f"{self.name} cannot be started: {error}", hung=False) from error
 
     async def _keep(self) -> None:
         backoff = FIRST_BACKOFF
@@ -118,11 +128,25 @@ class Supervised:
                 raise ChildFailed(obituary, hung=hung is not None)
             if time.monotonic() - started > SETTLED_SECONDS:
                 backoff = FIRST_BACKOFF
-            self._announce(f"{obituary}; starting it again in {backoff:.0f} s")
+            backoff = await self._start_again(obituary, backoff)
+
+    async def _start_again(self, reason: str, backoff: float) -> float:
+        """Tries until there is a new child: what a machine lacks may come back.
+
+        Returns:
+            The pause after which the next one is to be started, seconds.
+        """
+        while True:
+            self._announce(f"{reason}; starting it again in {backoff:.0f} s")
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, LONGEST_BACKOFF)
             self.restarts += 1
-            self._child = await self._start_child()
+            try:
+                self._child = await self._start_child()
+            except ChildFailed as error:
+                reason = str(error)
+            else:
+                return backoff
 
     async def _watch(self, child: Child) -> str | None:
         """Returns once the child has ended: why it was killed, if it was for hanging."""

@@ -14,12 +14,13 @@ from typing import Any
 
 import click
 
-from radixgrove.cli.cluster import Cluster, ClusterError, Signals
+from radixgrove.cli.cluster import Cluster, Signals
 from radixgrove.cli.demonstration import QUESTION, demonstrate
 from radixgrove.cli.options import SettingsCommand, setting_options
 from radixgrove.cli.part_logs import PartLogs, default_directory, show
 from radixgrove.cli.parts import AMBIGUOUS
 from radixgrove.cli.resolving import UpParts
+from radixgrove.protocol.errors import StartFailed
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.directories import private_directory
 
@@ -36,10 +37,11 @@ def _up(
     except OSError as error:
         text = f"no logs can be written to {directory} ({error.strerror}): choose --log-dir"
         raise click.ClickException(text) from None
-    with private_directory("radixgrove-up-") as private, contextlib.closing(part_logs):
+    with contextlib.closing(part_logs):
         try:
-            return asyncio.run(_run(parts, private, part_logs, show_requests))
-        except ClusterError as error:
+            with private_directory("radixgrove-up-") as private:
+                return asyncio.run(_run(parts, private, part_logs, show_requests))
+        except StartFailed as error:
             logs.STDERR.flush()  # the reason comes last
             raise click.ClickException(f"{error}\nLogs: {directory}") from None
 

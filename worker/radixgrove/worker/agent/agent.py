@@ -21,18 +21,19 @@ from typing import Any
 
 import zmq.asyncio
 
+from radixgrove.protocol.errors import StartFailed
 from radixgrove.protocol.model.config import ModelError
 from radixgrove.protocol.settings import LoadFormat, LogLevel, WorkerSettings
 from radixgrove.service import exit_codes, logs
 from radixgrove.service.children import Child
 from radixgrove.service.directories import private_directory
-from radixgrove.service.listening import BindingError, reserve
+from radixgrove.service.listening import reserve
 from radixgrove.service.liveness import tick
 from radixgrove.service.probing import is_ready
 from radixgrove.service.processes import on_end, take_descriptors
-from radixgrove.service.settings_check import UnusableSettings, check_settings
+from radixgrove.service.settings_check import check_settings
 from radixgrove.service.supervisor import ChildFailed, Supervised
-from radixgrove.worker.agent import demo_model, management, model_files
+from radixgrove.worker.agent import management, model_files
 from radixgrove.worker.agent.engines import Engine, total
 from radixgrove.worker.agent.halted import Halted
 from radixgrove.worker.agent.machine import Machine, wait_to_be_replaced
@@ -107,7 +108,7 @@ def run(settings: WorkerSettings, modules: Modules = Modules()) -> int:
     except ModelError as error:
         _log.error("%s", error)
         return exit_codes.MODEL
-    except (AgentError, demo_model.DemoModelError, BindingError, UnusableSettings) as error:
+    except StartFailed as error:
         _log.error("%s", error)
         return getattr(error, "code", exit_codes.FAILED)
 
