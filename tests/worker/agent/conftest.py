@@ -17,8 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -130,7 +132,15 @@ def model_dir(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(TINY_CONFIG))
     (directory / "tokenizer.json").write_text(Tokenizer(WordLevel({"a": 0}, "a")).to_str())
+    save_file({"model.norm.weight": np.ones(16)}, directory / "model.safetensors")
     return directory
+
+
+def write_index(model_dir: Path, name: str) -> None:
+    """Makes the model one of shards, of which the index names this one."""
+    (model_dir / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": name}}
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 StartAgent = Callable[..., AgentProcess]

@@ -23,7 +23,7 @@ from radixgrove.protocol.registry import Lease, LeaseState, Registration
 from radixgrove.service import exit_codes
 from radixgrove.service.directories import remove_abandoned
 from tests.conftest import RedisServer, find_free_port, wait_until
-from tests.worker.agent.conftest import RefusedAgent, StartAgent
+from tests.worker.agent.conftest import RefusedAgent, StartAgent, write_index
 
 
 def test_starts_says_what_fits_and_drains_on_sigterm(start_agent: StartAgent) -> None:
@@ -312,8 +312,8 @@ def test_a_group_of_this_workers_own_ranks_is_served(
 def test_a_damaged_file_is_named_before_anything_starts(
     refused_agent: RefusedAgent, model_dir: Path, name: str, content: bytes
 ) -> None:
-    if name == "model-00002.safetensors":
-        write_index(model_dir, name)
+    if name.startswith("model") and name != "model.safetensors":
+        write_index(model_dir, "model-00002.safetensors")
     (model_dir / name).write_bytes(content)
     code, output = refused_agent()
     assert code == exit_codes.MODEL
@@ -336,11 +336,6 @@ def test_a_given_chat_template_that_is_none_is_named_and_not_the_model(
     assert f"chat_template '{template}': the chat template is not valid Jinja: " in line
     assert "(line 2)" in line
     assert "model directory" not in line
-
-
-def write_index(model_dir: Path, name: str) -> None:
-    index = {"weight_map": {"model.norm.weight": name}}
-    (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def test_damaged_files_that_nothing_reads_do_not_matter(

@@ -120,6 +120,8 @@ with torch.inference_mode():
         (("adapter_config.json", "tokenizer.json"), "adapter"),
         (("snapshots",), "below snapshots/"),
         (("config.json", "tokenizer.model"), "save_pretrained"),
+        (("config.json", "vocab.json", "merges.txt"), "save_pretrained"),
+        (("params.json", "tekken.json"), "in transformers' form"),
     ],
     ids=str,
 )
@@ -131,3 +133,15 @@ def test_a_directory_that_is_no_models_is_called_what_it_is(
     with pytest.raises(AgentError, match=words) as refused:
         resolve_model(str(tmp_path))
     assert refused.value.code == exit_codes.MODEL
+
+
+@pytest.mark.parametrize(
+    ("model", "helps"), [("org/a-model.v2", True), ("/org/model", False), ("./model.gguf", False)]
+)
+def test_a_name_of_the_hub_is_answered_with_how_to_have_it(
+    model: str, helps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AgentError, match="is not a directory") as refused:
+        resolve_model(model)
+    assert (f"hf download {model} " in str(refused.value)) == helps

@@ -14,13 +14,33 @@ from safetensors import SafetensorError, safe_open
 
 from radixgrove.protocol.formats.table import UnknownFormatError
 from radixgrove.protocol.model.config import ModelError
-from radixgrove.protocol.model.directory import DamagedFileError, ModelDirectory, weight_files
+from radixgrove.protocol.model.directory import (
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    DamagedFileError,
+    ModelDirectory,
+    weight_files,
+)
 from radixgrove.protocol.openai.sampling import SamplingDefaults
 from radixgrove.protocol.settings import SamplingSource
 from radixgrove.protocol.text.templates import ChatTemplate
 from radixgrove.protocol.text.tokenizer import Prompting
 
 _log = logging.getLogger(__name__)
+
+_AGAIN = "download or copy the model again (the demo model: remove that directory)"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_MOST_POINTER_BYTES = 1024
+# Weights that people have in other forms, by a pattern of their names, and what helps then.
+_OTHER_WEIGHTS = {
+    "model-*-of-*.safetensors": f"shards without {WEIGHTS_INDEX}; {_AGAIN}",
+    "*.incomplete": f"a download that was broken off; {_AGAIN}",
+    "pytorch_model*.bin": "weights in torch's own form: AutoModelForCausalLM of transformers "
+    "converts them (from_pretrained, save_pretrained)",
+    "*.gguf": "a GGUF file, which is not served: take the model that it was made of",
+    "consolidated*": "weights in their authors' own form: take the model in transformers' form",
+    "adapter_model*": "an adapter (LoRA); merge it into its model and save that",
+}
 
 
 def check(
@@ -95,16 +115,33 @@ def _check_weights(model_dir: Path) -> None:
     """Headers of the files that will be loaded; what else lies in the directory does not matter."""
     for name in weight_files(model_dir):
         path = model_dir / name
+        if not path.exists():
+            raise _missing(path)
         try:
-            if path.is_file():
-                with safe_open(path, framework="numpy"):
-                    pass
+            with safe_open(path, framework="numpy"):
+                pass
         except (OSError, SafetensorError) as error:
             raise DamagedFileError(f"{name} is incomplete or damaged") from error
 
 
+def _missing(path: Path) -> ModelError:
+    if path.is_symlink():
+        return DamagedFileError(f"{path.name} is a link to {path.readlink()}, which is not there")
+    if path.name == WEIGHTS:
+        for pattern, what in _OTHER_WEIGHTS.items():
+            if any(path.parent.glob(pattern)):
+                return ModelError(f"there is no {WEIGHTS}, but {what}")
+    return DamagedFileError(f"{path.name} is missing")
+
+
 def _damaged(model_dir: Path, problem: str) -> ModelError:
-    return DamagedFileError(
-        f"model directory '{model_dir}': {problem}; download or copy the model again "
-        "(the demo model: remove that directory)"
-    )
+    remedy = _AGAIN
+    if pointers := sorted(path.name for path in model_dir.iterdir() if _is_lfs_pointer(path)):
+        remedy = f"{pointers[0]} is a pointer of Git LFS, not the file: `git lfs pull` fetches it"
+    return DamagedFileError(f"model directory '{model_dir}': {problem}; {remedy}")
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size > _MOST_POINTER_BYTES:
+        return False
+    return path.read_bytes().startswith(_LFS_POINTER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -22,15 +23,20 @@ _SPINS = 1000  # turns of a loop of GNU's OpenMP: some microseconds
 # Products that torch and oneDNN keep prepared, each in a cache of its own: one for every shape of a
 # weight and count of tokens. By default 1,024, which take 1.4 MiB each with 960 × 576 in float32.
 _ONEDNN_CACHES = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_CONVERT = "AutoTokenizer of transformers converts it (from_pretrained, save_pretrained)"
 # What a model's directory must have, and what others that people name have instead.
 _NEEDED = {
     "config.json": {
         "adapter_config.json": ": it is an adapter (LoRA); merge it into its model and save that",
         "snapshots": ": it is the hub's cache of a model; name the directory below snapshots/",
+        "params.json": ", but a params.json: take the model in transformers' form",
     },
     "tokenizer.json": {
-        "tokenizer.model": ", but a tokenizer.model: AutoTokenizer of transformers converts it "
-        "(from_pretrained, save_pretrained)",
+        "tokenizer.model": f", but a tokenizer.model: {_CONVERT}",
+        "vocab.json": f", but a vocab.json: {_CONVERT}",
+        "tiktoken.model": f", but a tiktoken.model: {_CONVERT}",
+        "tekken.json": ", but a tekken.json: take the model in transformers' form",
     },
 }
 
@@ -158,8 +164,11 @@ def resolve_model(model: str) -> Path:
         return demo_model.ensure()
     path = Path(model).expanduser()
     if not path.is_dir():
+        on_hub = _HUB_ID.fullmatch(model)
+        how = f"; to have it from the hub: hf download {model} --local-dir DIRECTORY"
         raise AgentError(
-            f"model {model!r} is not a directory: pass a local Hugging Face directory, or `demo`",
+            f"model {model!r} is not a directory: pass a local Hugging Face directory, or `demo`"
+            f"{how if on_hub else ''}",
             exit_codes.MODEL,
         )
     for name, instead in _NEEDED.items():
