@@ -158,3 +158,51 @@ def test_a_second_cluster_is_told_which_of_its_ports_is_taken(
             assert f"cannot listen on 127.0.0.1 port {port}" in result.stderr
             assert f"choose another with {remedy}, e.g. {remedy} " in result.stderr
             assert not list((tmp_path / "logs").iterdir())
+
+
+def test_output_that_a_full_disk_does_not_take_is_an_error_of_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "radixgrove.cli", "config", "show"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("Error: No space left on device")
+
+
+_SAYS = """
+import sys
+from radixgrove.cli.commands.up import _say
+_say("ready")
+_say("an answer")
+print("goes on", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("gone", ["disk", "reader"])
+def test_a_cluster_outlives_what_reads_its_output(gone: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    full = os.open("/dev/full", os.O_WRONLY)
+    ended = subprocess.run(
+        [sys.executable, "-c", _SAYS],
+        stdout=full if gone == "disk" else writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(full)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, "goes on\n")
+
+
+def test_streams_that_are_closed_are_no_error() -> None:
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    command = [*closed, sys.executable, "-m", "radixgrove.cli", "config", "show"]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0

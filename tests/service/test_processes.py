@@ -14,6 +14,8 @@ _OPENS_A_FILE = """
 import os, sys
 from radixgrove.service.processes import take_descriptors
 take_descriptors()
+for stream in (sys.stdout, sys.stderr):
+    stream.flush()
 descriptor = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
 os.write(2, b"a log line")
 os.write(descriptor, str(descriptor).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from typing import Any
@@ -30,6 +31,9 @@ _COMMANDS = {
     "bench": ("bench", "bench", "Measure a running endpoint."),
     "completion": ("completion", "completion", "Print the completion script of a shell."),
 }
+
+
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LazyGroup(click.Group):
@@ -79,6 +83,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str] | None) -> int:
     know_user()
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        from radixgrove.service.processes import open_standard_streams
+
+        open_standard_streams()
     try:
         result: Any = cli.main(args=arguments, prog_name="radixgrove", standalone_mode=False)
     except click.ClickException as error:
@@ -89,4 +97,10 @@ def _run(arguments: list[str] | None) -> int:
     except BrokenPipeError:  # `radixgrove … | head`
         sys.stderr.close()
         return exit_codes.OK
+    except OSError as error:
+        if error.errno not in _FULL_DISK:
+            raise
+        text = f"{error.strerror}: the output, a log or a temporary file cannot be written"
+        click.ClickException(text).show()
+        return exit_codes.FAILED
     return result if isinstance(result, int) else exit_codes.OK

@@ -9,6 +9,7 @@ import ctypes
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -51,18 +52,26 @@ def take_descriptors() -> None:
     """Opens as many files as the system allows this process, and those that it starts.
 
     A request through a router takes two; the usual soft limit, made for `select`, is 1,024.
-
-    Standard streams that are closed are opened on nothing: the next connection would get the number
-    that log lines go to.
     """
-    for number in range(3):
+    open_standard_streams()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a sandbox may refuse it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def open_standard_streams() -> None:
+    """Opens those of this process that are closed on nothing.
+
+    The next connection would get the number that log lines go to, and Python has no object for a
+    stream that was closed when it started.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a sandbox may refuse it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
 def give_large_blocks_back() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -93,7 +94,7 @@ def _announce_ready(cluster: Cluster, log_directory: Path, seconds: float) -> No
     other = "" if cluster.router.port == 8000 else f" --url {cluster.endpoint.removesuffix('/v1')}"
     default = cluster.router.management_port == 8001
     other_manage = "" if default else f" --management-url {cluster.management_url}"
-    click.echo(
+    _say(
         f"\nradixgrove is ready after {seconds:.1f} s\n"
         f"  endpoint   {cluster.endpoint}\n"
         f"  model      {model}\n"
@@ -105,7 +106,17 @@ def _announce_ready(cluster: Cluster, log_directory: Path, seconds: float) -> No
         f"  logs       {log_directory}/*.log\n"
         "  end        Ctrl-C drains and leaves nothing behind\n"
     )
-    sys.stdout.flush()
+
+
+def _say(text: str) -> None:
+    """On standard output. A reader that has ended, or a full disk, does not end the cluster."""
+    try:
+        click.echo(text)
+    except OSError:
+        # What is left in the buffer would be an error again at the end.
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
 
 
 def _command() -> str:
@@ -120,7 +131,7 @@ def _command() -> str:
 async def _demonstrate(cluster: Cluster, signals: Signals) -> None:
     """Three requests, unless the user has enough before their end."""
     url = cluster.endpoint.removesuffix("/v1")
-    running = asyncio.create_task(asyncio.to_thread(demonstrate, url, click.echo))
+    running = asyncio.create_task(asyncio.to_thread(demonstrate, url, _say))
     stopped = asyncio.create_task(signals.stop.wait())
     await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
