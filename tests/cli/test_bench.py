@@ -152,6 +152,9 @@ class Endpoint(BaseHTTPRequestHandler):
             type(self).most = max(self.most, self.running)
             self.change.notify_all()
             self.change.wait_for(lambda: self.most >= self.together, 20)
+        if body["max_tokens"] == 14:
+            self._answer(json.dumps({"error": {"message": "too long"}}).encode(), 400)
+            return
         time.sleep(0.05)
         events: list[Any] = [{"choices": [{"text": "hello"}]}, {"choices": [{"text": " you"}]}]
         details = {"prompt_tokens_details": {"cached_tokens": 4}}
@@ -162,8 +165,8 @@ class Endpoint(BaseHTTPRequestHandler):
             type(self).running -= 1
         self._answer((text + ("" if body["max_tokens"] == 13 else "data: [DONE]\n\n")).encode())
 
-    def _answer(self, content: bytes) -> None:
-        self.send_response(200)
+    def _answer(self, content: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("content-length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -232,6 +235,14 @@ def test_a_stream_that_breaks_off_is_a_failure(endpoint: str) -> None:
     )
     assert result.returncode == 1
     assert "failed: 2 x cut short" in result.stdout
+
+
+def test_a_refusal_is_shown_with_the_servers_reason(endpoint: str) -> None:
+    result = radixgrove(
+        "bench", "serve", "--url", endpoint, "--requests", "2", "--output-tokens", "14"
+    )
+    assert result.returncode == 1
+    assert "failed: 2 x HTTP 400, such as: too long\n" in result.stdout
 
 
 def test_two_loops_at_once_are_refused() -> None:

@@ -112,7 +112,9 @@ def table(found: Sequence[Figure], samples: Sequence[Sample], objective: Objecti
         f"{objective.tpot * 1000:.0f} ms a further token"
     )
     errors = Counter(sample.error for sample in samples if sample.error is not None)
-    lines += [f"failed: {count} x {reason}" for reason, count in errors.most_common()]
+    for reason, count in errors.most_common():
+        said = next((s.said for s in samples if s.error == reason and s.said), "")
+        lines.append(f"failed: {count} x {reason}{said and f', such as: {said}'}")
     values = {figure.metric: figure.value for figure in found}
     if (delay := values["send delay p99"]) > _LATE_MS:
         lines.append(f"warning: requests left up to {delay:.0f} ms late: {_REMEDY}")

@@ -21,6 +21,7 @@ import uvloop
 from radixgrove.cli.bench.workload import PlannedRequest
 
 _LINE_BYTES = 1 << 20
+_MESSAGE_CHARS = 200
 
 
 class Job(msgspec.Struct, kw_only=True):
@@ -50,6 +51,7 @@ class Sample(msgspec.Struct, kw_only=True):
     output_tokens: int = 0
     token_ids: list[int] = []  # of the output, where the request asked for them
     error: str | None = None  # "HTTP 429", "cut short", ...
+    said: str = ""  # what the server said to it
 
 
 class Outcome(msgspec.Struct):
@@ -124,7 +126,7 @@ async def send(session: aiohttp.ClientSession, address: str, body: bytes, sample
         ) as response:
             if response.status != 200:
                 sample.error = f"HTTP {response.status}"
-                await response.read()
+                sample.said = _message(await response.read())
             else:
                 await _read(response, sample, started)
     except TimeoutError:
@@ -134,6 +136,14 @@ async def send(session: aiohttp.ClientSession, address: str, body: bytes, sample
     except (aiohttp.ClientError, OSError) as error:
         sample.error = type(error).__name__
     sample.total = time.perf_counter() - started
+
+
+def _message(body: bytes) -> str:
+    """The message in the answer of an error; empty where it has none."""
+    try:
+        return str(json.loads(body)["error"]["message"])[:_MESSAGE_CHARS]
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _body(job: Job, request: PlannedRequest) -> bytes:
