@@ -29,7 +29,7 @@ from radixgrove.service.redis_rules import (
     RedisUnsuitable,
     check_server,
 )
-from tests.conftest import RedisServer, silent
+from tests.conftest import RedisServer, find_free_port, silent
 from tests.redis_faults import REFUSALS, RedisRoute, route, well
 from tests.router.harness import eventually
 
@@ -279,6 +279,14 @@ async def test_tls_goes_by_the_parameters_of_the_url(
             assert "FileNotFoundError" in link.problem
 
 
+async def test_a_server_that_is_not_there_is_named() -> None:
+    port = find_free_port()
+    async with linked(f"redis://127.0.0.1:{port}/0") as link:
+        await link.wait_until_tried(10)
+        assert "ConnectionRefusedError" in link.problem
+        assert str(port) in link.problem
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -286,6 +294,8 @@ async def test_tls_goes_by_the_parameters_of_the_url(
         "redis://:hush@host:port/0",
         "rediss://:hush@host?ssl_cert_reqs=sometimes",
         "redis://:hush@host?no_such_parameter=1",
+        "redis://:p@hush#w@host:6379/0",
+        "redis://:hush@host:6379/first",
     ],
 )
 def test_malformed_addresses_are_refused_without_their_password(url: str) -> None:
@@ -298,6 +308,7 @@ def test_addresses_are_read_as_redis_py_reads_them() -> None:
     address = RedisAddress("redis://user:p%40ss@host:1234/7?max_connections=4")
     assert (address.host, address.port, address.database) == ("host", 1234, 7)
     assert (address.username, address.password) == ("user", "p@ss")
+    assert RedisAddress("redis://host/3/").database == 3
     assert RedisAddress("unix:///run/redis.sock").path == "/run/redis.sock"
 
 

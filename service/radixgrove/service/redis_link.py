@@ -330,7 +330,8 @@ def _evaluation(name: str, keys: Keys, arguments: Sequence[Argument]) -> tuple[A
 
 
 def _describe(error: Exception) -> str:
-    """For people: of an OSError its kind and file, of others their first sentence."""
+    """For people: of an OSError its kind and its file or text, of others their first sentence."""
     if isinstance(error, OSError):
-        return f"{type(error).__name__} {error.filename or ''}".strip()
+        detail = error.filename or error.strerror
+        return f"{type(error).__name__}: {detail}" if detail else type(error).__name__
     return str(error).partition(". ")[0]

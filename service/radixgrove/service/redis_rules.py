@@ -7,9 +7,11 @@ they use redis-py's client (`redis_client`) by the same rules.
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from redis.asyncio.connection import (
     Connection,
@@ -30,6 +32,7 @@ CLUSTER = (
     "Redis runs in cluster mode, which is not supported; use a single server, replicated if it "
     "must be highly available"
 )
+_DATABASE = re.compile(r"(/\d*/?)?")
 _OF_THE_POOL = ("max_connections", "timeout")  # parameters of a URL that are no connection's
 
 
@@ -77,6 +80,10 @@ class RedisAddress:
     def __init__(self, url: str) -> None:
         """Raises ValueError, which does not repeat the URL: it may hold a password."""
         try:
+            parts = urlsplit(url)
+            # A `#` in a password ends the address, and a database that is none would be number 0.
+            if parts.fragment or (parts.scheme != "unix" and not _DATABASE.fullmatch(parts.path)):
+                raise ValueError
             options: dict[str, Any] = dict(parse_url(url))
             self._kind = options.pop("connection_class", Connection)
             for name in _OF_THE_POOL:
@@ -85,8 +92,8 @@ class RedisAddress:
             connection = self._connection()
         except (ValueError, TypeError, RedisError):
             raise ValueError(
-                "not like redis://[[user]:password@]host:port/db, or rediss://… with redis-py's "
-                "parameters for TLS"
+                "not like redis://[[user]:password@]host:port/db, with %23 for # in a password and "
+                "such, or rediss://… with redis-py's parameters for TLS"
             ) from None
         self.path: str | None = None
         self.host, self.port = "", 0
