@@ -106,7 +106,7 @@ class Load:
                 answer = await ask(self._session, url, body)
             except aiohttp.ClientConnectorError:
                 continue
-            if not (answer.status == 503 and b'"Starting."' in answer.raw):
+            if not (answer.status == 503 and b'"Starting' in answer.raw):
                 break
         end, texts = judge(answer, self.expected(number), stream=body["stream"])
         seen = "" if end is End.WHOLE else f"{answer.status} {answer.broken} {answer.raw.decode()}"

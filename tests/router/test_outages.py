@@ -447,6 +447,9 @@ async def test_router_starts_before_redis_and_replicas(
     router = await make_router(redis_server, ready=False)
     assert (await router.get("/readyz")).status == 503
     assert (await router.get("/readyz?without-replicas=true")).status == 503
+    for answer in (await router.get("/readyz"), await router.complete(prompt(1))):
+        assert answer.status == 503
+        assert answer.error["message"] == "Starting: Redis cannot be used yet."
     redis_server.start()
     await eventually(lambda: router.answers("/readyz?without-replicas=true"))
     assert (await router.get("/readyz")).status == 503

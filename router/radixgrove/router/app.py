@@ -163,6 +163,6 @@ def _trouble(fleet: Fleet, proxy: Proxy, *, alone: bool) -> str:
     """
     if proxy.draining:
         return "The server is shutting down."
-    if not fleet.ready() and not (alone and fleet.informed):
-        return "No replica is ready."
-    return ""
+    if fleet.ready() or (alone and fleet.informed):
+        return ""
+    return "No replica is ready." if fleet.informed else fleet.starting

@@ -87,7 +87,7 @@ class Fleet:
         """
         service = self._by_model.get(model)
         if service is None:
-            raise model_not_found(model) if self.informed else overloaded("Starting.", 2.0)
+            raise model_not_found(model) if self.informed else overloaded(self.starting, 2.0)
         return service
 
     @property
@@ -101,6 +101,12 @@ class Fleet:
             return True
         patience = 0.0 if self._settings.model_table is None else TABLE_PATIENCE_SECONDS
         return time.monotonic() - registered.first_poll >= patience
+
+    @property
+    def starting(self) -> str:
+        """What is said while this router is not informed."""
+        unusable = self._link is not None and not self._link.up
+        return "Starting: Redis cannot be used yet." if unusable else "Starting."
 
     def only_service(self) -> Service | None:
         """The service, when there is just one."""
