@@ -60,8 +60,9 @@ def ids_of(prompt: EncodedPrompt) -> list[int]:
     return array("i", prompt.token_ids).tolist()
 
 
-def complete(encoder: PromptEncoder, prompt: Any) -> list[list[int]]:
-    request = parse_completion(json.dumps({"model": "m", "prompt": prompt}).encode(), LIMITS)
+def complete(encoder: PromptEncoder, prompt: Any, **fields: Any) -> list[list[int]]:
+    body = {"model": "m", "prompt": prompt, **fields}
+    request = parse_completion(json.dumps(body).encode(), LIMITS)
     return [ids_of(encoded) for encoded in encoder.encode_completion(request)]
 
 
@@ -213,6 +214,16 @@ def test_text_prompts_get_one_bos() -> None:
     assert complete(encoder, "Hello world") == [expected]
     assert complete(encoder, "<s>Hello world")[0].count(1) == 1
     assert complete(encoder, "") == [[1]]
+
+
+def test_text_prompts_get_no_bos_where_the_client_says_so() -> None:
+    encoder = PromptEncoder(llama_like())
+    bare = encoder.tokenizer.encode("Hello world", add_special_tokens=False).ids
+    assert complete(encoder, "Hello world", add_special_tokens=False) == [bare]
+    assert complete(encoder, "Hello world", add_special_tokens=True) == [[1, *bare]]
+    assert complete(encoder, "<s>Hello world", add_special_tokens=False)[0].count(1) == 1
+    with pytest.raises(ApiError, match="empty"):
+        complete(encoder, "", add_special_tokens=False)
 
 
 def test_chat_prompts_get_the_templates_bos_only() -> None:

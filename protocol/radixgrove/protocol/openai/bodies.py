@@ -172,10 +172,12 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     # Not supported.
     custom_logit_processor: Any = None
+    grammar: Any = None  # llama.cpp's; `guided_grammar` is read
     length_penalty: Any = None
     logits_processors: Any = None
     lora_path: Any = None
     spaces_between_special_tokens: Any = None
+    stop_regex: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
 
@@ -199,6 +201,7 @@ class ChatBody(GenerationBody, kw_only=True):
     continue_final_message: bool | None = None
 
     # Not supported.
+    add_special_tokens: Any = None
     audio: Any = None
     best_of: Any = None  # other than `n`
     chat_template: Any = None
@@ -212,6 +215,7 @@ class ChatBody(GenerationBody, kw_only=True):
 
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
+    add_special_tokens: bool | None = None  # before a text
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)] | None = None
@@ -226,14 +230,17 @@ Neutral = dict[str, tuple[Any, ...]]
 
 NEUTRAL: Neutral = {
     "custom_logit_processor": (),
+    "grammar": ("",),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora_path": (),
     "spaces_between_special_tokens": (True,),
+    "stop_regex": ("", []),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 CHAT_NEUTRAL: Neutral = NEUTRAL | {
+    "add_special_tokens": (False,),  # templates write them
     "audio": (),
     "chat_template": (),
     "documents": ([],),

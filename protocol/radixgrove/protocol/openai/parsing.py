@@ -147,7 +147,13 @@ def parse_completion(body: bytes, limits: ModelLimits) -> CompletionRequest:
             f"'n', or 'best_of', times the number of prompts must be at most {MAX_SEQUENCES}.",
             "prompt",
         )
-    return CompletionRequest(model=model, prompts=prompts, generation=generation, echo=echo)
+    return CompletionRequest(
+        model=model,
+        prompts=prompts,
+        generation=generation,
+        echo=echo,
+        special=wire.add_special_tokens is not False,
+    )
 
 
 def _generation(

@@ -121,6 +121,7 @@ class ChatRequest(Request, frozen=True, kw_only=True):
 class CompletionRequest(Request, frozen=True, kw_only=True):
     prompts: list[str] | list[list[int]]
     echo: bool
+    special: bool  # what the tokenizer puts before a text comes before each
 
     @property
     def prompt_count(self) -> int:

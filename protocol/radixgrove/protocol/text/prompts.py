@@ -205,7 +205,7 @@ class PromptEncoder:
     ) -> list[_Plan]:
         for prompt in request.prompts:
             self._refuse_long(prompt, limits, "prompt")
-        return [self._plan_completion(prompt) for prompt in request.prompts]
+        return [self._plan_completion(prompt, request.special) for prompt in request.prompts]
 
     def _refuse_long(self, prompt: str | list[int], limits: ModelLimits | None, param: str) -> None:
         """By its characters, long before it is tokenized."""
@@ -402,13 +402,13 @@ class PromptEncoder:
         self.cache.use(known)
         return _Plan(prefix, known, new)
 
-    def _plan_completion(self, prompt: str | list[int]) -> _Plan:
+    def _plan_completion(self, prompt: str | list[int], special: bool) -> _Plan:
         if not isinstance(prompt, str):
             return _Plan(array("i", prompt).tobytes(), [], [])
         prompt = without_sentinels(prompt)
-        if not prompt and not self._prefix:
+        if not prompt and not (special and self._prefix):
             raise errors.invalid("'prompt' must not be empty.", "prompt")
-        return self._plan_text(prompt, special=True)
+        return self._plan_text(prompt, special=special)
 
     def _plan_text(self, text: str, *, special: bool) -> _Plan:
         text = without_sentinels(text)
