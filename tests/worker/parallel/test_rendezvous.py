@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from radixgrove.protocol.settings import WorkerSettings
+from radixgrove.worker.parallel import rendezvous
 from radixgrove.worker.parallel.channel import Channel, ChannelError, receive_exactly
 from radixgrove.worker.parallel.identity import Identity
 from radixgrove.worker.parallel.layout import Layout
@@ -127,10 +129,30 @@ def test_a_rank_that_the_group_does_not_have_is_refused(meeting: Meeting, rank: 
 
 def test_a_rank_is_there_once_and_may_come_again_when_it_is_gone(meeting: Meeting) -> None:
     first = meeting.join(1)
+    first.send(b"a heartbeat, which rank 0 does not read yet", 5.0)
     with pytest.raises(JoinRefused, match="the group has this rank already"):
         meeting.join(1)
     first.close()
     meeting.complete(1, 2)
+
+
+def test_a_peer_that_cannot_be_accepted_keeps_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [OSError(errno.ECONNABORTED, "gone"), OSError(errno.EMFILE, "too many files")]
+    accept = socket.socket.accept
+
+    def stumbling(listener: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", stumbling)
+    monkeypatch.setattr(rendezvous, "_ACCEPT_AGAIN_SECONDS", 0.01)
+    meeting = Meeting()
+    meeting.complete(1, 2)
+    meeting.close()
+    assert caplog.text.count("could not take a peer") == 2
 
 
 class _Recorder:

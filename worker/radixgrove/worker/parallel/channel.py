@@ -77,14 +77,12 @@ class Channel:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the peer has closed its end. Only while nothing is received."""
-        try:
-            flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
-            return not self._socket.recv(1, flags)
-        except BlockingIOError:
-            return False
-        except OSError:
+        """Whether an end is closed, though what the peer sent before is yet to be received."""
+        if self._socket.fileno() < 0:
             return True
+        poller = select.poll()
+        poller.register(self._socket, select.POLLRDHUP)
+        return bool(poller.poll(0))
 
     def close(self) -> None:
         """End both directions; a `receive` in another thread ends too."""

@@ -42,6 +42,7 @@ ARRIVAL_SECONDS_APART = 600.0  # others may still pull their image
 _HANDSHAKE_SECONDS = 5.0
 _AT_ONCE = 64  # handshakes; a rank that finds no room tries again
 _RETRY_SECONDS = 0.1
+_ACCEPT_AGAIN_SECONDS = 1.0
 _NONCE_BYTES = 32
 _MOST_BYTES = 4096  # of a handshake's frame
 _SOCKET = "member-{}.sock"
@@ -192,6 +193,7 @@ class Gathering:
         self._channels: dict[int, Channel] = {}
         self._changed = threading.Condition()
         self._room = threading.Semaphore(_AT_ONCE)
+        self._over = threading.Event()
 
     def wait(self, seconds: float) -> dict[int, Channel]:
         """The channel to each of the other ranks, once all have come.
@@ -209,6 +211,7 @@ class Gathering:
                     raise RankMissing(self._complaint(seconds))
                 return dict(sorted(self._channels.items()))
         finally:
+            self._over.set()
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
             listener.close()
@@ -221,15 +224,28 @@ class Gathering:
         return f"{names} did not join within {seconds:.0f} s"
 
     def _accept(self, listener: socket.socket) -> None:
-        while True:
+        while not self._over.is_set():
             try:
-                sock, _ = listener.accept()
-            except OSError:
-                return
+                self._accept_one(listener)
+            except (OSError, RuntimeError) as error:
+                # A network's error, or no file or thread is left: the right ones try again.
+                if not self._over.is_set():
+                    logger.warning("could not take a peer: %s", error)
+                    self._over.wait(_ACCEPT_AGAIN_SECONDS)
+
+    def _accept_one(self, listener: socket.socket) -> None:
+        """
+        Raises:
+            OSError, RuntimeError: it cannot be accepted, or has no thread.
+        """
+        with contextlib.ExitStack() as on_failure:
+            sock, _ = listener.accept()
+            on_failure.callback(sock.close)
             if not self._room.acquire(blocking=False):
-                sock.close()
-                continue
+                return
+            on_failure.callback(self._room.release)
             threading.Thread(target=self._meet, args=(sock,), daemon=True).start()
+            on_failure.pop_all()
 
     def _meet(self, sock: socket.socket) -> None:
         peer = address_of(sock) or "this machine"
