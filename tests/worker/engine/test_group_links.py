@@ -249,9 +249,20 @@ def test_a_rank_that_loses_rank_0_hears_of_it() -> None:
 
 
 def test_a_rank_that_hears_nothing_of_rank_0_ends(quick: None) -> None:
+    _link, host, given_up = follower()
+    host.send(msgspec.msgpack.encode(Alive()), 1.0)
+    wait_until(lambda: bool(given_up), what="the end of the process")
+    assert given_up[0].startswith("rank 0 (machine 0) has said nothing for 1 s")
+
+
+def test_rank_0_is_waited_for_while_it_waits_for_others(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first word comes once all have joined."""
+    monkeypatch.setattr(group_links, "FIRST_WORD_SECONDS", 2.0)
     _link, _host, given_up = follower()
     wait_until(lambda: bool(given_up), what="the end of the process")
-    assert given_up[0].startswith("rank 0 (machine 0) has said nothing")
+    assert given_up[0].startswith("rank 0 (machine 0) has said nothing for 2 s")
 
 
 def test_a_rank_that_hangs_while_the_group_ends_is_ended(

@@ -17,11 +17,11 @@ import zmq
 
 from radixgrove.service.liveness import WatchClock
 from radixgrove.worker.parallel.channel import Channel, ChannelError
+from radixgrove.worker.parallel.rendezvous import FIRST_WORD_SECONDS
 from radixgrove.worker.runtime import Runtime
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 5.0  # a machine that says nothing for so long is frozen, or cut off
-FIRST_SECONDS = 900.0  # for its first word: machine 0 may still wait for a third
 _SEND_SECONDS = 10.0
 _PART_BYTES = 16 << 20  # of a frame: others need not wait for a message as long as a prompt
 _LAST_SECONDS = 1.0  # for the last frame to leave
@@ -121,7 +121,7 @@ class Relay:
             except ChannelError as error:
                 self._end(f"it is gone: {error}")
                 return
-            limit = SILENCE_SECONDS if self._heard else FIRST_SECONDS
+            limit = SILENCE_SECONDS if self._heard else FIRST_WORD_SECONDS
             if heard != self._heard:
                 heard, since = self._heard, now
             elif now - since > limit:

@@ -38,7 +38,7 @@ from radixgrove.worker.parallel.channel import Channel, ChannelError
 from radixgrove.worker.parallel.crew import Crew
 from radixgrove.worker.parallel.group import Activity
 from radixgrove.worker.parallel.member import StorePlace
-from radixgrove.worker.parallel.rendezvous import RankMissing
+from radixgrove.worker.parallel.rendezvous import FIRST_WORD_SECONDS, RankMissing
 from radixgrove.worker.plan import StepResult
 
 _LOOK_SECONDS = 0.25
@@ -399,10 +399,16 @@ class FollowerLink:
             with suppress(ChannelError):  # the reader finds out, or the silence does
                 beat = Progress(self._done, self.activity.waits, self.steps_ended())
                 self._channel.send(self._encoder.encode(beat), BEAT_SECONDS)
-            limit = SILENCE_SECONDS if self._started else START_SILENCE_SECONDS
+            limit = self._patience()
             if signs.age(self._signs, clock.now()) > limit:
                 self._lose(f"{self.crew.name(self.crew.leader)} has said nothing for {limit:.0f} s")
                 return
+
+    def _patience(self) -> float:
+        """Seconds that rank 0 may say nothing."""
+        if not self._signs:
+            return FIRST_WORD_SECONDS
+        return SILENCE_SECONDS if self._started else START_SILENCE_SECONDS
 
     def _end(self, order: End) -> None:
         """Rank 0 ends the group, which it also does when another rank is lost."""

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 ARRIVAL_SECONDS = 60.0  # on one machine
 ARRIVAL_SECONDS_APART = 600.0  # others may still pull their image
+# For the first word of a host that has let one in: it says none while it waits for others.
+FIRST_WORD_SECONDS = 900.0
 _HANDSHAKE_SECONDS = 5.0
 _AT_ONCE = 64  # handshakes; a rank that finds no room tries again
 _RETRY_SECONDS = 0.1
