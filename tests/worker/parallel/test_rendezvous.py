@@ -207,6 +207,39 @@ def test_noise_and_silence_keep_nobody_out(
         wait_until(lambda: caplog.text.count("bytes is announced") >= 1, what="refusals in the log")
 
 
+def test_a_name_that_is_not_known_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine's own may come to name servers after it has started."""
+    failures = [socket.gaierror(socket.EAI_NONAME, "Name or service not known")] * 2
+    listen = MeetingPoint.listen
+
+    def unknown(point: MeetingPoint) -> socket.socket:
+        if failures:
+            raise failures.pop()
+        return listen(point)
+
+    monkeypatch.setattr(MeetingPoint, "listen", unknown)
+    monkeypatch.setattr(rendezvous, "_NAME_AGAIN_SECONDS", 0.01)
+    meeting = Meeting()
+    meeting.complete(1, 2)
+    meeting.close()
+    assert caplog.text.count("yet: Name or service not known") == 1
+
+
+def test_a_name_that_stays_unknown_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_NAME_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous, "_NAME_AGAIN_SECONDS", 0.01)
+    point = MeetingPoint(host="no-such-machine.invalid", port=find_free_port())
+    monkeypatch.setattr(socket, "getaddrinfo", _unknown)
+    with pytest.raises(socket.gaierror):
+        Gathering(point, IDENTITY, PARTY).wait(30.0)
+
+
+def _unknown(*_: object, **__: object) -> None:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
 def test_missing_ranks_are_named_with_their_machines() -> None:
     gathering = Gathering(
         MeetingPoint(host="127.0.0.1", port=find_free_port()),

@@ -76,5 +76,6 @@ def meet(
     try:
         channels = Gathering(point, identity, party).wait(seconds)
     except OSError as error:
-        raise RankMissing(f"rank {rank} cannot listen at {point}: {error.strerror}") from error
+        why = error.strerror or error  # a path that is too long has no number, and no text for it
+        raise RankMissing(f"rank {rank} cannot listen at {point}: {why}") from error
     return Crew(layout, place, channels)

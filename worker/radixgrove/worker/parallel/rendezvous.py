@@ -45,6 +45,8 @@ _HANDSHAKE_SECONDS = 5.0
 _AT_ONCE = 64  # handshakes; a rank that finds no room tries again
 _RETRY_SECONDS = 0.1
 _ACCEPT_AGAIN_SECONDS = 1.0
+_NAME_AGAIN_SECONDS = 1.0
+_NAME_SECONDS = 60.0  # for name servers to know a machine that has just started
 _NONCE_BYTES = 32
 _MOST_BYTES = 4096  # of a handshake's frame
 _SOCKET = "member-{}.sock"
@@ -111,7 +113,7 @@ class MeetingPoint:
         """On the group's address alone.
 
         Raises:
-            OSError: it is not this machine's, or taken.
+            OSError: it is not this machine's, or taken (gaierror: or its name is not known).
         """
         if self.path is not None:
             listener = socket.socket(socket.AF_UNIX)
@@ -204,12 +206,14 @@ class Gathering:
             RankMissing: names those that did not come in time.
             OSError: the address cannot be listened on.
         """
-        listener = self._point.listen()
+        deadline = time.monotonic() + seconds
+        listener = self._listen(min(seconds, _NAME_SECONDS))
         accepting = threading.Thread(target=self._accept, args=(listener,), daemon=True)
         accepting.start()
         try:
             with self._changed:
-                if not self._changed.wait_for(lambda: not self._missing(), seconds):
+                remaining = deadline - time.monotonic()
+                if not self._changed.wait_for(lambda: not self._missing(), remaining):
                     raise RankMissing(self._complaint(seconds))
                 return dict(sorted(self._channels.items()))
         finally:
@@ -217,6 +221,24 @@ class Gathering:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
             listener.close()
+
+    def _listen(self, seconds: float) -> socket.socket:
+        """As soon as the name of the point is known; the others try again until then.
+
+        Raises:
+            OSError: it is not within `seconds`, is not this machine's, or is taken.
+        """
+        deadline, said = time.monotonic() + seconds, False
+        while True:
+            try:
+                return self._point.listen()
+            except socket.gaierror as error:
+                if time.monotonic() > deadline:
+                    raise
+                if not said:
+                    logger.warning("cannot listen at %s yet: %s", self._point, error.strerror)
+                    said = True
+            time.sleep(_NAME_AGAIN_SECONDS)
 
     def _missing(self) -> list[int]:
         return [rank for rank in self._expected if rank not in self._channels]
