@@ -341,6 +341,28 @@ def test_a_peer_that_takes_nothing_is_not_waited_for() -> None:
         channel.send(bytes(8 << 20), 0.1)
 
 
+def test_a_send_waits_for_another_thread_s_no_longer_than_it_may_take() -> None:
+    """A heartbeat behind a long order: other ranks are yet to hear theirs."""
+    channel, other = pair()
+    long = Future[None]()
+
+    def send_long() -> None:
+        try:
+            channel.send(bytes(8 << 20), 5.0)
+        except ChannelError as error:
+            long.set_exception(error)
+
+    thread = threading.Thread(target=send_long)
+    thread.start()
+    other.recv(1)
+    with pytest.raises(ChannelError, match="takes nothing more"):
+        channel.send(b"beat", 0.05)
+    assert not long.done()
+    other.close()
+    thread.join()
+    assert isinstance(long.exception(), ChannelError)
+
+
 def test_a_peer_keeps_its_name_when_its_connection_is_reset() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())

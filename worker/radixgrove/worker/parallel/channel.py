@@ -52,15 +52,20 @@ class Channel:
     def send(self, payload: bytes, seconds: float) -> None:
         """
         Raises:
-            ChannelError: the peer is gone, or has not taken it within `seconds`.
+            ChannelError: the peer is gone, or has not taken it within `seconds`, in which another
+                thread's may be under way.
         """
-        with self._sending:
+        deadline = time.monotonic() + seconds
+        if not self._sending.acquire(timeout=seconds):
+            raise ChannelError("cannot send: the peer takes nothing more")
+        try:
             frame = sealed(self._send_key, self._sent, payload)
             self._sent += 1
-            try:
-                _send_all(self._socket, frame, time.monotonic() + seconds)
-            except OSError as error:
-                raise ChannelError(f"cannot send: {error.strerror or error}") from error
+            _send_all(self._socket, frame, deadline)
+        except OSError as error:
+            raise ChannelError(f"cannot send: {error.strerror or error}") from error
+        finally:
+            self._sending.release()
 
     def receive(self, most: int = MAX_FRAME_BYTES) -> bytes:
         """Wait for the next frame.
