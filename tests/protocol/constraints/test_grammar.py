@@ -282,10 +282,76 @@ def test_numbers_of_properties_bind_where_all_are_required_and_are_named_elsewhe
     assert "'maxProperties'" in refused(schema_of(counted, strict=True)).reason
 
 
-def test_numbers_of_any_size_are_taken_or_refused() -> None:
-    assert accepts(schema_of({"enum": [1, 1 << 80]}), "1")
-    assert "out of range" in refused(schema_of({"const": 10**400})).reason
-    assert refused(schema_of({"type": "integer", "minimum": 1 << 80})).code is None
+# ---- numbers ---------------------------------------------------------------------------------
+
+LEAST, MOST = -(1 << 63), (1 << 63) - 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "inside", "outside"),
+    [
+        ({"minimum": (1 << 53) + 1}, (1 << 53) + 2, 1 << 53),
+        ({"maximum": (1 << 53) + 3}, (1 << 53) + 2, (1 << 53) + 4),
+        ({"exclusiveMaximum": -(1 << 53) - 1}, -(1 << 53) - 4, -(1 << 53) - 1),
+        ({"minimum": LEAST, "maximum": MOST}, LEAST + 1024, MOST + 1),
+        ({"minimum": 0, "maximum": (1 << 64) - 1}, MOST - 1023, 1 << 64),
+        ({"minimum": -1.7e308, "maximum": 1.7e308}, -1, 10**400),
+    ],
+)
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_bounds_hold_for_numbers_of_any_size(
+    schema: Any, inside: int, outside: int, kind: str
+) -> None:
+    asked = schema_of({"type": kind, **schema}, strict=True)
+    assert accepts(asked, str(inside))
+    assert not accepts(asked, str(outside))
+
+
+@pytest.mark.parametrize("value", [(1 << 53) + 1, MOST, LEAST, LEAST - 1, 1 << 80, 10**400])
+def test_values_of_more_digits_than_are_kept_are_named_or_refused(value: int) -> None:
+    """The least integer of 64 bits ends the process if it reaches the compiler."""
+    for schema, name in (
+        ({"const": value}, "const"),
+        ({"enum": [1, value]}, "enum"),
+        ({"type": "integer", "const": -1e19}, "const"),
+        ({"const": [{"a": value}]}, "const"),
+        ({"default": {"const": value}, "properties": {"a": {"$ref": "#/default"}}}, "const"),
+    ):
+        assert f"'{name}'" in refused(schema_of(schema, strict=True)).reason
+        assert compiled(schema_of(schema)).ignored == (name,)
+    assert accepts(schema_of({"const": value}), "17")
+    assert not accepts(schema_of({"const": value}), '"17"')
+    lark = f'start: %json {{"const": {value}}}'
+    assert "'const'" in refused(constraint.text_form(Form.GRAMMAR, lark, "p")).reason
+
+
+def test_values_that_are_kept_are_exact() -> None:
+    for value in (1 << 53, -(1 << 53), MOST - 1023, LEAST + 1024):
+        asked = schema_of({"const": value}, strict=True)
+        assert accepts(asked, str(value))
+        assert not accepts(asked, str(value - 1))
+
+
+def test_steps_are_positive_and_of_few_digits() -> None:
+    for step in (0, -3, -0.5):
+        for strict in (True, False):
+            reason = refused(schema_of({"multipleOf": step}, strict=strict)).reason
+            assert reason == f"'multipleOf' must be greater than 0, not {step}"
+    for step in (0.07, 1 << 32, 1e-300):
+        assert "'multipleOf'" in refused(schema_of({"multipleOf": step}, strict=True)).reason
+        assert compiled(schema_of({"multipleOf": step})).ignored == ("multipleOf",)
+    assert accepts(schema_of({"multipleOf": 0.01}, strict=True), "1.25")
+    assert not accepts(schema_of({"multipleOf": 0.01}, strict=True), "1.255")
+
+
+def test_bounds_beyond_64_bits_and_whole_counts_are_read() -> None:
+    for schema in ({"minimum": 1 << 80}, {"maximum": LEAST}, {"exclusiveMinimum": 10**400}):
+        (name,) = schema
+        refusal = refused(schema_of({"type": "integer", **schema}))
+        assert refusal.code is None
+        assert f"'{name}'" in refusal.reason
+    assert "out of range" in refused(schema_of({"default": 10**400})).reason
+    assert not accepts(schema_of({"maxLength": 1.0}, strict=True), '"ab"')
 
 
 def test_what_an_error_repeats_of_a_schema_says_nothing_of_its_size() -> None:

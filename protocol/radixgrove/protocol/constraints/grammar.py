@@ -29,6 +29,7 @@ from radixgrove.protocol.constraints.constraint import (
     Tags,
     check_levels,
 )
+from radixgrove.protocol.constraints.numbers import fitted
 from radixgrove.protocol.constraints.rewrite import precise, rewrite
 from radixgrove.protocol.constraints.schema import check_properties, has_value
 
@@ -53,6 +54,7 @@ _MOST_REASON = 300  # characters of llguidance's words that are passed on
 
 _OPTIONS = "x-guidance"  # llguidance reads its own options there, which are ours to give
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
+_DIGITS = "of more digits than are kept"
 _FORMAT = "Unknown format"
 _ONE_OF = "oneOf"
 _COUNTED = "min/maxProperties only supported"
@@ -148,11 +150,17 @@ def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: 
 
     def compiled(schema: dict[str, Any], *, strict: bool) -> Compiled:
         options = _options(whitespace, strict=strict)
+        schema, removed = fitted(schema)
+        if strict and removed:
+            raise UnenforceableError(
+                f"it is strict, but {_quoted(removed)} cannot be enforced: a number {_DIGITS}"
+            )
         try:  # as text: llguidance takes no whole number of more than 64 bits from Python
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         except ValueError as error:
             raise ConstraintError(_first(str(error))) from None
-        return compile_grammar(grammar, tokenizer)
+        whole = compile_grammar(grammar, tokenizer)
+        return Compiled(whole.grammar, tuple(dict.fromkeys((*removed, *whole.ignored))))
 
     try:
         return compiled(schema, strict=True)
@@ -191,7 +199,7 @@ def build_matcher(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
 def refusal(error: str) -> ConstraintError:
     """llguidance's error in words for clients."""
     if found := _UNIMPLEMENTED.search(error):
-        keys = ", ".join(f"'{key}'" for key in msgspec.json.decode(found[1], type=list[str]))
+        keys = _quoted(msgspec.json.decode(found[1], type=list[str]))
         return UnenforceableError(f"it is strict, but {keys} cannot be enforced")
     if "oneOf constraints are not supported" in error:
         return UnenforceableError(
@@ -211,6 +219,10 @@ def refusal(error: str) -> ConstraintError:
     if reason := _REGEX_REASON.search(error):
         return ConstraintError(f"a regular expression is not valid here: {reason[1]}")
     return ConstraintError(_first(error))
+
+
+def _quoted(keys: Iterable[str]) -> str:
+    return ", ".join(f"'{key}'" for key in keys)
 
 
 def _first(error: str) -> str:
@@ -337,7 +349,11 @@ def _lark(text: str, whitespace: int) -> str:
             _, after = decoder.raw_decode(lark, found.end())
         except (ValueError, RecursionError):
             raise ConstraintError("a schema after %json is not valid JSON") from None
-        checked = _checked(lark[found.end() : after])
+        checked, removed = fitted(_checked(lark[found.end() : after]))
+        if removed:
+            raise ConstraintError(
+                f"a schema after %json has a number {_DIGITS} in {_quoted(removed)}"
+            )
         parts += [
             lark[end : found.end()],
             json.dumps(checked | {_OPTIONS: _options(whitespace, strict=False)}),

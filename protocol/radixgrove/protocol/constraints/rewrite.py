@@ -14,7 +14,13 @@ from itertools import combinations, pairwise, permutations
 from typing import Any
 
 from radixgrove.protocol.constraints.disjoint import Prover
-from radixgrove.protocol.constraints.schema import ANNOTATIONS, TYPES, resolve, type_of
+from radixgrove.protocol.constraints.schema import (
+    ANNOTATIONS,
+    TYPES,
+    is_pointed_into,
+    resolve,
+    type_of,
+)
 from radixgrove.protocol.constraints.string_formats import ANY_TEXT, OLDER, PATTERNS, PRECISE
 
 Schema = dict[str, Any] | bool
@@ -27,7 +33,6 @@ _MOST_NEGATED = 2000  # keywords, those of references again and again
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("additionalProperties", "items", "not", "if", "then", "else")
-_DEFINITION = re.compile(r"#|#/(?:\$defs|definitions)/[^/]*")
 # A pattern of a few texts: `^text$` or `^(one|other)$`.
 _TEXT = r"(?:[^\\^$.|?*+()\[\]{}]|\\[^\w\s|])*"
 _FEW_TEXTS = re.compile(rf"\^(?:({_TEXT})|\((?:\?:)?({_TEXT}(?:\|{_TEXT})*)\))\$")
@@ -45,7 +50,7 @@ def rewrite(schema: Any) -> Any:
 def precise(schema: Any) -> Any:
     """The schema, with patterns in place of the formats that llguidance takes loosely, and without
     patterns that declared properties alone match, for which it lets further keys begin."""
-    return _precise(schema, declare=not _is_pointed_into(schema))
+    return _precise(schema, declare=not is_pointed_into(schema))
 
 
 def _precise(schema: Any, *, declare: bool) -> Any:
@@ -85,7 +90,7 @@ class _Rewriter:
         self._root = root
         self._prover = Prover(root)
         self._left = _MOST_NEGATED
-        self._pointed = _is_pointed_into(root)
+        self._pointed = is_pointed_into(root)
         self._negating: set[str] = set()  # references on the way
 
     def schema(self, schema: Any) -> Any:
@@ -413,21 +418,6 @@ def _common_types(one: Any, other: Any) -> list[str]:
     if "number" in common:
         common.discard("integer")
     return [name for name in (*TYPES, "integer") if name in common]
-
-
-def _is_pointed_into(root: Any) -> bool:
-    """Whether references lead to other places than definitions."""
-    parts = [root]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            reference = part.get("$ref")
-            if isinstance(reference, str) and not _DEFINITION.fullmatch(reference):
-                return True
-            parts += part.values()
-        elif isinstance(part, list):
-            parts += part
-    return False
 
 
 def _of_types(types: set[str]) -> Schema:

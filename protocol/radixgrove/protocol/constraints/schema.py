@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from typing import Any
 from urllib.parse import unquote
@@ -21,6 +22,7 @@ ANNOTATIONS = frozenset(
 _MOST_SQUARES = 8_000_000
 # Visits of a schema's nodes after which it counts as satisfiable.
 _MOST_VISITS = 200_000
+_DEFINITION = re.compile(r"#|#/(?:\$defs|definitions)/[^/]*")
 
 
 def check_properties(schema: Any) -> None:
@@ -141,6 +143,21 @@ def resolve(schema: Any, reference: str) -> Any:
         else:
             return True
     return found
+
+
+def is_pointed_into(root: Any) -> bool:
+    """Whether references lead to other places than definitions."""
+    parts = [root]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            reference = part.get("$ref")
+            if isinstance(reference, str) and not _DEFINITION.fullmatch(reference):
+                return True
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return False
 
 
 def type_of(value: Any) -> str:
