@@ -37,6 +37,7 @@ from radixgrove.worker.engine.tokenizer import tokenizer_of
 from radixgrove.worker.messages import Finish, Submit, TokenRules, Tokens
 
 PROMPT = "Give me an example, as JSON."
+_ROWS = 64  # of a batch
 
 
 def enforced(
@@ -124,9 +125,9 @@ def main(argv: list[str] | None = None) -> int:
     settings = WorkerSettings(
         device=Device(arguments.device),
         cpu_threads=arguments.cpu_threads,
-        max_model_len=1024,
-        kv_tokens=1 << 16,
-        max_running=64,
+        max_model_len=arguments.max_tokens + 64,
+        kv_tokens=_ROWS * (arguments.max_tokens + 64),
+        max_running=_ROWS,
         queue_timeout=3600,
     )
     counted: Counter[str] = Counter()
