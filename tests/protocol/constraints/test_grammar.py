@@ -282,6 +282,35 @@ def test_numbers_of_properties_bind_where_all_are_required_and_are_named_elsewhe
     assert "'maxProperties'" in refused(schema_of(counted, strict=True)).reason
 
 
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        "http://json-schema.org/draft-04/schema#",
+        "https://json-schema.org/draft-07/schema#",
+        "http://json-schema.org/draft/2020-12/schema",
+        "http://json-schema.org/schema#",
+        "https://example.com/dialect",
+        "mine",
+    ],
+)
+def test_any_dialect_is_taken_and_none_fetched(dialect: str) -> None:
+    inner = {"$schema": dialect, "type": "object", "properties": {"$schema": {"type": "null"}}}
+    schema = {"$schema": dialect, "properties": {"a": inner}, "required": ["a"]}
+    asked = schema_of({"type": "object", **schema, "additionalProperties": False}, strict=True)
+    assert accepts(asked, '{"a":{"$schema":null}}')
+    assert not accepts(asked, '{"a":{"$schema":1}}')
+
+
+def test_lists_of_items_are_read_by_the_dialect() -> None:
+    """Before 2020 `items` had a schema for each of the first ones."""
+    schema = {"type": "array", "items": [{"type": "null"}], "minItems": 1}
+    for scheme in ("http", "https"):
+        dialect = f"{scheme}://json-schema.org/draft-07/schema#"
+        asked = schema_of({"$schema": dialect, **schema}, strict=True)
+        assert accepts(asked, "[null,1]")
+        assert not accepts(asked, "[1]")
+
+
 # ---- numbers ---------------------------------------------------------------------------------
 
 LEAST, MOST = -(1 << 63), (1 << 63) - 1

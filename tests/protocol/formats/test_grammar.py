@@ -266,7 +266,11 @@ def test_a_schema_that_cannot_be_enforced_names_its_tool(
     [
         (None, True),
         ({"type": "object", "properties": {}, "required": []}, True),
+        ({}, True),
+        ({"$schema": "x", "description": "None."}, True),
+        ({"type": ["object", "null"], "properties": {}}, True),
         ({"type": "object"}, False),
+        ({"type": ["object"]}, False),
         ({"properties": {}, "additionalProperties": True}, False),
     ],
 )

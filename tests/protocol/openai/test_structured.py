@@ -85,6 +85,7 @@ def test_only_openais_field_can_be_strict() -> None:
         ({"guided_regex": "a+"}, Form.REGEX, "a+"),
         ({"structured_outputs": {"regex": "a+"}}, Form.REGEX, "a+"),
         ({"ebnf": "root ::= x"}, Form.GRAMMAR, "root ::= x"),
+        ({"grammar": "root ::= x"}, Form.GRAMMAR, "root ::= x"),
         ({"guided_grammar": "start: x"}, Form.GRAMMAR, "start: x"),
         ({"structured_outputs": {"grammar": "start: x"}}, Form.GRAMMAR, "start: x"),
         ({"guided_choice": ["a", "b"]}, Form.CHOICE, '["a","b"]'),

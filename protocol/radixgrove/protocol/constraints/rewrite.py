@@ -33,6 +33,10 @@ _MOST_NEGATED = 2000  # keywords, those of references again and again
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("additionalProperties", "items", "not", "if", "then", "else")
+# Drafts under either scheme, of which llguidance knows one for each.
+_DIALECT = re.compile(
+    r"https?://json-schema\.org/(?:(draft-0[3-7])|(draft/20(?:19-09|20-12)))/schema#?"
+)
 # A pattern of a few texts: `^text$` or `^(one|other)$`.
 _TEXT = r"(?:[^\\^$.|?*+()\[\]{}]|\\[^\w\s|])*"
 _FEW_TEXTS = re.compile(rf"\^(?:({_TEXT})|\((?:\?:)?({_TEXT}(?:\|{_TEXT})*)\))\$")
@@ -48,8 +52,9 @@ def rewrite(schema: Any) -> Any:
 
 
 def precise(schema: Any) -> Any:
-    """The schema, with patterns in place of the formats that llguidance takes loosely, and without
-    patterns that declared properties alone match, for which it lets further keys begin."""
+    """The schema, with patterns in place of the formats that llguidance takes loosely, without
+    patterns that declared properties alone match, for which it lets further keys begin, and without
+    the name of a dialect that it does not know, which it would fetch."""
     return _precise(schema, declare=not is_pointed_into(schema))
 
 
@@ -60,6 +65,7 @@ def _precise(schema: Any, *, declare: bool) -> Any:
     out = _within(schema, partial(_precise, declare=declare))
     if declare:
         _declare(out)
+    _name_dialect(out)
     name = out.get("format")
     if not isinstance(name, str) or name not in PRECISE:
         return out
@@ -290,6 +296,17 @@ class _Rewriter:
                 return None
             found.append({"type": "object", "properties": {name: negation}, "required": [name]})
         return any_of(found)
+
+
+def _name_dialect(out: dict[str, Any]) -> None:
+    given = out.get("$schema")
+    if not isinstance(given, str):
+        return
+    del out["$schema"]
+    if found := _DIALECT.fullmatch(given):
+        older, newer = found.groups()
+        scheme, draft = ("http", older) if older else ("https", newer)
+        out["$schema"] = f"{scheme}://json-schema.org/{draft}/schema"
 
 
 def _declare(out: dict[str, Any]) -> None:

@@ -359,9 +359,13 @@ def _object_schema(parameters: str, tool: Tool) -> str:
     schema = msgspec.json.decode(parameters)
     if not isinstance(schema, dict):
         return _ANY_OBJECT if schema else parameters
-    if schema.setdefault("type", "object") != "object":
+    if not schema.keys() - ANNOTATIONS:
+        return _NO_ARGUMENTS
+    types = schema.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
         error = ConstraintError("the arguments of a function are an object")
         raise ToolError(error, tool.param)
+    schema["type"] = "object"
     said = {key for key in schema if key not in ANNOTATIONS and schema[key] != []}
     if said == {"type", "properties"} and schema["properties"] == {}:
         return _NO_ARGUMENTS

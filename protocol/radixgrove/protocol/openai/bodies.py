@@ -159,6 +159,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     json_schema: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     regex: str | None = None
     ebnf: str | None = None
+    grammar: str | None = None
     structural_tag: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     # Which tokens it may have.
     allowed_token_ids: Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKENS)] | None = None

@@ -1,7 +1,7 @@
 """The fields that ask for an answer of some form, by the names that clients of several servers use.
 
 OpenAI's `response_format`; `structured_outputs` and the older `guided_*` of vLLM; `regex`, `ebnf`
-and `json_schema` of SGLang. A request has one of them at most.
+and `json_schema` of SGLang; `grammar` of llama.cpp. A request has one of them at most.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from radixgrove.protocol.openai.bodies import GenerationBody, ResponseFormat, St
 # All that `_asked` reads.
 _FIELDS = attrgetter(
     *("response_format", "structured_outputs", "guided_json", "json_schema", "guided_regex"),
-    *("regex", "guided_grammar", "ebnf", "guided_choice", "structural_tag"),
+    *("regex", "guided_grammar", "ebnf", "grammar", "guided_choice", "structural_tag"),
 )
 _ABSENT = _FIELDS(GenerationBody())
 ANY_OBJECT = b'{"type":"object"}'
@@ -56,6 +56,7 @@ def _asked(wire: GenerationBody) -> list[Constraint | None]:
         _text(Form.REGEX, wire.regex, "regex"),
         _text(Form.GRAMMAR, wire.guided_grammar, "guided_grammar"),
         _text(Form.GRAMMAR, wire.ebnf, "ebnf"),
+        _text(Form.GRAMMAR, wire.grammar, "grammar"),
         _choice(wire.guided_choice, "guided_choice"),
         _tag_text(wire.structural_tag, "structural_tag"),
     ]
