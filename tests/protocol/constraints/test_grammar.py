@@ -366,11 +366,14 @@ def test_steps_are_positive_and_of_few_digits() -> None:
         for strict in (True, False):
             reason = refused(schema_of({"multipleOf": step}, strict=strict)).reason
             assert reason == f"'multipleOf' must be greater than 0, not {step}"
-    for step in (0.07, 1 << 32, 1e-300):
+    for step in (0.07, 1_000_003, 1 << 32, 1e-300):
         assert "'multipleOf'" in refused(schema_of({"multipleOf": step}, strict=True)).reason
         assert compiled(schema_of({"multipleOf": step})).ignored == ("multipleOf",)
+    joined = schema_of({"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]})
+    assert compiled(joined).ignored == ("multipleOf",)
     assert accepts(schema_of({"multipleOf": 0.01}, strict=True), "1.25")
     assert not accepts(schema_of({"multipleOf": 0.01}, strict=True), "1.255")
+    assert accepts(schema_of({"multipleOf": 1e-06}, strict=True), "0.000007")
 
 
 def test_bounds_beyond_64_bits_and_whole_counts_are_read() -> None:

@@ -16,7 +16,9 @@ from radixgrove.protocol.constraints.constraint import ConstraintError
 from radixgrove.protocol.constraints.schema import is_pointed_into, type_of
 
 _FURTHEST = (1 << 63) - 1024  # the last double within 64 bits
-_MOST_DIGITS = (1 << 32) - 1  # of a `multipleOf`, taken as a whole number
+# Of what is a multiple of each `multipleOf`, in units of its last decimal: compiling takes time by
+# it, a tenth of a second for this, and `allOf` and `$ref` may join any of them.
+_MOST_STEPS = 100_000
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -39,6 +41,7 @@ class _Fitting:
         """`data`: keywords that hold no schemas, to which no reference leads either."""
         self._data = data
         self.removed: dict[str, None] = {}
+        self._joined: tuple[int, int] | None = None  # a multiple of each step so far, as written
 
     def schema(self, schema: dict[str, Any]) -> dict[str, Any]:
         out: dict[str, Any] = {}
@@ -71,8 +74,14 @@ class _Fitting:
             return
         if step <= 0:
             raise ConstraintError(f"'multipleOf' must be greater than 0, not {step}")
-        if not _has_few_digits(step):
+        whole, units = _written(step)
+        before, before_units = self._joined or (whole, units)
+        most = max(units, before_units)
+        steps = math.lcm(before * (most // before_units), whole * (most // units))
+        if steps > _MOST_STEPS or Decimal(whole) / units != Decimal(repr(step)):
             self._remove(out, "multipleOf")
+        else:
+            self._joined = (steps, most)
 
     def _values(self, out: dict[str, Any]) -> None:
         """Leave nothing but the types of values that would be others."""
@@ -123,15 +132,15 @@ def _at_most(bound: float) -> float | None:
     return None if lower is None else -lower
 
 
-def _has_few_digits(step: float) -> bool:
-    """Whether a `multipleOf` is kept, which is multiplied by ten until it is whole."""
-    if step > _MOST_DIGITS:
-        return False
-    whole, places = float(step), 0
+def _written(step: float) -> tuple[int, int]:
+    """A `multipleOf` as llguidance reads it: a whole number of units, and how many make 1."""
+    if isinstance(step, int):
+        return step, 1
+    whole, units = step, 1
     while whole % 1:
         whole *= 10
-        places += 1
-    return whole <= _MOST_DIGITS and Decimal(whole).scaleb(-places) == Decimal(repr(step))
+        units *= 10
+    return int(whole), units
 
 
 def _is_kept(value: Any) -> bool:
