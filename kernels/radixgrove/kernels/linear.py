@@ -124,3 +124,18 @@ def gated(gate, up, like_ptr):
     gate = rounded(gate, like_ptr)
     up = rounded(up, like_ptr)
     return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@jit
+def activated(gate, up, like_ptr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """`silu(gate) * up`, or with a `LIMIT` `ClampedSwiGlu`, in float32 of both, rounded."""
+    if LIMIT > 0:
+        gate = rounded(gate, like_ptr)
+        up = rounded(up, like_ptr)
+        # Comparisons keep NaN, which a minimum would not.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        y = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    else:
+        y = gated(gate, up, like_ptr)
+    return y

@@ -30,11 +30,10 @@ from radixgrove.kernels.activation import (
     silu_and_mul_reference,
 )
 from radixgrove.kernels.float8 import FLOAT8
-from radixgrove.kernels.moe_kernels import (
+from radixgrove.kernels.moe_pair_kernels import down_pairs_kernel, gate_up_pairs_kernel
+from radixgrove.kernels.moe_tile_kernels import (
     combine_kernel,
-    down_pairs_kernel,
     down_tiles_kernel,
-    gate_up_pairs_kernel,
     gate_up_tiles_kernel,
 )
 from radixgrove.kernels.norm import add_rms_norm, rms_norm
