@@ -18,7 +18,7 @@ DRILLS ?= drill
 MINUTES ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run smoke test test-slow test-drills soak check mutants lint format bench lock clean
+.PHONY: help setup setup-dev run smoke test test-slow test-all test-drills soak check mutants lint format bench lock clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -41,6 +41,9 @@ test: setup-dev ## all tests that need neither a GPU nor Kubernetes (all but the
 test-slow: setup-dev ## those of them that take half a minute each, or show the same of more cases
 	$(BIN)/python -m pytest -m "(slow or hypothesis) and not (gpu or cluster or drill)" \
 	  --hypothesis-profile whole $(SPREAD)
+
+test-all: setup-dev ## make test and make test-slow in one go: what computes beside what waits
+	$(BIN)/python -m pytest -m "not (gpu or cluster or drill)" --hypothesis-profile whole $(SPREAD)
 
 test-drills: setup-dev ## each ordinary fault beside a load, RECORD= a directory for the figures
 	$(BIN)/python -m pytest -m "$(DRILLS)" tests/drills $(if $(RECORD),--record-drills $(RECORD),$(DRILL_SPREAD))
