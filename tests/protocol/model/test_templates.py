@@ -46,7 +46,7 @@ def encoder(source: str) -> PromptEncoder:
 def ours(source: str, messages: list[dict[str, Any]], **fields: Any) -> str:
     body = {"model": "m", "messages": messages, **fields}
     request = parse_chat(json.dumps(body).encode(), LIMITS)
-    return encoder(source).render(request)
+    return encoder(source).renderer.render(request)
 
 
 def theirs(source: str, messages: list[dict[str, Any]], **fields: Any) -> str:

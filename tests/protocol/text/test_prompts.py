@@ -366,7 +366,7 @@ def test_a_long_conversation_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) 
     """It is rendered on a thread, and the others on the event loop."""
     encoder = PromptEncoder(llama_like("{% for m in messages %}{{ m.content }}{% endfor %}"))
     begun, go_on = threading.Event(), threading.Event()
-    template = encoder._template
+    template = encoder.renderer._template
     assert template is not None
     render = template.render
 
@@ -379,9 +379,9 @@ def test_a_long_conversation_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(template, "render", rendered)
     user = [{"role": "user", "content": "x"}]
     with ThreadPoolExecutor(2) as pool:
-        long = pool.submit(encoder.render, chat(3 * user))
+        long = pool.submit(encoder.renderer.render, chat(3 * user))
         assert begun.wait(20)
-        short = pool.submit(encoder.render, chat(user))
+        short = pool.submit(encoder.renderer.render, chat(user))
         try:
             assert short.result(20) == "x"
         finally:
@@ -417,11 +417,11 @@ def test_tool_calls_need_a_template_that_shows_them() -> None:
         "{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}{% endfor %}"
     )
     encoder = PromptEncoder(llama_like(shows))
-    assert encoder.render(chat(messages)).replace("\ufdd0", "") == 'xf{"a": "</s>"}42'
+    assert encoder.renderer.render(chat(messages)).replace("\ufdd0", "") == 'xf{"a": "</s>"}42'
     assert 2 not in ids_of(encoder.encode_chat(chat(messages)))
     call["function"] = {"name": "f", "arguments": "no </s> JSON"}
     messages[2]["tool_call_id"] = "unknown"
-    text = encoder.render(chat(messages)).replace("\ufdd0", "")
+    text = encoder.renderer.render(chat(messages)).replace("\ufdd0", "")
     assert text == 'xf"no </s> JSON"42', "what is no JSON is shown as the text that it is"
     assert 2 not in ids_of(encoder.encode_chat(chat(messages)))
     for arguments, shown in (
@@ -431,7 +431,7 @@ def test_tool_calls_need_a_template_that_shows_them() -> None:
         ({}, "{}"),
     ):
         call["function"] = {"name": "f", "arguments": arguments}
-        assert encoder.render(chat(messages)).replace("\ufdd0", "") == f"xf{shown}42"
+        assert encoder.renderer.render(chat(messages)).replace("\ufdd0", "") == f"xf{shown}42"
     hides = PromptEncoder(llama_like("{{ messages[0].content }}"))
     assert refused(hides, chat(messages)).param == "messages[1].tool_calls"
 
@@ -465,13 +465,13 @@ async def test_tools_with_long_descriptions_are_rendered_off_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoder = PromptEncoder(llama_like("{{ tools | length }}"))
-    render, threads = encoder.render, []
+    render, threads = encoder.renderer.render, []
 
     def noted(request: ChatRequest) -> str:
         threads.append(threading.get_ident())
         return render(request)
 
-    monkeypatch.setattr(encoder, "render", noted)
+    monkeypatch.setattr(encoder.renderer, "render", noted)
     for length in (10, 200_000):
         function = {"name": "f", "description": "x" * length}
         tools = [{"type": "function", "function": function}]

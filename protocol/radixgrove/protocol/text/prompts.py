@@ -1,8 +1,8 @@
-"""From requests to token ids: chat template, tokenizer, and a bounded cache of prefixes.
+"""From requests to token ids: rendered conversations, tokenizer, and a bounded cache of prefixes.
 
-Only the template's own special tokens control the model. What a user types stays text: special
-tokens inside it are broken by a sentinel before the template sees them and encoded without special
-parsing afterwards. (A text completion's prompt is raw by definition: special tokens in it count.)
+Only a template's own special tokens control the model: those that `renderer` left broken in what
+users typed are encoded without special parsing. (A text completion's prompt is raw by definition:
+special tokens in it count.)
 
 A rendered prompt is cut right before its special tokens. No merge crosses them, so the pieces'
 ids, concatenated, are exactly the whole's. `PrefixCache` remembers pieces by their path from the
@@ -13,37 +13,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
 
 from radixgrove.protocol.blocks import TOKEN_BYTES, BlockHasher
 from radixgrove.protocol.openai import errors
-from radixgrove.protocol.openai.bodies import ChatMessage, ToolCall
 from radixgrove.protocol.openai.requests import ChatRequest, CompletionRequest, ModelLimits
-from radixgrove.protocol.openai.tools import INPUT
 from radixgrove.protocol.text.budget import EncodingBudget
 from radixgrove.protocol.text.prefix_cache import Piece, PrefixCache
-from radixgrove.protocol.text.templates import (
-    THOUGHTS,
-    ChatTemplate,
-    TemplateFailure,
-    TemplateRefusal,
-)
+from radixgrove.protocol.text.renderer import ChatRenderer
 from radixgrove.protocol.text.tokenizer import (
     SpecialTokens,
     TokenizerFiles,
     most_characters,
     panics_are_errors,
 )
-from radixgrove.protocol.text.user_text import (
-    BREAK,
-    END,
-    SpecialTextGuard,
-    guard_values,
-    without_sentinels,
-)
+from radixgrove.protocol.text.user_text import BREAK, without_sentinels
 from radixgrove.protocol.text.words import WordIds
 
 # Text that is new to the cache up to this long is encoded in place: a thread costs more.
@@ -87,12 +74,11 @@ class PromptEncoder:
 
         Raises:
             TokenizerError: the files do not make a tokenizer.
-            ValueError: the chat template is not valid Jinja.
+            ValueError: as `ChatRenderer`.
             UnknownFormatError: as `TokenizerFiles.format`.
         """
         self.digest = files.digest
         self.tokenizer = files.tokenizer()
-        source, tool_source = files.chat_template(), files.tool_template()
         self.format = files.format
         markers = self.format.all_markers
         self.special = SpecialTokens.of(self.tokenizer, markers)
@@ -100,18 +86,7 @@ class PromptEncoder:
         self._literal.encode_special_tokens = True
         self._special_ids = frozenset(self.special.ids.values())
         self._words = None if self.special.normalized else WordIds.of(self.tokenizer)
-        texts = files.special_texts()
-        self._template = ChatTemplate(source, texts) if source is not None else None
-        self._tool_template = (
-            ChatTemplate(tool_source, texts) if tool_source is not None else self._template
-        )
-        self._guard = SpecialTextGuard(self.special.ids)
-        # An assistant's own text, where clients send reasoning back as part of it: templates look
-        # for its markers there.
-        thoughts = () if self.format.reasoning is None else self.format.reasoning.markers
-        self._assistant_guard = SpecialTextGuard(
-            [text for text in self.special.ids if text not in thoughts]
-        )
+        self.renderer = ChatRenderer(files, self.special.ids)
         self._hasher = hasher
         self.cache = cache if cache is not None else PrefixCache()
         self._root = self.cache.new_root()
@@ -196,7 +171,7 @@ class PromptEncoder:
         return prompts
 
     def _plan_chat(self, request: ChatRequest, limits: ModelLimits | None = None) -> list[_Plan]:
-        text = self.render(request)
+        text = self.renderer.render(request)
         self._refuse_long(text, limits, "messages")
         return [self._plan(text)]
 
@@ -252,121 +227,6 @@ class PromptEncoder:
     def hash_blocks(self, token_ids: bytes) -> bytes:
         """Chain hashes of a prompt's full blocks; empty without a hasher."""
         return self._hasher.chain(token_ids) if self._hasher is not None else b""
-
-    # ---- rendering ---------------------------------------------------------------------------
-
-    def render(self, request: ChatRequest) -> str:
-        """The conversation as text, still with sentinels inside what users typed.
-
-        Raises:
-            ApiError: 400.
-        """
-        template = self._template if request.tools is None else self._tool_template
-        if template is None:
-            raise errors.invalid("This model has no chat template.", "messages")
-        tools = self._tools(template, request)
-        kwargs = template.check_kwargs(request.template_kwargs)
-        messages = [
-            self._template_message(template, index, message)
-            for index, message in enumerate(request.messages)
-        ]
-        if request.continue_final_message:
-            _mark_end(messages[-1])
-        try:
-            text = template.render(messages, tools, request.add_generation_prompt, kwargs)
-        except TemplateRefusal as refusal:
-            raise errors.invalid(
-                f"This model's chat template refuses these messages: {refusal}", "messages"
-            ) from None
-        except TemplateFailure:
-            raise errors.invalid(
-                "This model's chat template cannot render these messages.", "messages"
-            ) from None
-        if request.continue_final_message:
-            text, found, rest = text.rpartition(END)
-            if not rest.startswith(" "):  # the template trims what it is given
-                text = text.rstrip()
-            if not found:
-                raise errors.invalid(
-                    "This model's chat template cannot continue the final message.",
-                    "continue_final_message",
-                )
-        return text
-
-    def _tools(self, template: ChatTemplate, request: ChatRequest) -> list[Any] | None:
-        """Definitions of tools as they came, their texts guarded."""
-        if request.tools is None:
-            return None
-        if not template.knows_tools:
-            raise errors.unsupported("tools", "This model's chat template has no tools.")
-        guarded: list[Any] = guard_values(request.tools.definitions, self._guard)
-        return guarded
-
-    def _template_message(
-        self, template: ChatTemplate, index: int, message: ChatMessage
-    ) -> dict[str, Any]:
-        """A message as templates expect it, its texts guarded."""
-        role = message.role
-        guard = self._assistant_guard if role == "assistant" else self._guard
-        if role == "developer" and not template.knows_developer:
-            role = "system"
-        result: dict[str, Any] = {
-            "role": role,
-            "content": _content(message, guard, template.takes_parts),
-        }
-        if message.name is not None:
-            result["name"] = guard(message.name)
-        reasoning = message.reasoning_content or message.reasoning
-        if reasoning is not None:
-            thoughts = self._guard(reasoning)
-            said = result["content"]
-            if message.tool_calls and not template.parts_thoughts and isinstance(said, str):
-                thoughts = "\n\n".join(filter(None, (thoughts, said)))
-                result["content"] = template.empty_content
-            result |= dict.fromkeys(THOUGHTS, thoughts)
-        if message.role == "tool" or message.tool_calls:
-            if not template.knows_tool_calls:
-                field = "tool_calls" if message.tool_calls else "role"
-                raise errors.unsupported(
-                    f"messages[{index}].{field}", "This model's chat template has no tool calls."
-                )
-            if message.tool_call_id is not None:
-                result["tool_call_id"] = guard(message.tool_call_id)
-            if message.tool_calls:
-                if not result["content"]:
-                    result["content"] = template.empty_content
-                result["tool_calls"] = [
-                    {
-                        "id": guard(call.id or ""),
-                        "type": "function",
-                        "function": self._called(template, call, guard),
-                    }
-                    for call in message.tool_calls
-                ]
-        return result
-
-    def _called(
-        self, template: ChatTemplate, call: ToolCall, guard: Callable[[str], str]
-    ) -> dict[str, Any]:
-        """A call's name and arguments; of a custom tool, as the model sees that one."""
-        if call.function is not None:
-            name, arguments = call.function.name, call.function.arguments or "{}"
-            if not isinstance(arguments, str):
-                arguments = msgspec.json.encode(arguments).decode()
-        else:
-            assert call.custom is not None
-            name = call.custom.name
-            arguments = msgspec.json.encode({INPUT: call.custom.input}).decode()
-        return {"name": guard(name), "arguments": self._arguments(template, arguments)}
-
-    def _arguments(self, template: ChatTemplate, text: str) -> Any:
-        """Arguments as an object, where they are one and the template takes it."""
-        if not template.takes_objects:
-            return self._guard(text)
-        try:
-            return guard_values(msgspec.json.decode(text, type=dict[str, Any]), self._guard)
-        except (msgspec.DecodeError, RecursionError):
-            return self._guard(text)
 
     # ---- encoding ----------------------------------------------------------------------------
 
@@ -523,25 +383,6 @@ def _chat_length(request: ChatRequest) -> int:
             for part in message.content
         )
     )
-
-
-def _content(message: ChatMessage, guard: Callable[[str], str], takes_parts: bool) -> Any:
-    """A message's content as its template takes it: one text, or a list of text parts."""
-    if not isinstance(message.content, list):
-        return guard(message.content or message.refusal or "")
-    texts = [part.text or part.refusal or "" for part in message.content]
-    if takes_parts:
-        return [{"type": "text", "text": guard(text)} for text in texts]
-    return guard("\n".join(texts))
-
-
-def _mark_end(message: dict[str, Any]) -> None:
-    """Put `END` behind a message's text; the blank after it shows whether the template trims."""
-    content = message["content"]
-    if not isinstance(content, list):
-        message["content"] = (content or "") + END + " "
-    elif content:
-        content[-1]["text"] += END + " "
 
 
 def _added_before(tokenizer: Tokenizer) -> list[int]:
