@@ -19,7 +19,8 @@ from radixgrove.protocol.constraints import constraint
 from radixgrove.protocol.constraints.constraint import ConstraintError
 from radixgrove.protocol.constraints.grammar import build_matcher, load_tokenizer, token_of
 from radixgrove.protocol.constraints.schema import type_of
-from radixgrove.protocol.formats.grammar import CallGrammar, Extent, ToolError, compile_calls
+from radixgrove.protocol.formats.grammar import CallGrammar, Extent, compile_calls
+from radixgrove.protocol.formats.lark import ToolError
 from radixgrove.protocol.formats.shapes import Calls, LooseBody, PythonBody
 from radixgrove.protocol.formats.table import FORMATS
 from radixgrove.protocol.openai.tools import Tool

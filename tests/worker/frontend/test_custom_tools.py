@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixgrove.protocol.constraints.flatten import expression_of
-from radixgrove.protocol.formats.grammar import ToolError
+from radixgrove.protocol.formats.lark import ToolError
 from radixgrove.protocol.openai.bodies import ChatBody
 from radixgrove.protocol.openai.tools import Tool, parse_tools
 from radixgrove.worker.frontend.custom_inputs import CustomInputs

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator
 from radixgrove.protocol.constraints.constraint import (
     MAX_TEXT_BYTES,
     TOO_COMPLEX,
+    Constraint,
     ConstraintError,
+    Form,
 )
 
 _TOKEN = re.compile(
@@ -59,6 +61,17 @@ def expression_of(lark: str) -> str:
         return _Grammar(lark).rule("start", ())
     except RecursionError:
         raise ConstraintError("its rules are nested too deeply", TOO_COMPLEX) from None
+
+
+def text_expression(given: Constraint) -> str:
+    """A constraint of a text by an expression or a grammar, as one regular expression of all of it.
+
+    Raises:
+        ConstraintError: as `expression_of`.
+    """
+    if given.form is Form.REGEX:
+        return f"(?:{given.text})"
+    return expression_of(given.text)
 
 
 class _Grammar:

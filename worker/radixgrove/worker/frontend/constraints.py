@@ -24,7 +24,8 @@ from radixgrove.protocol.constraints.grammar import (
     compiler_threads,
     load_tokenizer,
 )
-from radixgrove.protocol.formats.grammar import CallGrammar, ToolError, compile_calls
+from radixgrove.protocol.formats.grammar import CallGrammar, compile_calls
+from radixgrove.protocol.formats.lark import ToolError
 from radixgrove.protocol.openai import errors
 from radixgrove.protocol.openai.requests import ChatRequest, Generation, Request
 from radixgrove.protocol.openai.structured import refused
