@@ -7,7 +7,7 @@ COMPILE := uv pip compile --universal --generate-hashes --no-header --quiet
 CLUSTER_PYTHON := $(BIN)/python
 # Tests and clusters start hundreds of processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
-# Five processes of tests for two cores, files whole as far as that keeps all busy.
+# Eight processes of tests for two cores, files whole as far as that keeps all busy.
 SPREAD ?= --numprocesses auto --maxprocesses 8 --dist worksteal
 # Drills judge how long clients wait.
 DRILL_SPREAD ?= --numprocesses 3 --dist worksteal

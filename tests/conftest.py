@@ -63,7 +63,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """More than cores: tests of routers, agents and clusters wait for most of their time."""
-    return CORES * 5 // 2
+    return CORES * 4
 
 
 @pytest.hookimpl(optionalhook=True)
