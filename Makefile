@@ -18,7 +18,7 @@ DRILLS ?= drill
 MINUTES ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev run smoke test test-slow test-all test-drills soak check mutants lint format bench lock clean
+.PHONY: help setup setup-dev run smoke test test-slow test-all test-drills soak check check-tests mutants lint format bench lock clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -51,7 +51,10 @@ test-drills: setup-dev ## each ordinary fault beside a load, RECORD= a directory
 soak: setup-dev ## an hour of faults at random times before real workers, MINUTES=, SEED=
 	$(BIN)/python -m tests.drills.soak --minutes $(MINUTES) --seed $(SEED)
 
-check: lint ## lint, and the tests that touch what differs from SINCE (main)
+check: ## lint, and beside it the tests that touch what differs from SINCE (main)
+	@$(MAKE) --no-print-directory --jobs 2 lint check-tests
+
+check-tests: setup-dev
 	@tests=$$($(BIN)/python -m tools.touched --since $(SINCE)); \
 	if [ -z "$$tests" ]; then echo "no test touches what differs from $(SINCE)"; \
 	else $(BIN)/python -m pytest $(SPREAD) $$tests || [ $$? = 5 ]; fi # 5: all of them are of other targets
