@@ -173,7 +173,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     # Not supported.
     custom_logit_processor: Any = None
-    grammar: Any = None  # llama.cpp's; `guided_grammar` is read
     length_penalty: Any = None
     logits_processors: Any = None
     lora_path: Any = None
@@ -231,7 +230,6 @@ Neutral = dict[str, tuple[Any, ...]]
 
 NEUTRAL: Neutral = {
     "custom_logit_processor": (),
-    "grammar": ("",),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora_path": (),
