@@ -159,6 +159,34 @@ def test_a_download_is_told_what_the_model_must_be_fit_for() -> None:
     assert arguments["--memory"] == str(81559 << 20), "half of two GPUs of that type"
 
 
+@pytest.mark.parametrize(
+    ("hardware", "parallelism", "memory"),
+    [
+        ({"nodes": 2, "gpusPerNode": 2}, {"tp": 2, "pp": 2}, 4 * (81559 << 20)),
+        ({"gpusPerNode": 4}, {"tp": 2, "dp": 2}, 2 * (81559 << 20)),
+        ({"device": "cpu", "nodes": 2, "memory": "3Gi"}, {"tp": 1, "pp": 2}, 2 * (3 << 30)),
+        ({"device": "cpu", "gpusPerNode": 2, "memory": "3Gi"}, {"tp": 1, "dp": 2}, 3 << 29),
+    ],
+    ids=str,
+)
+def test_a_model_may_take_the_memory_of_all_stages_of_one_member(
+    hardware: dict[str, Any], parallelism: dict[str, int], memory: int
+) -> None:
+    operator = Operator(
+        model={"source": "hf://org/model", "revision": "c" * 40},
+        hardware=hardware,
+        parallelism=parallelism,
+        engine={"memoryPercent": 100},
+    )
+    labels = {"nvidia.com/gpu.memory": "81559"}
+    operator.store.node_seen(operator.kube.add(node("g1", labels=labels)))
+    operator.context()
+    (job,) = operator.kube.of("Job")
+    arguments = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert arguments[arguments.index("--memory") + 1] == str(memory)
+    assert ("--pp" in arguments) == ("pp" in parallelism)
+
+
 def test_a_service_is_made_served_and_then_left_alone() -> None:
     operator = Operator(**TWO_NODES)
     operator.settle()

@@ -110,6 +110,7 @@ def test_what_serving_needs_is_fetched_and_nothing_else(
         ),
         ({"hidden_size": None}, (), "ModelUnsupported", "config.json: hidden_size"),
         ({}, ("--tp", "4"), "ModelDoesNotFit", "tp 4 does not divide"),
+        ({}, ("--pp", "9"), "ModelDoesNotFit", "pp 9 exceeds the model's"),
         ({}, ("--ep", "2"), "ModelDoesNotFit", "ep 2 is for models with experts"),
         ({}, ("--max-model-len", "4096"), "ModelDoesNotFit", "exceeds the model's 2048"),
         ({}, ("--memory", "1000"), "ModelDoesNotFit", "the weights take"),

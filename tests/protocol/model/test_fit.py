@@ -65,8 +65,9 @@ EIGHT_BILLION = parse_config(
     ("intended", "named"),
     [
         (Intended(tp=3), "possible: 1, 2, 4, 8"),
+        (Intended(pp=33), "pp 33 exceeds the model's 32 layers"),
         (Intended(max_model_len=8193), "8193 exceeds the model's 8192"),
-        (Intended(tp=2, memory=14 << 30), r"15.0 GiB in bfloat16, and the group's 2 ranks have 14"),
+        (Intended(tp=2, memory=14 << 30), r"15.0 GiB in bfloat16, and its 2 ranks have 14"),
         (Intended(dtype="float32", memory=16 << 30), "29.9 GiB in float32"),
     ],
     ids=str,
@@ -132,4 +133,5 @@ def test_experts_of_which_there_are_none_are_not_spread() -> None:
 
 def test_what_can_run_or_is_not_known_is_let_through() -> None:
     check_fit(EIGHT_BILLION, Intended(tp=8, max_model_len=8192, memory=16 << 30))
+    check_fit(EIGHT_BILLION, Intended(tp=2, pp=2, memory=16 << 30))
     check_fit(EIGHT_BILLION, Intended(dtype="float32"))

@@ -4,7 +4,7 @@ Runs in Jobs of the operator's image:
 
     python -m radixgrove.operator.fetch resolve  --source hf://ORG/REPO [--revision main]
     python -m radixgrove.operator.fetch download --source hf://ORG/REPO --revision SHA --into DIR
-        [--tp 8 --dtype bfloat16 --quantize fp8 --max-model-len 32768 --memory BYTES]
+        [--tp 8 --pp 2 --dtype bfloat16 --quantize fp8 --max-model-len 32768 --memory BYTES]
 
 With `--tp` the model's `config.json` is looked at before any weights are fetched: whether the
 worker has the architecture, and whether the model fits what it is meant for.
@@ -253,6 +253,7 @@ def _intended(given: argparse.Namespace) -> Intended | None:
         return None
     return Intended(
         tp=given.tp,
+        pp=given.pp,
         ep=given.ep,
         dtype=given.dtype,
         quantize=given.quantize,
@@ -271,6 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
         if name == "download":
             command.add_argument("--into", type=Path, required=True)
             command.add_argument("--tp", type=int)
+            command.add_argument("--pp", type=int, default=1)
             command.add_argument("--ep", type=int, default=1)
             command.add_argument("--dtype", default="")
             command.add_argument("--quantize", default="")

@@ -159,16 +159,21 @@ def own_image(service: Service, revision: Revision, config: OperatorConfig) -> s
 
 
 def intended(revision: Revision, gpu_bytes: int) -> Intended:
-    """What a model must be fit for. `gpu_bytes`: of the largest GPU it may get; 0: not known."""
+    """What a model must be fit for. `gpu_bytes`: of the largest GPU it may get; 0: not known.
+
+    Each of the group's members (`dp`) has the whole model over its tp * pp ranks.
+    """
     hardware, layout = revision.hardware, revision.parallelism
     asked = WorkerSettings.model_validate(revision.engine.worker_settings())
     dtype = "" if asked.dtype is DType.AUTO else asked.dtype.value
-    memory = int(layout.tp * gpu_bytes * asked.memory_fraction)
+    memory = int(layout.tp * layout.pp * gpu_bytes * asked.memory_fraction)
     if hardware.device is DeviceKind.CPU:
         dtype = dtype or DType.FLOAT32.value
-        memory = int(quantity(hardware.memory)) if hardware.memory else 0
+        of_pods = quantity(hardware.memory) * hardware.nodes if hardware.memory else 0
+        memory = int(of_pods / layout.dp)
     return Intended(
         tp=layout.tp,
+        pp=layout.pp,
         ep=layout.ep,
         dtype=dtype,
         quantize="" if asked.quantize is Quantize.NONE else asked.quantize.value,

@@ -104,6 +104,8 @@ def _fitness(intended: Intended | None) -> list[str]:
     if intended is None:
         return []
     arguments = ["--tp", str(intended.tp)]
+    if intended.pp > 1:
+        arguments += ["--pp", str(intended.pp)]
     if intended.ep > 1:
         arguments += ["--ep", str(intended.ep)]
     if intended.dtype:

@@ -14,7 +14,7 @@ from radixgrove.protocol.model.quantization import (
     QuantizationError,
     intended_quantization,
 )
-from radixgrove.protocol.model.split import check_divides
+from radixgrove.protocol.model.split import check_divides, check_stages
 from radixgrove.protocol.settings import Quantize
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -25,11 +25,12 @@ class Intended:
     """How a model is to run."""
 
     tp: int = 1
+    pp: int = 1
     ep: int = 1
     dtype: str = ""  # of its weights, a name of `DTYPES`; "": the checkpoint's own
     quantize: str = ""  # as the setting; "": not
     max_model_len: int | None = None  # tokens; None: the model's
-    memory: int = 0  # bytes that its ranks have together; 0: not known
+    memory: int = 0  # bytes that the tp * pp ranks of a member have together; 0: not known
 
 
 def check_fit(config: ModelConfig, intended: Intended) -> None:
@@ -39,6 +40,7 @@ def check_fit(config: ModelConfig, intended: Intended) -> None:
         ModelError: the message names what would do.
     """
     check_divides(config, intended.tp, intended.ep)
+    check_stages(config, intended.pp)
     check_length(config, intended.max_model_len)
     _check_memory(config, intended)
 
@@ -64,10 +66,11 @@ def _check_memory(config: ModelConfig, intended: Intended) -> None:
         needed -= count_projected(config) * (_DTYPE_BYTES[dtype] - 1)
         numbers = sorted({scheme.numbers.value for scheme in quantization.schemes()})
         dtype = " and ".join((dtype, *numbers))
+    ranks = intended.tp * intended.pp
     if intended.memory and needed > intended.memory:
         raise ModelError(
-            f"the weights take {needed / 2**30:.1f} GiB in {dtype}, and the group's {intended.tp} "
-            f"ranks have {intended.memory / 2**30:.1f} GiB: more or larger devices are needed"
+            f"the weights take {needed / 2**30:.1f} GiB in {dtype}, and its {ranks} ranks "
+            f"have {intended.memory / 2**30:.1f} GiB: more or larger devices are needed"
         )
 
 

@@ -40,6 +40,16 @@ def check_divides(config: ModelConfig, tp: int, ep: int = 1) -> None:
     _check_blocks(config, tp, ep, possible)
 
 
+def check_stages(config: ModelConfig, pp: int) -> None:
+    """Refuse more stages than there are layers.
+
+    Raises:
+        ModelError: names the model's layers.
+    """
+    if pp > config.num_layers:
+        raise ModelError(f"pp {pp} exceeds the model's {config.num_layers} layers")
+
+
 def _check_experts_divide(config: ModelConfig, tp: int, ep: int) -> None:
     count = config.experts.count if config.experts else 1
     possible = [n for n in range(1, tp + 1) if tp % n == 0 and count % n == 0]

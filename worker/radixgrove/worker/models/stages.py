@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from radixgrove.protocol.model.config import ModelConfig, ModelError
 from radixgrove.protocol.model.fit import count_projected
+from radixgrove.protocol.model.split import check_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,7 @@ def split_layers(
                 f"pp_layers {wanted} are not the model's {total} layers in {stages} stages"
             )
         return wanted
-    if stages > total:
-        raise ModelError(f"pp {stages} exceeds the model's {total} layers")
+    check_stages(config, stages)
     layer, head = _parameters(config)
     weights = [layer] * stages
     weights[-1] += head // 4 if on_cpu else 0
