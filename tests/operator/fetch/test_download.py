@@ -146,10 +146,9 @@ def test_a_source_without_what_a_worker_reads_first_is_refused(
 ) -> None:
     del hub.files[name]
     assert run(tmp_path / "m", fit=("--tp", "1")) == download.HOPELESS
-    assert json.loads(said.read_text()) == {
-        "reason": "ModelNotFound",
-        "message": f"the source holds no {name}",
-    }
+    written = json.loads(said.read_text())
+    assert written["reason"] == "ModelNotFound"
+    assert written["message"].startswith(f"the source holds no {name}: name one in model.source")
 
 
 def test_a_cut_file_is_resumed_where_it_ended(hub: Hub, said: Path, tmp_path: Path) -> None:
@@ -270,6 +269,18 @@ def test_the_token_is_used(
     hub.token = "secret"
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert run(tmp_path / "m") == 0
+
+
+def test_the_hub_keeps_from_strangers_whether_there_is_such_a_repository(
+    hub: Hub, said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.token = "secret"
+    assert run(tmp_path / "m") == download.HOPELESS
+    message = json.loads(said.read_text())["message"]
+    assert "model.source is misspelt, or the model needs a token: set model.tokenSecret" in message
+    monkeypatch.setenv("HF_TOKEN", "of yesterday")
+    assert run(tmp_path / "m") == download.HOPELESS
+    assert "the token of model.tokenSecret is not valid" in json.loads(said.read_text())["message"]
 
 
 def test_an_unknown_repository_is_not_found(hub: Hub, said: Path) -> None:

@@ -50,6 +50,7 @@ _PASSING = {"DownloadFailed", "CacheBusy"}
 _ATTEMPTS = 8  # without any progress in between
 _WANTED = {".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken"}
 _LARGEST_COUNT = 10_000
+_OTHER_SOURCE = "name one in model.source that has the model as transformers saves it"
 _TURN = 600.0  # seconds to wait for another Job of the claim; the operator tries again later
 
 
@@ -115,7 +116,10 @@ def _named(source: Source, files: list[RemoteFile], incoming: Path) -> list[Remo
             raise FetchError("ModelCorrupt", str(error).replace(f"{incoming}/", "")) from error
     if missing := sorted(named - by_path.keys()):
         index = "" if WEIGHTS_INDEX in by_path else f", and no {WEIGHTS_INDEX}"
-        raise FetchError("ModelNotFound", f"the source holds no {missing[0]}{index}")
+        raise FetchError(
+            "ModelNotFound",
+            f"the source holds no {missing[0]}{index}: {_OTHER_SOURCE}",
+        )
     return [
         remote
         for remote in files
@@ -133,7 +137,7 @@ def _check_config(
     by_path = {remote.path: remote for remote in files}
     for name in (CONFIG, TOKENIZER_JSON):
         if name not in by_path:
-            raise FetchError("ModelNotFound", f"the source holds no {name}")
+            raise FetchError("ModelNotFound", f"the source holds no {name}: {_OTHER_SOURCE}")
     _fetch(source, by_path[CONFIG], incoming)
     try:
         config = load_config(incoming)

@@ -107,13 +107,23 @@ class HubSource:
         self._revision = urllib.parse.quote(revision, safe="")
         # urllib3 drops the authorization header when a redirect leads to another host.
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        # The hub does not tell strangers which repositories there are.
+        self._refused = f"the hub refuses {self._name}: " + (
+            "model.source is misspelt, the token of model.tokenSecret is not valid, or its account "
+            "has not accepted the model's terms"
+            if token
+            else "model.source is misspelt, or the model needs a token: set model.tokenSecret, and "
+            "accept its terms with that account"
+        )
         self._pool = _pool(self._endpoint)
 
     def resolve(self) -> str:
         answer, _ = self._json(f"/api/models/{self._repository}/revision/{self._revision}")
         commit = answer.get("sha") if isinstance(answer, dict) else None
         if not isinstance(commit, str) or not commit:
-            raise FetchError("ModelNotFound", f"the hub names no commit of {self._name}")
+            raise FetchError(
+                "ModelNotFound", f"the hub names no commit of {self._name}: see model.revision"
+            )
         return commit
 
     def files(self) -> list[RemoteFile]:
@@ -158,9 +168,8 @@ class HubSource:
         return _get(
             self._pool, url, headers,
             hint="modelCache.hubEndpoint, pods.proxy and pods.caBundle",
-            refused=f"the hub refuses {self._name}: set model.tokenSecret, and accept the model's "
-            "terms with that account",
-            missing=f"the hub has no {self._name}",
+            refused=self._refused,
+            missing=f"the hub has no {self._name}: see model.source and model.revision",
         )  # fmt: skip
 
 
@@ -301,7 +310,7 @@ class S3Source:
         code = str(response.get("Error", {}).get("Code", ""))
         where = f"s3://{self._bucket}/{self._prefix}"
         if code in ("NoSuchBucket", "NoSuchKey", "404"):
-            return FetchError("ModelNotFound", f"{where} does not exist")
+            return FetchError("ModelNotFound", f"{where} does not exist: see model.source")
         if code in ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403"):
             return FetchError("Unauthorized", f"{where} is refused: see model.credentialsSecret")
         if type(error).__name__ == "NoCredentialsError":
@@ -371,7 +380,7 @@ class GoogleSource:
             hint="pods.proxy and pods.caBundle",
             refused=f"{self._where} is refused: set pods.downloads.serviceAccountName to a "
             "ServiceAccount with workload identity that may read it",
-            missing=f"{self._where} does not exist",
+            missing=f"{self._where} does not exist: see model.source",
         )  # fmt: skip
 
 
@@ -414,7 +423,7 @@ def _unchanged(files: list[RemoteFile], revision: str) -> list[RemoteFile]:
 def _objects_of(found: list[RemoteFile], where: str) -> list[RemoteFile]:
     """Without the markers of folders. Raises FetchError when nothing is there."""
     if not found:
-        raise FetchError("ModelNotFound", f"{where} holds nothing")
+        raise FetchError("ModelNotFound", f"{where} holds nothing: see model.source")
     return [remote for remote in found if remote.path and not remote.path.endswith("/")]
 
 
