@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from radixgrove.operator.api import names, times
-from radixgrove.operator.api.spec import InferenceServiceSpec
+from radixgrove.operator.api.config import OperatorConfig, PodDefaults
+from radixgrove.operator.api.spec import InferenceServiceSpec, PodFields
 from radixgrove.operator.api.status import (
     GroupPhase,
     GroupStatus,
@@ -34,7 +35,7 @@ from radixgrove.operator.planning.plan import Plan
 from radixgrove.operator.planning.service_view import ServiceView
 from radixgrove.operator.render.revision import InvalidEngine, InvalidOverrides, ModelAt
 from radixgrove.service import exit_codes
-from tests.operator.operator_builders import SERVICE, spec
+from tests.operator.operator_builders import CONFIG, SERVICE, spec
 
 NOW = 1_000_000.0
 EMPTY = InferenceServiceStatus()
@@ -54,6 +55,7 @@ def facts(
     groups: Sequence[Group] = (),
     blocked: bool = False,
     waits_for: str = "",
+    config: OperatorConfig = CONFIG,
     **more: Any,
 ) -> StatusInput:
     """Fields are those of the view, or else of the input."""
@@ -72,7 +74,7 @@ def facts(
         view=replace(view, **of_view),
         plan=Plan(records=list(records), blocked=blocked, waits_for=waits_for, last_attempt=7),
         groups=groups,
-        operator="radixgrove/radixgrove-operator",
+        config=config,
         url="http://router/v1",
         autoscaling=None,
         **more,
@@ -293,6 +295,10 @@ def test_what_is_missing_is_said_with_a_reason(given: StatusInput, reason: str, 
 GPUS_OF_16 = NodeDemand({"nvidia.com/gpu": 16}, {"nvidia.com/gpu.product": "B200"})
 NODES = {"n0": Node("n0", devices={"nvidia.com/gpu": 8}, labels={"nvidia.com/gpu.product": "H100"})}
 MISSING = 'MountVolume.SetUp failed for volume "{}" : {} is not there'
+RWOP = (
+    "1 node has pod using PersistentVolumeClaim with the same name and ReadWriteOncePod access mode"
+)
+SCRATCH = {"name": "scratch", "persistentVolumeClaim": {"claimName": "scratch"}}
 
 
 @pytest.mark.parametrize(
@@ -312,7 +318,8 @@ MISSING = 'MountVolume.SetUp failed for volume "{}" : {} is not there'
         (
             group_with(waiting=("ErrImagePull", "no such image")),
             {"image": "rg/worker:typo"},
-            "named by image; Secrets of its registry: pods.workers.imagePullSecrets",
+            "named by image; Secrets of its registry, in this namespace: "
+            "pods.workers.imagePullSecrets, or image.pullSecrets of the chart",
         ),
         (
             group_with(waiting=("ErrImagePull", "no such image")),
@@ -322,7 +329,7 @@ MISSING = 'MountVolume.SetUp failed for volume "{}" : {} is not there'
         (
             group_with(waiting=("ErrImagePull", 'pulling image "models/x:1": not found')),
             {"model": {"source": "oci://models/x:1"}},
-            "model.source: oci://models/x:1; its Secrets: pods.workers.imagePullSecrets",
+            "model.source: oci://models/x:1; Secrets of its registry, in this namespace: pods",
         ),
         (
             group_with(restarts=1, exit_code=exit_codes.MODEL, exited="no directory"),
@@ -386,11 +393,6 @@ MISSING = 'MountVolume.SetUp failed for volume "{}" : {} is not there'
             "named by pods.workers.priorityClassName: make it, or name another one",
         ),
         (
-            replace(group_with(), refused="no PriorityClass with name typo was found"),
-            {},
-            "named by pods.priorityClassName of the chart: make it, or name another one",
-        ),
-        (
             replace(group_with(), refused="maximum memory usage per Container is 1Gi"),
             {},
             "a LimitRange of the namespace: change hardware, or that LimitRange",
@@ -427,8 +429,45 @@ MISSING = 'MountVolume.SetUp failed for volume "{}" : {} is not there'
             ),
             {"hardware": {"nodes": 2}, "topologyKey": "example.com/rack"},
             "each of its 2 pods asks its node for the label pool=typo (no node has it), the label "
-            "example.com/rack, as all of its group have it (no node has it): change hardware, or "
-            "pods.workers and podOverrides, or topologyKey, or add nodes",
+            "example.com/rack, as all of its group have it (no node has it): change podOverrides, "
+            "or topologyKey, or add nodes",
+        ),
+        (
+            replace(
+                group_with(unschedulable="1 node(s) had untolerated taint {team: b}"),
+                demand=NodeDemand({"nvidia.com/gpu": 1}),
+            ),
+            {},
+            "its pod asks its node for 1 nvidia.com/gpu: change hardware, or "
+            "pods.workers.tolerations, or add nodes",
+        ),
+        (
+            group_with(unschedulable="2 node(s) didn't match Pod's node affinity/selector"),
+            {"pods": {"workers": {"affinity": {"nodeAffinity": {}}}}},
+            "change pods.workers.affinity, or add nodes",
+        ),
+        (
+            group_with(unschedulable=RWOP),
+            {"model": {"source": "pvc://models/x"}},
+            "its claims are named by model.source: pvc://models/x: one that several pods read must "
+            "be ReadOnlyMany or ReadWriteMany",
+        ),
+        (
+            group_with(not_mounted='Multi-Attach error for volume "pvc-1": used by pod(s) other'),
+            {"model": {"source": "pvc://models/x"}},
+            "its claims are named by model.source: pvc://models/x: one that several pods read must",
+        ),
+        (
+            group_with(unschedulable="2 node(s) didn't match PersistentVolume's node affinity"),
+            {"pods": {"workers": {"volumes": [SCRATCH]}}},
+            "its claims are named by model.cache, "
+            "pods.workers.volumes[0].persistentVolumeClaim.claimName: each needs a volume, on a "
+            "node that the pod may run on",
+        ),
+        (
+            group_with(unschedulable='persistentvolumeclaim "scratch" not found'),
+            {"pods": {"workers": {"volumes": [SCRATCH]}}},
+            "named by pods.workers.volumes[0].persistentVolumeClaim.claimName: make it, or name",
         ),
         (
             replace(group_with(), refused='violates PodSecurity "restricted": hostPath'),
@@ -453,6 +492,75 @@ def test_what_would_mend_it_is_said_in_the_resources_own_fields(
     assert trouble is not None
     for kind in ("Ready", "Progressing", "Degraded"):
         assert f"{trouble.message} ({said}" in message(given, kind)
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        (
+            replace(group_with(), refused="no PriorityClass with name typo was found"),
+            "named by pods.priorityClassName of the chart: make it, or name another one",
+        ),
+        (
+            replace(group_with(), refused='RuntimeClass "nvidia" not found'),
+            "named by pods.runtimeClassName of the chart",
+        ),
+        (
+            replace(group_with(), refused='error looking up service account a/robot: "robot"'),
+            "named by pods.workers.serviceAccountName of the chart",
+        ),
+        (
+            group_with(not_mounted=MISSING.format("ca", 'configmap "our-ca"')),
+            "named by pods.caBundle of the chart: make it, or name another one",
+        ),
+        (
+            replace(
+                group_with(unschedulable="didn't match Pod's node affinity/selector"),
+                demand=NodeDemand({}, {"pool": "gpu", "zone": "a"}),
+            ),
+            "change pods.nodeSelector of the chart, or pods.workers.nodeSelector of the chart",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_chart_names_and_is_not_there_is_said_as_its_value(
+    group: Group, said: str
+) -> None:
+    pods = PodDefaults(
+        priority_class="typo",
+        runtime_class="nvidia",
+        ca_bundle="our-ca",
+        node_selector={"pool": "gpu"},
+        workers=PodFields(service_account_name="robot", node_selector={"zone": "a"}),
+    )
+    config = CONFIG.model_copy(update={"pods": pods})
+    assert said in message(facts(STARTING, groups=[group], config=config))
+
+
+@pytest.mark.parametrize(
+    ("refused", "said"),
+    [
+        (
+            "exceeded quota: q, requested: requests.storage=200Gi",
+            "or ask for less: model.cache.size",
+        ),
+        ("exceeded quota: q, requested: count/services=1", "(raise that ResourceQuota)"),
+        ("maximum storage usage per PersistentVolumeClaim is 1Gi", "change model.cache.size of"),
+        ('admission webhook "x" denied the request: no team', "(a policy of the cluster: exempt"),
+        ("policy 'x' denied request: no team", "app.kubernetes.io/managed-by=radixgrove, or meet"),
+        ("Redis does not answer; routers keep what they know", "(redis.url of the chart names it)"),
+    ],
+)
+def test_what_would_mend_a_refused_request_is_said(refused: str, said: str) -> None:
+    given = facts(WAITING, failures=[refused, refused])
+    for kind in ("Ready", "Degraded"):
+        assert f"{refused}; {refused} (" in message(given, kind)
+        assert message(given, kind).count(said) == 1
+
+
+def test_a_policy_of_the_charts_own_says_itself_what_would_do() -> None:
+    refused = "policy 'radixgrove-pods' denied request: the operator's pods are not privileged"
+    assert message(facts(WAITING, failures=[refused])) == refused
 
 
 def test_a_template_that_the_api_server_refuses_leads_to_what_was_laid_over_it() -> None:
@@ -608,7 +716,7 @@ def test_groups_of_a_suspended_service_leave_first() -> None:
 def test_nothing_becomes_ready_that_routers_could_not_be_told_of() -> None:
     untold = facts(record(0), routers_behind=True, failures=["Redis does not answer"])
     assert conditions(untold)["Ready"] == "False/RequestRefused"
-    assert message(untold) == "Redis does not answer"
+    assert message(untold).startswith("Redis does not answer")
     before = computed(facts(record(0)), EMPTY, NOW)
     served = conditions(untold, before)
     assert served["Ready"] == "True/Serving", "by what routers know"

@@ -14,6 +14,7 @@ from pydantic.alias_generators import to_camel
 
 from radixgrove.protocol.settings import RoutingPolicy, WorkerSettings
 
+FETCHED = ("hf://", "s3://", "gs://")  # sources that Jobs fetch into claims
 WORDS = "words"  # of a field's schema: what its pattern means, for people
 MAX_NAME = 40
 MAX_NODES = 64

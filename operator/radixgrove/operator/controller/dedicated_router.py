@@ -36,7 +36,7 @@ def keep(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> None:
         with context.trying():
             _delete(kube, context.service, SCALER, router_name(context.service))
     with context.trying():
-        context.router = _trouble(kube, context)
+        context.router = _trouble(kube, context, config)
 
 
 def _wanted(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> list[Object]:
@@ -53,7 +53,7 @@ def _wanted(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> li
         return []
 
 
-def _trouble(kube: Kube, context: ReconcileContext) -> Problem | None:
+def _trouble(kube: Kube, context: ReconcileContext, config: OperatorConfig) -> Problem | None:
     """Why it does not answer; None when it does, or that is not known."""
     service = context.service
     deployment = kube.get(DEPLOYMENT, service.namespace, router_name(service))
@@ -69,7 +69,7 @@ def _trouble(kube: Kube, context: ReconcileContext) -> Problem | None:
     found = next(filter(None, map(pod_problem, mounted)), None) or _refused(deployment)
     words = "it starts"
     if found is not None:
-        mend = of_pod(found, context.spec, "routers")
+        mend = of_pod(found, context.spec, config, "routers")
         words = f"{found.message} ({mend})" if mend else found.message
     return Problem("RouterNotReady", f"its own router does not answer: {words}")
 

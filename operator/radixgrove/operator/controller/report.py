@@ -55,7 +55,7 @@ class Reporter:
             view=context,
             plan=plan,
             groups=groups,
-            operator=self._config.installation,
+            config=self._config,
             url=own_router if context.spec.router.dedicated else self._config.router.url,
             autoscaling=self._autoscaling(context.key),
             outdated=self._status.outdated(context.key),

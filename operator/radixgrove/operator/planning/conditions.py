@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from radixgrove.operator.api import names, times
+from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.spec import duration
 from radixgrove.operator.api.status import (
     AutoscalingStatus,
@@ -24,7 +24,7 @@ from radixgrove.operator.planning.model_cache import CacheStep
 from radixgrove.operator.planning.model_names import Grant
 from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.planning.plan import Plan
-from radixgrove.operator.planning.remedies import explained, is_about_template, of_pod
+from radixgrove.operator.planning.remedies import explained, is_about_template, of_pod, of_requests
 from radixgrove.operator.planning.rollback import Rollback, good_revision
 from radixgrove.operator.planning.service_view import ServiceView
 from radixgrove.operator.render.group import MODEL_VOLUME
@@ -35,8 +35,6 @@ _CALM = {
     "ImageVolume", "NodePath", "Provided", "Recovering", "Resolving", "RollingOut",
     "ScaledToZero", "Serving", "Settled", "Starting", "Suspended",
 }  # fmt: skip
-
-_MISMADE = re.compile(r" is invalid: |not declared in schema")
 
 _FETCHING = {"Resolving", "Downloading"}
 
@@ -58,7 +56,7 @@ class StatusInput:
     view: ServiceView
     plan: Plan
     groups: Sequence[Group]  # without those that the plan deletes
-    operator: str  # the installation that looks after the service
+    config: OperatorConfig
     url: str
     autoscaling: AutoscalingStatus | None
     members: Mapping[int, list[MemberStatus]] = field(default_factory=dict)  # by group
@@ -88,7 +86,7 @@ def compute(facts: StatusInput) -> InferenceServiceStatus:
         given_up = Rollback(before.rolled_back, before.rolled_back_because)
     return InferenceServiceStatus(
         observed_generation=facts.view.generation,
-        operator=facts.operator,
+        operator=facts.config.installation,
         url=facts.url,
         summary=f"{len(ready)}/{desired}",
         selector=names.selector(selector),
@@ -249,7 +247,7 @@ def _hindrance(facts: StatusInput) -> tuple[str, str]:
         return "RequestRefused", _refused(facts)
     tried = facts.view.image_check.problem
     if tried is not None:
-        mend = of_pod(tried, facts.view.spec, "workers")
+        mend = of_pod(tried, facts.view.spec, facts.config, "workers")
         return tried.reason, f"{tried.message} ({mend})" if mend else tried.message
     for record in facts.plan.records:
         if record.phase is GroupPhase.FAILED:
@@ -276,13 +274,10 @@ def _hindrance(facts: StatusInput) -> tuple[str, str]:
 
 
 def _refused(facts: StatusInput) -> str:
-    """What the API server said, and where in the resource it comes from."""
-    spec, said = facts.view.spec, "; ".join(facts.view.failures)
-    given = {"pods.workers": spec.pods.workers, "podOverrides": spec.pod_overrides}
-    fields = [name for name, value in given.items() if value]
-    if fields and "statefulsets/" in said and _MISMADE.search(said):
-        said += f" (see {' and '.join(fields)}; the worker's container is called worker)"
-    return said
+    """What the API server said, or Redis did not, and what would mend it."""
+    said = "; ".join(facts.view.failures)
+    mend = of_requests(facts.view.failures, facts.view.spec, facts.config)
+    return f"{said} ({mend})" if mend else said
 
 
 def _failed(facts: StatusInput, record: GroupStatus) -> tuple[str, str]:
@@ -302,7 +297,8 @@ def _explained(facts: StatusInput, group: Group, trouble: Problem) -> tuple[str,
         return view.model.reason, view.model.message
     if group.revision != view.target or view.rollback is not None:
         return trouble.reason, trouble.message
-    return trouble.reason, explained(trouble, group, view.spec, view.observed.nodes.values())
+    nodes = view.observed.nodes.values()
+    return trouble.reason, explained(trouble, group, view.spec, facts.config, nodes)
 
 
 def _starting(facts: StatusInput) -> str:

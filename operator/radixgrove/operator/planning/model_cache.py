@@ -17,6 +17,7 @@ from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import ClaimObject, Object
 from radixgrove.operator.api.spec import (
+    FETCHED,
     NO_FIELDS,
     AccessMode,
     InferenceServiceSpec,
@@ -34,7 +35,6 @@ from radixgrove.operator.render.revision import InvalidSettings, ModelAt
 from radixgrove.protocol.model.fit import Intended
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
-_FETCHED = ("hf://", "s3://", "gs://")
 _LONGEST_WAIT = 3600.0  # seconds between two downloads that fail
 _LOOK_AGAIN = 30.0  # seconds; a change of a user's own claim is not watched
 _LOOK_SOON = 3.0  # seconds; a Job has a pod by then, or an Event says why not
@@ -76,7 +76,7 @@ class CacheStep:
 
 def wanted_jobs(service: Service, spec: InferenceServiceSpec, known: ModelStatus) -> list[str]:
     """Names of the Jobs that `decide` looks at."""
-    if not spec.model.source.startswith(_FETCHED):
+    if not spec.model.source.startswith(FETCHED):
         return []
     return [models.resolve_job_name(service, spec.model), *wanted_claims(spec, known)]
 
@@ -86,7 +86,7 @@ def wanted_claims(spec: InferenceServiceSpec, known: ModelStatus) -> list[str]:
     scheme, _, rest = spec.model.source.partition("://")
     if scheme == "pvc":
         return [rest.partition("/")[0]]
-    revision = _resolved(spec.model, known) if spec.model.source.startswith(_FETCHED) else ""
+    revision = _resolved(spec.model, known) if spec.model.source.startswith(FETCHED) else ""
     return [names.cache_name(spec.model.source, revision)] if revision else []
 
 
@@ -218,7 +218,7 @@ def _resolve(
         return _failed(status, job, config, now)
     revision = _result(job).get("revision", "")
     if not (job.succeeded and revision):
-        return _under_way(status, job, spec, now, "Resolving", "looking up the revision")
+        return _under_way(status, job, spec, config, now, "Resolving", "looking up the revision")
     status = status.model_copy(update={"revision": revision})
     step = _fetch(service, spec, status, revision, cache, config, now)
     step.delete_jobs.append(job)
@@ -272,7 +272,7 @@ def _fetch(
         step = _failed(status, job, config, now)
         step.at, step.apply = at, [claim]
         return step
-    step = _under_way(status, job, spec, now, "Downloading", fetching, live)
+    step = _under_way(status, job, spec, config, now, "Downloading", fetching, live)
     step.at, step.apply = at, [claim]
     return step
 
@@ -295,6 +295,7 @@ def _under_way(
     status: ModelStatus,
     job: JobState,
     spec: InferenceServiceSpec,
+    config: OperatorConfig,
     now: float,
     reason: str,
     message: str,
@@ -306,7 +307,7 @@ def _under_way(
         trouble = pod_problem(job.pod)
     said = _said(job)
     if trouble is not None:
-        mend = remedies.of_pod(trouble, spec, "downloads")
+        mend = remedies.of_pod(trouble, spec, config, "downloads")
         reason, message = trouble.reason, f"{trouble.message} ({mend})" if mend else trouble.message
     elif said:  # by a pod of before: the Job tries it some times
         message = f"{message}; tried again after: {said}"

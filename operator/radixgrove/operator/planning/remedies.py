@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
 
 from radixgrove.operator.api import names
-from radixgrove.operator.api.spec import ENGINE_FIELDS, InferenceServiceSpec, Network, Parallelism
+from radixgrove.operator.api.config import OperatorConfig
+from radixgrove.operator.api.spec import (
+    ENGINE_FIELDS,
+    NO_FIELDS,
+    InferenceServiceSpec,
+    Network,
+    Parallelism,
+)
 from radixgrove.operator.planning.demand import Node, NodeDemand
 from radixgrove.operator.planning.diagnosis import Problem
+from radixgrove.operator.planning.named import PodKind, claims, naming
 from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.render.group import MODEL_VOLUME
 from radixgrove.operator.render.revision import CHAT_TEMPLATE_DIRECTORY
 
 _SHAPE = {name: f"parallelism.{name}" for name in Parallelism.model_fields}
+# What the scheduler says of claims and their volumes.
+_CLAIMS = re.compile(
+    r"persistent ?volume|pvc\(s\)|volume (zone|node affinity|to be created)|free storage", re.I
+)
 
 
 def explained(
-    trouble: Problem, group: Group, spec: InferenceServiceSpec, nodes: Collection[Node]
+    trouble: Problem,
+    group: Group,
+    spec: InferenceServiceSpec,
+    config: OperatorConfig,
+    nodes: Collection[Node],
 ) -> str:
     """The problem's message and what to change; `spec` is the one that the group was made from."""
-    mend = _remedy(trouble, group, spec, nodes)
+    mend = _remedy(trouble, group, spec, config, nodes)
     return f"{trouble.message} ({mend})" if mend else trouble.message
 
 
 def _remedy(
-    trouble: Problem, group: Group, spec: InferenceServiceSpec, nodes: Collection[Node]
+    trouble: Problem,
+    group: Group,
+    spec: InferenceServiceSpec,
+    config: OperatorConfig,
+    nodes: Collection[Node],
 ) -> str:
     match trouble.reason:
-        case "InsufficientGPUs" | "Unschedulable" if "PersistentVolumeClaim" not in trouble.message:
-            return _wishes(group.demand, spec, nodes)
+        case "InsufficientGPUs" | "Unschedulable" if not _CLAIMS.search(trouble.message):
+            return _wishes(trouble, group.demand, spec, config, nodes)
+        case "InsufficientGPUs" | "Unschedulable" if "not found" not in trouble.message:
+            return _claims_elsewhere(trouble, spec, config)
+        case "VolumeNotMounted" if "Multi-Attach" in trouble.message:
+            return _claims_elsewhere(trouble, spec, config)
         case "OutOfMemory":
             return f"raise hardware.memory: {spec.hardware.memory or 'not set'}"
         case "EngineFailed" if "is not installed" in trouble.message:
@@ -60,7 +83,52 @@ def _remedy(
             return "a LimitRange of the namespace: change hardware, or that LimitRange"
         case "ContainerConfig" if "exec" in trouble.message:
             return f"the image is named by {_image_field(spec)}, its command by podOverrides"
-    return of_pod(trouble, spec, "workers")
+    return of_pod(trouble, spec, config, "workers")
+
+
+def _claims_elsewhere(trouble: Problem, spec: InferenceServiceSpec, config: OperatorConfig) -> str:
+    """Claims that are there, with volumes that this pod cannot have."""
+    named = f"its claims are named by {claims(spec, config)}"
+    if re.search("ReadWriteOncePod|Multi-Attach", trouble.message):
+        return f"{named}: one that several pods read must be ReadOnlyMany or ReadWriteMany"
+    return f"{named}: each needs a volume, on a node that the pod may run on"
+
+
+def of_requests(failures: Sequence[str], spec: InferenceServiceSpec, config: OperatorConfig) -> str:
+    """What would mend requests that the API server refused, or that Redis left without an answer;
+    "" where the words say it."""
+    known = _requests(spec, config)
+    mends = [
+        next((mend for pattern, mend in known if re.search(pattern, said)), "") for said in failures
+    ]
+    return "; ".join(dict.fromkeys(filter(None, mends)))
+
+
+def _requests(spec: InferenceServiceSpec, config: OperatorConfig) -> list[tuple[str, str]]:
+    """By what is said, the more special first."""
+    given = {"pods.workers": spec.pods.workers, "podOverrides": spec.pod_overrides}
+    fields = " and ".join(name for name, value in given.items() if value)
+    size = "model.cache.size of the service, or modelCache.size of the chart"
+    own = f"it is the chart's, in the namespace {config.namespace}"
+    template = r"statefulsets/.*( is invalid: |not declared in schema)"
+    return [
+        (template if fields else "$^", f"see {fields}; the worker's container is called worker"),
+        (
+            "exceeded quota.*requests.storage",
+            f"raise that ResourceQuota, or ask for less: {size}",
+        ),
+        ("exceeded quota", "raise that ResourceQuota"),
+        (
+            "usage per PersistentVolumeClaim",
+            f"a LimitRange of the namespace: change {size}, or that LimitRange",
+        ),
+        (
+            "denied( the)? request: (?!the operator)",
+            f"a policy of the cluster: exempt what has the label {names.MANAGED_BY}="
+            f"{names.MANAGER}, or meet it by pods and podOverrides where it is about pods",
+        ),
+        ("Redis does not answer", own if config.redis.own else "redis.url of the chart names it"),
+    ]
 
 
 def is_about_template(trouble: Problem) -> bool:
@@ -69,14 +137,14 @@ def is_about_template(trouble: Problem) -> bool:
 
 
 def of_pod(
-    trouble: Problem,
-    spec: InferenceServiceSpec,
-    kind: Literal["workers", "routers", "downloads"],
+    trouble: Problem, spec: InferenceServiceSpec, config: OperatorConfig, kind: PodKind
 ) -> str:
     """What would mend a pod of any kind: the field that names what is not there, say."""
-    fields = ", ".join(_naming(trouble.message, spec, kind))
-    if fields and trouble.reason in ("ContainerConfig", "VolumeNotMounted", "PodRefused"):
-        return f"named by {fields}: make it, or name another one"
+    about_claims = bool(_CLAIMS.search(trouble.message))
+    if trouble.reason in ("ContainerConfig", "VolumeNotMounted", "PodRefused") or about_claims:
+        fields = naming(trouble.message, spec, config, kind)
+        if fields:
+            return f"named by {fields}: make it, or name another one"
     if spec.router.auth is not None and "API key file" in trouble.message:
         return f"router.auth.keysSecret: {spec.router.auth.keys_secret}, under its key api-keys"
     match trouble.reason:
@@ -85,49 +153,16 @@ def of_pod(
         case "ImagePull":
             part = "router" if kind == "routers" else "operator"
             return f"named by {_image_of(part)}; {_secrets_of(kind)}"
-        case "InsufficientGPUs" | "Unschedulable" if "PersistentVolumeClaim" not in trouble.message:
+        case "InsufficientGPUs" | "Unschedulable" if not about_claims:
             return f"pods.{kind} of the service and pods of the chart say which nodes it may use"
         case "QuotaBlocked":
             return "raise that ResourceQuota"
-        case "PodRefused" if "PriorityClass" in trouble.message:
-            return "named by pods.priorityClassName of the chart: make it, or name another one"
         case "PodRefused" if "failed quota" in trouble.message:
             return "set it for all pods of the namespace by a LimitRange"
         case "PodRefused":
             over = " and podOverrides" if kind == "workers" else ""
             return f"pods.{kind}{over} may add what is asked for"
     return ""
-
-
-# Fields that hold names of other objects, or keys in them.
-_NAMES = {
-    "claimName", "configMap", "credentialsSecret", "key", "keysSecret", "name", "priorityClassName",
-    "runtimeClassName", "secretName", "serviceAccountName", "tokenSecret",
-}  # fmt: skip
-_OWN_NAMES = re.compile(r"(env|volumes|[mM]ounts|[cC]ontainers)\[\d+\]\.name$|^model\.name$")
-
-
-def _naming(message: str, spec: InferenceServiceSpec, kind: str) -> Iterator[str]:
-    """Fields of the service that name what a message is about."""
-    words = set(re.findall(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?", message))
-    for path, value in _leaves(spec.model_dump(mode="json", by_alias=True, exclude_none=True)):
-        of_others = path.startswith("pods.") and not path.startswith(f"pods.{kind}.")
-        of_others |= path.startswith("podOverrides.") and kind != "workers"
-        is_name = path.rpartition(".")[2] in _NAMES and not _OWN_NAMES.search(path)
-        if value in words and is_name and not of_others:
-            yield path
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Texts by where they are: `pods.workers.env[0].valueFrom.secretKeyRef.name`."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{path}[{index}]")
-    elif isinstance(value, str):
-        yield path, value
 
 
 def _asking(spec: InferenceServiceSpec) -> str:
@@ -142,7 +177,7 @@ def _asking(spec: InferenceServiceSpec) -> str:
 def _image(trouble: Problem, spec: InferenceServiceSpec) -> str:
     reference = spec.model.source.removeprefix("oci://")
     if reference != spec.model.source and reference in trouble.message:
-        return f"model.source: {spec.model.source}; its Secrets: pods.workers.imagePullSecrets"
+        return f"model.source: {spec.model.source}; {_secrets_of('workers')}"
     return f"named by {_image_field(spec)}; {_secrets_of('workers')}"
 
 
@@ -155,35 +190,63 @@ def _image_of(part: str) -> str:
 
 
 def _secrets_of(kind: str) -> str:
-    return f"Secrets of its registry: pods.{kind}.imagePullSecrets"
+    return (
+        f"Secrets of its registry, in this namespace: pods.{kind}.imagePullSecrets, or "
+        "image.pullSecrets of the chart"
+    )
 
 
-def _wishes(demand: NodeDemand, spec: InferenceServiceSpec, nodes: Collection[Node]) -> str:
-    """What a pod wants of its node, and what of that no node has."""
-    hardware, together = spec.hardware, spec.topology_key
-    wishes = []
+def _wishes(
+    trouble: Problem,
+    demand: NodeDemand,
+    spec: InferenceServiceSpec,
+    config: OperatorConfig,
+    nodes: Collection[Node],
+) -> str:
+    """What a pod wants of its node, what of that no node has, and the fields that say so."""
+    hardware = spec.hardware
+    wishes, fields = [], dict[str, None]()  # a set in its order
     for name, count in demand.devices.items():
         most = max((node.devices.get(name, 0) for node in nodes), default=count)
         lacking = f" (no node has more than {most})" if most < count else ""
         wishes.append(f"{count} {name}{lacking}")
     wishes += [f"{hardware.cpu} CPUs"] if hardware.cpu else []
     wishes += [f"{hardware.memory} of memory"] if hardware.memory else []
+    fields |= {"hardware": None} if wishes else {}
     cache = spec.engine.worker_settings().get("host_cache_gib", 0) / hardware.nodes
-    wishes += [f"{cache:g}Gi of memory for engine.hostCacheGib"] if cache else []
+    if cache:
+        wishes.append(f"{cache:g}Gi of memory for engine.hostCacheGib")
+        fields["engine.hostCacheGib"] = None
     for name, value in demand.selector.items():
         lacking = " (no node has it)" if _lacks(nodes, name, value) else ""
         wishes.append(f"the label {name}={value}{lacking}")
-    if together and hardware.nodes > 1:
-        lacking = "" if any(together in node.labels for node in nodes) else " (no node has it)"
-        wishes.append(f"the label {together}, as all of its group have it{lacking}")
-    pods = "its pod asks" if hardware.nodes == 1 else f"each of its {hardware.nodes} pods asks"
-    if not wishes:
+        fields[_selecting(name, spec, config)] = None
+    if spec.topology_key and hardware.nodes > 1:
+        there = any(spec.topology_key in node.labels for node in nodes)
+        lacking = "" if there else " (no node has it)"
+        wishes.append(f"the label {spec.topology_key}, as all of its group have it{lacking}")
+        fields["topologyKey"] = None
+    if "untolerated taint" in trouble.message:
+        fields["pods.workers.tolerations"] = None
+    if "node affinity/selector" in trouble.message and not demand.selector:
+        fields["pods.workers.affinity"] = None
+    if not fields:
         return ""
-    fields = "hardware, or engine.hostCacheGib" if cache else "hardware"
-    if demand.selector.keys() - {names.GPU_PRODUCT}:
-        fields += ", or pods.workers and podOverrides"
-    fields += ", or topologyKey" if together and hardware.nodes > 1 else ""
-    return f"{pods} its node for {', '.join(wishes)}: change {fields}, or add nodes"
+    pods = "its pod asks" if hardware.nodes == 1 else f"each of its {hardware.nodes} pods asks"
+    asked = f"{pods} its node for {', '.join(wishes)}: " if wishes else ""
+    return f"{asked}change {', or '.join(fields)}, or add nodes"
+
+
+def _selecting(label: str, spec: InferenceServiceSpec, config: OperatorConfig) -> str:
+    """The field or value that asks for a label of nodes."""
+    workers = spec.pods.workers or NO_FIELDS
+    if label in workers.node_selector:
+        return "pods.workers.nodeSelector"
+    if label in config.pods.workers.node_selector:
+        return "pods.workers.nodeSelector of the chart"
+    if label in config.pods.node_selector:
+        return "pods.nodeSelector of the chart"
+    return "hardware" if label == names.GPU_PRODUCT else "podOverrides"
 
 
 def _lacks(nodes: Collection[Node], label: str, value: str) -> bool:
