@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, reduce
 from typing import Any
 
 import helm_python
@@ -641,7 +643,11 @@ def test_a_service_that_starts_in_time_is_not_down() -> None:
         ({"redis": {"resources": {"limits": {"memory": "1e3Ki"}}}}, r"limits.*memory"),
         ({"redis": {"resources": {"limits": {"memory": 1000}}}}, r"redis\.maxmemory"),
         ({"redis": {"tls": {"secret": "A_B"}}}, r"tls.*secret"),
-        ({"modelCache": {"size": "0"}}, r"modelCache.*size"),
+        ({"redis": {"maxmemory": "0"}}, r"redis.*maxmemory"),
+        ({"modelCache": {"size": "0Gi"}}, r"modelCache.*size"),
+        ({"modelCache": {"size": "200"}}, r"modelCache.*size"),
+        ({"modelCache": {"size": None}}, r"modelCache.*size"),
+        ({"redis": None}, r"missing property 'redis'"),
         (
             {"route": {"enabled": True, "parentRefs": [{"name": "a", "sectionName": "A b"}]}},
             "sectionName",
@@ -786,6 +792,42 @@ def test_the_chart_knows_every_routing_policy() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     policy = schema["properties"]["router"]["properties"]["policy"]
     assert set(policy["enum"]) == {policy.value for policy in RoutingPolicy}
+
+
+def below(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Paths of all values, without those of resources, of which each may be left out."""
+    for key, value in values.items():
+        if key != "resources":
+            yield (*path, key)
+            if isinstance(value, dict):
+                yield from below(value, (*path, key))
+
+
+def without(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    first, *rest = path
+    inner = {first: without(values[first], tuple(rest))} if rest else {}
+    return {key: value for key, value in values.items() if key != first} | inner
+
+
+def test_a_key_without_a_value_is_refused_unless_it_is_empty_by_default() -> None:
+    """Helm takes it for a default that was removed: a guard that is off, or a template without
+    the value."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    check = jsonschema.Draft7Validator(schema)
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    empty = []
+    for path in below(values):
+        default = reduce(operator.getitem, path, values)
+        if default in ("", [], {}):
+            empty.append(path)
+            continue
+        errors = [error.message for error in check.iter_errors(without(values, path))]
+        assert f"'{path[-1]}' is a required property" in errors, path
+    nothing: dict[str, Any] = {}
+    for path in empty:
+        inner = reduce(lambda found, key: found.setdefault(key, {}), path[:-1], nothing)
+        inner[path[-1]] = None
+    assert render(nothing) == render({})
 
 
 def test_every_value_has_a_schema() -> None:

@@ -25,7 +25,7 @@ One image: registry, repository, and a digest or else a tag. A repository with a
 */ -}}
 {{- define "radixgrove.image" -}}
 {{- $image := index .root.Values.image .name -}}
-{{- $registry := .root.Values.image.registry | trimSuffix "/" -}}
+{{- $registry := .root.Values.image.registry | default "" | trimSuffix "/" -}}
 {{- $path := $image.repository -}}
 {{- $hosted := regexMatch "^(localhost|[^/]*[.:][^/]*)/" $path -}}
 {{- if and $registry (not $hosted) -}}{{- $path = printf "%s/%s" $registry $path -}}{{- end -}}
@@ -75,16 +75,16 @@ capabilities:
 {{- define "radixgrove.pod-defaults" -}}
 {{- $values := .root.Values -}}
 {{- $own := .own | default dict -}}
-{{- with concat $values.image.pullSecrets ($own.imagePullSecrets | default list) | uniq }}
+{{- with concat ($values.image.pullSecrets | default list) ($own.imagePullSecrets | default list) | uniq }}
 imagePullSecrets:
 {{- range . }}
   - name: {{ . | quote }}
 {{- end }}
 {{- end }}
-{{- with concat $values.pods.tolerations ($own.tolerations | default list) }}
+{{- with concat ($values.pods.tolerations | default list) ($own.tolerations | default list) }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with merge dict ($own.nodeSelector | default dict) $values.pods.nodeSelector }}
+{{- with merge dict ($own.nodeSelector | default dict) ($values.pods.nodeSelector | default dict) }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $own.priorityClassName | default $values.pods.priorityClassName }}
@@ -134,7 +134,7 @@ affinity: {{- toYaml . | nindent 2 }}
 
 {{- define "radixgrove.operator-config" -}}
 {{- $router := printf "%s-router" (include "radixgrove.fullname" .) -}}
-{{- $pods := dict "tolerations" .Values.pods.tolerations "node_selector" .Values.pods.nodeSelector "env" (include "radixgrove.proxy" . | fromYaml) -}}
+{{- $pods := dict "tolerations" (.Values.pods.tolerations | default list) "node_selector" (.Values.pods.nodeSelector | default dict) "env" (include "radixgrove.proxy" . | fromYaml) -}}
 {{- with .Values.pods.priorityClassName -}}{{- $_ := set $pods "priority_class" . -}}{{- end -}}
 {{- with .Values.pods.runtimeClassName -}}{{- $_ := set $pods "runtime_class" . -}}{{- end -}}
 {{- with .Values.pods.caBundle -}}{{- $_ := set $pods "ca_bundle" . -}}{{- end -}}
@@ -144,13 +144,13 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- $cache := dict "size" .Values.modelCache.size "access_mode" .Values.modelCache.accessMode "hub_endpoint" .Values.modelCache.hubEndpoint "retry_after" .Values.modelCache.retryAfter -}}
 {{- with .Values.modelCache.storageClass -}}{{- $_ := set $cache "storage_class" . -}}{{- end -}}
 namespace: {{ .Release.Namespace | quote }}
-namespaces: {{ toJson .Values.operator.namespaces }}
+namespaces: {{ .Values.operator.namespaces | default list | toJson }}
 images:
   worker: {{ include "radixgrove.image" (dict "root" . "name" "worker") }}
   router: {{ include "radixgrove.image" (dict "root" . "name" "router") }}
   operator: {{ include "radixgrove.image" (dict "root" . "name" "operator") }}
   pull_policy: {{ .Values.image.pullPolicy }}
-  pull_secrets: {{ toJson .Values.image.pullSecrets }}
+  pull_secrets: {{ .Values.image.pullSecrets | default list | toJson }}
 redis:
   url: {{ include "radixgrove.redis-url" . | quote }}
   prefix: {{ .Values.redis.prefix | quote }}
@@ -166,7 +166,7 @@ pods: {{- toYaml $pods | nindent 2 }}
 model_cache: {{- toYaml $cache | nindent 2 }}
 network_policies:
   enabled: {{ .Values.networkPolicy.enabled }}
-  scrape_from: {{ toJson .Values.networkPolicy.scrapeFrom }}
+  scrape_from: {{ .Values.networkPolicy.scrapeFrom | default list | toJson }}
 election:
   lease: {{ include "radixgrove.fullname" . }}-operator
 keys_secret: {{ include "radixgrove.keys" . | quote }}
@@ -194,7 +194,7 @@ name_hold: {{ .Values.operator.nameHold }}
 
 {{- /* Seconds that streams get when a router's pod leaves. */ -}}
 {{- define "radixgrove.router-drain" -}}
-{{- .Values.router.settings.drain_timeout | default 120 -}}
+{{- (.Values.router.settings | default dict).drain_timeout | default 120 -}}
 {{- end -}}
 
 {{- define "radixgrove.router-config" -}}
@@ -203,5 +203,5 @@ name_hold: {{ .Values.operator.nameHold }}
 {{- $_ := set $fixed "api_keys_file" "/etc/radixgrove-keys/api-keys" -}}
 {{- end -}}
 {{- $defaults := dict "log_json" true "drain_timeout" (include "radixgrove.router-drain" . | float64) -}}
-{{- mergeOverwrite $defaults .Values.router.settings $fixed | toYaml -}}
+{{- mergeOverwrite $defaults (.Values.router.settings | default dict) $fixed | toYaml -}}
 {{- end -}}

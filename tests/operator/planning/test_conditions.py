@@ -573,6 +573,13 @@ def test_a_template_that_the_api_server_refuses_leads_to_what_was_laid_over_it()
         )
 
 
+def test_a_template_that_is_refused_for_a_value_of_the_chart_leads_to_it() -> None:
+    words = 'patch statefulsets/a/b: is invalid: volumeMounts[0].name: Not found: "v"'
+    pods = PodDefaults(workers=PodFields(volume_mounts=[{"name": "v", "mountPath": "/v"}]))
+    given = facts(WAITING, failures=[words], config=CONFIG.model_copy(update={"pods": pods}))
+    assert message(given).startswith(f"{words} (see pods.workers of the chart; the worker's")
+
+
 def test_what_an_older_revision_lacks_is_not_told_by_the_fields_of_this_one() -> None:
     older = replace(group_with(unschedulable=UNSCHEDULABLE), revision="r0")
     old = record(0, GroupPhase.STARTING, revision="r0")

@@ -31,6 +31,14 @@ Quantity = Annotated[
     StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$", max_length=20),
     in_words("is no quantity, such as 500m, 8, 3Gi or 1.5T"),
 ]
+# Bytes are taken as such only where there are millions: `16` stands for a forgotten unit.
+Size = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^([0-9]{7,}|[0-9]+(\.[0-9]+)?(k|Ki|M|Mi|G|Gi|T|Ti|P|Pi))$", max_length=20
+    ),
+    in_words("is no size, such as 500Mi, 3Gi or 1.5T"),
+]
 Duration = Annotated[
     str,
     StringConstraints(pattern=r"^([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?$", max_length=20),
@@ -73,7 +81,7 @@ class AccessMode(StrEnum):
 class CacheSpec(SpecModel):
     """The claim that keeps the downloaded model."""
 
-    size: Quantity | None = Field(None, description="Size of the claim; the chart's by default.")
+    size: Size | None = Field(None, description="Size of the claim; the chart's by default.")
     storage_class: ObjectName | None = Field(
         None, description="Storage class of the claim; the chart's by default."
     )
@@ -213,13 +221,13 @@ class Hardware(SpecModel):
         max_length=64,
         json_schema_extra={WORDS: "is no network interface, such as eth0"},
     )
-    shared_memory: Quantity | None = Field(
+    shared_memory: Size | None = Field(
         None, description="Size of /dev/shm; 2Gi a GPU (1Gi on a CPU) by default."
     )
     cpu: Quantity | None = Field(
         None, description="CPUs requested by each pod; on a CPU also the threads of its engine."
     )
-    memory: Quantity | None = Field(
+    memory: Size | None = Field(
         None,
         description="Memory requested by each pod and its limit; /dev/shm and the pod's share of "
         "engine.hostCacheGib come on top. Absent: no limit, and the host cache alone is requested.",

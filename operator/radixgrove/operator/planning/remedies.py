@@ -106,7 +106,11 @@ def of_requests(failures: Sequence[str], spec: InferenceServiceSpec, config: Ope
 
 def _requests(spec: InferenceServiceSpec, config: OperatorConfig) -> list[tuple[str, str]]:
     """By what is said, the more special first."""
-    given = {"pods.workers": spec.pods.workers, "podOverrides": spec.pod_overrides}
+    given = {
+        "pods.workers": spec.pods.workers,
+        "pods.workers of the chart": config.pods.workers != NO_FIELDS,
+        "podOverrides": spec.pod_overrides,
+    }
     fields = " and ".join(name for name, value in given.items() if value)
     size = "model.cache.size of the service, or modelCache.size of the chart"
     own = f"it is the chart's, in the namespace {config.namespace}"
