@@ -8,6 +8,7 @@ from typing import Any
 from radixgrove.operator.planning.observed import Pod
 from radixgrove.protocol.model_table import ModelEntry
 from radixgrove.protocol.registry import LeaseState
+from radixgrove.service.redis_rules import RedisUnavailable
 
 
 class Table:
@@ -16,6 +17,8 @@ class Table:
     def __init__(self) -> None:
         self.entries: dict[str, ModelEntry] = {}
         self.leases: set[tuple[str, str]] = set()
+        self.answers = True
+        self.unregistered: set[str] = set()  # replicas of the table that hold no lease
 
     def put(self, table: str, created: float, entry: ModelEntry) -> None:
         self.entries[entry.service] = entry
@@ -27,10 +30,15 @@ class Table:
         return (service, replica_id) in self.leases
 
     def members(self, service: str) -> dict[str, dict[str, LeaseState]]:
+        if not self.answers:
+            raise RedisUnavailable("it is away")
         found: dict[str, dict[str, LeaseState]] = {}
+        attempts = self.entries[service].attempts if service in self.entries else []
         for name, replica in sorted(self.leases):
             if name == service:
                 found.setdefault(replica.rpartition("/")[0], {})[replica] = LeaseState.READY
+        for replica in set(attempts) - found.keys() - self.unregistered:
+            found[replica] = {replica: LeaseState.READY}
         return found
 
 

@@ -69,9 +69,13 @@ class Operator:
     def context(self) -> list[str]:
         """One reconciliation; what it wrote."""
         self.kube.written.clear()
-        self.store.service_seen(self.resource)
-        self._reconciler.reconcile(KEY)
+        self.look()
         return list(self.kube.written)
+
+    def look(self) -> float:
+        """One reconciliation; seconds until the next one."""
+        self.store.service_seen(self.resource)
+        return self._reconciler.reconcile(KEY) or 0.0
 
     def gone(self) -> None:
         self._reconciler.reconcile(KEY)
@@ -481,9 +485,64 @@ def test_children_of_a_deleted_namesake_are_waited_out() -> None:
     assert operator.condition() == "True/Serving"
 
 
+class Clock:
+    """Of looks at services."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1_800_000_000.0
+        clock = SimpleNamespace(time=lambda: self.now)
+        monkeypatch.setattr("radixgrove.operator.controller.reconciler.time", clock)
+
+
+def test_a_group_that_routers_do_not_know_does_not_count_as_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, operator = Clock(monkeypatch), Operator(replicas=2)
+    operator.table.unregistered = {"llama-1-a2-0"}
+    operator.settle()
+    assert operator.condition("Degraded") == "False/AsExpected", "it may take a while"
+    assert operator.look() <= 5.0, "and no event says that it has"
+
+    clock.now += 16
+    operator.context()
+    assert operator.condition() == "True/Serving"
+    assert operator.message() == "1 of 2 groups are ready"
+    for kind in ("Degraded", "Progressing"):
+        assert operator.condition(kind).endswith("/NotRegistered")
+        assert "routers do not know llama-1-a2-0, though ready" in operator.message(kind)
+
+    operator.table.unregistered.add("llama-0-a1-0")
+    operator.context()
+    clock.now += 16
+    operator.context()
+    assert operator.condition() == "False/NotRegistered"
+
+    operator.table.answers = False
+    operator.context()
+    assert operator.condition() == "False/NotRegistered", "nothing new is known"
+    operator.table.answers = True
+    operator.table.unregistered.clear()
+    operator.context()
+    assert operator.condition() == "True/Serving"
+    assert operator.condition("Degraded") == "False/AsExpected"
+    assert operator.look() > 60
+
+
+def test_of_another_worker_it_is_not_known_whether_it_registers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, operator = Clock(monkeypatch), Operator(image="example.com/other:1")
+    operator.table.unregistered = {"llama-0-a1-0"}
+    operator.settle()
+    clock.now += 16
+    operator.context()
+    assert operator.condition() == "True/Serving"
+
+
 def test_status_shows_the_members_of_a_group_once_routers_know_them() -> None:
     hardware = {"device": "cpu", "gpusPerNode": 2}
     operator = Operator(hardware=hardware, parallelism={"tp": 1, "dp": 2})
+    operator.table.unregistered = {"llama-0-a1-0"}
     operator.settle("n0")
     (group,) = operator.resource["status"]["groups"]
     assert group.get("members", []) == []

@@ -27,6 +27,7 @@ class ReconcileContext(ServiceView):
     config_maps: list[ConfigMapObject] = field(
         default_factory=list
     )  # of its revisions, oldest first
+    own_worker: bool = False  # its groups run the chart's worker, which registers with routers
     keys: str = ""  # hash of those that the namespace's pods read; "": they could not be given
 
     @property

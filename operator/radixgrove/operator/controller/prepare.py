@@ -135,7 +135,8 @@ class Preparer:
         except InvalidEngine as error:
             context.invalid = error
             return None
-        if not render_group.is_own_worker(pod, wanted):
+        context.own_worker = render_group.is_own_worker(pod, wanted)
+        if not context.own_worker:
             return None
         nodes = self._store.nodes().values()
         return render_group.intended(wanted, largest_gpu(demand_of(pod), nodes))

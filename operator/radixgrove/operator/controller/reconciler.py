@@ -85,6 +85,7 @@ class Reconciler:
             autoscaling,
             enqueue,
             self._actor.members,
+            self._actor.unregistered,
         )
         self._elsewhere: dict[Key, str] = {}  # the installation that looks after it
 

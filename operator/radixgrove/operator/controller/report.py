@@ -33,6 +33,7 @@ class Reporter:
         autoscaling: Callable[[Key], AutoscalingStatus | None],
         enqueue: Callable[[Key], None],
         members: Callable[[ReconcileContext, Sequence[Group]], dict[int, list[MemberStatus]]],
+        unregistered: Callable[[ReconcileContext, Plan, Sequence[Group]], list[Group]],
     ) -> None:
         self._store = store
         self._probe = probe
@@ -42,6 +43,7 @@ class Reporter:
         self._autoscaling = autoscaling
         self._enqueue = enqueue
         self._members = members
+        self._unregistered = unregistered
 
     def report(self, context: ReconcileContext, plan: Plan) -> None:
         """Raises KubeError when the status cannot be written."""
@@ -62,6 +64,7 @@ class Reporter:
             phases=self._probe.phases(groups, self._access.management_keys(context.key[0])),
             shared=_shared(context.key[0], self._config),
             members=self._members_of(context, plan, groups),
+            unregistered=self._unregistered(context, plan, groups),
         )
         after = conditions.compute(facts)
         live = context.body.get("status") or {}

@@ -62,6 +62,7 @@ class StatusInput:
     members: Mapping[int, list[MemberStatus]] = field(default_factory=dict)  # by group
     outdated: str = ""  # what an older CRD drops of this status
     phases: Sequence[str] = ()  # what starting workers report
+    unregistered: Sequence[Group] = ()  # ready, and routers do not know them
     shared: str = ""  # what the namespace has in common with others
 
 
@@ -75,6 +76,7 @@ def compute(facts: StatusInput) -> InferenceServiceStatus:
     served = any(c.type == "Ready" and c.status == "True" for c in before.conditions)
     # Routers that cannot be reached do not know new groups, which are not ready for clients then.
     reached = len(ready) if served or not facts.view.routers_behind else 0
+    reached = max(reached - len(facts.unregistered), 0)
     is_ready = _ready(facts, reached, desired)
     verdicts = [is_ready, _progressing(facts, len(ready), desired)]
     verdicts += [_model_cached(facts), _degraded(facts, is_ready)]
@@ -245,6 +247,8 @@ def _hindrance(facts: StatusInput) -> tuple[str, str]:
     """The first thing that keeps groups from being ready."""
     if facts.view.failures:
         return "RequestRefused", _refused(facts)
+    if facts.unregistered:
+        return "NotRegistered", _not_registered(facts)
     tried = facts.view.image_check.problem
     if tried is not None:
         mend = of_pod(tried, facts.view.spec, facts.config, "workers")
@@ -278,6 +282,14 @@ def _refused(facts: StatusInput) -> str:
     said = "; ".join(facts.view.failures)
     mend = of_requests(facts.view.failures, facts.view.spec, facts.config)
     return f"{said} ({mend})" if mend else said
+
+
+def _not_registered(facts: StatusInput) -> str:
+    pods = ", ".join(names.replica_id(group.name) for group in facts.unregistered)
+    return (
+        f"routers do not know {pods}, though ready: no lease in Redis. Its log says why; a "
+        "NetworkPolicy of the namespace may keep it from Redis"
+    )
 
 
 def _failed(facts: StatusInput, record: GroupStatus) -> tuple[str, str]:
@@ -352,6 +364,8 @@ def _progressing(facts: StatusInput, ready: int, desired: int) -> ConditionDraft
         return ConditionDraft("Progressing", not given_up, reason, message)
     if router and desired:
         return ConditionDraft("Progressing", True, router.reason, router.message)
+    if facts.unregistered and desired:
+        return ConditionDraft("Progressing", False, "NotRegistered", _not_registered(facts))
     if len(facts.plan.records) > desired:
         return ConditionDraft("Progressing", True, "Draining", "groups are leaving")
     if facts.view.rollback and desired:
@@ -400,6 +414,8 @@ def _degraded(facts: StatusInput, ready: ConditionDraft) -> ConditionDraft:
     if failed or lost or facts.plan.blocked:
         reason, message = _hindrance(facts)
         return ConditionDraft("Degraded", True, reason, message)
+    if facts.unregistered:
+        return ConditionDraft("Degraded", True, "NotRegistered", _not_registered(facts))
     down = facts.view.before.served and facts.view.desired > 0
     if not ready.value and (down or ready.reason not in _CALM):
         return ConditionDraft("Degraded", True, ready.reason, ready.message)
