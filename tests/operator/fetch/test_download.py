@@ -223,7 +223,7 @@ def test_a_hub_that_cannot_be_reached_is_named(
     assert download.main(["resolve", "--source", "hf://org/model"]) == 1
     message = json.loads(said.read_text())
     assert message["reason"] == "DownloadFailed"
-    assert "127.0.0.1 is not reached" in message["message"]
+    assert "127.0.0.1 is not reached (NewConnectionError)" in message["message"]
     assert "modelCache.hubEndpoint" in message["message"]
 
 
@@ -470,6 +470,18 @@ def test_a_bucket_without_credentials_names_both_ways_to_give_them(
     message = json.loads(said.read_text())["message"]
     assert "model.credentialsSecret" in message
     assert "pods.downloads.serviceAccountName" in message
+
+
+def test_a_bucket_that_cannot_be_reached_names_what_leads_to_it(
+    bucket: Any, said: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{find_free_port()}")
+    monkeypatch.setattr("time.sleep", lambda _: None)  # between tries
+    assert download.main(["resolve", "--source", "s3://models/llama"]) == 1
+    written = json.loads(said.read_text())
+    assert written["reason"] == "DownloadFailed"
+    assert "s3://models/llama/ is not read (EndpointConnectionError)" in written["message"]
+    assert "AWS_ENDPOINT_URL" in written["message"]
 
 
 def test_an_empty_prefix_is_not_found(bucket: Any, said: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -225,6 +226,23 @@ def test_a_failed_download_says_why_and_is_tried_again_later() -> None:
     later = step(hub(revision=COMMIT), jobs={claim: job}, claims={claim: {}}, now=NOW + 61)
     assert later.delete_jobs == [job]
     assert later.status.failures == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "fields"),
+    [
+        ("tp 4 does not divide 9 query heads", "tp is parallelism.tp of the service"),
+        ("max_model_len 9 exceeds 8", "max_model_len is engine.contextLength of the service"),
+        ("the weights take 15 GiB", "see hardware, parallelism and engine.quantize"),
+    ],
+)
+def test_a_model_that_does_not_fit_names_the_fields_it_does_not_fit(said: str, fields: str) -> None:
+    claim = names.cache_name(HUB, COMMIT)
+    message = json.dumps({"reason": "ModelDoesNotFit", "message": said})
+    job = JobState(claim, "u", failed=True, finished_at=NOW, message=message)
+    job = replace(job, intended=names.digest([]))  # as nothing is known of the service
+    found = step(hub(revision=COMMIT), jobs={claim: job}, claims={claim: {}})
+    assert found.message.startswith(f"{said}; {fields} (tried again")
 
 
 def test_a_model_that_was_unfit_for_another_service_is_judged_anew() -> None:

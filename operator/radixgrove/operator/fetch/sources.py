@@ -39,6 +39,12 @@ _ACCESS = (
 )
 
 
+_S3_REFUSES = {
+    "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch",
+    "403",
+}  # fmt: skip
+
+
 class FetchError(PeerError):
     """`reason` is a condition's reason; `message` tells a person what to do."""
 
@@ -193,8 +199,10 @@ def _get(
             retries=urllib3.Retry(connect=3, read=0, redirect=5, status=0, backoff_factor=0.5),
         )  # fmt: skip
     except urllib3.exceptions.HTTPError as error:
+        why = type(getattr(error, "reason", error)).__name__  # behind "too many tries"
         raise ConnectionError(
-            f"{host} is not reached ({type(error).__name__}): see {hint} among the chart's values"
+            f"{host} is not reached ({why}): see {hint} among the chart's values, and "
+            "NetworkPolicies of this namespace"
         ) from error
     if response.status < 300:
         return response
@@ -311,11 +319,16 @@ class S3Source:
         where = f"s3://{self._bucket}/{self._prefix}"
         if code in ("NoSuchBucket", "NoSuchKey", "404"):
             return FetchError("ModelNotFound", f"{where} does not exist: see model.source")
-        if code in ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "403"):
-            return FetchError("Unauthorized", f"{where} is refused: see model.credentialsSecret")
+        if code in _S3_REFUSES:
+            said = f"{where} is refused ({code}): see model.credentialsSecret"
+            return FetchError("Unauthorized", said)
         if type(error).__name__ == "NoCredentialsError":
             return FetchError("Unauthorized", f"no credentials for {where}: {_ACCESS}")
-        return OSError(code or type(error).__name__)
+        return OSError(
+            f"{where} is not read ({code or type(error).__name__}): see AWS_ENDPOINT_URL and "
+            "AWS_REGION in model.credentialsSecret, pods.proxy and pods.caBundle among the chart's "
+            "values, and NetworkPolicies of this namespace"
+        )
 
 
 class GoogleSource:

@@ -335,13 +335,15 @@ def _failed(status: ModelStatus, job: JobState, config: OperatorConfig, now: flo
     result = _result(job)
     wait = config.model_cache.retry_after * 2.0 ** min(status.failures, 16)
     retry_at = (job.finished_at or now) + min(wait, _LONGEST_WAIT)
+    reason = result.get("reason", "DownloadFailed")
     message = _said(job) or "no message; see the log of its pod"
+    if reason == UNFIT:
+        fields = remedies.of_settings(message) or "see hardware, parallelism and engine.quantize"
+        message = f"{message}; {fields}"
     again = (
         f"tried again at {times.to_seconds_text(retry_at)}, or once the Job {job.name} is deleted"
     )
-    step = CacheStep(
-        status, reason=result.get("reason", "DownloadFailed"), message=f"{message} ({again})"
-    )
+    step = CacheStep(status, reason=reason, message=f"{message} ({again})")
     if now >= retry_at:
         step.status = status.model_copy(update={"failures": status.failures + 1})
         step.delete_jobs.append(job)

@@ -59,11 +59,7 @@ def _remedy(
         case "EngineFailed" if "is not installed" in trouble.message:
             return f"the image is named by {_image_field(spec)}: a worker's is needed"
         case "EngineFailed":
-            return ", ".join(
-                f"{name} is {field} of the service"
-                for name, field in (ENGINE_FIELDS | _SHAPE).items()
-                if re.search(rf"\b{name}\b", trouble.message)
-            )
+            return of_settings(trouble.message)
         case "ModelUnusable" if is_about_template(trouble) and spec.model.chat_template:
             return f"model.chatTemplate.configMap: {spec.model.chat_template.config_map}"
         case "ModelUnusable":
@@ -133,6 +129,15 @@ def _requests(spec: InferenceServiceSpec, config: OperatorConfig) -> list[tuple[
         ),
         ("Redis does not answer", own if config.redis.own else "redis.url of the chart names it"),
     ]
+
+
+def of_settings(said: str) -> str:
+    """The fields behind the worker's settings that a message names."""
+    return ", ".join(
+        f"{name} is {field} of the service"
+        for name, field in (ENGINE_FIELDS | _SHAPE).items()
+        if re.search(rf"\b{name}\b", said)
+    )
 
 
 def is_about_template(trouble: Problem) -> bool:
