@@ -696,6 +696,20 @@ def test_a_wrong_value_is_refused_by_its_key(values: dict[str, Any], named: str)
         render(values)
 
 
+def test_the_notes_name_what_pods_wait_for() -> None:
+    notes = "radixgrove/templates/NOTES.txt"
+    assert "They wait for" not in texts({})[notes]
+    said = texts(CASES["everything"])[notes]
+    for line in (
+        "Secret keys with api-keys (router.auth.keysSecret)",
+        "Secret mine (keys.existingSecret)",
+        "ConfigMap ca with ca.crt, in namespaces with services too (pods.caBundle)",
+        "Secret pull, in namespaces with services too (image.pullSecrets)",
+    ):
+        assert f"\n  {line}\n" in said
+    assert "redis-tls" in texts(CASES["namespaced"])[notes]
+
+
 def test_redis_may_be_named_by_a_secret_of_the_users() -> None:
     objects = render({"redis": {"enabled": False}, "keys": {"existingSecret": "mine"}})
     text = find(objects, "ConfigMap", "radixgrove-operator")["data"]["operator.yaml"]
