@@ -398,6 +398,11 @@ SCRATCH = {"name": "scratch", "persistentVolumeClaim": {"claimName": "scratch"}}
             "a LimitRange of the namespace: change hardware, or that LimitRange",
         ),
         (
+            replace(group_with(), refused='requests: "4": must be less than or equal to cpu limit'),
+            {},
+            "a LimitRange of the namespace: change hardware, or that LimitRange",
+        ),
+        (
             replace(group_with(), refused="denied request: pods need the label team"),
             {},
             "pods.workers and podOverrides may add what is asked for",

@@ -27,6 +27,11 @@ _CLAIMS = re.compile(
     r"persistent ?volume|pvc\(s\)|volume (zone|node affinity|to be created)|free storage", re.I
 )
 
+# What the API server says of containers that are not as a LimitRange wants them.
+_LIMITS = re.compile(
+    r"(max|min)imum \S+ usage per|limit to request ratio|less than or equal to \S+ limit"
+)
+
 
 def explained(
     trouble: Problem,
@@ -75,8 +80,6 @@ def _remedy(
             )
         case "PodRefused" if "violates PodSecurity" in trouble.message:
             return f"{_asking(spec)} asks for it; a namespace of a laxer standard would admit it"
-        case "PodRefused" if re.search(r"(max|min)imum \S+ usage per", trouble.message):
-            return "a LimitRange of the namespace: change hardware, or that LimitRange"
         case "ContainerConfig" if "exec" in trouble.message:
             return f"the image is named by {_image_field(spec)}, its command by podOverrides"
     return of_pod(trouble, spec, config, "workers")
@@ -168,6 +171,9 @@ def of_pod(
             return "raise that ResourceQuota"
         case "PodRefused" if "failed quota" in trouble.message:
             return "set it for all pods of the namespace by a LimitRange"
+        case "PodRefused" if _LIMITS.search(trouble.message):
+            own = "hardware, or " if kind == "workers" else ""
+            return f"a LimitRange of the namespace: change {own}that LimitRange"
         case "PodRefused":
             over = " and podOverrides" if kind == "workers" else ""
             return f"pods.{kind}{over} may add what is asked for"
