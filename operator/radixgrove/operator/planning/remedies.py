@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
@@ -87,7 +87,10 @@ def _remedy(
 
 def _claims_elsewhere(trouble: Problem, spec: InferenceServiceSpec, config: OperatorConfig) -> str:
     """Claims that are there, with volumes that this pod cannot have."""
-    named = f"its claims are named by {claims(spec, config)}"
+    fields = claims(spec, config)
+    if not fields:
+        return ""
+    named = f"its claims are named by {fields}"
     if re.search("ReadWriteOncePod|Multi-Attach", trouble.message):
         return f"{named}: one that several pods read must be ReadOnlyMany or ReadWriteMany"
     return f"{named}: each needs a volume, on a node that the pod may run on"
@@ -96,42 +99,35 @@ def _claims_elsewhere(trouble: Problem, spec: InferenceServiceSpec, config: Oper
 def of_requests(failures: Sequence[str], spec: InferenceServiceSpec, config: OperatorConfig) -> str:
     """What would mend requests that the API server refused, or that Redis left without an answer;
     "" where the words say it."""
-    known = _requests(spec, config)
+    known = list(_requests(spec, config))
     mends = [
         next((mend for pattern, mend in known if re.search(pattern, said)), "") for said in failures
     ]
     return "; ".join(dict.fromkeys(filter(None, mends)))
 
 
-def _requests(spec: InferenceServiceSpec, config: OperatorConfig) -> list[tuple[str, str]]:
-    """By what is said, the more special first."""
+def _requests(spec: InferenceServiceSpec, config: OperatorConfig) -> Iterator[tuple[str, str]]:
+    """By a pattern of what is said, the more special first."""
     given = {
         "pods.workers": spec.pods.workers,
         "pods.workers of the chart": config.pods.workers != NO_FIELDS,
         "podOverrides": spec.pod_overrides,
     }
-    fields = " and ".join(name for name, value in given.items() if value)
+    if fields := " and ".join(name for name, value in given.items() if value):
+        mismade = r"statefulsets/.*( is invalid: |not declared in schema)"
+        yield mismade, f"see {fields}; the worker's container is called worker"
     size = "model.cache.size of the service, or modelCache.size of the chart"
+    yield "exceeded quota.*requests.storage", f"raise that ResourceQuota, or ask for less: {size}"
+    yield "exceeded quota", "raise that ResourceQuota"
+    limit = f"a LimitRange of the namespace: change {size}, or that LimitRange"
+    yield "usage per PersistentVolumeClaim", limit
+    policy = (
+        f"a policy of the cluster: exempt what has the label {names.MANAGED_BY}={names.MANAGER}, "
+        "or meet it by pods and podOverrides where it is about pods"
+    )
+    yield "denied( the)? request: (?!the operator)", policy  # the chart's own say what would do
     own = f"it is the chart's, in the namespace {config.namespace}"
-    template = r"statefulsets/.*( is invalid: |not declared in schema)"
-    return [
-        (template if fields else "$^", f"see {fields}; the worker's container is called worker"),
-        (
-            "exceeded quota.*requests.storage",
-            f"raise that ResourceQuota, or ask for less: {size}",
-        ),
-        ("exceeded quota", "raise that ResourceQuota"),
-        (
-            "usage per PersistentVolumeClaim",
-            f"a LimitRange of the namespace: change {size}, or that LimitRange",
-        ),
-        (
-            "denied( the)? request: (?!the operator)",
-            f"a policy of the cluster: exempt what has the label {names.MANAGED_BY}="
-            f"{names.MANAGER}, or meet it by pods and podOverrides where it is about pods",
-        ),
-        ("Redis does not answer", own if config.redis.own else "redis.url of the chart names it"),
-    ]
+    yield "Redis does not answer", own if config.redis.own else "redis.url of the chart names it"
 
 
 def of_settings(said: str) -> str:
@@ -219,37 +215,51 @@ def _wishes(
     nodes: Collection[Node],
 ) -> str:
     """What a pod wants of its node, what of that no node has, and the fields that say so."""
+    wishes = [*_capacity(demand, spec, nodes), *_labels(demand, spec, config, nodes)]
+    fields = [field for _, field in wishes]
+    if "untolerated taint" in trouble.message:
+        fields.append("pods.workers.tolerations")
+    if "node affinity/selector" in trouble.message and not demand.selector:
+        fields.append("pods.workers.affinity")
+    if not fields:
+        return ""
+    count = spec.hardware.nodes
+    pods = "its pod asks" if count == 1 else f"each of its {count} pods asks"
+    asked = f"{pods} its node for {', '.join(words for words, _ in wishes)}: " if wishes else ""
+    return f"{asked}change {', or '.join(dict.fromkeys(fields))}, or add nodes"
+
+
+def _capacity(
+    demand: NodeDemand, spec: InferenceServiceSpec, nodes: Collection[Node]
+) -> Iterator[tuple[str, str]]:
+    """Wishes that use something up, each with its field."""
     hardware = spec.hardware
-    wishes, fields = [], dict[str, None]()  # a set in its order
     for name, count in demand.devices.items():
         most = max((node.devices.get(name, 0) for node in nodes), default=count)
         lacking = f" (no node has more than {most})" if most < count else ""
-        wishes.append(f"{count} {name}{lacking}")
-    wishes += [f"{hardware.cpu} CPUs"] if hardware.cpu else []
-    wishes += [f"{hardware.memory} of memory"] if hardware.memory else []
-    fields |= {"hardware": None} if wishes else {}
+        yield f"{count} {name}{lacking}", "hardware"
+    if hardware.cpu:
+        yield f"{hardware.cpu} CPUs", "hardware"
+    if hardware.memory:
+        yield f"{hardware.memory} of memory", "hardware"
     cache = spec.engine.worker_settings().get("host_cache_gib", 0) / hardware.nodes
     if cache:
-        wishes.append(f"{cache:g}Gi of memory for engine.hostCacheGib")
-        fields["engine.hostCacheGib"] = None
+        yield f"{cache:g}Gi of memory for engine.hostCacheGib", "engine.hostCacheGib"
+
+
+def _labels(
+    demand: NodeDemand, spec: InferenceServiceSpec, config: OperatorConfig, nodes: Collection[Node]
+) -> Iterator[tuple[str, str]]:
+    """Wishes for labels, each with its field."""
     for name, value in demand.selector.items():
-        lacking = " (no node has it)" if _lacks(nodes, name, value) else ""
-        wishes.append(f"the label {name}={value}{lacking}")
-        fields[_selecting(name, spec, config)] = None
-    if spec.topology_key and hardware.nodes > 1:
+        there = not nodes or any(node.labels.get(name) == value for node in nodes)
+        lacking = "" if there else " (no node has it)"
+        yield f"the label {name}={value}{lacking}", _selecting(name, spec, config)
+    if spec.topology_key and spec.hardware.nodes > 1:
         there = any(spec.topology_key in node.labels for node in nodes)
         lacking = "" if there else " (no node has it)"
-        wishes.append(f"the label {spec.topology_key}, as all of its group have it{lacking}")
-        fields["topologyKey"] = None
-    if "untolerated taint" in trouble.message:
-        fields["pods.workers.tolerations"] = None
-    if "node affinity/selector" in trouble.message and not demand.selector:
-        fields["pods.workers.affinity"] = None
-    if not fields:
-        return ""
-    pods = "its pod asks" if hardware.nodes == 1 else f"each of its {hardware.nodes} pods asks"
-    asked = f"{pods} its node for {', '.join(wishes)}: " if wishes else ""
-    return f"{asked}change {', or '.join(fields)}, or add nodes"
+        words = f"the label {spec.topology_key}, as all of its group have it{lacking}"
+        yield words, "topologyKey"
 
 
 def _selecting(label: str, spec: InferenceServiceSpec, config: OperatorConfig) -> str:
@@ -262,7 +272,3 @@ def _selecting(label: str, spec: InferenceServiceSpec, config: OperatorConfig) -
     if label in config.pods.node_selector:
         return "pods.nodeSelector of the chart"
     return "hardware" if label == names.GPU_PRODUCT else "podOverrides"
-
-
-def _lacks(nodes: Collection[Node], label: str, value: str) -> bool:
-    return bool(nodes) and all(node.labels.get(label) != value for node in nodes)
