@@ -11,6 +11,7 @@ import pytest
 
 from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig, PodDefaults
+from radixgrove.operator.api.objects import Taint
 from radixgrove.operator.api.spec import InferenceServiceSpec, PodFields
 from radixgrove.operator.api.status import (
     GroupPhase,
@@ -576,6 +577,22 @@ def test_a_template_that_the_api_server_refuses_leads_to_what_was_laid_over_it()
         assert message(given, kind) == (
             f"{words} (see podOverrides; the worker's container is called worker)"
         )
+
+
+def test_taints_are_named_but_for_those_of_nodes_that_are_not_ready() -> None:
+    def said(*taints: Taint) -> str:
+        node = Node("n0", taints=taints)
+        group = replace(
+            group_with(unschedulable="1 node(s) had untolerated taint(s)"),
+            demand=NodeDemand({"nvidia.com/gpu": 1}),
+        )
+        observed = ObservedState(nodes={"n0": node})
+        return message(facts(STARTING, groups=[group], resource=spec(), observed=observed))
+
+    lost = Taint(key="node.kubernetes.io/unreachable", effect="NoExecute")
+    team = Taint(key="team", value="b", effect="NoSchedule")
+    assert "change hardware, or pods.workers.tolerations (of team=b), or add" in said(lost, team)
+    assert "tolerations" not in said(lost)
 
 
 def test_a_template_that_is_refused_for_a_value_of_the_chart_leads_to_it() -> None:

@@ -40,11 +40,16 @@ class NodeDemand:
         return (
             self.selector.items() <= node.labels.items()
             and all(node.devices.get(name, 0) >= count for name, count in self.devices.items())
-            and not any(
-                taint["effect"] in _KEEPS_OFF and not self._tolerates(taint)
-                for taint in node.taints
-            )
+            and not self.kept_off_by(node)
         )
+
+    def kept_off_by(self, node: Node) -> list[Taint]:
+        """The node's taints that such a pod does not bear."""
+        return [
+            taint
+            for taint in node.taints
+            if taint["effect"] in _KEEPS_OFF and not self._tolerates(taint)
+        ]
 
     def pods_on(self, node: Node) -> int:
         """How many pods could run there if nothing else did; at least 1 where one could."""

@@ -218,7 +218,7 @@ def _wishes(
     wishes = [*_capacity(demand, spec, nodes), *_labels(demand, spec, config, nodes)]
     fields = [field for _, field in wishes]
     if "untolerated taint" in trouble.message:
-        fields.append("pods.workers.tolerations")
+        fields += _tolerations(demand, nodes)
     if "node affinity/selector" in trouble.message and not demand.selector:
         fields.append("pods.workers.affinity")
     if not fields:
@@ -260,6 +260,19 @@ def _labels(
         lacking = "" if there else " (no node has it)"
         words = f"the label {spec.topology_key}, as all of its group have it{lacking}"
         yield words, "topologyKey"
+
+
+def _tolerations(demand: NodeDemand, nodes: Collection[Node]) -> Iterator[str]:
+    """The field for taints that its pods do not bear, which the scheduler does not name; not for
+    those of nodes that are not ready or closed."""
+    taints = {
+        f"{taint['key']}={taint.get('value', '')}".removesuffix("=")
+        for node in nodes
+        for taint in demand.kept_off_by(node)
+    }
+    meant = sorted(taint for taint in taints if not taint.startswith("node.kubernetes.io/"))
+    if meant or not taints:
+        yield "pods.workers.tolerations" + (f" (of {', '.join(meant)})" if meant else "")
 
 
 def _selecting(label: str, spec: InferenceServiceSpec, config: OperatorConfig) -> str:
