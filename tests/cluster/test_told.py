@@ -35,6 +35,7 @@ PENDING = {
 }
 COMMIT = "c" * 40
 GPU = {"device": "cuda", "gpusPerNode": 1}
+SCRATCH = {"name": "scratch", "persistentVolumeClaim": {"claimName": "scratch"}}
 AS_ROOT = {"securityContext": {"runAsNonRoot": False, "runAsUser": 0}}
 
 # By name of the service: what it changes of one that would run, the reason of Ready, and the words.
@@ -87,6 +88,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         {"pods": {"workers": {"priorityClassName": "typo"}}},
         "PodRefused",
         ["no PriorityClass with name typo", "named by pods.workers.priorityClassName"],
+    ),
+    "volume": (
+        {"pods": {"workers": {"volumes": [SCRATCH]}}},
+        "Unschedulable",
+        ['persistentvolumeclaim "scratch" not found', "named by pods.workers.volumes[0].persist"],
     ),
     "template": (
         {"model": {"source": "pvc://models/x", "chatTemplate": {"configMap": "typo"}}},
@@ -153,7 +159,7 @@ IN_QUOTA: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "claims": (
         {"model": {"source": "hf://org/model", "revision": COMMIT}, "podOverrides": {}},
         "RequestRefused",
-        ["exceeded quota: small, requested: persistentvolumeclaims=1"],
+        ["exceeded quota: small, requested: persistentvolumeclaims=1", "raise that ResourceQuota"],
     ),
 }
 
