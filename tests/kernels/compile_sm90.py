@@ -14,6 +14,7 @@ rows; with `experts`: what the tuner asks about for a layer of Qwen3-30B-A3B and
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -65,6 +66,7 @@ from radixgrove.protocol.model.config import ClampedSwiGlu
 from radixgrove.protocol.model.quantization import Activations
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+MIXED_LANES = re.compile(r"mul\.wide\.u32\s[^;]*, 2147483648;")
 MODULES = (
     activation,
     all_reduce,
@@ -110,6 +112,7 @@ def compile_only() -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         if kernel.hash not in seen:
             seen.add(kernel.hash)
+            refuse_mixed_lanes(self.fn.__name__, kernel.asm["ptx"])
             registers, stack = resources(kernel.asm["cubin"])
             print(self.fn.__name__, registers, stack, kernel.metadata.shared, flush=True)
         return kernel
@@ -120,6 +123,16 @@ def compile_only() -> None:
             setattr(module, "pdl", always_pdl)  # noqa: B010
     setattr(decode, "_multiprocessors", multiprocessors)  # noqa: B010
     setattr(sample, "_has_fast_logarithm", lambda x: True)  # noqa: B010
+
+
+def refuse_mixed_lanes(name: str, ptx: str) -> None:
+    """Raise RuntimeError for code that LLVM has translated wrongly.
+
+    Its vectorizer may pair `lane & 31` with `(lane & 7) << 2`; of shifting the pair by 31 and by 2
+    at once, bits of the first reach the second, and a store goes astray (Triton 3.6.0).
+    """
+    if MIXED_LANES.search(ptx):
+        raise RuntimeError(f"{name}: LLVM mixes lanes of a vector here; take other tile sizes")
 
 
 def always_pdl(x: torch.Tensor) -> dict[str, bool]:

@@ -56,7 +56,7 @@ WAYS = {
     ),
     "small-tiles": ExpertChoice(
         tiles=ExpertTiles(
-            16, TileConfig(block_n=32, block_k=16), TileConfig(block_n=32, block_k=32)
+            16, TileConfig(block_n=32, block_k=32), TileConfig(block_n=32, block_k=16)
         )
     ),
     "large-tiles": ExpertChoice(
