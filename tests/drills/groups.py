@@ -35,6 +35,7 @@ from benchmarks.correctness.models import make_random_model
 from radixgrove.protocol.model.directory import load_config
 from tests.drills.load import End, judge
 from tests.drills.ranks import (
+    GIVEN_UP,
     SETTLED,
     Clients,
     complete,
@@ -73,7 +74,7 @@ def ask(machine: MachineProcess, rng: random.Random) -> str:
         "ignore_eos": True,
         "stream": stream,
     }
-    answer = complete(machine.address, machine.port, body, timeout=20)
+    answer = complete(machine.address, machine.port, body, timeout=GIVEN_UP)
     end, texts = judge(answer, None, stream=stream)
     short = end is End.WHOLE and len(texts[0].split()) < tokens
     return (End.TRUNCATED if short else end).value
