@@ -295,6 +295,8 @@ async def test_a_server_that_is_not_there_is_named() -> None:
         "rediss://:hush@host?ssl_cert_reqs=sometimes",
         "redis://:hush@host?no_such_parameter=1",
         "redis://:p@hush#w@host:6379/0",
+        "redis://:12?hush@host:6379/0",
+        "redis://host/1234567890",
         "redis://:hush@host:6379/first",
     ],
 )

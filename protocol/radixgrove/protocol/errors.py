@@ -41,6 +41,7 @@ class RadixgroveError(Exception):
     │   ├── ClusterError
     │   ├── BindingError
     │   ├── UnusableSettings
+    │   ├── NoPrivateDirectory
     │   ├── ChildFailed
     │   ├── TaskEnded
     │   └── DemoModelError

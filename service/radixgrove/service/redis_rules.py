@@ -32,7 +32,7 @@ CLUSTER = (
     "Redis runs in cluster mode, which is not supported; use a single server, replicated if it "
     "must be highly available"
 )
-_DATABASE = re.compile(r"(/\d*/?)?")
+_DATABASE = re.compile(r"(/[0-9]{0,9}/?)?")
 _OF_THE_POOL = ("max_connections", "timeout")  # parameters of a URL that are no connection's
 
 
@@ -81,8 +81,10 @@ class RedisAddress:
         """Raises ValueError, which does not repeat the URL: it may hold a password."""
         try:
             parts = urlsplit(url)
-            # A `#` in a password ends the address, and a database that is none would be number 0.
-            if parts.fragment or (parts.scheme != "unix" and not _DATABASE.fullmatch(parts.path)):
+            # A `#` or `?` in a password ends the address, and a database that is none would be
+            # number 0.
+            cut = parts.fragment or "@" in parts.query
+            if cut or (parts.scheme != "unix" and not _DATABASE.fullmatch(parts.path)):
                 raise ValueError
             options: dict[str, Any] = dict(parse_url(url))
             self._kind = options.pop("connection_class", Connection)

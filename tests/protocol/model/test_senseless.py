@@ -123,15 +123,26 @@ def test_what_is_said_of_it(change: dict[str, Any], complaint: str) -> None:
         parse_config(_LLAMA | change)
 
 
-@pytest.mark.parametrize("value", ["4096", 4096.5, True, -1, 0])
-def test_a_window_is_a_number_of_tokens_or_null(value: Any) -> None:
+def mistral_config() -> dict[str, Any]:
     config = next(entry["config"] for entry in SERVED if entry["config"].get("sliding_window"))
-    mistral = config | {"architectures": ["MistralForCausalLM"]}
+    return config | {"architectures": ["MistralForCausalLM"]}
+
+
+@pytest.mark.parametrize("value", ["4096", 4096.5, True, -2])
+def test_a_window_is_a_number_of_tokens(value: Any) -> None:
+    mistral = mistral_config()
     with pytest.raises(ModelError, match="sliding_window must be a positive integer, got"):
         parse_config(mistral | {"sliding_window": value})
 
 
-@pytest.mark.parametrize("value", ["4", 2.5, -1, [4]])
+@pytest.mark.parametrize("value", [None, 0, -1, False])
+def test_without_a_window_all_is_attended_to(value: Any) -> None:
+    mistral = mistral_config()
+    without, some = (parse_config(mistral | {"sliding_window": window}) for window in (None, 100))
+    assert parse_config(mistral | {"sliding_window": value}) == without != some
+
+
+@pytest.mark.parametrize("value", ["4", 2.5, [4]])
 def test_layers_without_a_window_are_a_number(value: Any) -> None:
     changes = {"use_sliding_window": True, "layer_types": None, "max_window_layers": value}
     config = next(entry["config"] for entry in SERVED if "max_window_layers" in entry["config"])

@@ -47,3 +47,21 @@ def test_a_clone_without_git_lfs_is_called_what_it_is(name: str, model_dir: Path
     (model_dir / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\n")
     with pytest.raises(ModelError, match=f"{name} is a pointer of Git LFS.*git lfs pull"):
         check(model_dir, weights=True)
+
+
+def test_a_file_that_cannot_be_read_hides_no_reason(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model_dir / "tokenizer.json").write_text("{")
+    unreadable = model_dir / "notes.txt"
+    unreadable.write_text("of another user")
+    original = Path.read_bytes
+
+    def read_bytes(path: Path) -> bytes:
+        if path == unreadable:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        check(model_dir, weights=False)

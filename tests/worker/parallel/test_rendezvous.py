@@ -363,6 +363,16 @@ def test_a_send_waits_for_another_thread_s_no_longer_than_it_may_take() -> None:
     assert isinstance(long.exception(), ChannelError)
 
 
+def test_a_frame_that_came_too_late_to_be_sent_leaves_no_gap() -> None:
+    """The next one still has the number that the peer expects."""
+    channel, other = pair()
+    far = Channel(other, b"back", b"there")
+    with pytest.raises(ChannelError, match="takes nothing more"):
+        channel.send(b"beat", 0.0)
+    channel.send(b"order", 5.0)
+    assert far.receive() == b"order"
+
+
 def test_a_peer_keeps_its_name_when_its_connection_is_reset() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         far = socket.create_connection(server.getsockname())

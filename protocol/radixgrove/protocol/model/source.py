@@ -275,17 +275,19 @@ class Source:
     # ---- windows -------------------------------------------------------------------------------
 
     def window(self, default: int | None) -> int | None:
-        """Tokens that are attended to; `default` where the config does not say, null: all."""
+        """Tokens that are attended to; `default` where the config does not say; null, 0, -1 and
+        false are all of them."""
         found = self._raw.get("sliding_window", default)
-        return None if found is None else self.size("sliding_window", default)
+        return None if found in (None, 0, -1) else self.size("sliding_window", default)
 
     def window_if_used(self, default: int | None) -> int | None:
         return self.window(default) if self.flag("use_sliding_window") else None
 
     def full_layers(self) -> int:
-        """`max_window_layers`."""
+        """`max_window_layers`; below 0 as 0."""
         key = "max_window_layers"
-        return 0 if self.get(key) == 0 else self.size(key, _DEFAULT_FULL_LAYERS)
+        found = self.get(key)
+        return 0 if type(found) is int and found <= 0 else self.size(key, _DEFAULT_FULL_LAYERS)
 
     def windowed_layers(self, otherwise: Iterable[int]) -> frozenset[int]:
         """Layers that have a window by `layer_types`; without those `otherwise`."""

@@ -142,6 +142,10 @@ def _damaged(model_dir: Path, problem: str) -> ModelError:
 
 
 def _is_lfs_pointer(path: Path) -> bool:
-    if not path.is_file() or path.stat().st_size > _MOST_POINTER_BYTES:
+    """False also of a file that cannot be read, which is not what is looked for here."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_POINTER_BYTES:
+            return False
+        return path.read_bytes().startswith(_LFS_POINTER)
+    except OSError:
         return False
-    return path.read_bytes().startswith(_LFS_POINTER)
