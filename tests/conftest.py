@@ -55,6 +55,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.timeout(_CLUSTER_TIMEOUT))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that take longest begin first, so that none runs by itself at the end."""
+    items.sort(key=lambda item: not item.get_closest_marker("slow"))
+
+
 def pytest_collection_finish() -> None:
     """What was collected stays: no collection of garbage need walk it."""
     gc.freeze()
