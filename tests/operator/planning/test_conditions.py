@@ -12,7 +12,7 @@ import pytest
 from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig, PodDefaults
 from radixgrove.operator.api.objects import Taint
-from radixgrove.operator.api.spec import InferenceServiceSpec, PodFields
+from radixgrove.operator.api.spec import InferenceServiceSpec, PodFields, Pods
 from radixgrove.operator.api.status import (
     GroupPhase,
     GroupStatus,
@@ -465,7 +465,7 @@ SCRATCH = {"name": "scratch", "persistentVolumeClaim": {"claimName": "scratch"}}
         ),
         (
             group_with(unschedulable="2 node(s) didn't match PersistentVolume's node affinity"),
-            {"pods": {"workers": {"volumes": [SCRATCH]}}},
+            {"pods": {kind: {"volumes": [SCRATCH]} for kind in Pods.model_fields}},
             "its claims are named by model.cache, "
             "pods.workers.volumes[0].persistentVolumeClaim.claimName: each needs a volume, on a "
             "node that the pod may run on",
@@ -579,20 +579,24 @@ def test_a_template_that_the_api_server_refuses_leads_to_what_was_laid_over_it()
         )
 
 
-def test_taints_are_named_but_for_those_of_nodes_that_are_not_ready() -> None:
-    def said(*taints: Taint) -> str:
-        node = Node("n0", taints=taints)
+def test_taints_are_named_of_nodes_that_are_ready_and_would_do_without_them() -> None:
+    def said(*taints: Taint, gpus: int = 1, pool: str = "a") -> str:
+        devices = {"nvidia.com/gpu": gpus}
+        node = Node("n0", labels={"pool": pool}, taints=taints, devices=devices)
         group = replace(
             group_with(unschedulable="1 node(s) had untolerated taint(s)"),
-            demand=NodeDemand({"nvidia.com/gpu": 1}),
+            demand=NodeDemand({"nvidia.com/gpu": 1}, {"pool": "a"}),
         )
         observed = ObservedState(nodes={"n0": node})
         return message(facts(STARTING, groups=[group], resource=spec(), observed=observed))
 
     lost = Taint(key="node.kubernetes.io/unreachable", effect="NoExecute")
     team = Taint(key="team", value="b", effect="NoSchedule")
-    assert "change hardware, or pods.workers.tolerations (of team=b), or add" in said(lost, team)
+    assert "or pods.workers.tolerations (of team=b), or add nodes" in said(lost, team)
     assert "tolerations" not in said(lost)
+    assert "tolerations" not in said(team, gpus=0)
+    assert "tolerations" not in said(team, pool="b")
+    assert "pods.workers.tolerations, or add" in said(), "the node is not known with its taint yet"
 
 
 def test_a_template_that_is_refused_for_a_value_of_the_chart_leads_to_it() -> None:

@@ -37,10 +37,12 @@ class NodeDemand:
 
     def admits(self, node: Node) -> bool:
         """Whether a pod could run there if nothing else did."""
-        return (
-            self.selector.items() <= node.labels.items()
-            and all(node.devices.get(name, 0) >= count for name, count in self.devices.items())
-            and not self.kept_off_by(node)
+        return self.fits(node) and not self.kept_off_by(node)
+
+    def fits(self, node: Node) -> bool:
+        """Whether the node has the labels and devices, taints apart."""
+        return self.selector.items() <= node.labels.items() and all(
+            node.devices.get(name, 0) >= count for name, count in self.devices.items()
         )
 
     def kept_off_by(self, node: Node) -> list[Taint]:

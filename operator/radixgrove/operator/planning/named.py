@@ -36,7 +36,8 @@ def claims(spec: InferenceServiceSpec, config: OperatorConfig) -> str:
     source = spec.model.source
     found = [f"model.source: {source}"] if source.startswith("pvc://") else []
     found += ["model.cache"] if source.startswith(FETCHED) else []
-    found += [path for path, _ in _leaves(_of_service(spec)) if path.endswith(".claimName")]
+    of_service = _fields(_of_service(spec), "workers")
+    found += [path for path, _ in of_service if path.endswith(".claimName")]
     of_chart = _fields(_of_chart(config), "workers")
     found += [f"{path} of the chart" for path, _ in of_chart if path.endswith(".claimName")]
     return ", ".join(found)

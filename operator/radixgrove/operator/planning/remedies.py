@@ -264,14 +264,15 @@ def _labels(
 
 def _tolerations(demand: NodeDemand, nodes: Collection[Node]) -> Iterator[str]:
     """The field for taints that its pods do not bear, which the scheduler does not name; not for
-    those of nodes that are not ready or closed."""
+    those of nodes that are not ready or closed, or would not do without them either."""
     taints = {
         f"{taint['key']}={taint.get('value', '')}".removesuffix("=")
         for node in nodes
+        if demand.fits(node)
         for taint in demand.kept_off_by(node)
     }
     meant = sorted(taint for taint in taints if not taint.startswith("node.kubernetes.io/"))
-    if meant or not taints:
+    if meant or not any(demand.kept_off_by(node) for node in nodes):
         yield "pods.workers.tolerations" + (f" (of {', '.join(meant)})" if meant else "")
 
 
