@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from radixgrove.operator.api import crd
 from tests.checkout import ROOT
 from tests.cluster.harness.control_plane import ControlPlane
 from tests.cluster.harness.kubectl import KubectlError
+from tests.cluster.harness.waiting import wait_until
 from tests.operator.resources import RGSVC, service
 
 pytestmark = pytest.mark.cluster
@@ -49,6 +52,7 @@ def test_examples_are_admitted(plane: ControlPlane, namespace: str, path: Path) 
         ({"model": {"source": "ftp://x"}}, '"ftp://x" is none of hf://ORG/REPO, s3://BUCKET'),
         ({"hardware": {"memory": "3GB"}}, '"3GB" is no size, such as 500Mi'),
         ({"hardware": {"memory": "16"}}, '"16" is no size, such as 500Mi'),
+        ({"hardware": {"sharedMemory": "524288"}}, '"524288" is no size, such as 500Mi'),
         ({"hardware": {"cpu": "two"}}, '"two" is no quantity, such as 500m'),
         ({"startup": {"timeout": "5 minutes"}}, '"5 minutes" is no duration, such as 90s'),
         ({"model": {"source": "s3://b/x", "revision": "main"}}, "revision is for hf://"),
@@ -74,6 +78,41 @@ def test_wrong_specs_are_refused_by_the_api_server(
 ) -> None:
     with pytest.raises(KubectlError, match=said):
         plane.kubectl.apply(service("wrong", namespace, **spec))
+
+
+def test_shared_memory_may_be_without_a_limit(plane: ControlPlane, namespace: str) -> None:
+    plane.kubectl.apply(service("unlimited", namespace, hardware={"sharedMemory": "0"}))
+
+
+def test_a_service_with_a_size_from_before_the_rule_goes_on(
+    plane: ControlPlane, namespace: str
+) -> None:
+    before = crd.custom_resource_definition()
+    schema = before["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    hardware = schema["properties"]["hardware"]["properties"]
+    del hardware["sharedMemory"]["x-kubernetes-validations"]
+    plane.kubectl.apply(before)
+    old = service("old", namespace, hardware={"sharedMemory": "524288"})
+    wait_until(lambda: not refusal(plane, old), "the API server has the older definition")
+    plane.kubectl.apply(old)
+    plane.kubectl.apply(crd.custom_resource_definition())
+    new = service("new", namespace, hardware={"sharedMemory": "524288"})
+    wait_until(lambda: "is no size" in refusal(plane, new), "it has the present one")
+
+    written = ("patch", RGSVC, "old", "-n", namespace, "--type=merge")
+    plane.kubectl.run(*written, "--subresource=status", '--patch={"status": {"url": "http://r"}}')
+    plane.kubectl.run(*written, '--patch={"spec": {"replicas": 2}}')
+    with pytest.raises(KubectlError, match="is no size"):
+        plane.kubectl.run(*written, '--patch={"spec": {"hardware": {"sharedMemory": "16"}}}')
+
+
+def refusal(plane: ControlPlane, resource: dict[str, Any]) -> str:
+    """What the API server would say of it; "": nothing."""
+    try:
+        plane.kubectl.run("create", "--dry-run=server", "-f", "-", text=json.dumps(resource))
+    except KubectlError as error:
+        return error.stderr
+    return ""
 
 
 def test_default_is_no_name(plane: ControlPlane, namespace: str) -> None:

@@ -207,6 +207,30 @@ def test_a_revision_survives_its_config_map() -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "admitted"),
+    [
+        ("memory", "1.5Gi", True),
+        ("memory", "8589934592", True),
+        ("memory", "0", False),
+        ("memory", "16", False),
+        ("memory", "500m", False),
+        ("sharedMemory", "0", True),
+        ("sharedMemory", "00", False),
+        ("sharedMemory", "524288", False),
+    ],
+)
+def test_a_size_without_a_unit_is_refused_when_it_is_written_and_served_where_it_was_stored(
+    field: str, value: str, admitted: bool
+) -> None:
+    hardware = SCHEMA["properties"]["spec"]["properties"]["hardware"]["properties"]
+    (rule,) = hardware[field]["x-kubernetes-validations"]
+    pattern = rule["rule"].removeprefix("self.matches(r'").removesuffix("')")
+    assert (re.search(pattern, value) is not None) == admitted
+    stored = revision(hardware={"device": "cpu", field: value})
+    assert thaw(config_map_data(stored, "team-a.llama", CONFIG)) == stored
+
+
+@pytest.mark.parametrize(
     ("text", "value"), [("90m", 5400), ("1h30m5s", 5405), ("10s", 10), ("", 0)]
 )
 def test_durations(text: str, value: float) -> None:

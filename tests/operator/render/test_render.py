@@ -178,6 +178,13 @@ def test_shared_memory_is_sized_and_counted_in_the_memory_limit() -> None:
     assert pod["containers"][0]["resources"]["limits"]["memory"] == "10240Mi"
 
 
+def test_shared_memory_without_a_limit_of_its_own_adds_nothing_to_the_pods() -> None:
+    pod = worker(hardware={"memory": "8Gi", "sharedMemory": "0"})
+    shm = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "0"}
+    assert pod["containers"][0]["resources"]["limits"]["memory"] == "8192Mi"
+
+
 @pytest.mark.parametrize(
     ("hardware", "requested", "limit"),
     [

@@ -21,24 +21,25 @@ MAX_NODES = 64
 MAX_GROUPS = 256
 
 
-def in_words(words: str) -> Any:
-    """What the API server says of a value that the pattern refuses, behind the value."""
-    return Field(json_schema_extra={WORDS: words})
+def in_words(words: str, pattern: str | None = None) -> Any:
+    """What the API server says of a value that the pattern refuses, behind the value.
+
+    `pattern`: the API server's, where it is stricter than the operator, which goes on with what was
+    stored before.
+    """
+    stricter = {} if pattern is None else {"pattern": pattern}
+    return Field(json_schema_extra={WORDS: words, **stricter})
 
 
-Quantity = Annotated[
-    str,
-    StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$", max_length=20),
-    in_words("is no quantity, such as 500m, 8, 3Gi or 1.5T"),
-]
+_QUANTITY = StringConstraints(
+    pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$", max_length=20
+)
+Quantity = Annotated[str, _QUANTITY, in_words("is no quantity, such as 500m, 8, 3Gi or 1.5T")]
 # Bytes are taken as such only where there are millions: `16` stands for a forgotten unit.
-Size = Annotated[
-    str,
-    StringConstraints(
-        pattern=r"^([0-9]{7,}|[0-9]+(\.[0-9]+)?(k|Ki|M|Mi|G|Gi|T|Ti|P|Pi))$", max_length=20
-    ),
-    in_words("is no size, such as 500Mi, 3Gi or 1.5T"),
-]
+_SIZE = r"[0-9]{7,}|[0-9]+(\.[0-9]+)?(k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)"
+_NO_SIZE = "is no size, such as 500Mi, 3Gi or 1.5T"
+Size = Annotated[str, _QUANTITY, in_words(_NO_SIZE, f"^({_SIZE})$")]
+SizeOrZero = Annotated[str, _QUANTITY, in_words(_NO_SIZE, f"^(0|{_SIZE})$")]
 Duration = Annotated[
     str,
     StringConstraints(pattern=r"^([0-9]{1,6}h)?([0-9]{1,6}m)?([0-9]{1,6}s)?$", max_length=20),
@@ -221,8 +222,10 @@ class Hardware(SpecModel):
         max_length=64,
         json_schema_extra={WORDS: "is no network interface, such as eth0"},
     )
-    shared_memory: Size | None = Field(
-        None, description="Size of /dev/shm; 2Gi a GPU (1Gi on a CPU) by default."
+    shared_memory: SizeOrZero | None = Field(
+        None,
+        description="Size of /dev/shm; 2Gi a GPU (1Gi on a CPU) by default, 0: no limit of its "
+        "own.",
     )
     cpu: Quantity | None = Field(
         None, description="CPUs requested by each pod; on a CPU also the threads of its engine."
