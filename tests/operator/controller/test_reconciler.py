@@ -163,32 +163,58 @@ def test_a_download_is_told_what_the_model_must_be_fit_for() -> None:
     assert arguments["--memory"] == str(81559 << 20), "half of two GPUs of that type"
 
 
+def limited(memory: str | None) -> dict[str, Any]:
+    """Fields with another limit of memory."""
+    worker = {"name": "worker", "resources": {"limits": {"memory": memory}}}
+    return {"podOverrides": {"spec": {"containers": [worker]}}}
+
+
+def download(**fields: Any) -> list[str]:
+    """Arguments of the Job that fetches a service's model."""
+    operator = Operator(model={"source": "hf://org/model", "revision": "c" * 40}, **fields)
+    labels = {"nvidia.com/gpu.memory": "81559"}
+    operator.store.node_seen(operator.kube.add(node("g1", labels=labels)))
+    operator.context()
+    (job,) = operator.kube.of("Job")
+    return list(job["spec"]["template"]["spec"]["containers"][0]["args"])
+
+
 @pytest.mark.parametrize(
     ("hardware", "parallelism", "memory"),
     [
         ({"nodes": 2, "gpusPerNode": 2}, {"tp": 2, "pp": 2}, 4 * (81559 << 20)),
         ({"gpusPerNode": 4}, {"tp": 2, "dp": 2}, 2 * (81559 << 20)),
-        ({"device": "cpu", "nodes": 2, "memory": "3Gi"}, {"tp": 1, "pp": 2}, 2 * (3 << 30)),
-        ({"device": "cpu", "gpusPerNode": 2, "memory": "3Gi"}, {"tp": 1, "dp": 2}, 3 << 29),
+        # On a CPU what the pods' limits allow, /dev/shm among it.
+        ({"device": "cpu", "nodes": 2, "memory": "3Gi"}, {"tp": 1, "pp": 2}, 2 * (4 << 30)),
+        ({"device": "cpu", "gpusPerNode": 2, "memory": "3Gi"}, {"tp": 1, "dp": 2}, 2 << 30),
     ],
     ids=str,
 )
 def test_a_model_may_take_the_memory_of_all_stages_of_one_member(
     hardware: dict[str, Any], parallelism: dict[str, int], memory: int
 ) -> None:
-    operator = Operator(
-        model={"source": "hf://org/model", "revision": "c" * 40},
-        hardware=hardware,
-        parallelism=parallelism,
-        engine={"memoryPercent": 100},
-    )
-    labels = {"nvidia.com/gpu.memory": "81559"}
-    operator.store.node_seen(operator.kube.add(node("g1", labels=labels)))
-    operator.context()
-    (job,) = operator.kube.of("Job")
-    arguments = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    engine = {"memoryPercent": 100}
+    arguments = download(hardware=hardware, parallelism=parallelism, engine=engine)
     assert arguments[arguments.index("--memory") + 1] == str(memory)
     assert ("--pp" in arguments) == ("pp" in parallelism)
+
+
+@pytest.mark.parametrize(
+    ("fields", "memory"),
+    [
+        ({"engine": {"hostCacheGib": 2}}, 4 << 30),  # which comes on top, and is taken
+        (limited("1.5Gi"), 3 << 29),
+        (limited("7E"), None),  # a form that is not read
+        (limited(None), None),
+    ],
+    ids=str,
+)
+def test_on_a_cpu_a_model_may_take_what_the_pods_limit_leaves(
+    fields: dict[str, Any], memory: int | None
+) -> None:
+    arguments = download(hardware={"device": "cpu", "memory": "3Gi"}, **fields)
+    given = arguments[arguments.index("--memory") + 1] if "--memory" in arguments else None
+    assert given == (str(memory) if memory else None)
 
 
 def test_a_service_is_made_served_and_then_left_alone() -> None:

@@ -139,7 +139,7 @@ class Preparer:
         if not context.own_worker:
             return None
         nodes = self._store.nodes().values()
-        return render_group.intended(wanted, largest_gpu(demand_of(pod), nodes))
+        return render_group.intended(wanted, pod, largest_gpu(demand_of(pod), nodes))
 
     def _target(self, context: ReconcileContext) -> None:
         """The revision that groups are to run; none while it is refused."""

@@ -158,8 +158,9 @@ def own_image(service: Service, revision: Revision, config: OperatorConfig) -> s
     return str(worker["image"]) if own else ""
 
 
-def intended(revision: Revision, gpu_bytes: int) -> Intended:
-    """What a model must be fit for. `gpu_bytes`: of the largest GPU it may get; 0: not known.
+def intended(revision: Revision, pod: PodSpec, gpu_bytes: int) -> Intended:
+    """What a model must be fit for in such pods. `gpu_bytes`: of the largest GPU it may get; 0: not
+    known.
 
     Each of the group's members (`dp`) has the whole model over its tp * pp ranks.
     """
@@ -169,8 +170,7 @@ def intended(revision: Revision, gpu_bytes: int) -> Intended:
     memory = int(layout.tp * layout.pp * gpu_bytes * asked.memory_fraction)
     if hardware.device is DeviceKind.CPU:
         dtype = dtype or DType.FLOAT32.value
-        of_pods = quantity(hardware.memory) * hardware.nodes if hardware.memory else 0
-        memory = int(of_pods / layout.dp)
+        memory = int(_memory_for_weights(pod, revision) * hardware.nodes / layout.dp)
     return Intended(
         tp=layout.tp,
         pp=layout.pp,
@@ -180,6 +180,17 @@ def intended(revision: Revision, gpu_bytes: int) -> Intended:
         max_model_len=asked.max_model_len,
         memory=memory,
     )
+
+
+def _memory_for_weights(pod: PodSpec, revision: Revision) -> float:
+    """Bytes of a pod's limit that its host cache leaves, what /dev/shm may take included; 0: there
+    is no limit, or none that can be read."""
+    (worker,) = (c for c in pod.get("containers", []) if c["name"] == WORKER_CONTAINER)
+    try:
+        limit = quantity(str(worker.get("resources", {}).get("limits", {})["memory"]))
+    except (KeyError, ValueError):
+        return 0.0
+    return max(limit - host_cache(revision), 0.0)
 
 
 def _overridden(template: Object, revision: Revision) -> Object:
