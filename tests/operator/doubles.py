@@ -18,6 +18,7 @@ class Table:
         self.entries: dict[str, ModelEntry] = {}
         self.leases: set[tuple[str, str]] = set()
         self.answers = True
+        self.asked = 0  # how often for leases
         self.unregistered: set[str] = set()  # replicas of the table that hold no lease
 
     def put(self, table: str, created: float, entry: ModelEntry) -> None:
@@ -26,12 +27,17 @@ class Table:
     def drop(self, service: str) -> None:
         self.entries.pop(service, None)
 
+    def _ask(self) -> None:
+        self.asked += 1
+        if not self.answers:
+            raise RedisUnavailable("it is away")
+
     def holds_lease(self, service: str, replica_id: str) -> bool:
+        self._ask()
         return (service, replica_id) in self.leases
 
     def members(self, service: str) -> dict[str, dict[str, LeaseState]]:
-        if not self.answers:
-            raise RedisUnavailable("it is away")
+        self._ask()
         found: dict[str, dict[str, LeaseState]] = {}
         attempts = self.entries[service].attempts if service in self.entries else []
         for name, replica in sorted(self.leases):

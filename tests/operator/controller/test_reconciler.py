@@ -533,6 +533,7 @@ def test_a_group_that_routers_do_not_know_does_not_count_as_served(
     operator.context()
     assert operator.condition() == "True/Serving"
     assert operator.message() == "1 of 2 groups are ready"
+    assert ready_groups(operator) == ("1/2", 1, 1, 1.0)
     for kind in ("Degraded", "Progressing"):
         assert operator.condition(kind).endswith("/NotRegistered")
         assert "routers do not know llama-1-a2-0, though ready" in operator.message(kind)
@@ -543,6 +544,8 @@ def test_a_group_that_routers_do_not_know_does_not_count_as_served(
     operator.context()
     assert operator.condition() == "False/NotRegistered"
 
+    assert ready_groups(operator) == ("0/2", 0, 0, 0.0)
+
     operator.table.answers = False
     operator.context()
     assert operator.condition() == "False/NotRegistered", "nothing new is known"
@@ -550,8 +553,101 @@ def test_a_group_that_routers_do_not_know_does_not_count_as_served(
     operator.table.unregistered.clear()
     operator.context()
     assert operator.condition() == "True/Serving"
+    assert ready_groups(operator) == ("2/2", 2, 2, 2.0)
     assert operator.condition("Degraded") == "False/AsExpected"
     assert operator.look() > 60
+
+
+def ready_groups(operator: Operator) -> tuple[str, int, int, float | None]:
+    """As kubectl shows them, the status counts them, and alerts see them."""
+    status = operator.resource["status"]
+    labels = {"namespace": KEY[0], "service": KEY[1], "state": "ready"}
+    measured = metrics.REGISTRY.get_sample_value("radixgrove_operator_groups", labels)
+    return status["summary"], status["readyReplicas"], status["updatedReplicas"], measured
+
+
+def test_a_group_that_routers_do_not_know_takes_no_other_with_it_when_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, operator = Clock(monkeypatch), Operator(replicas=2)
+    operator.table.unregistered = {"llama-1-a2-0"}
+    operator.settle()
+    clock.now += 16
+    operator.context()
+    assert operator.condition("Degraded") == "True/NotRegistered"
+
+    operator.apply(replicas=1)
+    assert "patch StatefulSet/llama-1-a2" in operator.context(), "it drains"
+    assert operator.condition() == "True/Serving"
+    assert operator.condition("Degraded") == "False/AsExpected"
+
+
+def test_a_group_that_is_kept_for_diagnosis_takes_no_other_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pods may be ready, and routers are not to know it."""
+    clock = Clock(monkeypatch)
+    operator = Operator(**TWO_NODES, replicas=2, recovery={"policy": "None"})
+    operator.settle()
+    operator.pod("llama-1-a2-1")["metadata"]["uid"] = "replaced"
+    for _ in range(2):
+        operator.context()
+        clock.now += 16
+    operator.context()
+    assert operator.condition() == "True/Serving"
+    assert operator.condition("Degraded") == "True/GroupFailed"
+
+
+def test_while_redis_is_silent_nothing_is_found_out_about_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, operator = Clock(monkeypatch), Operator()
+    operator.table.unregistered = {"llama-0-a1-0"}
+    operator.settle()
+    clock.now += 10
+    operator.context()
+    operator.table.answers = False
+    for _ in range(4):
+        clock.now += 10
+        operator.context()
+        assert operator.condition() == "True/Serving", "it had 10 s when it was last looked at"
+    operator.table.answers = True
+    clock.now += 10
+    operator.context()
+    assert operator.condition() == "True/Serving", "it may have waited for Redis, too"
+    clock.now += 16
+    operator.context()
+    assert operator.condition() == "False/NotRegistered"
+
+
+def test_leases_are_asked_for_once_in_a_look_also_while_redis_is_silent() -> None:
+    members = {"hardware": {"gpusPerNode": 2}, "parallelism": {"tp": 1, "dp": 2}}
+    operator = Operator(**members, replicas=2)
+    operator.settle("n0")
+    operator.table.asked = 0
+    operator.context()
+    assert operator.table.asked == 1
+    operator.table.answers = False
+    operator.node("n1", ready="Unknown")  # for longer than any grace
+    operator.pod("llama-1-a2-0")["spec"]["nodeName"] = "n1"
+    operator.table.asked = 0
+    operator.context()
+    assert operator.sets() == ["llama-0-a1", "llama-1-a3"], "no lease is known of"
+    assert operator.table.asked == 1
+
+
+def test_a_group_of_another_worker_is_not_judged_by_the_one_that_is_to_follow_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, operator = Clock(monkeypatch), Operator(image="example.com/other:1")
+    operator.table.unregistered = {"llama-0-a1-0"}
+    operator.settle()
+    operator.apply()  # of the chart's image, which is tried first
+    for _ in range(3):
+        operator.context()
+        clock.now += 16
+    assert operator.sets() == ["llama-0-a1"]
+    assert operator.condition() == "True/Serving"
 
 
 def test_of_another_worker_it_is_not_known_whether_it_registers(

@@ -29,6 +29,7 @@ from radixgrove.operator.planning.conditions import (
 )
 from radixgrove.operator.planning.demand import Node, NodeDemand
 from radixgrove.operator.planning.diagnosis import Problem, pod_problem, problem
+from radixgrove.operator.planning.image_check import ImageCheck
 from radixgrove.operator.planning.model_cache import CacheStep
 from radixgrove.operator.planning.model_names import Grant
 from radixgrove.operator.planning.observed import Group, ObservedState, Pod, group_of, pod_of
@@ -647,6 +648,49 @@ def test_a_scheduler_that_looks_at_no_pod_is_named() -> None:
     said = "the scheduler volcano (schedulerName) has not looked at llama-0-a1-0 yet"
     assert said in message(facts(STARTING, groups=[unseen]))
     assert "scheduler" not in message(facts(STARTING, groups=[group_with()]))
+
+
+UNKNOWN = Group("llama-1-a2", "set", 1, 2, "r1", 1, NOW)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (
+            facts(record(0, GroupPhase.FAILED, failures=1), record(1), unregistered=[UNKNOWN]),
+            "GroupFailed",
+        ),
+        (
+            facts(
+                STARTING,
+                record(1),
+                groups=[group_with(unschedulable=UNSCHEDULABLE)],
+                unregistered=[UNKNOWN],
+            ),
+            "InsufficientGPUs",
+        ),
+        (
+            facts(
+                record(1),
+                image_check=ImageCheck(hold=True, problem=Problem("ImageCheckFailed", "no")),
+                unregistered=[UNKNOWN],
+            ),
+            "ImageCheckFailed",
+        ),
+        (
+            facts(record(0, GroupPhase.WAITING), record(1), unregistered=[UNKNOWN], waits_for="x"),
+            "NotRegistered",
+        ),
+    ],
+    ids=["failed", "trouble", "image", "waits"],
+)
+def test_what_routers_do_not_know_hides_no_other_trouble(given: StatusInput, reason: str) -> None:
+    assert conditions(given)["Ready"] == f"False/{reason}"
+
+
+def test_only_groups_that_count_as_ready_are_taken_away() -> None:
+    failed = record(1, GroupPhase.FAILED, failures=1)
+    assert conditions(facts(record(0), failed, unregistered=[UNKNOWN]))["Ready"] == "True/Serving"
 
 
 # ---- as it should be -----------------------------------------------------------------------------

@@ -39,7 +39,8 @@ GROUP_RECOVERIES = Counter(
 )
 GROUPS = Gauge(
     "radixgrove_operator_groups",
-    "Worker groups; starting: without trouble, and in the time that a start may take.",
+    "Worker groups; ready: of those that routers know; starting: without trouble, and in the time "
+    "that a start may take.",
     ["namespace", "service", "state"],
     registry=REGISTRY,
 )

@@ -128,7 +128,7 @@ class InferenceServiceStatus(StatusModel):
     selector: str = Field("", description="Pods of rank 0.", max_length=512)
     replicas: int = Field(0, description="Groups that exist.")
     desired_replicas: int = Field(0, description="Groups that are wanted.")
-    ready_replicas: int = Field(0, description="Groups that are ready.")
+    ready_replicas: int = Field(0, description="Groups that are ready, and that routers know.")
     updated_replicas: int = Field(0, description="Ready groups of the present revision.")
     served: bool = Field(False, description="A group has been ready since groups are wanted.")
     revision: str = Field("", description="Revision being rolled out.", max_length=63)

@@ -8,28 +8,16 @@ from typing import cast
 from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import StatefulSetObject
-from radixgrove.operator.api.status import MemberStatus
 from radixgrove.operator.cluster.redis_store import RedisStore
 from radixgrove.operator.controller.context import ReconcileContext
 from radixgrove.operator.controller.status_writer import StatusWriter, as_json
 from radixgrove.operator.controller.store import Key
 from radixgrove.operator.kube.client import Kube, KubeError, covers, is_rendering
-from radixgrove.operator.planning.observed import Group
 from radixgrove.operator.planning.plan import NewAttempt, Plan
 from radixgrove.operator.render import group as render_group
 from radixgrove.operator.render import policies
 from radixgrove.operator.render.common import Service
 from radixgrove.protocol.model_table import SHARED, ModelEntry
-from radixgrove.protocol.registry import LeaseState
-from radixgrove.service.redis_rules import RedisUnavailable
-
-_REGISTRATION_SECONDS = 15.0  # that a ready group may take to register; Redis may restart
-_REGISTRATION_EVERY = 5.0  # seconds between looks at one that has not
-_STATES = {
-    LeaseState.NOT_READY: "NotReady",
-    LeaseState.READY: "Ready",
-    LeaseState.DRAINING: "Draining",
-}
 
 
 class Actor:
@@ -46,8 +34,6 @@ class Actor:
         # Numbers of attempts of which the API server has made nothing. Only this process knows of
         # them, and the next one leaves them out.
         self._unused: dict[Key, set[int]] = {}
-        # Since when ready groups have been without leases, by their UIDs.
-        self._unregistered: dict[Key, dict[str, float]] = {}
 
     def knows(self, key: Key) -> bool:
         """Whether it has acted for the service."""
@@ -60,60 +46,10 @@ class Actor:
     def unused_attempts(self, key: Key) -> Collection[int]:
         return self._unused.get(key, ())
 
-    def holds_lease(self, context: ReconcileContext, group: Group) -> bool:
-        """Whether the group's worker has renewed its lease; False when Redis does not answer."""
-        try:
-            return self._redis.holds_lease(context.service.key, names.replica_id(group.name))
-        except RedisUnavailable:
-            return False
-
-    def members(
-        self, context: ReconcileContext, groups: Sequence[Group]
-    ) -> dict[int, list[MemberStatus]]:
-        """By group, its members by their leases; none when Redis does not answer."""
-        try:
-            found = self._redis.members(context.service.key)
-        except RedisUnavailable:
-            found = {}
-        return {
-            group.index: [
-                MemberStatus(name=name, state=_STATES[state])
-                for name, state in found.get(names.replica_id(group.name), {}).items()
-            ]
-            for group in groups
-        }
-
-    def unregistered(
-        self, context: ReconcileContext, plan: Plan, groups: Sequence[Group]
-    ) -> list[Group]:
-        """Groups that have been ready for a while, and of which routers know nothing all the same.
-
-        Of another worker than the chart's none; while Redis does not answer, those of before.
-        """
-        ready = [group for group in groups if group.ready and not group.draining]
-        before = self._unregistered.pop(context.key, {})
-        if not ready or not context.own_worker:
-            return []
-        try:
-            known = self._redis.members(context.service.key)
-            unknown = [group for group in ready if names.replica_id(group.name) not in known]
-        except RedisUnavailable:
-            unknown = [group for group in ready if group.uid in before]
-        if unknown:
-            since = {group.uid: before.get(group.uid, context.now) for group in unknown}
-            self._unregistered[context.key] = since
-            plan.requeue_by(context.now + _REGISTRATION_EVERY)
-        return [
-            group
-            for group in unknown
-            if context.now - before.get(group.uid, context.now) >= _REGISTRATION_SECONDS
-        ]
-
     def forget(self, key: Key) -> None:
         """Takes a service from the routers. Raises RedisUnavailable."""
         self._serving.pop(key, None)
         self._unused.pop(key, None)
-        self._unregistered.pop(key, None)
         self._redis.drop(names.service_key(*key))
 
     def act(self, context: ReconcileContext, plan: Plan) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from radixgrove.operator.controller.store import Key
 from radixgrove.operator.kube.client import KubeError
 from radixgrove.operator.planning.service_view import ServiceView
 from radixgrove.operator.render.revision import InvalidEngine
+from radixgrove.protocol.registry import LeaseState
 from radixgrove.service.redis_rules import RedisUnavailable
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,9 @@ class ReconcileContext(ServiceView):
     config_maps: list[ConfigMapObject] = field(
         default_factory=list
     )  # of its revisions, oldest first
-    own_worker: bool = False  # its groups run the chart's worker, which registers with routers
     keys: str = ""  # hash of those that the namespace's pods read; "": they could not be given
+    leases: Mapping[str, Mapping[str, LeaseState]] | None = None  # of members by group, once read
+    redis_away: bool = False  # it has not answered in this look
 
     @property
     def key(self) -> Key:
@@ -45,6 +47,7 @@ class ReconcileContext(ServiceView):
             self._failed(str(error)[:500])
         except RedisUnavailable as error:
             logger.warning("%s/%s: Redis does not answer: %s", *self.key, error)
+            self.redis_away = True
             self._failed("Redis does not answer; routers keep what they know")
         except InvalidEngine as error:  # of a revision that an older operator has accepted
             self._failed(f"a revision of an older operator: {error}")

@@ -135,8 +135,7 @@ class Preparer:
         except InvalidEngine as error:
             context.invalid = error
             return None
-        context.own_worker = render_group.is_own_worker(pod, wanted)
-        if not context.own_worker:
+        if not render_group.is_own_worker(pod, wanted):
             return None
         nodes = self._store.nodes().values()
         return render_group.intended(wanted, pod, largest_gpu(demand_of(pod), nodes))

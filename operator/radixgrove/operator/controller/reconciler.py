@@ -22,6 +22,7 @@ from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.act import Actor
 from radixgrove.operator.controller.context import ReconcileContext
+from radixgrove.operator.controller.leases import Leases
 from radixgrove.operator.controller.name_ledger import NameLedger
 from radixgrove.operator.controller.observe import Observer
 from radixgrove.operator.controller.prepare import Preparer
@@ -75,6 +76,7 @@ class Reconciler:
         self._observer = Observer(kube, store)
         self._access = access
         self._preparer = Preparer(kube, store, access, ledger, config)
+        self._leases = Leases(redis_side, config)
         self._actor = Actor(kube, redis_side, self._status, config)
         self._reporter = Reporter(
             store,
@@ -84,8 +86,7 @@ class Reconciler:
             config,
             autoscaling,
             enqueue,
-            self._actor.members,
-            self._actor.unregistered,
+            self._leases,
         )
         self._elsewhere: dict[Key, str] = {}  # the installation that looks after it
 
@@ -129,6 +130,7 @@ class Reconciler:
 
     def _forget(self, key: Key) -> None:
         self._status.forget(key)
+        self._leases.forget(key)
         metrics.forget(*key)
         try:
             self._actor.forget(key)
@@ -197,7 +199,7 @@ class Reconciler:
                 unused_attempts=self._actor.unused_attempts(context.key),
                 placements=[*own, *self._store.placements(besides=context.key)],
                 demand=lambda revision: self._demand(context, revision),
-                holds_lease=lambda group: self._actor.holds_lease(context, group),
+                holds_lease=lambda group: self._leases.holds(context, group),
                 silent_nodes=self._probe.silent_nodes,
                 config=self._config,
             )

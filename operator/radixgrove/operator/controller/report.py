@@ -10,6 +10,7 @@ from radixgrove.operator.api.status import AutoscalingStatus, InferenceServiceSt
 from radixgrove.operator.cluster.worker_probe import WorkerProbe
 from radixgrove.operator.controller.access import Access
 from radixgrove.operator.controller.context import ReconcileContext
+from radixgrove.operator.controller.leases import Leases
 from radixgrove.operator.controller.status_writer import StatusWriter, as_json
 from radixgrove.operator.controller.store import Key, Store
 from radixgrove.operator.planning import conditions
@@ -32,8 +33,7 @@ class Reporter:
         config: OperatorConfig,
         autoscaling: Callable[[Key], AutoscalingStatus | None],
         enqueue: Callable[[Key], None],
-        members: Callable[[ReconcileContext, Sequence[Group]], dict[int, list[MemberStatus]]],
-        unregistered: Callable[[ReconcileContext, Plan, Sequence[Group]], list[Group]],
+        leases: Leases,
     ) -> None:
         self._store = store
         self._probe = probe
@@ -42,8 +42,7 @@ class Reporter:
         self._config = config
         self._autoscaling = autoscaling
         self._enqueue = enqueue
-        self._members = members
-        self._unregistered = unregistered
+        self._leases = leases
 
     def report(self, context: ReconcileContext, plan: Plan) -> None:
         """Raises KubeError when the status cannot be written."""
@@ -64,7 +63,7 @@ class Reporter:
             phases=self._probe.phases(groups, self._access.management_keys(context.key[0])),
             shared=_shared(context.key[0], self._config),
             members=self._members_of(context, plan, groups),
-            unregistered=self._unregistered(context, plan, groups),
+            unregistered=self._leases.unregistered(context, plan),
         )
         after = conditions.compute(facts)
         live = context.body.get("status") or {}
@@ -84,7 +83,7 @@ class Reporter:
         ready = [group for group in groups if group.ready and not group.draining]
         if several == 1 or not ready:
             return {}
-        found = self._members(context, ready)
+        found = self._leases.members(context, ready)
         if any(len(members) < several for members in found.values()):
             plan.requeue_by(context.now + _MEMBERS_SECONDS)  # no event says that they have come
         return found

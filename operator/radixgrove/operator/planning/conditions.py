@@ -62,7 +62,7 @@ class StatusInput:
     members: Mapping[int, list[MemberStatus]] = field(default_factory=dict)  # by group
     outdated: str = ""  # what an older CRD drops of this status
     phases: Sequence[str] = ()  # what starting workers report
-    unregistered: Sequence[Group] = ()  # ready, and routers do not know them
+    unregistered: Sequence[Group] = ()  # they count as ready, and routers do not know them
     shared: str = ""  # what the namespace has in common with others
 
 
@@ -75,8 +75,9 @@ def compute(facts: StatusInput) -> InferenceServiceStatus:
     desired = facts.view.desired
     served = any(c.type == "Ready" and c.status == "True" for c in before.conditions)
     # Routers that cannot be reached do not know new groups, which are not ready for clients then.
-    reached = len(ready) if served or not facts.view.routers_behind else 0
-    reached = max(reached - len(facts.unregistered), 0)
+    unregistered = {group.index for group in facts.unregistered}
+    known = [r for r in ready if r.index not in unregistered]
+    reached = len(known) if served or not facts.view.routers_behind else 0
     is_ready = _ready(facts, reached, desired)
     verdicts = [is_ready, _progressing(facts, len(ready), desired)]
     verdicts += [_model_cached(facts), _degraded(facts, is_ready)]
@@ -90,13 +91,13 @@ def compute(facts: StatusInput) -> InferenceServiceStatus:
         observed_generation=facts.view.generation,
         operator=facts.config.installation,
         url=facts.url,
-        summary=f"{len(ready)}/{desired}",
+        summary=f"{len(known)}/{desired}",
         selector=names.selector(selector),
         replicas=len(present),
         desired_replicas=desired,
-        ready_replicas=len(ready),
-        updated_replicas=sum(1 for r in ready if r.revision == facts.view.target),
-        served=desired > 0 and (before.served or before.ready_replicas > 0 or bool(ready)),
+        ready_replicas=len(known),
+        updated_replicas=sum(1 for r in known if r.revision == facts.view.target),
+        served=desired > 0 and (before.served or before.ready_replicas > 0 or bool(known)),
         revision=facts.view.target or before.revision,
         good_revision=good_revision(facts.view.target, before, [r.revision for r in ready]),
         rolled_back=given_up.revision if given_up else "",
@@ -247,8 +248,6 @@ def _hindrance(facts: StatusInput) -> tuple[str, str]:
     """The first thing that keeps groups from being ready."""
     if facts.view.failures:
         return "RequestRefused", _refused(facts)
-    if facts.unregistered:
-        return "NotRegistered", _not_registered(facts)
     tried = facts.view.image_check.problem
     if tried is not None:
         mend = of_pod(tried, facts.view.spec, facts.config, "workers")
@@ -260,6 +259,8 @@ def _hindrance(facts: StatusInput) -> tuple[str, str]:
         trouble = None if group.draining else problem(group)
         if trouble is not None:
             return _explained(facts, group, trouble)
+    if facts.unregistered:
+        return "NotRegistered", _not_registered(facts)
     if facts.plan.waits_for:
         # It waits for nodes that another group has begun to take.
         return "InsufficientGPUs", f"no pods until {facts.plan.waits_for} is placed"
