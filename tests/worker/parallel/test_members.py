@@ -177,7 +177,11 @@ def test_a_drain_loses_no_request(model_dir: Path) -> None:
     with worker(model_dir, drain_timeout=60.0) as machine, ThreadPoolExecutor(12) as pool:
         request = body([1, 2, 3], max_tokens=240)
         answers = [pool.submit(ask, machine, request, n % 2) for n in range(12)]
-        wait_until(lambda: min(counted(machine, "running")) > 0, what="both members at work")
+        stages = ("running", "waiting", "finished")
+        wait_until(
+            lambda: sum(sum(counted(machine, stage)) for stage in stages) == len(answers),
+            what="that all requests are taken",
+        )
         machine.process.send_signal(signal.SIGTERM)
         for answer in answers:
             assert len(answer.result()["choices"][0]["text"].split()) == 240
