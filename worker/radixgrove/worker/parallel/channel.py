@@ -59,7 +59,7 @@ class Channel:
         if not self._sending.acquire(timeout=seconds):
             raise ChannelError("cannot send: the peer takes nothing more")
         try:
-            if time.monotonic() >= deadline:  # nothing may be sent: the frame's number is not used up
+            if time.monotonic() >= deadline:  # the frame's number is not used up
                 raise ChannelError("cannot send: the peer takes nothing more")
             frame = sealed(self._send_key, self._sent, payload)
             self._sent += 1
