@@ -108,10 +108,17 @@ def test_every_name_means_one_form(fields: dict[str, Any], form: Form, text: str
         {"structured_outputs": {}},
         {"structured_outputs": {"json_object": False, "json": None}},
         {"guided_json": None, "regex": None},
+        {"grammar": ""},
     ],
 )
 def test_what_asks_for_nothing_is_none(fields: dict[str, Any]) -> None:
     assert asked(**fields) is None
+
+
+def test_an_empty_grammar_of_llama_cpp_is_none_beside_others() -> None:
+    found = asked(grammar="", response_format={"type": "json_object"})
+    assert found is not None
+    assert (found.form, found.param) == (Form.JSON_SCHEMA, "response_format")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +148,7 @@ def test_there_is_one_constraint_at_a_time(fields: dict[str, Any], param: str) -
         ({"guided_json": {"title": "x" * 300_000}}, "guided_json", "schema_too_large"),
         ({"regex": "a" * 70_000}, "regex", "schema_too_large"),
         ({"regex": ""}, "regex", None),
+        ({"ebnf": ""}, "ebnf", None),
         ({"regex": 5}, "regex", None),
         ({"guided_choice": []}, "guided_choice", None),
         ({"guided_choice": ["a", 5]}, "guided_choice[1]", None),

@@ -56,7 +56,8 @@ def _asked(wire: GenerationBody) -> list[Constraint | None]:
         _text(Form.REGEX, wire.regex, "regex"),
         _text(Form.GRAMMAR, wire.guided_grammar, "guided_grammar"),
         _text(Form.GRAMMAR, wire.ebnf, "ebnf"),
-        _text(Form.GRAMMAR, wire.grammar, "grammar"),
+        # Clients of llama.cpp send an empty one where they ask for none.
+        _text(Form.GRAMMAR, wire.grammar or None, "grammar"),
         _choice(wire.guided_choice, "guided_choice"),
         _tag_text(wire.structural_tag, "structural_tag"),
     ]
