@@ -302,6 +302,20 @@ def test_any_dialect_is_taken_and_none_fetched(dialect: str) -> None:
 
 
 def test_lists_of_items_are_read_by_the_dialect() -> None:
+def test_keywords_that_are_null_are_not_there() -> None:
+    text = {"type": "string", "minLength": 1, "maxLength": None, "properties": None}
+    schema = {"type": "object", "properties": {"a": text}, "required": None, "items": None}
+    lark = constraint.text_form(Form.GRAMMAR, f"start: %json {json.dumps(schema)}", "p")
+    for asked in (schema_of(schema, strict=True), lark):
+        assert accepts(asked, "{}")
+        assert accepts(asked, '{"a":"xy"}')
+        assert not accepts(asked, '{"a":""}')
+    for kept in ({"const": None}, {"enum": [None]}):
+        assert accepts(schema_of(kept), "null")
+        assert not accepts(schema_of(kept), "1")
+    assert refused(schema_of({"type": None}))
+
+
     """Before 2020 `items` had a schema for each of the first ones."""
     schema = {"type": "array", "items": [{"type": "null"}], "minItems": 1}
     for scheme in ("http", "https"):

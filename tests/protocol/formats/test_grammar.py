@@ -267,6 +267,8 @@ def test_a_schema_that_cannot_be_enforced_names_its_tool(
     [
         (None, True),
         ({"type": "object", "properties": {}, "required": []}, True),
+        ({"type": "object", "properties": {}, "required": None}, True),
+        ({"type": "object", "properties": None, "required": None}, False),
         ({}, True),
         ({"$schema": "x", "description": "None."}, True),
         ({"type": ["object", "null"], "properties": {}}, True),

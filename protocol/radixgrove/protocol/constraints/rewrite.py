@@ -32,6 +32,8 @@ _MOST_NEGATED = 2000  # keywords, those of references again and again
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+# Where null is a value, or no type: elsewhere serializers write it for what is not there.
+_NULLS = frozenset({"const", "default", "type"})
 _SINGLES = ("additionalProperties", "items", "not", "if", "then", "else")
 # Drafts under either scheme, of which llguidance knows one for each.
 _DIALECT = re.compile(
@@ -53,8 +55,9 @@ def rewrite(schema: Any) -> Any:
 
 def precise(schema: Any) -> Any:
     """The schema, with patterns in place of the formats that llguidance takes loosely, without
-    patterns that declared properties alone match, for which it lets further keys begin, and without
-    the name of a dialect that it does not know, which it would fetch."""
+    patterns that declared properties alone match, for which it lets further keys begin, without
+    the name of a dialect that it does not know, which it would fetch, and without keywords that are
+    null."""
     return _precise(schema, declare=not is_pointed_into(schema))
 
 
@@ -62,7 +65,8 @@ def _precise(schema: Any, *, declare: bool) -> Any:
     """`declare`: whether what declared properties are may move within them."""
     if not isinstance(schema, dict):
         return schema
-    out = _within(schema, partial(_precise, declare=declare))
+    said = {key: schema[key] for key in schema if schema[key] is not None or key in _NULLS}
+    out = _within(said, partial(_precise, declare=declare))
     if declare:
         _declare(out)
     _name_dialect(out)
@@ -70,10 +74,10 @@ def _precise(schema: Any, *, declare: bool) -> Any:
     if not isinstance(name, str) or name not in PRECISE:
         return out
     del out["format"]
-    said = {"pattern": PRECISE[name]}
+    pattern = {"pattern": PRECISE[name]}
     if "pattern" in out:
-        return {**out, "allOf": [*out.get("allOf", []), said]}
-    return {**out, **said}
+        return {**out, "allOf": [*out.get("allOf", []), pattern]}
+    return {**out, **pattern}
 
 
 def _within(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

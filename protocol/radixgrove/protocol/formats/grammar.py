@@ -230,7 +230,7 @@ def _object_schema(parameters: str, tool: Tool) -> str:
         error = ConstraintError("the arguments of a function are an object")
         raise ToolError(error, tool.param)
     schema["type"] = "object"
-    said = {key for key in schema if key not in ANNOTATIONS and schema[key] != []}
+    said = {key for key in schema if key not in ANNOTATIONS and schema[key] not in ([], None)}
     if said == {"type", "properties"} and schema["properties"] == {}:
         return _NO_ARGUMENTS
     return json.dumps(schema)
