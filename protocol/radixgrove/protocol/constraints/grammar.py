@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,7 +54,6 @@ _MOST_REASON = 300  # characters of llguidance's words that are passed on
 
 _OPTIONS = "x-guidance"  # llguidance reads its own options there, which are ours to give
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
-_DIGITS = "of more digits than are kept"
 _FORMAT = "Unknown format"
 _ONE_OF = "oneOf"
 _COUNTED = "min/maxProperties only supported"
@@ -152,9 +151,7 @@ def _compile_schema(constraint: Constraint, tokenizer: LLTokenizer, whitespace: 
         options = _options(whitespace, strict=strict)
         schema, removed = fitted(schema)
         if strict and removed:
-            raise UnenforceableError(
-                f"it is strict, but {_quoted(removed)} cannot be enforced: a number {_DIGITS}"
-            )
+            raise UnenforceableError(f"it is strict, but {_removed(removed)}")
         try:  # as text: llguidance takes no whole number of more than 64 bits from Python
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         except ValueError as error:
@@ -223,6 +220,10 @@ def refusal(error: str) -> ConstraintError:
 
 def _quoted(keys: Iterable[str]) -> str:
     return ", ".join(f"'{key}'" for key in keys)
+
+
+def _removed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"'{key}' cannot be enforced: {why}" for key, why in reasons.items())
 
 
 def _first(error: str) -> str:
@@ -351,9 +352,7 @@ def _lark(text: str, whitespace: int) -> str:
             raise ConstraintError("a schema after %json is not valid JSON") from None
         checked, removed = fitted(_checked(lark[found.end() : after]))
         if removed:
-            raise ConstraintError(
-                f"a schema after %json has a number {_DIGITS} in {_quoted(removed)}"
-            )
+            raise ConstraintError(f"in a schema after %json {_removed(removed)}")
         parts += [
             lark[end : found.end()],
             json.dumps(checked | {_OPTIONS: _options(whitespace, strict=False)}),

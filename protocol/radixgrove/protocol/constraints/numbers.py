@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from decimal import Decimal
-from typing import Any, TypeGuard
+from typing import Any
 
 from radixgrove.protocol.constraints.constraint import ConstraintError
+from radixgrove.protocol.constraints.multiples import (
+    Step,
+    is_number,
+    joined,
+    remove_unjoinable,
+    states_of,
+)
 from radixgrove.protocol.constraints.schema import is_pointed_into, type_of
 
 _FURTHEST = (1 << 63) - 1024  # the last double within 64 bits
-# Of what is a multiple of each `multipleOf`, in units of its last decimal: compiling takes time by
-# it, a tenth of a second for this, and `allOf` and `$ref` may join any of them.
-_MOST_STEPS = 100_000
+# Why a keyword cannot be enforced.
+_DIGITS = "a number of more digits than are kept"
+_STEPS = "too many steps, alone or with others"
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -26,22 +32,27 @@ _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "d
 _DATA = frozenset({"const", "enum", "default", "examples"})
 
 
-def fitted(schema: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The schema with numbers that llguidance keeps, and the keywords that were taken out of it.
+def fitted(schema: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The schema with numbers that llguidance keeps, and why each of the keywords that were taken
+    out of it cannot be enforced.
 
     Raises:
         ConstraintError: a `multipleOf` is not positive, or all values are beyond 64 bits.
     """
-    fitting = _Fitting(frozenset() if is_pointed_into(schema) else _DATA)
-    return fitting.schema(schema), tuple(fitting.removed)
+    fitting = _Fitting(movable=not is_pointed_into(schema))
+    root = fitting.schema(schema)
+    if remove_unjoinable(root, fitting.parts):
+        fitting.removed.setdefault("multipleOf", _STEPS)
+    return root, fitting.removed
 
 
 class _Fitting:
-    def __init__(self, data: frozenset[str]) -> None:
-        """`data`: keywords that hold no schemas, to which no reference leads either."""
-        self._data = data
-        self.removed: dict[str, None] = {}
-        self._joined: tuple[int, int] | None = None  # a multiple of each step so far, as written
+    def __init__(self, *, movable: bool) -> None:
+        """`movable`: no reference leads to data or to branches."""
+        self._movable = movable
+        self._data = _DATA if movable else frozenset()
+        self.parts: list[dict[str, Any]] = []  # all schemas, those within others before them
+        self.removed: dict[str, str] = {}
 
     def schema(self, schema: dict[str, Any]) -> dict[str, Any]:
         out: dict[str, Any] = {}
@@ -50,6 +61,8 @@ class _Fitting:
                 out[key] = {name: self._any(part) for name, part in value.items()}
             elif key in self._data:
                 out[key] = value
+            elif key == "anyOf" and isinstance(value, list) and self._movable:
+                out[key] = [self._any(part) for part in _within_64_bits(value)]
             else:
                 out[key] = self._any(value)
         for key in _LOWER:
@@ -61,6 +74,7 @@ class _Fitting:
                 out[key] = int(out[key])
         self._multiple(out)
         self._values(out)
+        self.parts.append(out)
         return out
 
     def _any(self, value: Any) -> Any:
@@ -70,18 +84,15 @@ class _Fitting:
 
     def _multiple(self, out: dict[str, Any]) -> None:
         step = out.get("multipleOf")
-        if not _is_number(step):
+        if not is_number(step):
             return
         if step <= 0:
             raise ConstraintError(f"'multipleOf' must be greater than 0, not {step}")
-        whole, units = _written(step)
-        before, before_units = self._joined or (whole, units)
-        most = max(units, before_units)
-        steps = math.lcm(before * (most // before_units), whole * (most // units))
-        if steps > _MOST_STEPS or Decimal(whole) / units != Decimal(repr(step)):
-            self._remove(out, "multipleOf")
-        else:
-            self._joined = (steps, most)
+        read = Step.of(step)
+        if not read.is_kept(step):
+            self._remove(out, "multipleOf", _DIGITS)
+        elif joined([read]) is None or states_of(read) is None:
+            self._remove(out, "multipleOf", _STEPS)
 
     def _values(self, out: dict[str, Any]) -> None:
         """Leave nothing but the types of values that would be others."""
@@ -90,24 +101,34 @@ class _Fitting:
                 continue
             values = out[key] if key == "enum" and isinstance(out[key], list) else [out[key]]
             out.setdefault("type", sorted({_kind(value) for value in values}))
-            self._remove(out, key)
+            self._remove(out, key, _DIGITS)
 
-    def _remove(self, out: dict[str, Any], key: str) -> None:
+    def _remove(self, out: dict[str, Any], key: str, reason: str) -> None:
         del out[key]
-        self.removed[key] = None
+        self.removed.setdefault(key, reason)
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _within_64_bits(branches: list[Any]) -> list[Any]:
+    """Those of an `anyOf` that may have a value which is written; all if none has."""
+    return [branch for branch in branches if not _is_beyond(branch)] or branches
+
+
+def _is_beyond(branch: Any) -> bool:
+    if not isinstance(branch, dict) or branch.get("type") not in ("integer", "number"):
+        return False
+    lower = any(is_number(branch.get(key)) and _at_least(branch[key]) is None for key in _LOWER)
+    return lower or any(
+        is_number(branch.get(key)) and _at_most(branch[key]) is None for key in _UPPER
+    )
 
 
 def _kind(value: Any) -> str:
-    return "integer" if _is_number(value) and value % 1 == 0 else type_of(value)
+    return "integer" if is_number(value) and value % 1 == 0 else type_of(value)
 
 
 def _move(out: dict[str, Any], key: str, move: Callable[[float], float | None]) -> None:
     bound = out.get(key)
-    if not _is_number(bound):
+    if not is_number(bound):
         return
     moved = move(bound)
     if moved is None:
@@ -132,23 +153,12 @@ def _at_most(bound: float) -> float | None:
     return None if lower is None else -lower
 
 
-def _written(step: float) -> tuple[int, int]:
-    """A `multipleOf` as llguidance reads it: a whole number of units, and how many make 1."""
-    if isinstance(step, int):
-        return step, 1
-    whole, units = step, 1
-    while whole % 1:
-        whole *= 10
-        units *= 10
-    return int(whole), units
-
-
 def _is_kept(value: Any) -> bool:
     """Whether a plain value, or each one within, is written as it is."""
     if isinstance(value, dict):
         return all(map(_is_kept, value.values()))
     if isinstance(value, list):
         return all(map(_is_kept, value))
-    if not _is_number(value):
+    if not is_number(value):
         return True
     return abs(value) <= _FURTHEST and float(value) == value
