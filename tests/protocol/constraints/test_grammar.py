@@ -318,7 +318,7 @@ def test_keywords_that_are_null_are_not_there() -> None:
 
 def test_lists_of_items_are_read_by_the_dialect() -> None:
     """Before 2020 `items` had a schema for each of the first ones."""
-    schema = {"type": "array", "items": [{"type": "null"}], "minItems": 1}
+    schema = {"type": "array", "items": [{"type": "null", "minimum": None}], "minItems": 1}
     for scheme in ("http", "https"):
         dialect = f"{scheme}://json-schema.org/draft-07/schema#"
         asked = schema_of({"$schema": dialect, **schema}, strict=True)
@@ -459,6 +459,24 @@ def test_steps_of_branches_meet_the_one_beside_them_alone() -> None:
         assert all(accepts(asked, str(value)) for value in values)
         assert not accepts(asked, "5")
     assert compiled(schema_of({**schema, "multipleOf": 7})).ignored == ("multipleOf",)
+
+
+def test_names_of_parts_alone_do_not_make_steps_meet() -> None:
+    properties = {"cents": {"$id": "a", "multipleOf": 0.01}, "seconds": {"multipleOf": 3600}}
+    asked = schema_of({"type": "object", "properties": properties}, strict=True)
+    assert accepts(asked, '{"cents":0.07,"seconds":7200}')
+    assert not accepts(asked, '{"cents":0.07,"seconds":7201}')
+
+
+def test_ways_to_meet_are_not_counted_without_end() -> None:
+    """Each definition stands twice in the one before it, and the last allows nothing."""
+    defined: dict[str, Any] = {"d40": {"anyOf": []}}
+    for level in range(40):
+        after = {"$ref": f"#/$defs/d{level + 1}"}
+        defined[f"d{level}"] = {"allOf": [after, after]}
+    properties = {"never": {"$ref": "#/$defs/d0"}, "five": {"multipleOf": 5}}
+    asked = schema_of({"type": "object", "properties": properties, "$defs": defined})
+    assert refused(asked).reason == "Unsatisfiable schema: anyOf is empty"
 
 
 def step_of(units: float) -> dict[str, Any]:

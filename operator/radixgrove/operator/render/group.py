@@ -190,7 +190,7 @@ def _memory_for_weights(pod: PodSpec, revision: Revision) -> float:
         limit = quantity(str(worker.get("resources", {}).get("limits", {})["memory"]))
     except (KeyError, ValueError):
         return 0.0
-    return max(limit - host_cache(revision), 0.0)
+    return max(limit - host_cache(revision), 1.0)
 
 
 def _overridden(template: Object, revision: Revision) -> Object:

@@ -113,7 +113,8 @@ def remove_unjoinable(root: dict[str, Any], parts: list[dict[str, Any]]) -> bool
         return False
     joining = _Joining(root)
     try:
-        if any(_is_elsewhere(part, root) for part in parts):
+        refers = any("$ref" in part for part in parts)
+        if refers and any(_is_elsewhere(part, root) for part in parts):
             raise _UnclearError
         joining.visit()
     except (_UnclearError, RecursionError):  # then any may hold for one value, and twice
@@ -188,6 +189,7 @@ class _Joining:
     def _alternatives(self, schema: Any, above: frozenset[str]) -> list[list[dict[str, Any]]]:
         if not isinstance(schema, dict):
             return [[]]
+        self._pay(1)
         found = [[schema] if _BEARING & schema.keys() else []]
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in above:
@@ -205,7 +207,8 @@ class _Joining:
         self, ones: list[list[dict[str, Any]]], others: list[list[dict[str, Any]]]
     ) -> list[list[dict[str, Any]]]:
         """Each of the ones with each of the others, and what is the same once."""
-        self._pay(len(ones) * len(others))
+        schemas = len(others) * sum(map(len, ones)) + len(ones) * sum(map(len, others))
+        self._pay(len(ones) * len(others) + schemas)
         pairs = [_twice_at_most([*one, *other]) for one in ones for other in others]
         return list({tuple(map(id, pair)): pair for pair in pairs}.values())
 

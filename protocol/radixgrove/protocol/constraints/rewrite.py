@@ -34,7 +34,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 # Where null is a value, or no type: elsewhere serializers write it for what is not there.
 _NULLS = frozenset({"const", "default", "type"})
-_SINGLES = ("additionalProperties", "items", "not", "if", "then", "else")
+_SINGLES = ("additionalProperties", "items", "additionalItems", "not", "if", "then", "else")
 # Drafts under either scheme, of which llguidance knows one for each.
 _DIALECT = re.compile(
     r"https?://json-schema\.org/(?:(draft-0[3-7])|(draft/20(?:19-09|20-12)))/schema#?"
@@ -86,7 +86,7 @@ def _within(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, A
     for key in _MAPS:
         if isinstance(out.get(key), dict):
             out[key] = {name: change(part) for name, part in out[key].items()}
-    for key in _LISTS:
+    for key in (*_LISTS, "items"):  # which is a list in older drafts
         if isinstance(out.get(key), list):
             out[key] = [change(part) for part in out[key]]
     for key in _SINGLES:
