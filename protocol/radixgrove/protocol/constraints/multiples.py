@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any, TypeGuard
 
 from radixgrove.protocol.constraints.schema import resolve
+from radixgrove.protocol.errors import RadixgroveError
 
 # The automaton has a state for each remainder, of which compiling may visit all: half a second for
 # 100,000. A step that ends in zeros comes to its end soon: 98 * 10^5 takes 0.2 s, but 864 * 10^5
@@ -122,7 +123,7 @@ def remove_unjoinable(root: dict[str, Any], parts: list[dict[str, Any]]) -> bool
     return any("multipleOf" not in holder for holder in holders)
 
 
-class _UnclearError(Exception):
+class _UnclearError(RadixgroveError):
     """What holds for one value cannot be seen, or not soon."""
 
 

@@ -10,13 +10,17 @@ from typing import NoReturn
 from radixgrove.service import exit_codes, logs
 
 
-def end_process(status: int) -> NoReturn:
-    """End this process with `status`; one that failed skips the interpreter's own ending, in which
-    NCCL waits without a limit for ranks that are cut off."""
-    if status:
-        logs.STDERR.flush(1.0)
-        os._exit(status)
-    sys.exit(status)
+def run_to_end(main: Callable[[], int]) -> NoReturn:
+    """Run a rank, and end this process with its status, without the interpreter's own ending: NCCL
+    waits there without a limit for ranks that are cut off, and a thread that is inside torch then
+    aborts the process."""
+    try:
+        status = main()
+    except SystemExit as end:  # of a signal
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    sys.stdout.flush()
+    logs.STDERR.flush(1.0)
+    os._exit(status)
 
 
 def give_up(rank: int) -> Callable[[str], None]:

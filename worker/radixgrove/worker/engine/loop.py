@@ -27,7 +27,7 @@ from radixgrove.protocol.settings import WorkerSettings
 from radixgrove.service import logs
 from radixgrove.service.metric_files import reserve_room
 from radixgrove.worker.cache.identity import block_hasher, cache_namespace
-from radixgrove.worker.engine.ending import end_process
+from radixgrove.worker.engine.ending import run_to_end
 from radixgrove.worker.engine.links import Links, tell_joined
 from radixgrove.worker.engine.metrics import EngineMetrics, PhaseClock
 from radixgrove.worker.engine.prefill_rate import PrefillRate
@@ -451,4 +451,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main(sys.argv[1:]))
+    run_to_end(functools.partial(main, sys.argv[1:]))
