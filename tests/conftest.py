@@ -56,23 +56,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow ones begin first, a share of them in each process, so that none is left for the end."""
-    processes = getattr(config, "workerinput", {}).get("workercount", 1)
-    rest = [item for item in items if item.get_closest_marker("slow") is None]
-    slow = [item for item in items if item.get_closest_marker("slow") is not None]
-    if any(item.get_closest_marker("cluster") for item in items):
-        return  # these have an order of their own
-    slow.sort(key=_place)
-    items.clear()
-    for number in range(processes):  # xdist deals equal parts of the list
-        begin, end = (len(rest) * part // processes for part in (number, number + 1))
-        items += slow[number::processes] + rest[begin:end]
-
-
-def _place(item: pytest.Item) -> int:
-    marker = item.get_closest_marker("slow")
-    return 1 if marker is None else marker.kwargs.get("place", 1)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that take longest begin first, so that none runs by itself at the end."""
+    items.sort(key=lambda item: not item.get_closest_marker("slow"))
 
 
 def pytest_collection_finish() -> None:

@@ -93,14 +93,14 @@ def test_a_form_of_every_kernel_compiles_for_hopper(cache: Path) -> None:
     assert_they_fit(kernels)
 
 
-@pytest.mark.slow(place=0)
+@pytest.mark.slow
 def test_kernels_compile_for_hopper_in_every_form(cache: Path) -> None:
     kernels = compiled(cache, "bfloat16")
     assert {name for name, *_ in kernels} == KERNELS
     assert_they_fit(kernels)
 
 
-@pytest.mark.slow(place=0)
+@pytest.mark.slow
 def test_kernels_compile_for_hopper_in_float32(cache: Path) -> None:
     kernels = compiled(cache, "float32")
     assert {name for name, *_ in kernels} == KERNELS - NOT_OF_FLOAT32
@@ -112,7 +112,7 @@ def assert_they_fit(kernels: list[tuple[str, int, int, int]]) -> None:
         assert shared <= SHARED_MEMORY_BYTES, f"{name} needs {shared} bytes of shared memory"
 
 
-@pytest.mark.slow(place=0)
+@pytest.mark.slow
 def test_products_for_hopper_keep_their_sums_in_registers(cache: Path) -> None:
     """At the shapes of Qwen3-0.6B and Llama-3.1-8B, in every form that the tuner asks about."""
     kernels = compiled(cache, "products")
@@ -124,7 +124,7 @@ def test_products_for_hopper_keep_their_sums_in_registers(cache: Path) -> None:
         assert shared <= SHARED_MEMORY_BYTES, f"{name} needs {shared} bytes of shared memory"
 
 
-@pytest.mark.slow(place=0)
+@pytest.mark.slow
 def test_experts_for_hopper_keep_their_sums_in_registers(cache: Path) -> None:
     """At the shapes of Qwen3-30B-A3B and Mixtral-8x7B, in every form that the tuner asks about."""
     kernels = compiled(cache, "experts")
@@ -139,7 +139,7 @@ def test_experts_for_hopper_keep_their_sums_in_registers(cache: Path) -> None:
         assert shared <= SHARED_MEMORY_BYTES, f"{name} needs {shared} bytes of shared memory"
 
 
-@pytest.mark.slow(place=0)
+@pytest.mark.slow
 def test_decode_from_a_projection_keeps_to_its_registers(cache: Path) -> None:
     """At the shapes of Qwen3-0.6B and Llama-3.1-8B: as many blocks fit as without RoPE and norm."""
     kernels = compiled(cache, "decode")
