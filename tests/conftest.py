@@ -57,7 +57,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that take longest begin first, so that none runs by itself at the end."""
+    """Slow ones begin first, so that fewer of them are left for the end."""
     items.sort(key=lambda item: not item.get_closest_marker("slow"))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.correctness.judge import Report
-from benchmarks.correctness.models import RANDOM_TIE, make_random_model
+from benchmarks.correctness.models import RANDOM_TIE, make_prompts, make_random_model
 from radixgrove.protocol.model.directory import load_config
 from radixgrove.protocol.settings import Device
 from tests.worker.parallel.machines import MachineProcess, add_words, group, network
@@ -38,11 +37,6 @@ class Said:
     tokens: list[str]
     margins: list[float]
     cached_tokens: int
-
-
-def make_prompts(vocab_size: int) -> list[list[int]]:
-    rng = random.Random(1)
-    return [[rng.randrange(vocab_size) for _ in range(rng.randint(3, 200))] for _ in range(PROMPTS)]
 
 
 def ask(machine: MachineProcess, prompt: list[int]) -> Said:
@@ -114,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         model_dir = make_random_model(arguments.random, Path(scratch))
         vocab_size = load_config(model_dir).vocab_size
         add_words(model_dir, vocab_size)
-        prompts = make_prompts(vocab_size)
+        prompts = make_prompts(Path(scratch), vocab_size)[:PROMPTS]  # of ids alone
         alone, together = (
             answers(model_dir, machines, prompts, arguments.device) for machines in (1, 2)
         )

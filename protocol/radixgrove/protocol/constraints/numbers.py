@@ -19,7 +19,7 @@ from radixgrove.protocol.constraints.multiples import (
     remove_unjoinable,
     states_of,
 )
-from radixgrove.protocol.constraints.schema import is_pointed_into, type_of
+from radixgrove.protocol.constraints.schema import MAPS, is_pointed_into, type_of
 
 _FURTHEST = (1 << 63) - 1024  # the last double within 64 bits
 # Why a keyword cannot be enforced.
@@ -28,7 +28,6 @@ _STEPS = "too many steps, alone or with others"
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _DATA = frozenset({"const", "enum", "default", "examples"})
 
 
@@ -57,7 +56,7 @@ class _Fitting:
     def schema(self, schema: dict[str, Any]) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for key, value in schema.items():
-            if key in _MAPS and isinstance(value, dict):
+            if key in MAPS and isinstance(value, dict):
                 out[key] = {name: self._any(part) for name, part in value.items()}
             elif key in self._data:
                 out[key] = value

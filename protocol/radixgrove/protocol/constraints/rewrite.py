@@ -16,6 +16,7 @@ from typing import Any
 from radixgrove.protocol.constraints.disjoint import Prover
 from radixgrove.protocol.constraints.schema import (
     ANNOTATIONS,
+    MAPS,
     TYPES,
     is_pointed_into,
     resolve,
@@ -30,7 +31,6 @@ _MOST_OVERLAPS = 72  # of the branches of a `oneOf`: those of nine, each with ea
 _MOST_VALUES = 5  # of items that are unique: 326 arrays
 _MOST_NEGATED = 2000  # keywords, those of references again and again
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 # Where null is a value, or no type: elsewhere serializers write it for what is not there.
 _NULLS = frozenset({"const", "default", "type"})
@@ -83,7 +83,7 @@ def _precise(schema: Any, *, declare: bool) -> Any:
 def _within(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     """A copy with its parts, which are schemas, changed."""
     out = dict(schema)
-    for key in _MAPS:
+    for key in MAPS:
         if isinstance(out.get(key), dict):
             out[key] = {name: change(part) for name, part in out[key].items()}
     for key in (*_LISTS, "items"):  # which is a list in older drafts

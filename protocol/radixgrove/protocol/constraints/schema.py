@@ -10,6 +10,8 @@ from urllib.parse import unquote
 from radixgrove.protocol.constraints.constraint import TOO_LARGE, ConstraintError
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
+# Keywords with a schema for each of their names.
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # They say nothing about a value.
 ANNOTATIONS = frozenset(
     {

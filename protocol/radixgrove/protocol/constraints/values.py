@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Set
 from typing import Any
 
-from radixgrove.protocol.constraints.schema import ANNOTATIONS, TYPES, resolve, type_of
+from radixgrove.protocol.constraints.schema import ANNOTATIONS, MAPS, TYPES, resolve, type_of
 
 # `integer` beside `number`: all numbers, alone: those that are whole.
 ALL_TYPES = frozenset({*TYPES, "integer"})
@@ -18,7 +18,6 @@ _MOST_LEVELS = 64  # of references and of schemas joined to others
 _DEFINITIONS = ("#/$defs/", "#/definitions/")
 # Keywords of data, in which nothing is a reference, and of parts by names, of which none is one.
 _DATA = ("const", "enum", "default", "examples")
-_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 # Keywords that types and lists of values are made of.
 _OF_LISTS = frozenset({"type", "const", "enum", "anyOf", "oneOf", "allOf", "$ref"})
 _WHOLE = "whole"  # the definition that a schema becomes when others refer to its parts
@@ -199,7 +198,7 @@ def _references(schema: Any) -> Iterator[str]:
             if isinstance(reference, str) and _is_local(reference):
                 yield reference
             for key, value in part.items():
-                if key in _NAMED and isinstance(value, dict):
+                if key in MAPS and isinstance(value, dict):
                     parts += value.values()
                 elif key not in _DATA:
                     parts.append(value)
@@ -220,7 +219,7 @@ def _moved(part: Any) -> Any:
         return part
     out: dict[str, Any] = {}
     for key, value in part.items():
-        if key in _NAMED and isinstance(value, dict):
+        if key in MAPS and isinstance(value, dict):
             out[key] = {name: _moved(each) for name, each in value.items()}
         else:
             out[key] = value if key in _DATA else _moved(value)

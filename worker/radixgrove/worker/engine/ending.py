@@ -18,9 +18,11 @@ def run_to_end(main: Callable[[], int]) -> NoReturn:
         status = main()
     except SystemExit as end:  # of a signal
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    sys.stdout.flush()
-    logs.STDERR.flush(1.0)
-    os._exit(status)
+    try:
+        sys.stdout.flush()
+        logs.STDERR.flush(1.0)
+    finally:  # also where the output cannot be written
+        os._exit(status)
 
 
 def give_up(rank: int) -> Callable[[str], None]:
