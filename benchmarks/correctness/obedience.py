@@ -3,8 +3,9 @@
     python -m benchmarks.correctness.obedience CORPUS [--schemas 300] [--part K/N]
 
 CORPUS is as for `benchmarks.engine.grammar`; schemas that are refused when strict do not count.
-Each is answered once by the model, the demo model unless `--model` names another; an answer that
-ends by itself is judged by `jsonschema`. Answers that `max_tokens` cuts are not.
+Each is answered once by the model, the demo model unless `--model` names another, which is asked in
+a chat and shown the schema's beginning; an answer that ends by itself is judged by `jsonschema`.
+Answers that `max_tokens` cuts are not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 
 import jsonschema
 import msgspec
-import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks import results
@@ -29,14 +29,19 @@ from benchmarks.engine.grammar_subjects import WHITESPACE
 from radixgrove.protocol.constraints.constraint import ConstraintError, json_schema
 from radixgrove.protocol.constraints.grammar import compile_constraint
 from radixgrove.protocol.model.directory import ModelDirectory
+from radixgrove.protocol.openai.parsing import parse_chat
+from radixgrove.protocol.openai.requests import ModelLimits
 from radixgrove.protocol.openai.sampling import SamplingParams
 from radixgrove.protocol.settings import Device, WorkerSettings
+from radixgrove.protocol.text.prompts import PromptEncoder
 from radixgrove.worker.agent import demo_model
 from radixgrove.worker.engine.offline import OfflineEngine
 from radixgrove.worker.engine.tokenizer import tokenizer_of
 from radixgrove.worker.messages import Finish, Submit, TokenRules, Tokens
 
-PROMPT = "Give me an example, as JSON."
+QUESTION = "Give me a short example, as JSON, of this schema:\n"
+_SHOWN = 800  # characters of a schema: the longest take all of a small model's context
+_PROMPT_TOKENS = 1024  # at most, by far
 _ROWS = 64  # of a batch
 
 
@@ -60,19 +65,35 @@ def enforced(
     return list(islice(found, number - 1, None, parts))
 
 
+def questions(model_dir: Path, schemas: list[Any]) -> list[bytes]:
+    """For each a chat's prompt, int32 ids."""
+    model = ModelDirectory.load(model_dir)
+    encoder = PromptEncoder(model.tokenizer)
+    config = model.config
+    limits = ModelLimits(max_model_len=config.max_position_embeddings, vocab_size=config.vocab_size)
+    prompts = []
+    for schema in schemas:
+        content = QUESTION + json.dumps(schema, ensure_ascii=False)[:_SHOWN]
+        body = msgspec.json.encode(
+            {"model": "", "messages": [{"role": "user", "content": content}]}
+        )
+        prompts.append(encoder.encode_chat(parse_chat(body, limits)).token_ids)
+    return prompts
+
+
 def answers(
-    engine: OfflineEngine, grammars: list[str], prompt: list[int], sampling: SamplingParams
+    engine: OfflineEngine, grammars: list[str], prompts: list[bytes], sampling: SamplingParams
 ) -> list[tuple[list[int], Finish | None]]:
     """What each grammar's row has written, and why it ended.
 
     Raises:
         RuntimeError: a request was refused, or failed.
     """
-    for number, grammar in enumerate(grammars):
+    for number, (grammar, prompt) in enumerate(zip(grammars, prompts, strict=True)):
         submit = Submit(
             request_id=str(number),
             frontend=0,
-            token_ids=np.asarray(prompt, dtype="<i4").tobytes(),
+            token_ids=prompt,
             sampling=msgspec.structs.replace(sampling, seed=number),
             domain="public",
             rules=TokenRules(grammar=grammar),
@@ -125,15 +146,16 @@ def main(argv: list[str] | None = None) -> int:
     settings = WorkerSettings(
         device=Device(arguments.device),
         cpu_threads=arguments.cpu_threads,
-        max_model_len=arguments.max_tokens + 64,
-        kv_tokens=_ROWS * (arguments.max_tokens + 64),
+        max_model_len=arguments.max_tokens + _PROMPT_TOKENS,
+        kv_tokens=_ROWS * (arguments.max_tokens + _PROMPT_TOKENS),
         max_running=_ROWS,
         queue_timeout=3600,
     )
     counted: Counter[str] = Counter()
     with OfflineEngine(settings, model_dir) as engine:
         grammars = [grammar for _, _, grammar in cases]
-        written = answers(engine, grammars, tokenizer.encode(PROMPT).ids, sampling)
+        prompts = questions(model_dir, [schema for _, schema, _ in cases])
+        written = answers(engine, grammars, prompts, sampling)
     for (name, schema, _), (tokens, finish) in zip(cases, written, strict=True):
         if finish is Finish.LENGTH:
             counted["cut"] += 1

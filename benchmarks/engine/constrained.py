@@ -47,7 +47,6 @@ from benchmarks.engine.offline import (
 )
 from benchmarks.engine.profile_engine import Phases, in_window, run_steps, traced
 from benchmarks.engine.workloads import VOCABULARY, Item, Workload
-from benchmarks.load.worker_process import byte_characters
 from radixgrove.protocol.constraints.constraint import json_schema
 from radixgrove.protocol.constraints.grammar import (
     build_matcher,
@@ -55,6 +54,7 @@ from radixgrove.protocol.constraints.grammar import (
     compiler_threads,
 )
 from radixgrove.protocol.model.directory import CONFIG, read_json
+from radixgrove.protocol.token_bytes import byte_characters
 from radixgrove.worker.engine.tokenizer import tokenizer_of
 from radixgrove.worker.messages import Tokens
 

@@ -22,6 +22,7 @@ import psutil
 
 from benchmarks import results
 from radixgrove.cli.redis_server import free_port
+from radixgrove.protocol.token_bytes import byte_characters
 
 RADIXGROVE = (sys.executable, "-m", "radixgrove.cli")
 START_SECONDS = 180.0
@@ -74,13 +75,6 @@ def synthetic_tokenizer(vocab_size: int) -> dict[str, Any]:
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
-
-
-def byte_characters() -> list[str]:
-    """GPT-2's characters for the bytes: printable ones are themselves, others from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 # ---- the worker ------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from radixgrove.protocol.formats.lark import ToolError
 from radixgrove.protocol.formats.shapes import Calls, LooseBody, PythonBody
 from radixgrove.protocol.formats.table import FORMATS
 from radixgrove.protocol.openai.tools import Tool
+from radixgrove.protocol.token_bytes import byte_characters
 from radixgrove.worker.frontend.call_reader import Properties
-from radixgrove.worker.frontend.detokenize import _byte_of_character
 from radixgrove.worker.frontend.markers import Markers
 from tests.worker.frontend.samples import OFFERED, PROPERTIES, SAMPLES, TEXT, Turn, read
 
@@ -53,7 +53,9 @@ TOOLS = (tool("weather", SCHEMA), tool("now", {"type": "object", "additionalProp
 @cache
 def vocabulary(name: str, special: bool = False) -> tuple[Tokenizer, LLTokenizer, Markers]:
     """A token a byte, and the markers of a format, as special tokens or others."""
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_of_character(), merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={text: byte for byte, text in enumerate(byte_characters())}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<eos>", normalized=False)])
@@ -62,7 +64,7 @@ def vocabulary(name: str, special: bool = False) -> tuple[Tokenizer, LLTokenizer
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     return (
         tokenizer,
-        load_tokenizer(tokenizer.to_str(), size, [EOS]),
+        load_tokenizer(tokenizer, size, [EOS]),
         Markers(FORMATS[name], tokenizer, ()),
     )
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from tokenizers import Tokenizer
 
 from radixgrove.protocol.constraints.constraint import (
     TOO_COMPLEX,
@@ -32,6 +33,7 @@ from radixgrove.protocol.constraints.constraint import (
 from radixgrove.protocol.constraints.numbers import fitted
 from radixgrove.protocol.constraints.rewrite import precise, rewrite
 from radixgrove.protocol.constraints.schema import check_properties, has_value
+from radixgrove.protocol.token_bytes import BYTE_LEVEL, TokenBytes, decoder_steps
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -51,6 +53,8 @@ LIMITS = LLParserLimits(
 # some 30 MiB of stack, and would end the process on an ordinary one.
 _STACK_BYTES = 128 << 20
 _MOST_REASON = 300  # characters of llguidance's words that are passed on
+_UNKNOWN_TOKENIZER = "this model's tokenizer does not support it"
+_TOKENS_COMPARED = 500
 
 _OPTIONS = "x-guidance"  # llguidance reads its own options there, which are ours to give
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
@@ -99,24 +103,55 @@ def compiler_threads(count: int, name: str) -> ThreadPoolExecutor:
     return threads
 
 
-def load_tokenizer(tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+def load_tokenizer(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
     """What matchers know of a model's tokens; takes some tenths of a second.
 
     Args:
-        tokenizer_json: as `tokenizers` writes it, with all added tokens.
         vocab_size: masks have a bit for each id below it, and for all that the tokenizer has.
         eos_ids: tokens that may end an answer.
 
     Raises:
         ConstraintError: llguidance does not know this kind of tokenizer.
     """
+    text = _with_plain_decoder(tokenizer.to_str())
     eos = list(eos_ids) or None
-    with suppress(ValueError):
-        return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
-    try:  # it may have more tokens than the model
-        return LLTokenizer(tokenizer_json, eos_token=eos)
-    except ValueError as error:
-        raise ConstraintError("this model's tokenizer does not support it") from error
+    try:
+        found = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
+    except ValueError:
+        try:  # it may have more tokens than the model
+            found = LLTokenizer(text, eos_token=eos)
+        except ValueError as error:
+            raise ConstraintError(_UNKNOWN_TOKENIZER) from error
+    if not _agree(found, tokenizer):
+        raise ConstraintError(_UNKNOWN_TOKENIZER)
+    return found
+
+
+def _with_plain_decoder(text: str) -> str:
+    """A `tokenizer.json` whose bytes llguidance sees: in a sequence it may look past `ByteLevel`,
+    and would then take each character that stands for a byte for itself.
+    """
+    spec = msgspec.json.decode(text)
+    steps = decoder_steps(spec.get("decoder"))
+    byte_level = [step for step in steps if step["type"] == BYTE_LEVEL]
+    if not byte_level or len(steps) == 1:
+        return text
+    return msgspec.json.encode({**spec, "decoder": byte_level[0]}).decode()
+
+
+def _agree(found: LLTokenizer, tokenizer: Tokenizer) -> bool:
+    """Whether both know some hundreds of tokens, from all over the vocabulary, as the same bytes.
+
+    Else a text that a matcher has accepted would not be what its tokens decode to.
+    """
+    tokens = TokenBytes(tokenizer)
+    size = tokenizer.get_vocab_size()
+    sample = (
+        token
+        for token in range(0, size, max(1, size // _TOKENS_COMPARED))
+        if tokenizer.id_to_token(token) is not None and not found.is_special_token(token)
+    )
+    return all(found.decode_bytes([token]) == tokens.of(token) for token in sample)
 
 
 def compile_constraint(constraint: Constraint, tokenizer: LLTokenizer, whitespace: int) -> Compiled:

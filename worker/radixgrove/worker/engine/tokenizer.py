@@ -20,7 +20,7 @@ def tokenizer_of(model_dir: Path) -> LLTokenizer:
     """
     try:
         model = ModelDirectory.load(model_dir)
-        tokenizer = model.tokenizer.tokenizer().to_str()
+        tokenizer = model.tokenizer.tokenizer()
     except (ModelError, TokenizerError) as error:
         raise ConstraintError("this model's tokenizer cannot be read") from error
     return load_tokenizer(tokenizer, model.config.vocab_size, model.eos_ids)

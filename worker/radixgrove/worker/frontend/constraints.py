@@ -197,8 +197,7 @@ class ConstraintCheck:
 
 def _load_tokenizer(model: ServedModel) -> LLTokenizer | ConstraintError:
     """Of a model; or why it has none for grammars, which only requests with one need to know."""
-    text = model.encoder.tokenizer.to_str()
     try:
-        return load_tokenizer(text, model.limits.vocab_size, model.eos_ids)
+        return load_tokenizer(model.encoder.tokenizer, model.limits.vocab_size, model.eos_ids)
     except ConstraintError as error:
         return error

@@ -7,20 +7,18 @@ emits half a character, and its pieces concatenated are the one-shot decoding of
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import msgspec
 from tokenizers import Tokenizer
+
+from radixgrove.protocol.token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so 4 byte tokens complete it; more that still read as
 # broken are broken for good.
 MAX_PENDING_TOKENS = 8
 CONTEXT_TOKENS = 4
-_BLANK = "▁"
-_BYTE_PIECE = re.compile(r"^<0x([0-9A-F]{2})>$")
 
 
 class Detokenizer(Protocol):
@@ -46,9 +44,7 @@ class Vocabulary:
             for number, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
-        decoder = msgspec.json.decode(tokenizer.to_str()).get("decoder") or {}
-        self._bytes = _byte_table(tokenizer, size) if decoder.get("type") == "ByteLevel" else None
-        self._marks_blanks = _BLANK in str(decoder)  # SentencePiece's mark of a blank
+        self._bytes = TokenBytes(tokenizer, size)
 
     def detokenizer(self, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer of one sequence.
@@ -57,20 +53,13 @@ class Vocabulary:
         whether the first word continues a text; their text is never emitted.
         """
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        if self._bytes is not None:
-            return _ByteDetokenizer(self._bytes, skipped)
+        if self._bytes.table is not None:
+            return _ByteDetokenizer(self._bytes.table, skipped)
         return _WindowDetokenizer(self.tokenizer, skipped, prompt_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, as `logprobs` reports them."""
-        if self._bytes is not None:
-            return self._bytes[token_id] if token_id < len(self._bytes) else b""
-        piece = self.tokenizer.id_to_token(token_id) or ""
-        if self._marks_blanks and token_id not in self.special_ids:
-            byte = _BYTE_PIECE.match(piece)
-            return bytes([int(byte[1], 16)]) if byte else piece.replace(_BLANK, " ").encode()
-        text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
-        return text.encode()
+        return self._bytes.of(token_id)
 
 
 class _ByteDetokenizer:
@@ -139,31 +128,6 @@ class _WindowDetokenizer:
         self._continue(self._pending)
         self._pending = []
         return new
-
-
-def _byte_table(tokenizer: Tokenizer, size: int) -> list[bytes]:
-    """Bytes of every id of a byte-level vocabulary (GPT-2's mapping of bytes to characters).
-
-    Those of ids that are no token's are empty; at least `size` ids.
-    """
-    byte_of = _byte_of_character()
-    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    table = [b""] * max(max(vocabulary.values(), default=-1) + 1, size)
-    for text, number in vocabulary.items():
-        mapped = [byte_of.get(character) for character in text]
-        known = [byte for byte in mapped if byte is not None]
-        # A token with a character outside the mapping is an added one: its own text.
-        table[number] = bytes(known) if len(known) == len(text) else text.encode()
-    return table
-
-
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table: printable bytes are themselves, the others follow from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
-    return table
 
 
 class StopMatcher:
