@@ -5,7 +5,7 @@
 CORPUS is as for `benchmarks.engine.grammar`; schemas that are refused when strict do not count.
 Each is answered once by the model, the demo model unless `--model` names another, which is asked in
 a chat and shown the schema's beginning; an answer that ends by itself is judged by `jsonschema`.
-Answers that `max_tokens` cuts are not.
+Answers that `max_tokens` or the end of the time cuts are not.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from radixgrove.worker.messages import Finish, Submit, TokenRules, Tokens
 QUESTION = "Give me a short example, as JSON, of this schema:\n"
 _SHOWN = 800  # characters of a schema: the longest take all of a small model's context
 _PROMPT_TOKENS = 1024  # at most, by far
-_ROWS = 64  # of a batch
+_PROGRESS_SECONDS = 10.0
 
 
 def enforced(
@@ -75,16 +76,23 @@ def questions(model_dir: Path, schemas: list[Any]) -> list[bytes]:
     for schema in schemas:
         content = QUESTION + json.dumps(schema, ensure_ascii=False)[:_SHOWN]
         body = msgspec.json.encode(
-            {"model": "", "messages": [{"role": "user", "content": content}]}
+            {"model": model_dir.name, "messages": [{"role": "user", "content": content}]}
         )
         prompts.append(encoder.encode_chat(parse_chat(body, limits)).token_ids)
     return prompts
 
 
 def answers(
-    engine: OfflineEngine, grammars: list[str], prompts: list[bytes], sampling: SamplingParams
-) -> list[tuple[list[int], Finish | None]]:
-    """What each grammar's row has written, and why it ended.
+    engine: OfflineEngine,
+    grammars: list[str],
+    prompts: list[bytes],
+    sampling: SamplingParams,
+    seconds: float,
+) -> Iterator[tuple[int, list[int], Finish]]:
+    """The number of each grammar whose row has ended, its tokens and why, as they come.
+
+    Args:
+        seconds: rows that have not ended by then are given up.
 
     Raises:
         RuntimeError: a request was refused, or failed.
@@ -100,16 +108,16 @@ def answers(
         )
         engine.scheduler.submit(submit, time.monotonic())
     tokens: list[list[int]] = [[] for _ in grammars]
-    finishes: list[Finish | None] = [None] * len(grammars)
-    while engine.scheduler.has_work:
+    deadline = time.monotonic() + seconds
+    while engine.scheduler.has_work and time.monotonic() < deadline:
         engine.turn()
         for output in engine.scheduler.take_outputs().get(0, []):
             number = int(output.request_id)
             if not isinstance(output, Tokens):
                 raise RuntimeError(f"schema {number} failed: {output.detail}")
             tokens[number] += output.token_ids
-            finishes[number] = output.finish
-    return list(zip(tokens, finishes, strict=True))
+            if output.finish is not None:
+                yield number, tokens[number], output.finish
 
 
 def mistake(schema: Any, text: str) -> str | None:
@@ -130,6 +138,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--part", type=part_of, default=(1, 1), metavar="K/N", help="K-th of N")
     parser.add_argument("--temperature", type=float, default=1.5)
     parser.add_argument("--max-tokens", type=int, default=384)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="give up what takes longer")
+    parser.add_argument("--rows", type=int, default=64, help="answers at once")
     parser.add_argument("--device", default="auto", choices=[d.value for d in Device])
     parser.add_argument("--cpu-threads", type=int, help="1 where other work shares the cores")
     arguments = parser.parse_args(argv)
@@ -147,26 +157,30 @@ def main(argv: list[str] | None = None) -> int:
         device=Device(arguments.device),
         cpu_threads=arguments.cpu_threads,
         max_model_len=arguments.max_tokens + _PROMPT_TOKENS,
-        kv_tokens=_ROWS * (arguments.max_tokens + _PROMPT_TOKENS),
-        max_running=_ROWS,
+        kv_tokens=arguments.rows * (arguments.max_tokens + _PROMPT_TOKENS),
+        max_running=arguments.rows,
         queue_timeout=3600,
     )
     counted: Counter[str] = Counter()
+    told = time.monotonic()
     with OfflineEngine(settings, model_dir) as engine:
         grammars = [grammar for _, _, grammar in cases]
         prompts = questions(model_dir, [schema for _, schema, _ in cases])
-        written = answers(engine, grammars, prompts, sampling)
-    for (name, schema, _), (tokens, finish) in zip(cases, written, strict=True):
-        if finish is Finish.LENGTH:
-            counted["cut"] += 1
-            continue
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        wrong = mistake(schema, text)
-        counted["wrong" if wrong else "obeys"] += 1
-        if wrong:
-            print(f"{name}: {wrong}: {text[:300]}")
+        ended = answers(engine, grammars, prompts, sampling, arguments.seconds)
+        for number, tokens, finish in ended:
+            name, schema, _ = cases[number]
+            if finish is not Finish.LENGTH:
+                text = tokenizer.decode(tokens, skip_special_tokens=True)
+                wrong = mistake(schema, text)
+                counted["wrong" if wrong else "obeys"] += 1
+                if wrong:
+                    print(f"{name}: {wrong}: {text[:300]}", flush=True)
+            if time.monotonic() > told + _PROGRESS_SECONDS:
+                told = time.monotonic()
+                print(f"of {len(cases)} so far: {dict(counted)}", file=sys.stderr, flush=True)
+    counted["cut"] = len(cases) - counted.total()
     print(dict(counted))
-    ended = counted["obeys"] + counted["wrong"]
+    judged = counted["obeys"] + counted["wrong"]
     results.record(
         {
             "benchmark": "obedience",
@@ -175,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
             "model": model_dir.name,
             "subject": "radixgrove",
             "metric": "obeys",
-            "value": round(100 * counted["obeys"] / max(ended, 1), 2),
+            "value": round(100 * counted["obeys"] / max(judged, 1), 2),
             "unit": "%",
             "schemas": len(cases),
             **counted,
