@@ -12,7 +12,8 @@ from zlib import crc32
 import pytest
 import torch
 
-from radixgrove.kernels import moe, moe_tuning, tuned_files
+from radixgrove.kernels import moe, moe_tuning, norm, quantize, routing, tuned_files
+from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.moe import (
     GROUPED,
     ExpertChoice,
@@ -30,6 +31,7 @@ from radixgrove.kernels.moe_tuning import (
 )
 from radixgrove.kernels.routing import Router, Routing
 from radixgrove.kernels.weight import Weight
+from radixgrove.protocol.model.quantization import Activations
 
 Cost = Callable[[ExpertChoice], float]
 
@@ -120,6 +122,67 @@ def test_experts_with_biases_have_choices_of_their_own_without_grouped_mm() -> N
         assert GROUPED in list(moe_tuning.candidates(tokens, plain))
     assert GROUPED not in seen
     assert biased.format != plain.format
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
+    """Kernels that are launched, by name and constants; nothing runs."""
+    seen: set[tuple[object, ...]] = set()
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            def launch(*_: object, **constants: object) -> None:
+                seen.add((self.name, *sorted(constants.items())))
+
+            return launch
+
+    for module in (moe, norm, quantize, routing):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Recorder(name))
+    monkeypatch.setattr(moe_tuning, "_is_tunable", lambda layer: True)
+    monkeypatch.setattr(moe_tuning, "_path", lambda layer: Path("absent"))
+    return seen
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_all_that_steps_launch_is_compiled_ahead(
+    float8: bool, launches: set[tuple[object, ...]]
+) -> None:
+    """Of any size, by whatever choice is measured to be the fastest, a norm before it included."""
+    experts, hidden, inner, load = 16, 128, 256, torch.zeros(16, dtype=torch.int64)
+
+    def stack(rows: int, columns: int) -> Weight:
+        payload = torch.zeros(experts, rows, columns, dtype=torch.bfloat16)
+        if not float8:
+            return Weight.plain(payload)
+        block = torch.ones(experts, rows // 128, columns // 128)
+        how = {"block": (128, 128), "activations": Activations.GROUP}
+        return Weight(payload.to(FLOAT8), torch.bfloat16, block, **how)  # type: ignore[arg-type]
+
+    router = Router(Routing(2), load=load)
+    own = ExpertWeights(stack(2 * inner, hidden), stack(hidden, inner), router)
+    for job in ExpertTuner().jobs([own], experts, 512):
+        if own.can_be_grouped and job.args == (GROUPED,):  # type: ignore[attr-defined]
+            continue  # torch's product needs a device
+        job()
+    compiled = set(launches)
+    launches.clear()
+    for tokens in (1, 2, 3, 4, 7, 8, 15, 16, 24, 32, 56, 64, 100, 128, 130, 200, 256, 300, 512):
+        x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
+        logits = torch.zeros(tokens, experts)
+        for choice in candidates(moe_tuning.bucket_of(tokens), own):
+            if choice == GROUPED:
+                continue
+            for added_to in (None, x.clone()):
+                normed, rows = moe.norm_for_experts(x, x[0], 1e-6, own, choice, added_to)
+                moe.experts(normed, logits, own, x, rows=rows, choice=choice)
+    names = {name for name, *_ in compiled}
+    assert {"route_kernel", "route_and_sort_kernel", "sort_kernel"} < names
+    assert launches == compiled
+    assert not load.any()
 
 
 def test_nothing_is_tuned_off_cuda() -> None:

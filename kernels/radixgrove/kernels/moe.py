@@ -51,6 +51,7 @@ from radixgrove.protocol.model.config import ClampedSwiGlu
 from radixgrove.protocol.model.quantization import Activations
 
 _LEAST_STEP = 16  # along K, of a product on tensor cores
+_GROUPED_BLOCK = 16  # pairs, of blocks that `grouped_mm` does not look at
 _TILE_BYTES = 256  # of weights that a thread has in registers at once
 # Columns of `silu(gate) * up` that share a scale where it is quantized; float8 weights with blocks
 # have them as wide, or their inputs are not.
@@ -102,6 +103,13 @@ class ExpertChoice:
 
     pairs: ExpertPairs | None = None
     tiles: ExpertTiles | None = None
+
+    @property
+    def block_m(self) -> int:
+        """Pairs of an expert that they are sorted into blocks of; 0: they are not sorted."""
+        if self.pairs is not None:
+            return 0
+        return _GROUPED_BLOCK if self.tiles is None else self.tiles.block_m
 
 
 GROUPED = ExpertChoice()
@@ -491,7 +499,7 @@ def _by_groups(
 ) -> Tensor:
     router = weights.router
     routed, made = route_and_sort(
-        logits, router, weights.count, 16, zeroed=router.places is not None
+        logits, router, weights.count, _GROUPED_BLOCK, zeroed=router.places is not None
     )
     rows = x.index_select(0, made.order // router.routing.top_k)
     ends = made.offsets[1:]

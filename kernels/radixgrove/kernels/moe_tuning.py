@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from radixgrove.kernels.moe import (
     PairsConfig,
     TileConfig,
 )
+from radixgrove.kernels.routing import MOST_FORMS, route, route_and_sort
 from radixgrove.kernels.timing import fastest
 from radixgrove.kernels.tuned_files import keep, tuned_path
 
@@ -104,14 +105,18 @@ class ExpertTuner:
         if not layers or not _is_tunable(layers[0]):
             return []
         known = _read(_path(layers[0]))
-        jobs: dict[object, Callable[[], object]] = {}
+        routing: dict[object, Callable[[], object]] = {}
+        products: dict[object, Callable[[], object]] = {}
         for bucket in _buckets(max_tokens):
             if _key(bucket, experts, layers[0]) in known:
                 continue
             trial = _Trial(layers, experts, bucket)
             for choice in candidates(bucket, layers[0]):
-                jobs.setdefault(choice, partial(trial.run_once, choice))
-        return list(jobs.values())
+                # Products need them, and no two threads are to compile the same.
+                form = choice.block_m, min(bucket, MOST_FORMS)
+                routing.setdefault(form, partial(trial.route, choice))
+                products.setdefault(choice, partial(trial.run_once, choice))
+        return [*routing.values(), *products.values()]
 
     def tune(
         self,
@@ -274,33 +279,64 @@ def _choice(pairs: dict[str, Any] | None, tiles: dict[str, Any] | None) -> Exper
 
 
 class _Trial:
-    """Experts of a few layers for so many tokens, routed at random as new models do: evenly."""
+    """Experts of a few layers for so many tokens, routed at random as new models do: evenly.
+
+    They are called as a decoder does, behind a norm and with a residual stream and a count of
+    tokens: nothing is compiled anew for these.
+    """
 
     def __init__(self, layers: Sequence[ExpertWeights], experts: int, tokens: int) -> None:
         self.device = layers[0].gate_up.device
         self._tokens, self._experts = tokens, experts
-        self._layers = [
-            replace(layer, router=replace(layer.router, load=None))
-            for layer in layers[:_COLD_LAYERS]
-        ]
-        self._operands: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._layers = [_uncounted(layer) for layer in layers[:_COLD_LAYERS]]
+        self._operands: _Operands | None = None
 
     def __str__(self) -> str:
         return f"{self._experts} experts for {self._tokens} tokens"
 
-    def _make_operands(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        weight = self._layers[0].gate_up
-        x = torch.randn(self._tokens, weight.shape[1], device=self.device).to(weight.dtype)
-        shape = self._tokens, self._experts
-        return x, [torch.randn(*shape, device=self.device) for _ in self._layers]
+    def _given(self) -> _Operands:
+        if self._operands is None:
+            weight, shape = self._layers[0].gate_up, (self._tokens, self._experts)
+            x = torch.randn(self._tokens, weight.shape[1], device=self.device).to(weight.dtype)
+            logits = [torch.randn(*shape, device=self.device) for _ in self._layers]
+            self._operands = _Operands(x, torch.zeros_like(x), torch.ones_like(x[0]), logits)
+        return self._operands
 
     def run(self, choice: ExpertChoice) -> None:
-        self._operands = self._operands or self._make_operands()
-        x, logits = self._operands
-        for layer, own in zip(self._layers, logits, strict=True):
-            moe.experts(x, own, layer, choice=choice)
+        given = self._given()
+        for layer, logits in zip(self._layers, given.logits, strict=True):
+            x, rows = moe.norm_for_experts(given.x, given.norm, 1e-6, layer, choice)
+            moe.experts(x, logits, layer, given.residual, rows=rows, choice=choice)
 
     def run_once(self, choice: ExpertChoice) -> None:
-        self._operands = self._operands or self._make_operands()
-        x, logits = self._operands
-        moe.experts(x, logits[0], self._layers[0], choice=choice)
+        given, layer = self._given(), self._layers[0]
+        x, rows = moe.norm_for_experts(given.x, given.norm, 1e-6, layer, choice)
+        moe.experts(x, given.logits[0], layer, given.residual, rows=rows, choice=choice)
+
+    def route(self, choice: ExpertChoice) -> None:
+        """What comes before the products; the norm also as it is where it adds to the stream."""
+        given, layer = self._given(), self._layers[0]
+        for added_to in (None, given.residual):
+            moe.norm_for_experts(given.x, given.norm, 1e-6, layer, choice, added_to)
+        if choice.block_m:
+            route_and_sort(given.logits[0], layer.router, layer.count, choice.block_m)
+        else:
+            route(given.logits[0], layer.router)
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """x and the residual stream [T, K], a norm's weight [K], and logits [T, experts] by layer."""
+
+    x: torch.Tensor
+    residual: torch.Tensor
+    norm: torch.Tensor
+    logits: list[torch.Tensor]
+
+
+def _uncounted(layer: ExpertWeights) -> ExpertWeights:
+    """Counting the tokens of its experts, if it does, where that is not read."""
+    load = layer.router.load
+    if load is None:
+        return layer
+    return replace(layer, router=replace(layer.router, load=torch.zeros_like(load)))

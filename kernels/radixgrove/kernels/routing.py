@@ -14,6 +14,8 @@ from radixgrove.kernels.routing_kernels import route_and_sort_kernel, route_kern
 _CHUNK_PAIRS = 256
 _CHUNK_SCORES = 16384
 _FEW_TOKENS = 128  # that one program of `route_and_sort_kernel` may take
+# Each power of two below has kernels of its own; from here on they are all the same.
+MOST_FORMS = 2 * _FEW_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +218,12 @@ def sort(routed: Routed, block_m: int, *, counters: int = 0, zeroed: bool = Fals
         chunks,
         places,
         counters,
+        block_m,
         CHUNK=chunk,
         BLOCK_C=next_power_of_2(chunk),
         BLOCK_E=block_e,
         SLAB=max(1, 2048 // block_e),
         STRIPE=min(16, next_power_of_2(chunk)),
-        BLOCK_M=block_m,
         num_warps=4,
         **pdl(ids),
     )

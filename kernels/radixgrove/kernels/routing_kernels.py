@@ -266,8 +266,8 @@ def route_and_sort_kernel(
         block_expert_ptr,
         block_start_ptr,
         num_blocks_ptr,
-        BLOCK_E,
         BLOCK_M,
+        BLOCK_E,
     )
 
 
@@ -288,13 +288,13 @@ def _list_blocks(
     block_expert_ptr,
     block_start_ptr,
     num_blocks_ptr,
+    block_m,
     BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
 ):
-    """Blocks of `BLOCK_M` pairs of one expert each, of experts with `total` pairs from `offset`."""
+    """Blocks of `block_m` pairs of one expert each, of experts with `total` pairs from `offset`."""
     place = tl.arange(0, BLOCK_E)
     inside = place < places
-    blocks = (total + BLOCK_M - 1) // BLOCK_M
+    blocks = (total + block_m - 1) // block_m
     first_block = tl.cumsum(blocks, axis=0) - blocks
     tl.store(offsets_ptr + place, offset, mask=inside)
     tl.store(offsets_ptr + places, tl.sum(total, axis=0))
@@ -302,10 +302,10 @@ def _list_blocks(
     for index in range(0, tl.max(blocks, axis=0)):
         mask = index < blocks
         tl.store(block_expert_ptr + first_block + index, place, mask=mask)
-        tl.store(block_start_ptr + first_block + index, offset + index * BLOCK_M, mask=mask)
+        tl.store(block_start_ptr + first_block + index, offset + index * block_m, mask=mask)
 
 
-@jit(varying=("pairs", "chunks", "counters"))
+@jit(varying=("pairs", "chunks", "counters", "block_m"))
 def sort_kernel(
     ids_ptr,
     counts_ptr,
@@ -320,18 +320,19 @@ def sort_kernel(
     chunks,
     places,
     counters,
+    block_m,
     CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr,
     SLAB: tl.constexpr,
     STRIPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Pairs of token and expert in the order of experts, then tokens.
 
-    A program finds where the pairs of one chunk go; the last one lists the blocks of `BLOCK_M`
+    A program finds where the pairs of one chunk go; the last one lists the blocks of `block_m`
     pairs of one expert each. All sum the counts of all chunks, so that none waits for another.
+    Sizes of blocks are no reason to compile it anew: it takes the compiler seconds.
     """
     chunk = tl.program_id(0)
     place = tl.arange(0, BLOCK_E)
@@ -380,6 +381,6 @@ def sort_kernel(
             block_expert_ptr,
             block_start_ptr,
             num_blocks_ptr,
+            block_m,
             BLOCK_E,
-            BLOCK_M,
         )
