@@ -342,6 +342,24 @@ class TestCompiling:
         with LinearTuner().compiling([layer, twin], 64, 64):
             assert [bucket for bucket, _ in compiled] == [16, 32, 64]
 
+    def test_a_gemv_that_takes_all_of_k_at_once_is_another(self, compiled: list[Any]) -> None:
+        with LinearTuner().compiling([projection(64, 14336), projection(64, 4096)], 1, 1):
+            again = [choice for _, choice in compiled[len(GEMV_CANDIDATES) :]]
+        assert again == [one for one in GEMV_CANDIDATES if one.gemv and one.gemv.block_k == 4096]
+
+    def test_what_a_library_leaves_to_kernels_of_their_own_is_compiled(
+        self, compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ran: list[str] = []
+        monkeypatch.setattr(autotune, "add_rms_norm", lambda *_: ran.append("norm"))
+        monkeypatch.setattr(autotune, "silu_and_mul", lambda x: ran.append("silu"))
+        kinds = [projection(64, 32, residual=True), projection(64, 32, silu=True)]
+        with LinearTuner().compiling([*kinds, projection(64, 32)], 1, 1):
+            for job in compiled:
+                if callable(job):
+                    job()
+        assert sorted(ran) == ["norm", "silu"]
+
     def test_other_kernels_come_first(self, compiled: list[Any]) -> None:
         def other() -> None: ...
 

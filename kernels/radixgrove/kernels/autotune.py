@@ -17,6 +17,7 @@ from torch import Tensor
 
 from radixgrove.kernels import cublaslt
 from radixgrove.kernels._triton import cdiv, next_power_of_2
+from radixgrove.kernels.activation import silu_and_mul
 from radixgrove.kernels.cublaslt import CublasLtConfig
 from radixgrove.kernels.gemv import GemvConfig
 from radixgrove.kernels.linear_candidates import (
@@ -93,11 +94,13 @@ class LinearTuner:
         for bucket, projection in _work(projections, max_batch, max_tokens):
             if projection.key(bucket) in known:
                 continue
-            endings = projection.silu, projection.residual, projection.biased, projection.wide
-            kind = projection.weights[0].format, next_power_of_2(bucket), endings
+            trial = _Trial(projection, bucket, scratch)
+            kind = projection.weights[0].format, next_power_of_2(bucket), projection.endings
             for choice in own_candidates(bucket, projection, scratch):
-                trial = _Trial(projection, bucket, scratch)
-                jobs.setdefault((choice, kind), partial(trial.run_once, choice))
+                forms = kind, _in_one_step(choice, projection)
+                jobs.setdefault((choice, forms), partial(trial.run_once, choice))
+            if bucket == 1 and (projection.silu or projection.residual):
+                jobs.setdefault((projection.outputs, projection.silu), trial.run_endings)
         # A compilation leaves Python for most of its time.
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile-kernels") as executor:
             _submit(executor, [*others, *jobs.values()], device)
@@ -139,6 +142,12 @@ class LinearTuner:
             self._choices[dtype, key] = known[key]
         if len(known) > before:
             _write(path, known)
+
+
+def _in_one_step(choice: Choice, projection: Projection) -> bool:
+    """Whether `gemv` takes all of K at once, which is another form of its kernel."""
+    columns = projection.weights[0].shape[1]
+    return choice.gemv is not None and choice.gemv.block_k >= columns
 
 
 def _place(projections: Sequence[Projection]) -> tuple[torch.device, torch.dtype]:
@@ -213,6 +222,15 @@ class _Trial:
         """The first weight: enough to compile and to load."""
         self._run(choice, self._weights[0])
 
+    def run_endings(self) -> None:
+        """What a library's product leaves to kernels of their own."""
+        self._operands = self._operands or self._make_operands()
+        projection, (_, _, of_outputs, residual) = self._projection, self._operands
+        if projection.residual:
+            add_rms_norm(torch.zeros_like(residual), residual, of_outputs, 1e-6)
+        elif not projection.weights[0].quantized:
+            silu_and_mul(of_outputs.new_zeros(self._tokens, len(of_outputs)))
+
     def _run(self, choice: Choice, weight: Weight) -> None:
         self._operands = self._operands or self._make_operands()
         x, of_inputs, of_outputs, residual = self._operands
@@ -229,11 +247,12 @@ class _Trial:
             choice=choice,
             scratch=self._scratch,
         )
+        norm = of_inputs if projection.normed else None
         if projection.wide:
             wide = torch.empty(len(x), projection.outputs, device=self.device)
-            product(norm=of_inputs, out=wide)
+            product(norm=norm, out=wide)
         elif not projection.residual:
-            product(norm=of_inputs, silu=projection.silu)
+            product(norm=norm, silu=projection.silu)
         elif choice.deferred:
             add_rms_norm(product(), residual, of_outputs, 1e-6)
         else:

@@ -77,8 +77,8 @@ class Projection:
     """A kind of product of the model, as `ops.linear` is asked for it.
 
     `weights`: of several layers, the same shape. `every_token`: it multiplies all tokens of a
-    prefill step, not only those that are sampled from. Without `residual` a norm precedes it.
-    `wide`: its output is float32. `feeds`: with `silu`, the weight that takes the result.
+    prefill step, not only those that are sampled from. `wide`: its output is float32. `normed`: a
+    norm precedes it, without `residual`. `feeds`: with `silu`, the weight that takes the result.
     """
 
     weights: Sequence[Weight]
@@ -87,7 +87,13 @@ class Projection:
     biased: bool = False
     every_token: bool = True
     wide: bool = False
+    normed: bool = True
     feeds: Weight | None = None
+
+    @property
+    def endings(self) -> tuple[bool, ...]:
+        """What kernels for it differ by, beside the weight's format."""
+        return self.silu, self.residual, self.biased, self.wide, self.normed
 
     @property
     def result_dtype(self) -> torch.dtype:

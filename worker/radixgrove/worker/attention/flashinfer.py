@@ -170,7 +170,8 @@ class FlashInferAttention(DecodingBackend):
             rows=torch.zeros(3, dtype=torch.int32, device=device),
             qo_indptr=indptr,
             kv_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-            page_table=torch.full((1, 2), scratch, dtype=torch.int32, device=device),
+            # As wide as tables whose rows are aligned, for which kernels are compiled already.
+            page_table=torch.full((1, 16), scratch, dtype=torch.int32, device=device),
             slots=torch.full((5,), scratch * self.page_size, dtype=torch.int64, device=device),
             positions=torch.zeros(5, dtype=torch.int64, device=device),
             q_lens_host=[2, 2],

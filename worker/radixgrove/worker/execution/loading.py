@@ -18,6 +18,7 @@ from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
 from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
 from radixgrove.worker.execution.assembly import Report
 from radixgrove.worker.execution.choices import Limits, choose_length
+from radixgrove.worker.execution.precompile import step_jobs
 from radixgrove.worker.messages import EngineState, PhaseReport
 from radixgrove.worker.models.context import TensorPlacement
 from radixgrove.worker.models.decoder import Decoder
@@ -44,6 +45,9 @@ def load_model(
     sizes = limits.max_running, limits.max_step_tokens
     others: list[Callable[[], object]] = []
     if place.device.type == "cuda":
+        # One of these is compiled before all else may be, and takes the least time.
+        longest = choose_length(settings.max_model_len, config)
+        others += step_jobs(model, longest, settings.page_size)
         for shape in attention_shapes(settings, config, limits, place, kv):
             shape = replace(shape, quantizes=model.quantizes_heads)
             others += compile_jobs(shape, place.device)

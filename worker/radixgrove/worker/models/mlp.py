@@ -209,7 +209,7 @@ class Mixture:
         if not layers:
             return []
         shared = [layer._shared for layer in layers if layer._shared is not None]
-        router = Projection([layer._gate for layer in layers], wide=True)
+        router = Projection([layer._gate for layer in layers], wide=True, normed=False)
         return [router, *FeedForward.projections(shared)]
 
     def __call__(self, stream: ResidualStream, context: StepContext, norm: Norm | None) -> None:
