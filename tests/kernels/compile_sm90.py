@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -52,6 +51,7 @@ from radixgrove.kernels import (
     token_mail,
     top_k_top_p,
 )
+from radixgrove.kernels.compilers import CompileOnly
 from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.kernels.linear_candidates import (
     GEMV_CANDIDATES,
@@ -89,22 +89,9 @@ MODULES = (
 )
 
 
-class _Hopper:
-    """As much of Triton's driver as compiling needs."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-
 def compile_only() -> None:
     """Launches compile and print; nothing runs."""
-    driver.set_active(_Hopper())
+    driver.set_active(CompileOnly(90))
     run = JITFunction.run
     seen: set[str] = set()
 

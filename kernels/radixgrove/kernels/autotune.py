@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 from radixgrove.kernels import cublaslt
 from radixgrove.kernels._triton import cdiv, next_power_of_2
 from radixgrove.kernels.activation import silu_and_mul
+from radixgrove.kernels.compilers import compiling_apart, threads_for
 from radixgrove.kernels.cublaslt import CublasLtConfig
 from radixgrove.kernels.gemv import GemvConfig
 from radixgrove.kernels.linear_candidates import (
@@ -76,6 +77,7 @@ class LinearTuner:
         max_batch: int,
         max_tokens: int,
         others: Sequence[Callable[[], object]] = (),
+        cores: int | None = None,
     ) -> Iterator[None]:
         """Meanwhile compile, in threads, what `tune` with these arguments has to measure.
 
@@ -83,6 +85,7 @@ class LinearTuner:
 
         Args:
             others: launches of other kernels that will be needed, which come first.
+            cores: that compiling may use; None: the machine's.
         """
         device, dtype = _place(projections)
         if not _is_tunable(device, dtype):
@@ -101,8 +104,9 @@ class LinearTuner:
                 jobs.setdefault((choice, forms), partial(trial.run_once, choice))
             if bucket == 1 and (projection.silu or projection.residual):
                 jobs.setdefault((projection.outputs, projection.silu), trial.run_endings)
-        # A compilation leaves Python for most of its time.
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile-kernels") as executor:
+        cores = cores or os.cpu_count() or 1
+        apart = compiling_apart(cores) if device.type == "cuda" else nullcontext()
+        with apart, ThreadPoolExecutor(threads_for(cores), "compile-kernels") as executor:
             _submit(executor, [*others, *jobs.values()], device)
             try:
                 yield

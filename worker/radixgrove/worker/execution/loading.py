@@ -13,6 +13,7 @@ from radixgrove.kernels.float8 import FLOAT8
 from radixgrove.protocol.model.config import ModelConfig, QkNorm
 from radixgrove.protocol.model.directory import known_tokens
 from radixgrove.protocol.settings import AttentionChoice, LoadFormat, WorkerSettings
+from radixgrove.service import machine
 from radixgrove.worker.attention.flashinfer_kernels import can_serve, kernel_of
 from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
 from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
@@ -25,6 +26,7 @@ from radixgrove.worker.models.decoder import Decoder
 from radixgrove.worker.models.ops import choose_ops
 from radixgrove.worker.models.stages import Stage
 from radixgrove.worker.models.weights import fill_random, load_safetensors
+from radixgrove.worker.parallel.layout import Layout
 
 
 def load_model(
@@ -52,7 +54,8 @@ def load_model(
             shape = replace(shape, quantizes=model.quantizes_heads)
             others += compile_jobs(shape, place.device)
         others += kernels.expert_tuner.jobs(*model.experts(), limits.max_step_tokens)
-    with kernels.tuner.compiling(model.projections(), *sizes, others):
+    cores = machine.cores() // Layout.of(settings).ranks_per_node
+    with kernels.tuner.compiling(model.projections(), *sizes, others, max(1, cores)):
         if settings.load_format == LoadFormat.DUMMY:
             report(PhaseReport(EngineState.LOADING, "filling random weights"))
             fill_random(model.parts())

@@ -1,0 +1,60 @@
+"""Compiling in processes: they fill the cache that launches look into, and are not needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from radixgrove.kernels import compilers
+from radixgrove.kernels.compilers import Compilers, compiling_apart, threads_for
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.slow
+def test_what_a_process_compiles_is_what_the_launch_asks_for(tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    script = Path(__file__).with_name("compile_apart.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    launched = [line.split() for line in done.stdout.splitlines()]
+    # The first is compiled where it is launched.
+    assert launched[0] == ["_silu_and_mul_kernel", "False"]
+    assert sorted(name for name, _ in launched[1:]) == ["_rms_norm_kernel"] * 2 + ["route_kernel"]
+    assert {hit for _, hit in launched[1:]} == {"True"}
+
+
+def test_processes_that_cannot_start_leave_the_work_to_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = SimpleNamespace(wait=lambda seconds=None: 1, kill=lambda: None)
+    monkeypatch.setattr(compilers.subprocess, "Popen", lambda *_, **__: ended)
+    event: dict[str, Any] = {
+        "fn": SimpleNamespace(module="absent", name="_kernel"),
+        "compile": {"specialization_data": "{}"},
+    }
+    with Compilers(2, 90) as apart:
+        for _ in range(3):  # one more than there are
+            assert apart.before_compiling(**event) is False
+            event["compile"]["specialization_data"] += " "
+
+
+def test_few_cores_have_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "Compilers", None)
+    with compiling_apart(7):
+        pass
+    assert [threads_for(cores) for cores in (1, 2, 7, 8, 64)] == [1, 2, 7, 8, 16]
