@@ -14,7 +14,7 @@ from radixgrove.protocol.model.config import ModelConfig, QkNorm
 from radixgrove.protocol.model.directory import known_tokens
 from radixgrove.protocol.settings import AttentionChoice, LoadFormat, WorkerSettings
 from radixgrove.service import machine
-from radixgrove.worker.attention.flashinfer_kernels import can_serve, kernel_of
+from radixgrove.worker.attention.flashinfer_kernels import can_serve, import_flashinfer, kernel_of
 from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
 from radixgrove.worker.attention.precompile import AttentionShape, compile_jobs
 from radixgrove.worker.execution.assembly import Report
@@ -50,7 +50,10 @@ def load_model(
         # One of these is compiled before all else may be, and takes the least time.
         longest = choose_length(settings.max_model_len, config)
         others += step_jobs(model, longest, settings.page_size)
-        for shape in attention_shapes(settings, config, limits, place, kv):
+        shapes = attention_shapes(settings, config, limits, place, kv)
+        if not all(shape.extends for shape in shapes):
+            others.append(import_flashinfer)  # which takes a second or two
+        for shape in shapes:
             shape = replace(shape, quantizes=model.quantizes_heads)
             others += compile_jobs(shape, place.device)
         others += kernels.expert_tuner.jobs(*model.experts(), limits.max_step_tokens)
