@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,26 @@ def test_what_a_process_compiles_is_what_the_launch_asks_for(tmp_path: Path) -> 
     assert launched[0] == ["_silu_and_mul_kernel", "False"]
     assert sorted(name for name, _ in launched[1:]) == ["_rms_norm_kernel"] * 2 + ["route_kernel"]
     assert {hit for _, hit in launched[1:]} == {"True"}
+
+
+_KILLED = """
+import os
+from radixgrove.kernels.compilers import Compilers
+print(Compilers(2, 90)._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+def test_processes_end_with_the_one_that_started_them() -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", _KILLED], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    state = Path("/proc", killed.stdout.strip(), "stat")
+    deadline = time.monotonic() + 60
+    while state.exists() and ") Z" not in state.read_text():  # which waits for all others
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_processes_that_cannot_start_leave_the_work_to_threads(
