@@ -179,6 +179,7 @@ def test_all_that_steps_launch_is_compiled_ahead(
             for added_to in (None, x.clone()):
                 normed, rows = moe.norm_for_experts(x, x[0], 1e-6, own, choice, added_to)
                 moe.experts(normed, logits, own, x, rows=rows, choice=choice)
+                moe.experts(normed, logits, own, x, choice=choice)  # behind a sum over ranks
     names = {name for name, *_ in compiled}
     assert {"route_kernel", "route_and_sort_kernel", "sort_kernel"} < names
     assert launches == compiled

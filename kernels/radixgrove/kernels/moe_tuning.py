@@ -318,6 +318,8 @@ class _Trial:
         given, layer = self._given(), self._layers[0]
         for added_to in (None, given.residual):
             moe.norm_for_experts(given.x, given.norm, 1e-6, layer, choice, added_to)
+        if choice.tiles and layer.quantizes_inputs:  # behind a sum over ranks, without the norm
+            moe.quantize_for_experts(given.x, layer)
         if choice.block_m:
             route_and_sort(given.logits[0], layer.router, layer.count, choice.block_m)
         else:
