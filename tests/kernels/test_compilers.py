@@ -18,13 +18,12 @@ from radixgrove.kernels.compilers import Compilers, compiling_apart, threads_for
 pytest.importorskip("triton")
 
 
-@pytest.mark.slow
-def test_what_a_process_compiles_is_what_the_launch_asks_for(tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+def launched_by(name: str, cache: Path) -> list[list[str]]:
+    """Words of each line that a script beside this file prints."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
-    script = Path(__file__).with_name("compile_apart.py")
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(Path(__file__).with_name(name))],
         env=environment,
         capture_output=True,
         text=True,
@@ -32,7 +31,19 @@ def test_what_a_process_compiles_is_what_the_launch_asks_for(tmp_path: Path) -> 
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    launched = [line.split() for line in done.stdout.splitlines()]
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_every_kernel_can_be_handed_over(tmp_path: Path) -> None:
+    launched = launched_by("handed_over.py", tmp_path)
+    assert len({name for name, _ in launched}) > 30
+    assert [name for name, same in launched if same != "True"] == []
+
+
+@pytest.mark.slow
+def test_what_a_process_compiles_is_what_the_launch_asks_for(tmp_path: Path) -> None:
+    launched = launched_by("compile_apart.py", tmp_path)
     # The first is compiled where it is launched.
     assert launched[0] == ["_silu_and_mul_kernel", "False"]
     assert sorted(name for name, _ in launched[1:]) == ["_rms_norm_kernel"] * 2 + ["route_kernel"]
