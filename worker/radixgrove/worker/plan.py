@@ -29,6 +29,13 @@ on the host has its place between them: a step with rows that have rules for the
 launched so, and the masks, made from the tokens of the step before, are given to `sample`. Its
 forward runs meanwhile.
 
+Window pages: layers that attend to a window of the last tokens need what a page holds of them only
+while it is in some row's window. Where `ExecutorInfo.num_window_pages` is above 0 they keep it in a
+*window page*, a place of which there are fewer than pages and which the scheduler gives out like
+those. A token is written, and attended to from inside a window, only where the page that it lies in
+has one. `window_pages` says where: an entry holds for its row until the row ends or its window has
+passed. Behind the window entries mean nothing, and may name places that others have been given.
+
 Copies between the device's pages and the host's run beside the steps, saves and loads each in the
 order of their ids. Rank 0 alone sees when they end; `saved`, `loaded` and `collected` tell the
 others what it relied on, and each rank makes whatever comes after wait for the same on its device.
@@ -92,16 +99,18 @@ class ShrunkRow(msgspec.Struct, array_like=True):
 class StepPlan(msgspec.Struct, kw_only=True):
     """One forward pass over prefill chunks and decodes together.
 
-    Applied in this order: `shrunk_rows`, `new_rows`, `appended_pages`, then the forward. A decode
-    begins with the last token that the row's table holds, which may be a sample of the previous
-    step that has not reached the host yet. `decodes` keeps its order from step to step where it
-    can, so that the device reuses its inputs.
+    Applied in this order: `shrunk_rows`, `new_rows`, `appended_pages`, `window_pages`, then the
+    forward. A decode begins with the last token that the row's table holds, which may be a sample
+    of the previous step that has not reached the host yet. `decodes` keeps its order from step to
+    step where it can, so that the device reuses its inputs.
     """
 
     step_id: int
     shrunk_rows: list[ShrunkRow] = []
     new_rows: list[NewRow] = []
     appended_pages: list[tuple[int, int]] = []  # (row, page), in table order
+    # (row, index in the row's table, window page); of any page that the row has
+    window_pages: list[tuple[int, int, int]] = []
     prefills: list[PrefillChunk] = []
     decodes: list[int] = []
     bounds: list[int] = []  # most tokens of each of `sampled_rows()`; empty: one each
@@ -158,6 +167,10 @@ class ExecutorInfo(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int = 1  # parts that decoding rows are dealt into, at most `depth`
     run_ahead: bool = False  # of micro-batches: a row's next token may be in flight behind its last
     num_host_pages: int = 0  # of the host tier, the scheduler's to give out as well
+    # 0 .. num_window_pages - 1 are the scheduler's to give out, too; 0: layers with a window keep
+    # all pages, and plans have no `window_pages`
+    num_window_pages: int = 0
+    window: int = 0  # tokens of the longest window that layers attend to; 0: none has one
 
 
 class Executor(Protocol):
