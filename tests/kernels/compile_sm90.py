@@ -169,6 +169,7 @@ def launch_all(dtype: torch.dtype, *, few: bool = False) -> None:
     )
     inputs = (index64, lens, tokens_known, table, 16, index32, index32, index64, index32, index64)
     decode_inputs.gather_rows(*inputs, zeros(64, hidden), zeros(4, hidden))
+    decode_inputs.gather_rows(*inputs, zeros(64, hidden), zeros(4, hidden), table, index64)
     addresses, turns = zeros(2, kind=torch.int64), zeros(512, kind=torch.int32)
     exchange = all_reduce.Exchange(addresses, turns, all_reduce.Exchange.room_for(hidden), rank=0)
     for rows_reduced in (64,) if few else (1, 64, 256):

@@ -39,3 +39,19 @@ def test_gather_rows(chosen: list[int], width: int | None, device: torch.device)
     decode_inputs.gather_rows_reference(index, lens, tokens, pages, PAGE, *expected)
     for ours, reference in zip(out, expected, strict=True):
         assert ours.tolist() == reference.tolist()
+
+
+def test_gather_rows_of_two_tables(device: torch.device) -> None:
+    """Rows have pages of their own in layers with a window."""
+    lens, tokens, pages = make_table(device)
+    window_pages = torch.randperm(60, device=device).int().view(10, 6)
+    index = torch.tensor([8, 3, DUMMY, DUMMY], dtype=torch.int64, device=device)
+    last = lens.long()[index] - 1
+    kinds = (torch.int32, torch.int32, torch.int64, torch.int32, torch.int64)
+    for gather in (decode_inputs.gather_rows, decode_inputs.gather_rows_reference):
+        out = [torch.full((4,), -1, dtype=kind, device=device) for kind in kinds]
+        slots = torch.full((4,), -1, dtype=torch.int64, device=device)
+        gather(index, lens, tokens, pages, PAGE, *out, None, None, window_pages, slots)
+        for table, places in ((pages, out[4]), (window_pages, slots)):
+            expected = table[index, last // PAGE].long() * PAGE + last % PAGE
+            assert places.tolist() == expected.tolist()

@@ -111,6 +111,48 @@ def test_extend(window: int, news: list[int], dtype: torch.dtype, device: torch.
     assert_close(attention.extend_attention_reference(*arguments, window), expected)
 
 
+def forget(kv: PagedKv, queries: list[int], window: int) -> None:
+    """Let pages that no query of a row sees be NaN, as another row's may be."""
+    items = zip(kv.rows.tolist(), kv.kv_lens.tolist(), queries, strict=True)
+    for row, kv_len, count in items:
+        behind = max(0, kv_len - count + 1 - window) // PAGE
+        kv.pages[:, kv.page_table[row, :behind].long()] = float("nan")
+
+
+@pytest.mark.parametrize("window", [1, 20, 64])
+@DTYPES
+def test_nothing_is_read_behind_a_window(
+    window: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A weight of 0 would not hide NaN."""
+    news = [1, 16, 3, 33, 70]
+    kv = paged(LENGTHS, dtype, device)
+    q = torch.randn(sum(news), HEADS, HEAD_DIM, device=device).to(dtype)
+    indptr = torch.tensor([0, *torch.tensor(news).cumsum(0).tolist()], device=device).int()
+    expected = exact(q, kv, indptr, window)
+    last = indptr[1:].long() - 1
+    forget(kv, news, window)
+    arguments = q, kv.pages, kv.rows, indptr, kv.kv_lens, kv.page_table, SCALE
+    for longest in (16, 130):
+        out = attention.extend_attention(*arguments, longest, window=window)
+        assert_close(out, expected)
+    forget(kv, [1] * len(news), window)
+    workspace = DecodeWorkspace(len(LENGTHS), HEADS, KV_HEADS, HEAD_DIM, device)
+    for config in (None, DecodeConfig(block_n=16, stages=2, warps=1, programs=2, least=1)):
+        out = decode.decode_attention(
+            q[last],
+            kv.pages,
+            kv.rows,
+            kv.kv_lens,
+            kv.page_table,
+            SCALE,
+            workspace,
+            window=window,
+            config=config,
+        )
+        assert_close(out, expected[last])
+
+
 def test_prefixes_in_common_have_no_window(device: torch.device) -> None:
     kv = paged([20, 20], torch.float32, device)
     q = torch.randn(2, HEADS, HEAD_DIM, device=device)

@@ -166,8 +166,8 @@ def _extend_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         stop = tl.minimum(prefix + (block + 1) * BLOCK_M, kv_len)
         begin = 0
-        if WINDOW > 0:  # what the first query sees
-            begin = tl.maximum(prefix + block * BLOCK_M + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        if WINDOW > 0:  # what the first query sees, and nothing before: that may be another row's
+            begin = tl.maximum(prefix + block * BLOCK_M + 1 - WINDOW, 0)
         for first in range(begin, stop, BLOCK_N):
             token = first + tl.arange(0, BLOCK_N)
             inside = token < stop
@@ -226,7 +226,8 @@ def extend_attention(
             it is read); holds the new tokens' KV.
         rows: [P] int32. qo_indptr: [P + 1] int32, chunks may be empty. kv_lens: [P] int32, new
             tokens included.
-        page_table: [max_rows, max_pages] int32.
+        page_table: [max_rows, max_pages] int32; with a window, what is behind that of a chunk's
+            first query is not read.
         max_q_len: about the length of the longest chunk, which decides the tile unless `config`
             does (but for float32, which has its own); any gives the same result up to rounding.
         window: tokens that a query attends to, its own included; 0: all.

@@ -26,6 +26,8 @@ def gather_rows_reference(
     slots: Tensor,
     embedding: Tensor | None = None,
     hidden: Tensor | None = None,
+    window_pages: Tensor | None = None,
+    window_slots: Tensor | None = None,
 ) -> None:
     """See `gather_rows`."""
     known = lens.index_select(0, rows)
@@ -35,6 +37,9 @@ def gather_rows_reference(
     positions.copy_(last)
     token_ids.copy_(tokens[rows, last])
     slots.copy_(pages[rows, last // page_size].long() * page_size + last % page_size)
+    if window_pages is not None and window_slots is not None:
+        places = window_pages[rows, last // page_size].long() * page_size + last % page_size
+        window_slots.copy_(places)
     if embedding is not None and hidden is not None:
         torch.index_select(embedding, 0, token_ids, out=hidden)
 
@@ -47,6 +52,7 @@ def gather_rows_reference(
         "positions_ptr",
         "token_ids_ptr",
         "slots_ptr",
+        "window_slots_ptr",
     )
 )
 def _gather_rows_kernel(
@@ -61,11 +67,14 @@ def _gather_rows_kernel(
     token_ids_ptr,
     slots_ptr,
     hidden_ptr,
+    window_pages_ptr,
+    window_slots_ptr,
     tokens_stride,
     pages_stride,
     width,
     PAGE: tl.constexpr,
     EMBED: tl.constexpr,
+    WINDOWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -86,6 +95,9 @@ def _gather_rows_kernel(
         tl.store(positions_ptr + item, last)
         tl.store(token_ids_ptr + item, token)
         tl.store(slots_ptr + item, page.to(tl.int64) * PAGE + last % PAGE)
+        if WINDOWS:  # a table of the same form
+            page = tl.load(window_pages_ptr + row * pages_stride + last // PAGE)
+            tl.store(window_slots_ptr + item, page.to(tl.int64) * PAGE + last % PAGE)
     if EMBED:
         column = part * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -106,6 +118,8 @@ def gather_rows(
     slots: Tensor,
     embedding: Tensor | None = None,
     hidden: Tensor | None = None,
+    window_pages: Tensor | None = None,
+    window_slots: Tensor | None = None,
 ) -> None:
     """What a decode step reads of its rows: each one's last token, and where that is.
 
@@ -118,6 +132,8 @@ def gather_rows(
         token_ids: [B] int32, written.
         embedding: [vocabulary, width] contiguous; with `hidden` only.
         hidden: [B, width] contiguous, written: the last token's embedding.
+        window_pages: as `pages`, contiguous, of layers with a window; with `window_slots` only.
+        window_slots: [B] int64, written: the last token's place in the pool of those.
     """
     count = rows.numel()
     if count:
@@ -135,11 +151,14 @@ def gather_rows(
             token_ids,
             slots,
             hidden,
+            window_pages,
+            window_slots,
             tokens.stride(0),
             pages.stride(0),
             width,
             PAGE=page_size,
             EMBED=embedding is not None,
+            WINDOWS=window_pages is not None,
             BLOCK=block,
             num_warps=4,
             **pdl(rows),

@@ -278,6 +278,8 @@ def gather_rows(
     slots: Tensor,
     embedding: Tensor | None = None,
     hidden: Tensor | None = None,
+    window_pages: Tensor | None = None,
+    window_slots: Tensor | None = None,
 ) -> None:
     """A decode step's inputs from the request table; see `decode_inputs.gather_rows`."""
     function = _rows.gather_rows if rows.is_cuda else _rows.gather_rows_reference
@@ -294,6 +296,8 @@ def gather_rows(
         slots,
         embedding,
         hidden,
+        window_pages,
+        window_slots,
     )
 
 
