@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from radixgrove.kernels.float8 import FLOAT8
-from radixgrove.worker.attention.base import AttentionBatch, GroupBackend
+from radixgrove.worker.attention.base import AttentionBatch, GroupBackend, PaddedBatch
 from radixgrove.worker.attention.decode import FUSED_ROWS
 from radixgrove.worker.attention.grouped import GroupedAttention
 from radixgrove.worker.attention.kv_pool import KvGroup, KvPool, KvShape
@@ -108,6 +108,82 @@ def test_a_layer_attends_as_its_group_does(kind: type[GroupBackend], device: tor
         q = torch.randn(sum(CHUNKS) + 2, HEADS, pages.shape[4], device=device).bfloat16()
         expected = exact(q, pages, rows, [*CHUNKS, 1, 1], window)
         assert_close(attention.attend(layer, q, q), expected)
+
+
+def within_windows(pool: KvPool, rows: PagedKv, spare: int) -> tuple[KvPool, AttentionBatch]:
+    """The same in a pool with a page for each that some query's window reaches, in another order;
+    the table's other entries name a page of NaN, as a row's may be that computed it."""
+    batch = mixed_batch(rows)
+    q_lens = [*CHUNKS, 1, 1]
+    narrow = SHAPE.allocate(pool.num_pages, pool.device, spare + 1)
+    narrow.tensors[0].copy_(pool.tensors[0])
+    table = torch.full_like(batch.page_table, spare)
+    for row, kv_len, count in zip(rows.rows.tolist(), LENGTHS, q_lens, strict=True):
+        for index in range(max(0, kv_len - count + 1 - 6) // PAGE, -(-kv_len // PAGE)):
+            spare -= 1
+            table[row, index] = spare
+            narrow.tensors[1][:, :, spare].copy_(pool.tensors[1][:, :, rows.page_table[row, index]])
+    assert spare >= 0
+    narrow.tensors[1][:, :, table.max()] = float("nan")
+    owner = rows.rows.long().repeat_interleave(torch.tensor(q_lens, device=pool.device))
+    pages = table[owner, batch.positions // PAGE].long()
+    slots = pages * PAGE + batch.positions % PAGE
+    return narrow, replace(batch, window_table=table, window_slots=slots)
+
+
+@pytest.mark.parametrize("kind", [TorchAttention, TritonAttention])
+@pytest.mark.parametrize("way", ["eager", "captured", "padded"])
+def test_layers_with_a_window_attend_to_pages_of_their_own(
+    kind: type[GroupBackend], way: str, device: torch.device
+) -> None:
+    pool, rows = filled_pool(device)
+    narrow, batch = within_windows(pool, rows, spare=11)
+    first, q_lens = 0, [*CHUNKS, 1, 1]
+    attention = GroupedAttention(narrow, backends(kind, narrow))
+    attention.prepare_capture(max_batch=128, max_pages=8)
+    if way == "captured":
+        first = sum(CHUNKS)
+        decodes = replace(
+            batch,
+            num_prefills=0,
+            num_prefill_tokens=0,
+            rows=batch.rows[2:],
+            qo_indptr=batch.qo_indptr[2:] - first,
+            kv_lens=batch.kv_lens[2:],
+            q_lens_host=[],
+            kv_lens_host=LENGTHS[2:],
+        )
+        attention.plan_captured(decodes, 2)
+    elif way == "padded":
+        attention.plan_padded(padded(batch), batch)
+    else:
+        attention.plan(batch)
+    for layer, window in enumerate((6, 0, 6)):
+        pages = attention.pages[layer]
+        q = torch.randn(sum(q_lens), HEADS, pages.shape[4], device=device).bfloat16()
+        expected = exact(q, pool.pages[layer], rows, q_lens, window)
+        assert_close(attention.attend(layer, q[first:], q[first:]), expected[first:])
+
+
+def padded(batch: AttentionBatch) -> PaddedBatch:
+    """The step in static buffers, with room for more."""
+    chunks = batch.num_prefills
+
+    def longer(values: Tensor, length: int, fill: int = 0) -> Tensor:
+        out = torch.full((length,), fill, dtype=torch.int32, device=values.device)
+        out[: len(values)].copy_(values)
+        return out
+
+    return PaddedBatch(
+        chunk_rows=longer(batch.rows[:chunks], 4),
+        chunk_indptr=longer(batch.qo_indptr[: chunks + 1], 5, batch.num_prefill_tokens),
+        chunk_kv_lens=longer(batch.kv_lens[:chunks], 4),
+        decode_rows=longer(batch.rows[chunks:], 6),
+        decode_kv_lens=longer(batch.kv_lens[chunks:], 6),
+        decode_tokens=longer(batch.qo_indptr[chunks:-1], 6),
+        page_table=batch.page_table,
+        window_table=batch.window_table,
+    )
 
 
 def test_every_group_plans_and_captures_a_step(device: torch.device) -> None:

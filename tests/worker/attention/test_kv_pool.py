@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,23 @@ def test_entries_of_a_page_lie_side_by_side() -> None:
     first[1], bits(second)[1] = 1.0, 0xFF
     assert packed[1].count_nonzero() == 64 // 2 + 96  # a float32 of 1 has two bytes of zeros
     assert not packed[[0, 2]].any()
+
+
+def test_groups_with_a_window_may_have_fewer_pages() -> None:
+    full = KvGroup(layers=(1,), kv_heads=1, head_dim=2, dtype=torch.float32)
+    windowed = KvGroup(layers=(0, 2), kv_heads=3, head_dim=2, dtype=FLOAT8, window=7)
+    shape = KvShape((full, windowed), page_size=4)
+    pool = shape.allocate(9, CPU, 3)
+    assert [page.shape[1] for page in pool.pages] == [3 + 1, 9 + 1, 3 + 1]
+    assert (pool.num_pages, pool.num_window_pages) == (9, 3)
+    assert shape.window_bytes_per_token == 2 * 2 * 3 * 2
+    assert shape.pool_bytes(9, 3) == 4 * (9 * 2 * 1 * 2 * 4 + 3 * 2 * 2 * 3 * 2)
+    assert sum(tensor.nbytes for tensor in pool.tensors) == shape.allocated_bytes(9, 3)
+    # Of a pipeline, a stage with layers of one kind alone.
+    whole = KvShape((replace(full, layers=(0,)),), 4).allocate(9, CPU, 3)
+    assert (whole.pages[0].shape[1], whole.num_pages, whole.num_window_pages) == (10, 9, 0)
+    narrow = KvShape((replace(windowed, layers=(0,)),), 4).allocate(9, CPU, 3)
+    assert (narrow.pages[0].shape[1], narrow.num_pages, narrow.num_window_pages) == (4, 9, 3)
 
 
 @given(shapes(), st.integers(1, 8), st.integers(0, 3 * MIB))

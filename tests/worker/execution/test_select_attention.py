@@ -31,7 +31,7 @@ def select(choice: AttentionChoice, directory: Path, report: Callable[[PhaseRepo
     config = load_config(directory)
     shape = kv_shape(config, 16, torch.float32, Shard(), range(config.num_layers))
     pool = shape.allocate(4, torch.device("cpu"))
-    on_cuda = OnCuda(shape, pool.tensors)
+    on_cuda = OnCuda(shape, pool.tensors, pool.num_pages)
     return select_attention(choice, on_cuda, config, Shard(), torch.float32, report)[1]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NotRequired, TypedDict, Unpack
 
 import torch
@@ -32,7 +32,7 @@ class AttentionBatch:
     num_prefills: int
     num_decodes: int
     num_prefill_tokens: int
-    rows: Tensor  # [P + D] int32, row of the page table
+    rows: Tensor  # [P + D] int32, row of the page tables
     qo_indptr: Tensor  # [P + D + 1] int32, first token of each row in q
     kv_lens: Tensor  # [P + D] int32, KV length *including* this step's tokens
     page_table: Tensor  # [max_rows, max_pages] int32
@@ -41,6 +41,16 @@ class AttentionBatch:
     q_lens_host: list[int] = field(default_factory=list)  # [P] (decodes are 1 each)
     kv_lens_host: list[int] = field(default_factory=list)  # [P + D]
     prefixes: SharedPrefixes | None = None  # of decode rows, where `prefix_tile_rows` allows
+    # The same two of layers with a window, where these have pages of their own. Behind a row's
+    # window their table means nothing; None: they have the others'.
+    window_table: Tensor | None = None
+    window_slots: Tensor | None = None
+
+    def within_windows(self) -> AttentionBatch:
+        """The batch as layers with a window have it."""
+        if self.window_table is None or self.window_slots is None:
+            return self
+        return replace(self, page_table=self.window_table, slots=self.window_slots)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +68,11 @@ class PaddedBatch:
     decode_kv_lens: Tensor  # [D] int32; 0: no decode
     decode_tokens: Tensor  # [D] int32, where each decode's token is in the step
     page_table: Tensor  # [max_rows, max_pages] int32
+    window_table: Tensor | None = None  # see `AttentionBatch`
+
+    def within_windows(self) -> PaddedBatch:
+        """The batch as layers with a window have it."""
+        return self if self.window_table is None else replace(self, page_table=self.window_table)
 
 
 class Geometry(TypedDict):
@@ -76,9 +91,9 @@ class AttentionBackend(ABC):
     """Attention over pages, in all layers of a rank's stage.
 
     Attributes:
-        pages: of each layer, `[2, num_pages + 1, page_size, kv_heads, head_dim]` (K at index 0, V
-            at 1; the last page is scratch, written by padding and never read), in the model's dtype
-            or in float8, which is widened to the model's as it is read.
+        pages: of each layer, `[2, pages + 1, page_size, kv_heads, head_dim]`, as many as its group
+            has (K at index 0, V at 1; the last page is scratch, written by padding and never read),
+            in the model's dtype or in float8, which is widened to the model's as it is read.
         takes_qkv: whether layers call `attend_qkv`, which begins with what otherwise comes before
             `attend`. Of the planned batch, and so set by `plan` and `plan_captured`.
     """
@@ -172,7 +187,7 @@ class GroupBackend(AttentionBackend):
     """Attention in the layers of one group, which have one geometry and one window.
 
     Attributes:
-        pool: `[layers, 2, num_pages + 1, page_size, kv_heads, head_dim]`.
+        pool: `[layers, 2, pages + 1, page_size, kv_heads, head_dim]`.
     """
 
     def __init__(self, pool: Tensor, **geometry: Unpack[Geometry]) -> None:

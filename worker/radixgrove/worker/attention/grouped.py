@@ -17,7 +17,10 @@ from radixgrove.worker.attention.kv_pool import KvPool
 
 
 class GroupedAttention(AttentionBackend):
-    """Every backend plans each step; a layer goes to that of its group."""
+    """Every backend plans each step; a layer goes to that of its group.
+
+    Backends of groups with a window are given the table and the slots of these, if there are any.
+    """
 
     def __init__(self, pool: KvPool, backends: Sequence[GroupBackend]) -> None:
         """
@@ -37,8 +40,9 @@ class GroupedAttention(AttentionBackend):
         self.about = "; ".join(dict.fromkeys(b.about for b in self._backends if b.about))
 
     def plan(self, batch: AttentionBatch) -> None:
+        windowed = batch.within_windows()
         for backend in self._backends:
-            backend.plan(batch)
+            backend.plan(windowed if backend.window else batch)
         self._agree()
 
     def prepare_capture(self, max_batch: int, max_pages: int) -> None:
@@ -46,13 +50,15 @@ class GroupedAttention(AttentionBackend):
             backend.prepare_capture(max_batch, max_pages)
 
     def plan_captured(self, batch: AttentionBatch, padded: int) -> None:
+        windowed = batch.within_windows()
         for backend in self._backends:
-            backend.plan_captured(batch, padded)
+            backend.plan_captured(windowed if backend.window else batch, padded)
         self._agree()
 
     def plan_padded(self, padded: PaddedBatch, batch: AttentionBatch) -> None:
+        windowed = padded.within_windows(), batch.within_windows()
         for backend in self._backends:
-            backend.plan_padded(padded, batch)
+            backend.plan_padded(*(windowed if backend.window else (padded, batch)))
         self._agree()
 
     def _agree(self) -> None:

@@ -1,9 +1,11 @@
 """The KV pool of a rank: groups of layers, each with a tensor, a layout and a memory of its own.
 
 Page p of every group holds the same tokens: rows have one table of pages, which ownership, the tree
-and copies go by. What a group keeps of a page is its own affair: all that others ask for is a
-tensor of `[layers, parts, num_pages + 1, *entry]` and how many bytes a page takes. For keys and
-values `parts` are K and V, and an entry is `[page_size, kv_heads, head_dim]`.
+and copies go by. Groups with a window may have fewer pages, window pages, since they need a page's
+part only while it is in some row's window: rows then have a second table, of these. What a group
+keeps of a page is its own affair: all that others ask for is a tensor of
+`[layers, parts, pages + 1, *entry]` and how many bytes a page takes. For keys and values `parts`
+are K and V, and an entry is `[page_size, kv_heads, head_dim]`.
 """
 
 from __future__ import annotations
@@ -64,29 +66,53 @@ class KvShape:
         return sum(group.bytes_per_token for group in self.groups)
 
     @property
+    def window_bytes_per_token(self) -> int:
+        """Those of `bytes_per_token` that groups with a window take."""
+        return sum(group.bytes_per_token for group in self.groups if group.window)
+
+    @property
     def page_bytes(self) -> int:
         return sum(group.page_bytes(self.page_size) for group in self.groups)
 
-    def allocated_bytes(self, num_pages: int) -> int:
-        """Of a pool of `num_pages`, scratch page included."""
-        return (num_pages + 1) * self.page_bytes
+    def pool_bytes(self, num_pages: int, num_window_pages: int = 0) -> int:
+        """Of what a pool may hold: `num_pages`, and in groups with a window `num_window_pages` of
+        them; 0: as many as in the others."""
+        windowed = self.page_size * self.window_bytes_per_token
+        others = self.page_bytes - windowed
+        return num_pages * others + (num_window_pages or num_pages) * windowed
 
-    def allocate(self, num_pages: int, device: torch.device) -> KvPool:
-        tensors = [group.allocate(num_pages, self.page_size, device) for group in self.groups]
-        return KvPool(self, tensors)
+    def allocated_bytes(self, num_pages: int, num_window_pages: int = 0) -> int:
+        """The same, scratch pages included."""
+        return self.pool_bytes(num_pages, num_window_pages) + self.page_bytes
+
+    def allocate(self, num_pages: int, device: torch.device, num_window_pages: int = 0) -> KvPool:
+        counts = [(num_window_pages if group.window else 0) or num_pages for group in self.groups]
+        tensors = [
+            group.allocate(count, self.page_size, device)
+            for group, count in zip(self.groups, counts, strict=True)
+        ]
+        return KvPool(self, tensors, num_pages, num_window_pages)
 
 
 class KvPool:
     """The tensors of a shape's groups; the last page of each is scratch.
 
     Attributes:
+        num_pages: without the scratch page.
+        num_window_pages: the same in groups with a window, where these have pages of their own;
+            0: they have those of the others, or the stage has no such groups.
         places: of each layer of the stage, its group and its place in that.
-        pages: of each layer of the stage, `[parts, num_pages + 1, *entry]`.
+        pages: of each layer of the stage, `[parts, pages + 1, *entry]`.
     """
 
-    def __init__(self, shape: KvShape, tensors: list[Tensor]) -> None:
+    def __init__(
+        self, shape: KvShape, tensors: list[Tensor], num_pages: int, num_window_pages: int = 0
+    ) -> None:
         self.shape = shape
         self.tensors = tensors
+        self.num_pages = num_pages
+        windowed = any(group.window for group in shape.groups)
+        self.num_window_pages = num_window_pages if windowed else 0
         placed = {
             layer: (index, place)
             for index, group in enumerate(shape.groups)
@@ -94,11 +120,6 @@ class KvPool:
         }
         self.places = [placed[layer] for layer in range(len(placed))]
         self.pages = [tensors[index][place] for index, place in self.places]
-
-    @property
-    def num_pages(self) -> int:
-        """Without the scratch page."""
-        return self.tensors[0].shape[2] - 1
 
     @property
     def device(self) -> torch.device:

@@ -21,12 +21,11 @@ _PADDING = 0.25
 
 @dataclass(slots=True)
 class _Chunk:
-    """One prefill chunk: tokens [first, first + length) of the step, KV of all that came before."""
+    """One prefill chunk: tokens [first, first + length) of the step."""
 
     first: int
     length: int
-    start: int  # KV tokens before the chunk
-    pages: Tensor | None  # [n] int64; None: the chunk has no prefix
+    pages: Tensor | None  # [n] int64; None: nothing is attended to before the chunk
     slots: Tensor
     masks: list[Tensor]  # one a query block; none: the causal one will do
 
@@ -69,18 +68,24 @@ class TorchAttention(GroupBackend):
         first = 0
         for i, length in enumerate(batch.q_lens_host):
             kv_len = batch.kv_lens_host[i]
-            start = kv_len - length
+            behind = self._pages_behind(kv_len - length)
+            start = kv_len - length - behind * self.page_size
             pages = None
             if start:
                 row = table.index_select(0, batch.rows[i : i + 1])[0]
-                pages = row[: self._num_pages(kv_len)].long()
+                pages = row[behind : self._num_pages(kv_len)].long()
             masks, slots = self._masks(start, length), batch.slots[first : first + length]
-            chunks.append(_Chunk(first, length, start, pages, slots, masks))
+            chunks.append(_Chunk(first, length, pages, slots, masks))
             first += length
         return chunks
 
+    def _pages_behind(self, position: int) -> int:
+        """How many of a row's first pages no query from `position` on sees. They are not read: a
+        weight of 0 does not hide NaN, and they may be another row's."""
+        return max(0, position + 1 - self.window) // self.page_size if self.window else 0
+
     def _masks(self, start: int, length: int) -> list[Tensor]:
-        """Of a chunk that begins at `start`."""
+        """Of a chunk with so many tokens before it that are read."""
         if not (start or self.sinks or 0 < self.window < length):
             return []
         return [
@@ -106,6 +111,12 @@ class TorchAttention(GroupBackend):
             return []
         rows = batch.rows[batch.num_prefills : batch.num_prefills + len(lengths)]
         kv_lens = batch.kv_lens[batch.num_prefills : batch.num_prefills + len(lengths)]
+        skipped = None
+        if self.window:  # lengths are those of what is read, from the first page in it on
+            behind = [self._pages_behind(length - 1) for length in lengths]
+            lengths = [n - self.page_size * p for n, p in zip(lengths, behind, strict=True)]
+            skipped = torch.tensor(behind, device=rows.device)
+            kv_lens = kv_lens - self.page_size * skipped
         members = group_by_length(lengths, self.page_size)
         groups = []
         for group in members:
@@ -115,11 +126,12 @@ class TorchAttention(GroupBackend):
                 chosen: Tensor | slice = slice(
                     batch.num_prefill_tokens, batch.num_prefill_tokens + len(lengths)
                 )
-                in_rows, in_lens = rows, kv_lens
+                in_rows, in_lens, in_skipped = rows, kv_lens, skipped
             else:
                 index = torch.tensor(group, device=rows.device)
                 chosen = index + batch.num_prefill_tokens
                 in_rows, in_lens = rows[index], kv_lens[index]
+                in_skipped = None if skipped is None else skipped[index]
             beyond = None
             uneven = any(lengths[i] != longest for i in group)
             if uneven:
@@ -127,7 +139,7 @@ class TorchAttention(GroupBackend):
             mask = None
             if uneven or 0 < self.window < longest:
                 mask = self._decode_mask(in_lens, longest)
-            pages = table.index_select(0, in_rows)[:, :num_pages].long().flatten()
+            pages = self._pages_read(table, in_rows, num_pages, in_skipped)
             gathered = self.pool.new_empty((2, pages.shape[0], *self.pool.shape[3:]))
             wide = gathered
             if self.pool.dtype != self.dtype:
@@ -135,6 +147,17 @@ class TorchAttention(GroupBackend):
             k, v = self._heads_first(wide, len(group), longest)
             groups.append(_Group(chosen, pages, gathered, wide, k, v, mask, beyond))
         return groups
+
+    def _pages_read(
+        self, table: Tensor, rows: Tensor, count: int, skipped: Tensor | None
+    ) -> Tensor:
+        """The first `count` pages of each row, flat, or as many behind those that are `skipped`."""
+        own = table.index_select(0, rows)
+        if skipped is None:
+            return own[:, :count].long().flatten()
+        places = skipped[:, None] + torch.arange(count, device=rows.device)
+        # A row with fewer pages than the group's longest: what is beyond them is not read.
+        return own.gather(1, places.clamp_(max=own.shape[1] - 1)).long().flatten()
 
     def _decode_mask(self, lengths: Tensor, longest: int) -> Tensor:
         """Additive [rows, 1, 1, longest]: each sees its own KV, or the window's last of that."""

@@ -124,6 +124,9 @@ class DecodeGraphs:
         self._token_ids = self._full(largest, 0, torch.int32)
         self._positions = self._full(largest, 0, torch.int64)
         self._slots = self._full(largest, 0, torch.int64)
+        self._window_slots: Tensor | None = None
+        if table.window_pages is not None:
+            self._window_slots = self._full(largest, 0, torch.int64)
         self._kv_lens = self._full(largest, 1, torch.int32)
         self._rows32 = self._full(largest, table.dummy_row, torch.int32)
         self._indptr = torch.arange(largest + 1, dtype=torch.int32, device=self._device)
@@ -194,6 +197,8 @@ class DecodeGraphs:
             slots=self._slots[:size],
             embedding=self._embedding,
             hidden=self._hidden[:size],
+            window_pages=table.window_pages,
+            window_slots=None if self._window_slots is None else self._window_slots[:size],
         )
 
     def _compute(self, batch: AttentionBatch, size: int) -> None:
@@ -238,6 +243,8 @@ class DecodeGraphs:
             positions=self._positions[:size],
             kv_lens_host=[self._table.host_lens[row] for row in rows],
             prefixes=self._prefixes.tensors if grouped and self._prefixes is not None else None,
+            window_table=self._table.window_pages,
+            window_slots=None if self._window_slots is None else self._window_slots[:size],
         )
 
     def release(self) -> None:

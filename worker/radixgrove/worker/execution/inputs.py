@@ -69,6 +69,8 @@ def step_inputs(plan: StepPlan, table: RequestTable, device: torch.device) -> St
         kv_lens=(first + lengths).int(),
         page_table=table.pages,
         slots=table.slots(token_row, positions),
+        window_table=table.window_pages,
+        window_slots=table.window_slots(token_row, positions),
         positions=positions,
         q_lens_host=q_lens,
         kv_lens_host=[chunk.start + chunk.length for chunk in prefills]
@@ -97,6 +99,8 @@ def _decode_inputs(rows: list[int], table: RequestTable, device: torch.device) -
         kv_lens=kv_lens,
         page_table=table.pages,
         slots=table.slots(row, positions),
+        window_table=table.window_pages,
+        window_slots=table.window_slots(row, positions),
         positions=positions,
         kv_lens_host=[table.host_lens[r] for r in rows],
     )
@@ -155,6 +159,8 @@ def _bounded_inputs(plan: StepPlan, table: RequestTable, device: torch.device) -
         kv_lens=(first + lengths).int(),
         page_table=table.pages,
         slots=table.slots(token_row, positions),
+        window_table=table.window_pages,
+        window_slots=table.window_slots(token_row, positions),
         positions=positions,
         q_lens_host=q_lens,
         kv_lens_host=[start + length for start, length in zip(starts, q_lens, strict=True)],

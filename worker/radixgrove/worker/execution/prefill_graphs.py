@@ -73,8 +73,13 @@ class MixedGraphs:
             decode_kv_lens=zeros(max_decodes, torch.int32),
             decode_tokens=zeros(max_decodes, torch.int32),
             page_table=table.pages,
+            window_table=table.window_pages,
         )
         self._slots = zeros(largest, torch.int64).fill_(self._scratch_slot)
+        self._scratch_window_slot = table.scratch_window_slot
+        self._window_slots: Tensor | None = None
+        if table.window_pages is not None:
+            self._window_slots = zeros(largest, torch.int64).fill_(self._scratch_window_slot)
         self._positions = zeros(largest, torch.int64)
 
     @torch.inference_mode()
@@ -102,6 +107,8 @@ class MixedGraphs:
             page_table=buffers.page_table,
             slots=self._slots[:size],
             positions=self._positions[:size],
+            window_table=buffers.window_table,
+            window_slots=None if self._window_slots is None else self._window_slots[:size],
         )
 
     def _compute(self, size: int, batch: AttentionBatch) -> None:
@@ -150,6 +157,9 @@ class MixedGraphs:
         self._positions[:tokens].copy_(batch.positions)
         self._slots[:tokens].copy_(batch.slots)
         self._slots[tokens:size].fill_(self._scratch_slot)
+        if self._window_slots is not None and batch.window_slots is not None:
+            self._window_slots[:tokens].copy_(batch.window_slots)
+            self._window_slots[tokens:size].fill_(self._scratch_window_slot)
         buffers.chunk_rows[:chunks].copy_(batch.rows[:chunks])
         buffers.chunk_kv_lens[:chunks].copy_(batch.kv_lens[:chunks])
         buffers.chunk_indptr[: chunks + 1].copy_(batch.qo_indptr[: chunks + 1])

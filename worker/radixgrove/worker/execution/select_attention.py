@@ -107,7 +107,9 @@ def _create(
         _group_backend(choice, group, tensor, config, shard, dtype)
         for group, tensor in zip(pool.shape.groups, pool.tensors, strict=True)
     ]
-    return backends[0] if len(backends) == 1 else GroupedAttention(pool, backends)
+    if len(backends) == 1 and not pool.num_window_pages:
+        return backends[0]
+    return GroupedAttention(pool, backends)
 
 
 def _group_backend(

@@ -18,7 +18,7 @@ class RequestTable:
     """Tokens, lengths and pages of every row, on the device; plans bring only what changed.
 
     Row `max_rows` is the dummy row: padding of captured graphs points at it. It always has one
-    token and only the scratch page.
+    token and only the scratch pages.
 
     Attributes:
         tokens: [max_rows + 1, max_model_len + 1] int32, known tokens; a step's samples are appended
@@ -26,6 +26,8 @@ class RequestTable:
             stands behind a row's known tokens is what is proposed to follow them.
         lens: [max_rows + 1] int32, known tokens of each row.
         pages: [max_rows + 1, max_pages] int32.
+        window_pages: the same of layers with a window, where these have pages of their own, else
+            None. Behind a row's window it means nothing.
         host_lens: what `lens` will be at most after all launched steps; exact where each of them
             adds one token a row.
         host_pages: `pages` on the host, [max_rows + 1, max_pages] int32.
@@ -40,8 +42,13 @@ class RequestTable:
         max_model_len: int,
         page_size: int,
         scratch_page: int,
+        scratch_window_page: int | None = None,
         device: torch.device,
     ) -> None:
+        """
+        Args:
+            scratch_window_page: None: layers with a window have no pages of their own.
+        """
         self.dummy_row = max_rows
         self.page_size = page_size
         self.scratch_slot = scratch_page * page_size
@@ -54,6 +61,11 @@ class RequestTable:
         self.pages = torch.full(
             (max_rows + 1, max_pages), scratch_page, dtype=torch.int32, device=device
         )
+        self.window_pages: Tensor | None = None
+        self._scratch_window_page = scratch_window_page or 0
+        self.scratch_window_slot = self._scratch_window_page * page_size
+        if scratch_window_page is not None:
+            self.window_pages = torch.full_like(self.pages, scratch_window_page)
         self.host_lens = [1] * (max_rows + 1)
         self.host_pages = np.full((max_rows + 1, max_pages), scratch_page, dtype=np.int32)
         self.entered = 0
@@ -64,7 +76,7 @@ class RequestTable:
         self._ones = torch.ones(max_rows + 1, dtype=torch.int64, device=device)
 
     def apply(self, plan: StepPlan) -> None:
-        """Enter the plan's shrunk rows, new rows and appended pages."""
+        """Enter the plan's shrunk rows, new rows, appended pages and window pages."""
         for shrunk in plan.shrunk_rows:
             self.host_lens[shrunk.row] = shrunk.length
             self._num_pages[shrunk.row] = shrunk.pages
@@ -72,6 +84,8 @@ class RequestTable:
             self._enter(plan.new_rows)
         if plan.new_rows or plan.appended_pages:
             self._fill_pages(plan)
+        if plan.window_pages and self.window_pages is not None:
+            self._fill_window_pages(plan.window_pages, self.window_pages)
 
     def _enter(self, new_rows: list[NewRow]) -> None:
         self.entered += len(new_rows)
@@ -88,6 +102,8 @@ class RequestTable:
         )
         self.tokens.view(-1).index_copy_(0, places, known)
         self.lens.index_copy_(0, row, length.int())
+        if self.window_pages is not None:  # no write goes where the last request of the row had it
+            self.window_pages.index_fill_(0, row, self._scratch_window_page)
         for new, count in zip(new_rows, lengths, strict=True):
             self.host_lens[new.row] = count
             self._num_pages[new.row] = len(new.pages)
@@ -111,6 +127,11 @@ class RequestTable:
         self.host_pages.reshape(-1)[packed[0]] = packed[1]
         places, pages = to_device(packed, self._device)
         self.pages.view(-1).index_copy_(0, places, pages.int())
+
+    def _fill_window_pages(self, entries: list[tuple[int, int, int]], table: Tensor) -> None:
+        row, index, page = np.array(entries, dtype=np.int64).T
+        places, pages = to_device(np.stack([row * table.shape[1] + index, page]), self._device)
+        table.view(-1).index_copy_(0, places, pages.int())
 
     def append(self, rows: Tensor, sampled: Tensor) -> None:
         """Add each row's sample to its tokens; `rows` [S] int64, `sampled` [S] int64.
@@ -152,5 +173,14 @@ class RequestTable:
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where K and V of `positions` [T] int64 of `rows` [T] int64 go: [T] int64."""
-        pages = self.pages[rows, positions // self.page_size].long()
+        return self._places(self.pages, rows, positions)
+
+    def window_slots(self, rows: Tensor, positions: Tensor) -> Tensor | None:
+        """The same in layers with a window; None where these have no pages of their own."""
+        if self.window_pages is None:
+            return None
+        return self._places(self.window_pages, rows, positions)
+
+    def _places(self, table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        pages = table[rows, positions // self.page_size].long()
         return pages * self.page_size + positions % self.page_size

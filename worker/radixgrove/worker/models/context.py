@@ -23,6 +23,7 @@ class StepContext:
     attention: AttentionBackend
     rotations: Sequence[Rotation]  # of rotary tables, of which a layer knows its own
     slots: Tensor  # [T] int64: where K and V of each token go
+    window_slots: Tensor  # the same of layers with a window
     await_layer: Callable[[int], None] | None = None  # called before a layer reads its pages
 
 

@@ -61,6 +61,7 @@ class DecoderLayer:
         own = f"{prefix}.self_attn"
         hidden, attention = config.hidden_size, config.attention
         self._index = pool_index
+        self._windowed = bool(attention.window_of(index))
         self._head_dim = attention.head_dim
         self._table = table
         self._qkv = Linear.column(place, hidden, _qkv_rows(attention, own), bias=attention.qkv_bias)
@@ -231,7 +232,8 @@ class DecoderLayer:
                 return rows
         else:
             pages = attention.pages[self._index]
-            q = context.ops.rope_store(qkv, rotation, context.slots, pages, *norms)
+            slots = context.window_slots if self._windowed else context.slots
+            q = context.ops.rope_store(qkv, rotation, slots, pages, *norms)
             if nothing_wanted:
                 return None
             kv = qkv.view(qkv.shape[0], -1, q.shape[2])[:, q.shape[1] :]
@@ -445,7 +447,15 @@ class Decoder:
         rotations = [
             self._ops.rotation(table, batch.positions, self.dtype) for table in self._tables
         ]
-        context = StepContext(self.group, self._ops, attention, rotations, batch.slots, await_layer)
+        context = StepContext(
+            self.group,
+            self._ops,
+            attention,
+            rotations,
+            batch.slots,
+            batch.slots if batch.window_slots is None else batch.window_slots,
+            await_layer,
+        )
         if embedded is None:
             assert self._embedding is not None, "a later stage gets what the one before made"
             embedded = self._embedding.embed(token_ids, context)
