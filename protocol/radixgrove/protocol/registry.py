@@ -44,7 +44,9 @@ class EngineInfo(msgspec.Struct, tag="info", kw_only=True):
     kv_dtype: str = ""  # as the setting names it; "" as `dtype`
     device: str = ""  # "cpu", "NVIDIA H100 80GB HBM3", ...
     weights_bytes: int = 0
-    kv_bytes_per_token: int = 0
+    kv_bytes_per_token: int = 0  # with what layers with a window keep while a token is in it
+    window_bytes_per_token: int = 0  # that part
+    num_window_pages: int = 0  # of these layers; 0: they keep all pages
     attention_backend: str = ""
     prefill_tokens_per_second: float = 0.0  # 0: unknown
     host_pages: int = 0  # of the host tier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,8 @@ class _Request:
     pages: list[int]
     computed: int
     result: Generated
+    reuse: bool
+    window_pages: dict[int, int]  # by their places in `pages`
 
     @property
     def prefilled(self) -> bool:
@@ -62,6 +65,9 @@ class Driver:
     Steps follow the contract with `depth` of them in flight: a decode is planned before the
     previous step's token is known. With `apart`, each step's two parts are called one by one, and
     rows in `masked` sample under a mask of even tokens.
+
+    Where the executor has window pages, a row has those that its next step writes or reads; what
+    lies behind its window others get at once, in any order.
     """
 
     def __init__(
@@ -75,6 +81,10 @@ class Driver:
         self.free_pages = list(range(executor.info.num_pages))
         self.step_id = 0
         self.cached: dict[tuple[int, ...], int] = {}  # prefix that ends with a page -> the page
+        self.free_window_pages = list(range(executor.info.num_window_pages))
+        random.Random(0).shuffle(self.free_window_pages)
+        self.kept: dict[int, int] = {}  # window pages of pages of prompts, which may be reused
+        self.given: list[tuple[int, int, int]] = []  # as in plans
 
     def generate(
         self,
@@ -90,7 +100,7 @@ class Driver:
             for i, prompt in enumerate(prompts)
         ]
         new = [self._new_row(request) for request in requests]
-        flying: list[tuple[StepPlan, list[_Request]]] = []
+        flying: list[tuple[StepPlan, list[_Request], list[int]]] = []
         planned = {request.row: 0 for request in requests}
         while True:
             while len(flying) < self.executor.info.depth:
@@ -102,7 +112,9 @@ class Driver:
                 flying.append(step)
             if not flying:
                 break
-            self._collect(flying.pop(0)[1], {request.row: request for request in requests})
+            _, sampled, passed = flying.pop(0)
+            self._collect(sampled, {request.row: request for request in requests})
+            self.free_window_pages += passed
         self._leave(requests, reuse)
         return [request.result for request in requests]
 
@@ -127,7 +139,8 @@ class Driver:
                 pages.append(page)
         computed = len(pages) * self.page_size
         result = Generated(cached=computed)
-        return _Request(self.free_rows.pop(0), prompt, sampling, pages, computed, result)
+        row = self.free_rows.pop(0)
+        return _Request(row, prompt, sampling, pages, computed, result, reuse, {})
 
     def _new_row(self, request: _Request) -> NewRow:
         return NewRow(
@@ -140,13 +153,15 @@ class Driver:
 
     def _plan(
         self, requests: list[_Request], planned: dict[int, int], chunk: int, new: list[NewRow]
-    ) -> tuple[StepPlan, list[_Request]] | None:
+    ) -> tuple[StepPlan, list[_Request], list[int]] | None:
         plan = StepPlan(step_id=self.step_id, new_rows=new)
         sampled = []
+        passed: list[int] = []
         for request in requests:
             if not request.prefilled:
                 length = min(chunk, len(request.prompt) - request.computed)
                 self._grow(request, request.computed + length, plan)
+                passed += self._slide(request, request.computed, length, plan)
                 last = request.computed + length == len(request.prompt)
                 plan.prefills.append(PrefillChunk(request.row, request.computed, length, last))
                 request.computed += length
@@ -158,20 +173,47 @@ class Driver:
         for request in requests:
             started = request.prefilled and request.row not in by_row
             if started and planned[request.row] < request.sampling.max_tokens:
-                self._grow(request, len(request.prompt) + planned[request.row], plan)
+                known = len(request.prompt) + planned[request.row]
+                self._grow(request, known, plan)
+                passed += self._slide(request, known - 1, 1, plan)
                 plan.decodes.append(request.row)
                 planned[request.row] += 1
                 sampled.append(request)
         if not plan.prefills and not plan.decodes:
             return None
         self.step_id += 1
-        return plan, sampled
+        return plan, sampled, passed
 
     def _grow(self, request: _Request, tokens: int, plan: StepPlan) -> None:
         while len(request.pages) * self.page_size < tokens:
             page = self.free_pages.pop(0)
             request.pages.append(page)
             plan.appended_pages.append((request.row, page))
+
+    def _slide(self, request: _Request, start: int, length: int, plan: StepPlan) -> list[int]:
+        """Window pages for a step of `length` tokens from `start` on; those that its row passes."""
+        info = self.executor.info
+        if not info.num_window_pages:
+            return []
+        first = max(0, start + 1 - info.window) // self.page_size
+        passed = []
+        for index in [index for index in request.window_pages if index < first]:
+            passed += self._give_up(request, index)
+        for index in range(first, -(-(start + length) // self.page_size)):
+            if index not in request.window_pages:
+                page = self.kept.get(request.pages[index])
+                page = self.free_window_pages.pop() if page is None else page
+                request.window_pages[index] = page
+                plan.window_pages.append((request.row, index, page))
+                self.given.append(plan.window_pages[-1])
+        return passed
+
+    def _give_up(self, request: _Request, index: int) -> list[int]:
+        """The window page, unless it is kept for other requests."""
+        window_page, page = request.window_pages.pop(index), request.pages[index]
+        if request.reuse and index < len(request.prompt) // self.page_size:
+            self.kept.setdefault(page, window_page)
+        return [] if self.kept.get(page) == window_page else [window_page]
 
     def _collect(self, sampled: list[_Request], by_row: dict[int, _Request]) -> None:
         result = self.executor.collect()
@@ -185,6 +227,8 @@ class Driver:
     def _leave(self, requests: list[_Request], reuse: bool) -> None:
         for request in requests:
             self.free_rows.append(request.row)
+            for index in list(request.window_pages):
+                self.free_window_pages += self._give_up(request, index)
             full = len(request.prompt) // self.page_size if reuse else 0
             for i, page in enumerate(request.pages):
                 prefix = tuple(request.prompt[: (i + 1) * self.page_size])
@@ -192,3 +236,5 @@ class Driver:
                     continue
                 if page not in self.cached.values():
                     self.free_pages.append(page)
+                    if page in self.kept:
+                        self.free_window_pages.append(self.kept.pop(page))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,14 +18,16 @@ from radixgrove.protocol.model.fit import count_parameters
 from radixgrove.protocol.model.parse import parse_config
 from radixgrove.protocol.settings import Device, DType, LoadFormat, WorkerSettings
 from radixgrove.service.machine import memory_limit
+from radixgrove.worker.agent.progress import memory_arithmetic
 from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
 from radixgrove.worker.engine.executor import build_executor
-from radixgrove.worker.execution import trial
-from radixgrove.worker.execution.choices import fit_length
+from radixgrove.worker.execution import assembly, memory, trial
+from radixgrove.worker.execution.choices import Limits, fit_length
 from radixgrove.worker.execution.memory import (
     GIB,
     CudaUse,
     MemoryShortage,
+    WindowPages,
     check_weights,
     cpu_kv_tokens,
     cuda_kv_tokens,
@@ -32,8 +35,9 @@ from radixgrove.worker.execution.memory import (
     host_tier_pages,
     kv_shape,
 )
-from radixgrove.worker.messages import EngineState, PhaseReport
+from radixgrove.worker.messages import EngineInfo, EngineState, PhaseReport
 from radixgrove.worker.parallel.group import Shard
+from radixgrove.worker.parallel.member import Member
 from tests.worker.execution import tiny
 
 # Llama-3.1-8B in bfloat16: 128 KiB a token.
@@ -188,6 +192,150 @@ def test_a_cpu_pool_leaves_room_for_the_host_tier(monkeypatch: pytest.MonkeyPatc
     alone = cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1)
     beside = cpu_kv_tokens(settings(), SHAPE, 1 << 30, ranks=1, host_pages=512)
     assert alone > beside >= alone - 512 * SHAPE.page_size
+
+
+# gpt-oss-20b in bfloat16: 24 KiB of a token in layers that attend to all, as much in the others.
+ALL = KvGroup(layers=tuple(range(1, 24, 2)), kv_heads=8, head_dim=64, dtype=torch.bfloat16)
+WINDOWED = replace(ALL, layers=tuple(range(0, 24, 2)), window=128)
+HYBRID = KvShape((ALL, WINDOWED), page_size=16)
+LIMITS = Limits(max_running=256, max_step_tokens=8192, depth=2, micro_batches=1, step_timeout=60.0)
+
+
+def window_pages(layers: int = 24, windowed: int = 12, *, host_tier: bool = False) -> Any:
+    attention = SimpleNamespace(window=128, windowed=frozenset(range(windowed)))
+    config: Any = SimpleNamespace(attention=attention, num_layers=layers)
+    return WindowPages.of(config, LIMITS, 16, host_tier=host_tier)
+
+
+def test_running_rows_and_the_cache_have_window_pages() -> None:
+    """Of 256 rows each 8 pages of a window and two more, in four steps 512 pages of chunks and one
+    of each row; and a ninth of the pages for what is cached."""
+    windows = window_pages()
+    assert windows.running == 256 * 10 + 4 * (512 + 256)
+    assert windows.most(90_000) == 5632 + 10_000
+    assert windows.most(5000) == 5000, "no more than there are pages"
+    assert windows.beside(90_000) == 15_632
+    # Half of each page that is given up must be a tenth of the whole: a fifth of the pages.
+    assert (windows.beside(8170), windows.beside(8190)) == (0, 5632 + 910)
+    none = window_pages(24, 0), window_pages(24, 24), window_pages(host_tier=True)
+    assert none == (None, None, None), "nothing to give up, or nothing to gain"
+
+
+def test_a_pool_holds_more_tokens_where_layers_keep_their_windows_alone() -> None:
+    use = replace(USE, total=64 * GIB)
+    budget = int(64 * GIB * 0.9) - (15 + 2 + 1 + 1) * GIB - GIB // 4
+    windows = window_pages()
+    sized = [
+        cuda_kv_tokens(settings(memory_fraction=0.9), HYBRID, use, wanted=1 << 30, windows=which)
+        for which in (None, windows)
+    ]
+    pages = sized[1] // 16
+    assert HYBRID.pool_bytes(pages, windows.beside(pages)) <= budget
+    assert HYBRID.pool_bytes(pages + 1, windows.most(pages + 1)) > budget
+    assert sized[1] > 1.69 * sized[0]
+    # Never fewer than if all were kept, and no more than are wanted.
+    for left in (0, 1, HYBRID.page_bytes, 100 * HYBRID.page_bytes, 20_000 * HYBRID.page_bytes):
+        most = memory._most_pages(left, HYBRID, windows)
+        assert most >= left // HYBRID.page_bytes
+        assert HYBRID.pool_bytes(most, windows.most(most)) <= left
+    assert cuda_kv_tokens(settings(), HYBRID, use, wanted=1000, windows=windows) == 1008
+    assert cpu_kv_tokens(settings(), HYBRID, 1000, ranks=1, windows=windows) == 1008
+
+
+def test_stages_with_layers_of_one_kind_have_room_for_as_many_pages_as_they_say() -> None:
+    windows, left = window_pages(), 4 * GIB
+    for group in HYBRID.groups:
+        shape = KvShape((group,), page_size=16)
+        most = memory._most_pages(left, shape, windows)
+        assert shape.pool_bytes(most, windows.most(most)) <= left
+        if not group.window:
+            assert most == left // shape.page_bytes
+        else:
+            assert shape.pool_bytes(most, windows.most(most) + 2) > left
+
+
+def test_kv_tokens_are_kept_with_window_pages_beside_them() -> None:
+    windows = window_pages()
+    use = replace(USE, total=40 * GIB)  # 20.75 GiB for KV: 453,290 tokens if all are kept
+    fixed = settings(kv_tokens=480_000)
+    with pytest.raises(MemoryShortage, match=r"needs 21\.97 GiB.* lower kv_tokens to 453290$"):
+        cuda_kv_tokens(fixed, HYBRID, use, wanted=1 << 30)
+    assert cuda_kv_tokens(fixed, HYBRID, use, wanted=1 << 30, windows=windows) == 480_000
+    with pytest.raises(MemoryShortage, match=r"lower kv_tokens to \d+$") as caught:
+        cuda_kv_tokens(settings(kv_tokens=800_000), HYBRID, use, wanted=1 << 30, windows=windows)
+    named = int(str(caught.value).rpartition(" ")[2])
+    assert named > 700_000
+    for tokens in (named, named + 16):
+        fixed = settings(kv_tokens=tokens)
+        if tokens == named:
+            cuda_kv_tokens(fixed, HYBRID, use, wanted=1 << 30, windows=windows)
+        else:
+            with pytest.raises(MemoryShortage):
+                cuda_kv_tokens(fixed, HYBRID, use, wanted=1 << 30, windows=windows)
+
+
+def test_window_pages_in_words() -> None:
+    text = describe(15 * GIB, HYBRID, 1_440_000, 8192, ranks=1, window_pages=15_632)
+    assert "KV 38.68 GiB = 1,440,000 tokens of up to 48.0 KiB in pages of 16 (bfloat16; " in text
+    assert (
+        "12 layers 24.0 KiB, 12 layers 24.0 KiB read within 128 tokens and kept of 250,112)" in text
+    )
+    assert "175.8 requests of 8,192 tokens at once" in text
+    text = describe(15 * GIB, HYBRID, 1_440_000, 8192, ranks=1, host_pages=512)
+    assert "KV 65.92 GiB = 1,440,000 tokens of 48.0 KiB" in text
+    assert text.endswith("0.38 GiB = 8,192 tokens, and for it layers with a window keep all pages")
+    info = EngineInfo(
+        page_size=16,
+        max_model_len=8192,
+        num_pages=90_000,
+        max_running=256,
+        kv_bytes_per_token=HYBRID.bytes_per_token,
+        window_bytes_per_token=HYBRID.window_bytes_per_token,
+        num_window_pages=15_632,
+    )
+    lines = memory_arithmetic(info)
+    assert (
+        "KV cache 38.7 GiB: 90000 pages of 16 tokens = 1440000 tokens, 48 KiB a token" in lines[1]
+    )
+    assert lines[1].endswith("24 KiB of it within windows alone, for 250112 tokens")
+    assert "room for 175 requests of 8192 tokens at once, 256 of 1024" in lines[2]
+
+
+@pytest.mark.parametrize(("limited", "expected"), [({}, 0), ({"kv_tokens": 4096}, 86)])
+def test_an_engine_has_window_pages_where_they_make_room(
+    limited: dict[str, int], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `kv_tokens` all rows at full length fit the pool: nothing is to be gained."""
+    monkeypatch.setattr(assembly, "WINDOW_PAGES", True)
+    tiny.save("gemma3", tmp_path)
+    phases: list[PhaseReport] = []
+    executor, info = build_executor(
+        settings(max_running=10, max_step_tokens=64, **limited), tmp_path, phases.append
+    )
+    assert executor.info.window == 20
+    assert (executor.info.num_window_pages, info.num_window_pages) == (expected, expected)
+    assert info.window_bytes_per_token == info.kv_bytes_per_token * 2 // 3
+    assert any("and kept of" in phase.message for phase in phases) == bool(expected)
+
+
+def test_ranks_with_room_for_fewer_window_pages_bind_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "WINDOW_PAGES", True)
+    monkeypatch.setattr(memory, "_CPU_POOL_BYTES", 1 << 23)
+    tiny.save("gemma3", tmp_path, max_position_embeddings=4096)
+
+    def built(agree: Callable[[int], int]) -> tuple[int, int]:
+        monkeypatch.setattr(Member, "least", lambda _, value: (agree(value), 0))
+        wanted = settings(max_running=10, max_step_tokens=64)
+        info = build_executor(wanted, tmp_path, lambda phase: None)[0].info
+        return info.num_pages, info.num_window_pages
+
+    alone = built(lambda value: value)
+    all_kept = (1 << 23) // (3 * 2 * 2 * 32 * 4 * 16)
+    assert alone[0] > 2 * all_kept
+    assert alone[1] < all_kept
+    assert built(lambda value: min(value, 40 * 16)) == (40, 0)
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [([8], 90), ([4, 8], 100), ([1, 2, 4, 8], 120)])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from radixgrove.worker.execution import assembly
 from radixgrove.worker.execution.runner import Runner
-from radixgrove.worker.execution.warmup import rehearse_decodes
+from radixgrove.worker.execution.warmup import exercise, measure_prefill, rehearse_decodes
 from radixgrove.worker.plan import StepPlan
 from tests.worker.execution import tiny
 from tests.worker.execution.driver import Driver, cpu_runner, greedy
@@ -52,6 +54,33 @@ def test_decodes_beside_a_chunk_behind_a_prefix_and_alone(
     prompts = tiny.prompts()[-3:]
     results = [Driver(r).generate(prompts, greedy(8)) for r in (runner, make_runner(tmp_path))]
     assert [r.tokens for r in results[0]] == [r.tokens for r in results[1]]
+
+
+def test_warm_up_writes_to_window_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token that it computes has a place that it may be written to."""
+    monkeypatch.setattr(assembly, "WINDOW_PAGES", True)
+    tiny.save("gemma3", tmp_path)
+    runner = make_runner(tmp_path, kv_tokens=4096, max_step_tokens=64)
+    info = runner.info
+    assert 0 < info.num_window_pages < info.num_pages
+    written: list[StepPlan] = []
+    monkeypatch.setattr(runner, "launch", written.append)
+    monkeypatch.setattr(runner, "collect", lambda: None)
+    exercise(runner, 64)
+    measure_prefill(runner, 64, torch.device("cpu"))
+    monkeypatch.undo()
+    plans = [*written, *plans_of_rehearsal(runner, 64, monkeypatch)[:3]]
+    held: dict[int, dict[int, int]] = {}
+    for plan in plans:
+        held |= {new.row: {} for new in plan.new_rows}
+        for row, index, page in plan.window_pages:
+            held[row][index] = page
+        taken = [page for pages in held.values() for page in pages.values()]
+        assert set(taken) <= set(range(info.num_window_pages))
+        for chunk in plan.prefills:
+            last = (chunk.start + chunk.length - 1) // info.page_size
+            assert set(range(last + 1)) <= held[chunk.row].keys()
+        assert all(held[row] for row in plan.decodes)
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ def memory_arithmetic(info: EngineInfo) -> list[str]:
     typical = min(longest, 1024)
     lines = [
         f"memory: weights {size(info.weights_bytes)} ({info.dtype} on {info.device})",
-        f"memory: KV cache {size(tokens * info.kv_bytes_per_token)}: {info.num_pages} pages of "
+        f"memory: KV cache {size(_kv_bytes(info))}: {info.num_pages} pages of "
         f"{info.page_size} tokens = {tokens} tokens, {size(info.kv_bytes_per_token)} a token "
-        f"({info.kv_dtype or info.dtype})",
+        f"({info.kv_dtype or info.dtype}){_within_windows(info)}",
         f"memory: room for {fitting(info, longest)} requests of {longest} tokens at once, "
         f"{fitting(info, typical)} of {typical}; batches of up to {info.max_running}",
     ]
@@ -72,10 +72,25 @@ def memory_arithmetic(info: EngineInfo) -> list[str]:
     return lines
 
 
+def _kv_bytes(info: EngineInfo) -> int:
+    windowed, pages = info.window_bytes_per_token, info.num_window_pages or info.num_pages
+    others = info.kv_bytes_per_token - windowed
+    return info.page_size * (info.num_pages * others + pages * windowed)
+
+
+def _within_windows(info: EngineInfo) -> str:
+    if not info.num_window_pages:
+        return ""
+    kept = info.num_window_pages * info.page_size
+    return f", {size(info.window_bytes_per_token)} of it within windows alone, for {kept} tokens"
+
+
 def fitting(info: EngineInfo, tokens: int) -> int:
     """How many requests of that many tokens the KV cache holds at once."""
     pages = -(-tokens // info.page_size)
-    return info.num_pages // pages
+    most = info.num_pages // pages
+    # Window pages are reckoned for the rows of a batch.
+    return min(most, info.max_running) if info.num_window_pages else most
 
 
 def size(count: float) -> str:

@@ -10,6 +10,7 @@ from radixgrove.protocol.settings import AttentionChoice, WorkerSettings
 from radixgrove.worker.attention.kv_pool import KvShape
 from radixgrove.worker.execution.choices import Limits
 from radixgrove.worker.execution.graphs import ladder
+from radixgrove.worker.execution.memory import WindowPages
 from radixgrove.worker.execution.page_copier import page_copier
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.execution.prefill_graphs import token_ladder
@@ -22,6 +23,9 @@ from radixgrove.worker.parallel.member import Member
 from radixgrove.worker.plan import ExecutorInfo
 
 Report = Callable[[PhaseReport], None]
+
+# Layers with a window keep all pages until the scheduler gives out window pages.
+WINDOW_PAGES = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,26 @@ class LoadedModel:
     def say(self, state: EngineState, message: str, fraction: float | None = None) -> None:
         self.report(PhaseReport(state, message, fraction))
 
+    @property
+    def windows(self) -> WindowPages | None:
+        """What layers with a window keep; None: all pages."""
+        if not WINDOW_PAGES:
+            return None
+        page_size, host_tier = self.settings.page_size, self.memory is not None
+        return WindowPages.of(self.config, self.limits, page_size, host_tier=host_tier)
+
     def assemble(
-        self, num_pages: int, max_model_len: int, report: Report, memory: HostMemory | None
+        self,
+        num_pages: int,
+        num_window_pages: int,
+        max_model_len: int,
+        report: Report,
+        memory: HostMemory | None,
     ) -> tuple[Runner, str]:
-        """A runner on a pool of `num_pages`, and its attention backend's name.
+        """A runner on a pool of so many pages, and its attention backend's name.
 
         Args:
+            num_window_pages: 0: layers with a window have all pages.
             memory: for its host tier; None: it has none.
         """
         settings, device = self.settings, self.model.device
@@ -63,8 +81,10 @@ class LoadedModel:
             micro_batches=self.limits.micro_batches,
             run_ahead=self.member.mail is not None,
             num_host_pages=0 if memory is None else self.host_pages,
+            num_window_pages=num_window_pages,
+            window=self.config.attention.window if self.config.attention.windowed else 0,
         )
-        pool = self.shape.allocate(num_pages, device)
+        pool = self.shape.allocate(num_pages, device, num_window_pages)
         attention, name = select_attention(
             settings.attention_backend,
             pool,
@@ -78,6 +98,7 @@ class LoadedModel:
             max_model_len=max_model_len,
             page_size=settings.page_size,
             scratch_page=num_pages,
+            scratch_window_page=pool.num_window_pages or None,
             device=device,
         )
         host = None if memory is None else page_copier(pool, memory)

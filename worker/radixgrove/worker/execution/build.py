@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from radixgrove.worker.execution.loading import load_model
 from radixgrove.worker.execution.memory import (
     GIB,
     MemoryShortage,
+    WindowPages,
     check_weights,
     cpu_kv_tokens,
     cuda_kv_tokens,
@@ -142,11 +144,12 @@ def _host_memory(
 def _start(loaded: LoadedModel) -> tuple[Runner, EngineInfo]:
     """Size the pool, warm up, capture, measure."""
     _ready_memory(loaded)
-    longest, kv_tokens = _sizes(loaded)
+    longest, kv_tokens, window_pages = _sizes(loaded)
     # On CUDA the trial has said already which attention backend it is.
     silent = loaded.model.device.type == "cuda"
     runner, backend = loaded.assemble(
         kv_tokens // loaded.settings.page_size,
+        window_pages,
         longest,
         _nothing if silent else loaded.report,
         loaded.memory,
@@ -171,11 +174,11 @@ def _ready_memory(loaded: LoadedModel) -> None:
         loaded.say(EngineState.WARMING_UP, "samples return to the first stage over peer memory")
 
 
-def _sizes(loaded: LoadedModel) -> tuple[int, int]:
-    """The longest request and the pool, in tokens; both are reported."""
+def _sizes(loaded: LoadedModel) -> tuple[int, int, int]:
+    """The longest request and the pool, in tokens, and its window pages; all are reported."""
     asked, model = loaded.settings.max_model_len, loaded.model
     longest = choose_length(asked, loaded.config)
-    kv_tokens = _kv_tokens(loaded, longest)
+    kv_tokens, window_pages = _pool_sizes(loaded, longest)
     fitting = fit_length(asked, longest, kv_tokens)
     if fitting < longest:
         shortened = (
@@ -194,9 +197,10 @@ def _sizes(loaded: LoadedModel) -> tuple[int, int]:
             loaded.host_pages,
             model.expert_bytes,
             model.quantized_bytes,
+            window_pages,
         ),
     )
-    return longest, kv_tokens
+    return longest, kv_tokens, window_pages
 
 
 def _capture(loaded: LoadedModel, runner: Runner, backend: str) -> None:
@@ -240,6 +244,8 @@ def _measure(loaded: LoadedModel, runner: Runner, backend: str, longest: int) ->
         kv_dtype=loaded.shape.dtype_name,
         host_pages=loaded.host_pages,
         host_tokens_per_second=host_speed,
+        num_window_pages=runner.info.num_window_pages,
+        window_bytes_per_token=loaded.shape.window_bytes_per_token,
     )
 
 
@@ -247,20 +253,31 @@ def _nothing(phase: PhaseReport) -> None:
     """Drops a report that the trial has made."""
 
 
-def _kv_tokens(loaded: LoadedModel, longest: int) -> int:
-    """Tokens of the pool, the same on every rank."""
+def _pool_sizes(loaded: LoadedModel, longest: int) -> tuple[int, int]:
+    """Tokens of the pool and its window pages, the same on every rank."""
+    settings, member, windows = loaded.settings, loaded.member, loaded.windows
+    measured = _measured_room(loaded, longest)
+    tokens, stage = member.least(measured(windows))
+    window_pages = 0 if windows is None else windows.beside(tokens // settings.page_size)
+    if windows is not None and settings.kv_tokens is None:
+        # Window pages are for more tokens, which there may be no need or no room for.
+        all_kept, stage_then = member.least(measured(None))
+        if not window_pages or tokens <= all_kept:
+            tokens, stage, window_pages = all_kept, stage_then, 0
+    if member.stages > 1:
+        bound = f"stage {stage} bounds the KV pool: {tokens:,} tokens"
+        loaded.say(EngineState.WARMING_UP, bound)
+    return tokens, window_pages
+
+
+def _measured_room(loaded: LoadedModel, longest: int) -> Callable[[WindowPages | None], int]:
+    """From what layers with a window keep to the tokens of this rank's pool."""
     settings, shape, member = loaded.settings, loaded.shape, loaded.member
     wanted = loaded.limits.max_running * longest
     if loaded.model.device.type == "cuda":
         use = measure_cuda(loaded, longest)
         # More than one only where ranks share devices.
         sharing = -(-member.layout.ranks_per_node // torch.cuda.device_count())
-        tokens = cuda_kv_tokens(settings, shape, use, wanted, sharing)
-    else:
-        local = member.layout.ranks_per_node
-        tokens = cpu_kv_tokens(settings, shape, wanted, local, loaded.host_pages)
-    least, stage = member.least(tokens)
-    if member.stages > 1:
-        bound = f"stage {stage} bounds the KV pool: {least:,} tokens"
-        loaded.say(EngineState.WARMING_UP, bound)
-    return least
+        return partial(cuda_kv_tokens, settings, shape, use, wanted, sharing)
+    local = member.layout.ranks_per_node
+    return partial(cpu_kv_tokens, settings, shape, wanted, local, loaded.host_pages)

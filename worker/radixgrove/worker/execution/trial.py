@@ -36,7 +36,8 @@ def measure_cuda(loaded: LoadedModel, longest: int) -> CudaUse:
     )
     weights = torch.cuda.memory_allocated(device)
     pages = trial_pages(limits.max_step_tokens, limits.max_running, loaded.settings.page_size)
-    runner, backend = loaded.assemble(pages, longest, loaded.report, memory=None)
+    window_pages = 0 if loaded.windows is None else pages
+    runner, backend = loaded.assemble(pages, window_pages, longest, loaded.report, memory=None)
     pool = loaded.shape.allocated_bytes(pages)
     torch.cuda.reset_peak_memory_stats(device)
     exercise(runner, limits.max_step_tokens)

@@ -52,18 +52,32 @@ def _new_row(
     )
 
 
+def _room(info: ExecutorInfo) -> int:
+    """Pages that warm-up may use: page p of a row is window page p, too."""
+    return info.num_window_pages or info.num_pages
+
+
+def _window_pages(info: ExecutorInfo, new_rows: list[NewRow]) -> list[tuple[int, int, int]]:
+    """Of all pages of the rows."""
+    if not info.num_window_pages:
+        return []
+    return [(new.row, index, page) for new in new_rows for index, page in enumerate(new.pages)]
+
+
 def _prefill_plan(info: ExecutorInfo, tokens: int, rows: int, sampling: SamplingParams) -> StepPlan:
     """A prefill of about `tokens` tokens over `rows` rows, as much of it as fits the pool."""
-    longest = min(info.max_model_len - 1, info.num_pages * info.page_size)
+    longest = min(info.max_model_len - 1, _room(info) * info.page_size)
     length = max(1, min(tokens // rows, longest))
     pages = -(-length // info.page_size)
-    rows = max(1, min(rows, info.num_pages // pages))
+    rows = max(1, min(rows, _room(info) // pages))
+    new_rows = [
+        _new_row(info, row, length, range(row * pages, (row + 1) * pages), sampling)
+        for row in range(rows)
+    ]
     return StepPlan(
         step_id=0,
-        new_rows=[
-            _new_row(info, row, length, range(row * pages, (row + 1) * pages), sampling)
-            for row in range(rows)
-        ],
+        new_rows=new_rows,
+        window_pages=_window_pages(info, new_rows),
         prefills=[PrefillChunk(row, 0, length, True) for row in range(rows)],
     )
 
@@ -82,7 +96,7 @@ def rehearse_decodes(runner: Runner, max_step_tokens: int) -> None:
     """
     info = runner.info
     each = -(-3 // info.page_size)  # pages of a decode row, of three tokens in the end
-    most = min(info.max_rows - 1, (info.num_pages - 2) // each, max_step_tokens - info.page_size)
+    most = min(info.max_rows - 1, (_room(info) - 2) // each, max_step_tokens - info.page_size)
     if most < 1 or info.max_model_len < info.page_size + 2:
         return
     for decodes in sorted({min(count, most) for count in (*_DECODES, most)}):
@@ -100,13 +114,15 @@ def _decode_plans(info: ExecutorInfo, decodes: int, each: int) -> list[StepPlan]
     sampling = SamplingParams(max_tokens=3, seed=0, temperature=0.0)
     rows = list(range(1, decodes + 1))
     pages = {row: range(2 + (row - 1) * each, 2 + row * each) for row in rows}
+    new_rows = [
+        _new_row(info, 0, page + 1, range(2), sampling),
+        *(_new_row(info, row, 1, pages[row], sampling) for row in rows),
+    ]
     return [
         StepPlan(
             step_id=0,
-            new_rows=[
-                _new_row(info, 0, page + 1, range(2), sampling),
-                *(_new_row(info, row, 1, pages[row], sampling) for row in rows),
-            ],
+            new_rows=new_rows,
+            window_pages=_window_pages(info, new_rows),
             prefills=[
                 PrefillChunk(0, 0, page, False),
                 *(PrefillChunk(row, 0, 1, True) for row in rows),
