@@ -166,8 +166,11 @@ def whole_pool(directory: Path, tp: int, pp: int) -> Tensor:
 
 
 def pages_of(runner: Runner) -> Tensor:
-    """[layers, 2, pages, page_size, KV, D]."""
-    return torch.stack(list(runner._attention.pages))
+    """[layers, 2, pages, page_size, KV, D], of the stage's layers that keep all pages."""
+    layers, count = runner._attention.pages, runner.info.num_pages + 1
+    whole = [pages for pages in layers if pages.shape[1] == count]
+    nothing = layers[0].new_empty(0, 2, count, *layers[0].shape[2:])
+    return torch.stack(whole) if whole else nothing
 
 
 def _pool_file(directory: Path, rank: int) -> Path:
