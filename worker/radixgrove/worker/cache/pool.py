@@ -7,11 +7,13 @@
 
 A page leaves its owner while steps and copies that were launched before may still read or write it.
 It is then RETIRED until its *fence* has passed: until all of them have ended. With none of them it
-is FREE at once. The device's pages are one pool, the host's another, on the same clock.
+is FREE at once. The device's pages are one pool, the host's another, and window pages a third, on
+the same clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 
 from radixgrove.protocol.errors import Defect
@@ -30,13 +32,22 @@ class PoolError(Defect):
 
 
 class PagePool:
-    """Hands out pages 0 .. num_pages - 1 and takes them back behind fences."""
+    """Hands out pages 0 .. num_pages - 1 and takes them back behind fences.
 
-    def __init__(self, num_pages: int, timeline: Timeline) -> None:
+    `on_release` is called with pages that leave their owner.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        timeline: Timeline,
+        on_release: Callable[[list[int]], None] | None = None,
+    ) -> None:
         if num_pages < 1:
             raise ValueError(f"the pool needs at least one page, got {num_pages}")
         self.num_pages = num_pages
         self._clock = timeline
+        self._on_release = on_release
         self._owner = bytearray(num_pages)
         self._free = list(range(num_pages - 1, -1, -1))  # a stack; low pages are used first
         self._retired: dict[Fence, list[int]] = {}
@@ -74,6 +85,8 @@ class PagePool:
 
     def release(self, pages: list[int], owner: Owner, fence: Fence) -> None:
         """`owner` gives pages up; whatever is launched up to `fence` may still touch them."""
+        if self._on_release is not None:
+            self._on_release(pages)
         if self._clock.passed(fence):
             self._move(pages, owner, Owner.FREE)
             self._free.extend(pages)
