@@ -6,6 +6,9 @@ it, so that any wrong page, length or order changes the text. It also holds the 
 contract of `radixgrove.worker.plan`: rows and pages in use by a step are not reused before it has
 been collected.
 
+With window pages every slot of those does the same, and what a row's queries attend to inside the
+window is read there as well.
+
 Each sampled row yields as many tokens as `count` says of its bound. KV of what is proposed is junk
 until the tokens are there, and everywhere beyond a row's length for good.
 
@@ -77,6 +80,7 @@ class _Row:
     prompt_len: int
     pages: list[int]
     sampling: SamplingParams
+    window_pages: dict[int, int] = field(default_factory=dict)  # by index of the page
     computed: int = 0
     most: int = 0  # the upper bound of its length that the plans give
 
@@ -89,6 +93,7 @@ class _Step:
     slack: dict[int, int] = field(default_factory=dict)  # of each sampled row: bound less count
     read: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
+    windows: set[int] = field(default_factory=set)  # window pages that it reads or writes
 
 
 @dataclass
@@ -112,6 +117,9 @@ class FakeExecutor:
         shape = (info.num_pages, info.page_size)
         self._kv_tokens = np.full(shape, _EMPTY, dtype=np.int64)
         self._kv_positions = np.full(shape, _EMPTY, dtype=np.int64)
+        windows = (info.num_window_pages, info.page_size)
+        self._window_tokens = np.full(windows, _EMPTY, dtype=np.int64)
+        self._window_positions = np.full(windows, _EMPTY, dtype=np.int64)
         host = (2, info.num_host_pages, info.page_size)  # tokens and positions
         self._host = np.full(host, _EMPTY, dtype=np.int64)
         self._rows: dict[int, _Row] = {}
@@ -151,6 +159,9 @@ class FakeExecutor:
             self._kv_tokens[page] = _EMPTY  # a row that still uses it will notice
             self._kv_positions[page] = _EMPTY
             self._rows[row].pages.append(page)
+        entered = {new.row for new in plan.new_rows}
+        for row, index, page in plan.window_pages:
+            self._place(row, index, page, entered=row in entered)
 
         step = _Step(plan, StepResult(step_id=plan.step_id, tokens=[]))
         sampled = plan.sampled_rows()
@@ -303,8 +314,23 @@ class FakeExecutor:
         assert computed < len(tokens), "nothing left to compute"
         for step in self._flights:
             assert step.written.isdisjoint(new.pages), "a prefix is shared before it is computed"
-        state = _Row(tokens, new.prompt_len, list(new.pages), new.sampling, computed, len(tokens))
+        state = _Row(tokens, new.prompt_len, list(new.pages), new.sampling)
+        state.computed, state.most = computed, len(tokens)
         self._rows[new.row] = state
+
+    def _place(self, row: int, index: int, page: int, *, entered: bool) -> None:
+        """The row's page `index` has this window page, shared if the row has entered behind it."""
+        state = self._rows[row]
+        assert index < len(state.pages), "a window page for a page that is not there"
+        # The last token of a row may be computed once more, on a page that it is given anew.
+        if index * self.info.page_size < min(state.computed, len(state.tokens) - 1):
+            assert entered, "a page that was written gets another window page"
+        else:
+            used = any(page in step.windows for step in self._flights)
+            assert not used, f"window page {page} is given out while a step uses it"
+            self._window_tokens[page] = _EMPTY
+            self._window_positions[page] = _EMPTY
+        state.window_pages[index] = page
 
     def _longest(self, row: int) -> int:
         """Of a row's length: what one can know before the steps in flight are collected."""
@@ -318,6 +344,8 @@ class FakeExecutor:
         assert (state.most - 1) <= shrunk.pages * self.info.page_size, "its pages are too few"
         assert shrunk.pages <= len(state.pages)
         del state.pages[shrunk.pages :]
+        for index in [index for index in state.window_pages if index >= shrunk.pages]:
+            del state.window_pages[index]
 
     def _compute(self, step: _Step, row: int, end: int, proposed: int) -> None:
         """Write KV of [computed, end) and of what is proposed next, then read [0, end) back."""
@@ -328,8 +356,7 @@ class FakeExecutor:
         assert most <= self.info.max_model_len
         used = state.pages[: -(-end // size)]
         self._write(state, range(state.computed, end))
-        junk = np.arange(end, most)
-        self._kv_tokens[np.array(state.pages)[junk // size], junk % size] = _JUNK
+        self._write(state, range(end, most), junk=True)
         written = set(state.pages[state.computed // size : -(-most // size)])
         others = (self._rows[key].pages for key in self.running - {row})
         assert all(written.isdisjoint(pages) for pages in others), "others share the page"
@@ -338,14 +365,38 @@ class FakeExecutor:
         step.written |= written
         assert self._kv_tokens[used].reshape(-1)[:end].tolist() == state.tokens[:end]
         assert self._kv_positions[used].reshape(-1)[:end].tolist() == list(range(end))
+        if self.info.num_window_pages:
+            first = max(0, state.computed - self.info.window + 1)
+            pages, slots = self._window_slots(state, range(first, end))
+            assert self._window_tokens[pages, slots].tolist() == state.tokens[first:end]
+            assert self._window_positions[pages, slots].tolist() == list(range(first, end))
+            step.windows.update(self._window_slots(state, range(first, most))[0].tolist())
         state.computed = end
 
-    def _write(self, state: _Row, positions: range) -> None:
-        size = self.info.page_size
+    def _write(self, state: _Row, positions: range, *, junk: bool = False) -> None:
+        """The row's tokens at `positions`, or junk, wherever they are kept."""
+        tokens = _JUNK if junk else state.tokens[positions.start : positions.stop]
+        pages, slots = self._slots(state, positions)
+        self._kv_tokens[pages, slots] = tokens
+        self._kv_positions[pages, slots] = positions
+        if self.info.num_window_pages:
+            pages, slots = self._window_slots(state, positions)
+            self._window_tokens[pages, slots] = tokens
+            self._window_positions[pages, slots] = positions
+
+    def _slots(self, state: _Row, positions: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Pages of these positions, and their places in them."""
         where = np.array(positions, dtype=np.int64)
-        pages = np.array(state.pages)[where // size]
-        self._kv_tokens[pages, where % size] = state.tokens[positions.start : positions.stop]
-        self._kv_positions[pages, where % size] = where
+        return np.array(state.pages)[where // self.info.page_size], where % self.info.page_size
+
+    def _window_slots(
+        self, state: _Row, positions: range
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Window pages of these positions, which all have one."""
+        where = np.array(positions, dtype=np.int64)
+        indices = (where // self.info.page_size).tolist()
+        pages = np.array([state.window_pages[index] for index in indices], dtype=np.int64)
+        return pages, where % self.info.page_size
 
     def _sample(self, step: _Step, row: int, count: int, mask: NDArray[np.int32] | None) -> None:
         state = self._rows[row]

@@ -112,6 +112,8 @@ class Harness:
                 micro_batches=config.micro_batches,
                 run_ahead=config.run_ahead,
                 num_host_pages=config.num_host_pages,
+                num_window_pages=config.num_window_pages,
+                window=config.window,
             ),
             count,
         )

@@ -246,10 +246,14 @@ def check_empty(harness: Harness) -> None:
     assert memory.pool.retired == 0
     assert memory.pool.free + memory.tree.residency.evictable == memory.pool.num_pages
     assert memory.timeline.copies_in_flight == 0
+    windows = memory.windows
+    num_windows = harness.config.num_window_pages
+    assert windows is None or windows.free + windows.cached == num_windows
     assert memory.rows.free == harness.config.max_rows
     harness.scheduler.flush_cache()
     assert memory.pool.free == memory.pool.num_pages
     assert list(memory.tree.nodes()) == []
+    assert windows is None or windows.free == num_windows
     assert memory.host is None or memory.host.pool.free == memory.host.pool.num_pages
     assert harness.scheduler._admission.in_flight_prefixes._leaders == {}
     assert harness.stats().matchers == 0

@@ -199,6 +199,7 @@ class Stats(msgspec.Struct, tag="stats", kw_only=True):
     pages_evictable: int = 0  # cached and unreferenced
     prompt_tokens: int = 0  # counters since start
     cached_tokens: int = 0
+    window_lost_tokens: int = 0  # cached, but computed anew: the window before them had gone
     generated_tokens: int = 0
     preemptions: int = 0
     evicted_pages: int = 0

@@ -116,6 +116,13 @@ class Residency:
         self._pool.adopt(pages)
         self._arrive(node, pages)
 
+    def replace(self, node: TreeNode, pages: list[int]) -> None:
+        """A request's pages take the place of those of a node that it alone holds."""
+        self._pool.adopt(pages)
+        self._pool.release(node.pages, Owner.TREE, Fence(node.fence))
+        node.pages = pages
+        self._structure.version += 1
+
     def _arrive(self, node: TreeNode, pages: list[int]) -> None:
         """A node of the host is on the device too, in `pages`, which the tree owns."""
         parent = node.parent

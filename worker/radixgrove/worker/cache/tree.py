@@ -1,10 +1,14 @@
 """The radix tree of cached prefixes: what requests find in it, and what they leave.
 
 `structure` is the tree itself, `residency` where its nodes' pages are and what moves them.
+
+Layers with a window may keep less than the tree holds (`windows`): then a match ends where the last
+window before its end is there.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from radixgrove.protocol.blocks import BlockHasher
@@ -17,6 +21,7 @@ from radixgrove.worker.cache.pool import PagePool
 from radixgrove.worker.cache.residency import Residency
 from radixgrove.worker.cache.structure import TreeStructure
 from radixgrove.worker.cache.timeline import Timeline
+from radixgrove.worker.cache.windows import WindowPages
 from radixgrove.worker.messages import Tier
 
 
@@ -35,12 +40,14 @@ class RadixTree:
         policy: EvictionPolicy = EvictionPolicy.LRU,
         hasher: Callable[[str], BlockHasher] | None = None,
         host: HostTier | None = None,
+        windows: WindowPages | None = None,
     ) -> None:
         self.page_size = page_size
         self._index = BlockIndex(page_size, hasher)
         self._structure = TreeStructure(page_size, self._index, host)
         self.residency = Residency(self._structure, pool, timeline, policy, host)
         self._host = host
+        self._windows = windows
 
     @property
     def events(self) -> EventLog:
@@ -49,7 +56,8 @@ class RadixTree:
     @property
     def version(self) -> int:
         """Changes whenever a match may."""
-        return self._structure.version
+        windows = 0 if self._windows is None else self._windows.version
+        return self._structure.version + windows
 
     def loads_ended(self) -> None:
         """Nodes that were being loaded can be matched now."""
@@ -77,9 +85,23 @@ class RadixTree:
             limit: most pages to match. The match may end inside the node.
         """
         root = self._structure.find_root(scope)
-        if root is None:
-            return None, 0
-        return self._structure.descend(root, tokens, limit, self.residency.on_device)
+        return (None, 0) if root is None else self._find(root, tokens, limit)
+
+    def _find(self, root: TreeNode, tokens: bytes, limit: int) -> tuple[TreeNode, int]:
+        """As `peek`, from a root."""
+        node, depth = self._structure.descend(root, tokens, limit, self.residency.on_device)
+        if self._windows is not None:
+            depth = self._windows.usable(self.path_pages(node)[:depth])
+            while node.parent is not None and depth <= node.start:
+                node = node.parent
+        return node, depth
+
+    def behind_windows(self, node: TreeNode, tokens: bytes, limit: int) -> int:
+        """How many more pages of `tokens` are cached than `match`, which answered `node`, could
+        take for want of window pages."""
+        if self._windows is None:
+            return 0
+        return self._structure.descend(node, tokens, limit, _anywhere)[1] - node.end
 
     def peek_below(self, node: TreeNode, depth: int, tokens: bytes, limit: int) -> int:
         """How many pages match once those on the host, and those on their way, are counted too.
@@ -87,13 +109,13 @@ class RadixTree:
         Args:
             node, depth: as `peek` answered.
         """
-        if depth < node.end:
+        if self._host is None or depth < node.end:
             return depth
         return self._structure.descend(node, tokens, limit, _anywhere)[1]
 
     def awaits_load(self, node: TreeNode, depth: int, tokens: bytes, limit: int) -> bool:
         """Whether the first page that `peek` did not match is being loaded."""
-        if depth < node.end or depth >= limit:
+        if self._host is None or depth < node.end or depth >= limit:
             return False
         child = node.children.get(self._structure.page(tokens, depth))
         return child is not None and bool(child.pages) and not self.residency.on_device(child)
@@ -103,9 +125,7 @@ class RadixTree:
 
         The caller locks it before anything else may evict.
         """
-        node, depth = self._structure.descend(
-            self.root(scope), tokens, limit, self.residency.on_device
-        )
+        node, depth = self._find(self.root(scope), tokens, limit)
         return self._structure.split(node, depth) if depth < node.end else node
 
     def match_host(self, node: TreeNode, tokens: bytes, limit: int) -> TreeNode:
@@ -123,7 +143,7 @@ class RadixTree:
         while node.parent is not None:
             node = node.parent
             parts.append(node.pages)
-        return [page for part in reversed(parts) for page in part]
+        return list(itertools.chain.from_iterable(reversed(parts)))
 
     @staticmethod
     def unlocked_pages(node: TreeNode | None) -> int:
@@ -153,21 +173,38 @@ class RadixTree:
     ) -> TreeNode:
         """Publish a running request's pages [node.end, end) below its locked `node`.
 
-        Stops where another request's copy is on the device already: a running request keeps its
-        own pages, since its page table is never rewritten. The tree owns what it takes from now on,
-        and the caller's lock moves to the node returned, which ends there.
+        Stops where another request's copy is on the device already (`accepts`): a running request
+        keeps its own pages, since its page table is never rewritten. The tree owns what it takes
+        from now on, and the caller's lock moves to the node returned, which ends there.
         """
         while node.end < end:
             child = node.children.get(self._structure.page(tokens, node.end))
             if child is None:
                 return self._attach(node, tokens, pages[node.end : end], end, priority)
-            if child.pages:
+            if not self._gives_way(child):
                 break
             child = self._structure.common_part(child, tokens, end)
             self.residency.pin(child)
-            self.residency.fill(child, pages[child.start : child.end])
+            its = pages[child.start : child.end]
+            if child.pages:
+                self.residency.replace(child, its)
+            else:
+                self.residency.fill(child, its)
             node = child
         return node
+
+    def accepts(self, node: TreeNode, page: bytes) -> bool:
+        """Whether `extend` takes pages of a running request that go on with `page` below `node`."""
+        child = node.children.get(page)
+        return child is None or self._gives_way(child)
+
+    def _gives_way(self, node: TreeNode) -> bool:
+        """Whether a running request's pages may take the place of a node's own, if it has any.
+
+        A request that computes what is cached does so for want of window pages, which its own pages
+        have: others that wait for them are spared the same.
+        """
+        return not node.pages or (self._windows is not None and not node.ref_count)
 
     def insert(
         self, node: TreeNode, tokens: bytes, pages: list[int], end: int, priority: int = 0
@@ -187,6 +224,8 @@ class RadixTree:
             its = pages[child.start : child.end]
             if child.pages:
                 duplicates += its
+                if self._windows is not None:
+                    self._windows.hand_over(its, child.pages)
             else:
                 self.residency.fill(child, its)
             reached = child

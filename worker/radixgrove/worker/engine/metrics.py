@@ -70,6 +70,10 @@ class EngineMetrics:
             "steps": counter("steps", "Steps computed."),
             "prompt_tokens": counter("prompt_tokens", "Prompt tokens of admitted requests."),
             "cached_tokens": counter("cached_tokens", "Prompt tokens taken from the prefix cache."),
+            "window_lost_tokens": counter(
+                "window_lost_tokens",
+                "Cached prompt tokens, computed anew because the window before them had gone.",
+            ),
             "generated_tokens": counter("generated_tokens", "Tokens generated."),
             "preemptions": counter("preemptions", "Requests preempted for lack of pages."),
             "evicted_pages": counter("evicted_pages", "Pages evicted from the prefix cache."),

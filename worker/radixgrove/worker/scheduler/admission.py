@@ -46,7 +46,7 @@ class Admission:
         counters: Counters,
     ) -> None:
         self.estimator = OutputEstimator()
-        self.in_flight_prefixes = InFlightPrefixes(config.page_size)
+        self.in_flight_prefixes = InFlightPrefixes(memory.tree)
         self.loads = None if memory.host is None else HostLoads(config, memory, counters)
         self._config = config
         self._memory = memory
@@ -272,6 +272,7 @@ class Admission:
                 sampling=request.submit.sampling,
             )
         )
+        step.shared_windows += self._memory.row_windows.held(row)
         self._batch.add_chunk(step, row)
         return True
 
@@ -292,6 +293,10 @@ class Admission:
         if below is not None and node is not None and self.loads is not None:
             step.awaited = max(step.awaited, below.loaded_by)
             self.loads.began(below.loaded_by, below.end - node.end)
+        behind = 0
+        if request.reads_cache and node is not None:
+            behind = memory.tree.behind_windows(node, tokens, limit)
+            active.matched += behind
         self._queue.remove(request)
         request.become(RequestState.PREFILL)
         self._batch.enter(active)
@@ -300,6 +305,7 @@ class Admission:
             request.cached_tokens = active.computed
             self._counters.prompt_tokens += request.prompt_len
             self._counters.cached_tokens += active.computed
+            self._counters.window_lost_tokens += behind * self._config.page_size
             self._first_time.append(request.request_id)
         return active
 

@@ -10,6 +10,7 @@ from radixgrove.worker.plan import NewRow, PrefillChunk, ShrunkRow
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.request import Request, RequestState, RunningRequest
+from radixgrove.worker.scheduler.row_windows import Entries
 from radixgrove.worker.scheduler.step_time import StepTime
 
 MakeRoom = Callable[[list[RunningRequest]], list[RunningRequest]]
@@ -26,6 +27,7 @@ class StepDraft:
     chunk_bounds: list[int] = field(default_factory=list)  # of the chunks that sample; likewise
     new_rows: list[NewRow] = field(default_factory=list)
     appended: list[tuple[int, int]] = field(default_factory=list)  # row, page
+    shared_windows: Entries = field(default_factory=list)  # of prefixes that new rows begin behind
     awaited: int = 0  # the last load with pages that a row reads
     time: StepTime | None = None  # None: its prefill is bounded by tokens alone
     seconds: float = math.inf  # that its prefill may still take

@@ -33,6 +33,8 @@ class SchedulerConfig:
     eviction_policy: EvictionPolicy = EvictionPolicy.LRU
     prefix_cache: bool = True
     num_host_pages: int = 0  # of the second tier; 0: there is none
+    num_window_pages: int = 0  # 0: pages have none, layers with a window keep all pages
+    window: int = 0  # tokens of the longest; 0: no layer has one
     host_write_policy: HostWritePolicy = HostWritePolicy.WRITE_THROUGH
     # Tokens a second; what a load saves and costs. A rate of 0 is not known.
     prefill_rate: float = 0.0
@@ -53,6 +55,10 @@ class SchedulerConfig:
             )
         if not 1 <= self.max_running <= self.max_rows or self.max_step_tokens < 1:
             raise ValueError("a step must hold at least one row and one token")
+        if self.num_window_pages and self.window < 1:
+            raise ValueError("window pages are for layers with a window")
+        if self.num_window_pages and self.num_host_pages:
+            raise ValueError("window pages are not copied to the host: a pool has them, or a host")
         if self.max_row_tokens < 1 or self.micro_batches < 1:
             raise ValueError("a row must get a token, and rows be in one batch, at least")
 
@@ -87,6 +93,8 @@ class SchedulerConfig:
             eviction_policy=settings.eviction_policy,
             prefix_cache=settings.prefix_cache,
             num_host_pages=info.num_host_pages,
+            num_window_pages=info.num_window_pages,
+            window=info.window,
             host_write_policy=settings.host_write_policy,
             prefill_rate=prefill_rate,
             host_rate=host_rate,

@@ -12,6 +12,7 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     host_cached_tokens: int = 0  # brought back from the host for a request
+    window_lost_tokens: int = 0  # cached, but computed anew: the window before them had gone
     generated_tokens: int = 0
     preemptions: int = 0
     finished: int = 0

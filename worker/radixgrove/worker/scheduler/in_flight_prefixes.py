@@ -5,6 +5,7 @@ from __future__ import annotations
 from radixgrove.protocol.blocks import TOKEN_BYTES
 from radixgrove.worker.cache.node import TreeNode
 from radixgrove.worker.cache.structure import common_pages
+from radixgrove.worker.cache.tree import RadixTree
 from radixgrove.worker.scheduler.request import RunningRequest
 
 # Fewer shared tokens are computed twice sooner than waited for.
@@ -17,9 +18,10 @@ class InFlightPrefixes:
     A waiting request shares that page if its match ends at the node and goes on with the page.
     """
 
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
-        self._page_bytes = page_size * TOKEN_BYTES
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
+        self._page_size = tree.page_size
+        self._page_bytes = tree.page_size * TOKEN_BYTES
         self._leaders: dict[tuple[TreeNode, bytes], RunningRequest] = {}
 
     def update(self, active: RunningRequest) -> None:
@@ -29,8 +31,7 @@ class InFlightPrefixes:
         if node is None or node.end >= active.length // self._page_size:
             return
         page = active.tokens[node.end * self._page_bytes : (node.end + 1) * self._page_bytes]
-        child = node.children.get(page)
-        if child is not None and child.pages:  # another copy is cached already; this one never is
+        if not self._tree.accepts(node, page):  # another copy is cached already; this one never is
             return
         claim = (node, page)
         if self._leaders.setdefault(claim, active) is active:

@@ -3,10 +3,14 @@ engine does so at its pulse when it logs at debug level."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 from radixgrove.protocol.errors import Defect
 from radixgrove.worker.cache.host_tier import HostTier
 from radixgrove.worker.cache.node import TreeNode
+from radixgrove.worker.cache.pool import Owner
 from radixgrove.worker.cache.tree import RadixTree
+from radixgrove.worker.cache.windows import WindowPages
 from radixgrove.worker.scheduler.memory import KVMemory
 from radixgrove.worker.scheduler.request import RequestState, RunningRequest
 
@@ -38,8 +42,23 @@ def check_memory(memory: KVMemory, active: list[RunningRequest], held: list[Tree
     memory.pool.check(of_requests, of_tree)
     if memory.host is not None:
         memory.host.pool.check([], [page for node in memory.tree.nodes() for page in node.host])
+    if memory.windows is not None:
+        _check_windows(memory, memory.windows, active)
     ends = [row.node for row in active if row.node is not None]
     check_tree(memory.tree, ends + held, memory.host)
+
+
+def _check_windows(memory: KVMemory, windows: WindowPages, active: list[RunningRequest]) -> None:
+    """Window pages are conserved, and rows pin what they have written or may yet attend to."""
+    pins: Counter[int] = Counter()
+    for row in active:
+        begin, end = row.window_from, row.window_to
+        pins.update(row.pages[begin:end])
+        if begin > windows.first_read(row.next_query) or end != memory.pages_for(row.launched):
+            raise InvariantError(f"{row.request.request_id}: window pages {begin} to {end} only")
+    pool = memory.pool
+    unowned = (Owner.FREE, Owner.RETIRED)
+    windows.check(pins, [page for page in range(pool.num_pages) if pool.owner(page) in unowned])
 
 
 def check_tree(tree: RadixTree, locked: list[TreeNode], host: HostTier | None) -> None:

@@ -10,9 +10,11 @@ from radixgrove.worker.cache.node import TreeNode
 from radixgrove.worker.cache.pool import Owner, PagePool
 from radixgrove.worker.cache.timeline import Fence, Timeline
 from radixgrove.worker.cache.tree import RadixTree
+from radixgrove.worker.cache.windows import WindowPages
 from radixgrove.worker.plan import PageCopies
 from radixgrove.worker.scheduler.config import SchedulerConfig
 from radixgrove.worker.scheduler.request import Request, RunningRequest
+from radixgrove.worker.scheduler.row_windows import RowWindows
 
 
 class RowTable:
@@ -42,13 +44,23 @@ class RowTable:
 
 
 class KVMemory:
-    """Page pool, radix tree, host tier and row table of one device, on one clock."""
+    """Page pools, radix tree, host tier and row table of one device, on one clock."""
 
     def __init__(
         self, config: SchedulerConfig, hasher: Callable[[str], BlockHasher] | None
     ) -> None:
         self.timeline = Timeline()
-        self.pool = PagePool(config.num_pages, self.timeline)
+        self.windows: WindowPages | None = None
+        if config.num_window_pages:
+            self.windows = WindowPages(
+                config.num_pages,
+                config.num_window_pages,
+                config.window,
+                config.page_size,
+                self.timeline,
+            )
+        drop = None if self.windows is None else self.windows.drop
+        self.pool = PagePool(config.num_pages, self.timeline, on_release=drop)
         self.host: HostTier | None = None
         if config.num_host_pages:
             self.host = HostTier(
@@ -58,8 +70,15 @@ class KVMemory:
                 config.eviction_policy,
             )
         self.tree = RadixTree(
-            self.pool, self.timeline, config.page_size, config.eviction_policy, hasher, self.host
+            self.pool,
+            self.timeline,
+            config.page_size,
+            config.eviction_policy,
+            hasher,
+            self.host,
+            self.windows,
         )
+        self.row_windows = RowWindows(self.windows, config.page_size)
         self.rows = RowTable(config.max_rows, self.timeline)
         self.page_size = config.page_size
         self._caching = config.prefix_cache
@@ -117,7 +136,7 @@ class KVMemory:
             self.tree.residency.record_hit(prefix, request.submit.priority)
             pages = self.tree.path_pages(prefix) + pages[count:]
         computed = cached * self.page_size
-        return RunningRequest(
+        active = RunningRequest(
             request=request,
             row=self.rows.take(),
             tokens=tokens,
@@ -129,7 +148,10 @@ class KVMemory:
             prefilled=computed,
             capacity=len(pages) * self.page_size,
             tokens_left=request.limit - len(request.output),
+            matched=cached,
         )
+        self.row_windows.enter(active, cached)
+        return active
 
     def publish(self, active: RunningRequest) -> None:
         """Let others match the full pages that a row in prefill has computed."""
@@ -147,6 +169,7 @@ class KVMemory:
         keep = self.pages_for(active.launched)
         surplus = active.pages[keep:]
         if surplus:
+            self.row_windows.cut(active, keep)
             del active.pages[keep:]
             active.capacity = keep * self.page_size
             active.announced = min(active.announced, keep)
@@ -155,6 +178,7 @@ class KVMemory:
     def release(self, active: RunningRequest) -> None:
         """The only way out of a row: cache what is computed and new, retire the rest."""
         active.live = False
+        self.row_windows.leave(active)
         pages, node = active.pages, active.node
         if node is not None:
             full = node.end if active.spoiled else active.computed // self.page_size
@@ -176,6 +200,8 @@ class KVMemory:
     def collect(self, step_id: int) -> None:
         self.timeline.collected = step_id
         self.pool.reclaim()
+        if self.windows is not None:
+            self.windows.reclaim()
         self.rows.collect(step_id)
 
     def take_copies(self) -> tuple[list[PageCopies], list[PageCopies]]:

@@ -162,6 +162,10 @@ class RunningRequest:
     prefilled: int  # of `tokens`: their KV is written, and is not written again
     capacity: int  # tokens that `pages` hold
     tokens_left: int  # what it may still generate if steps in flight yield all they may
+    matched: int = 0  # of `pages`, whose tokens the cache held at admission, usable or not
+    # Where there are window pages: those of pages [window_from, window_to) are pinned by this row.
+    window_from: int = 0
+    window_to: int = 0
     held: bool = False  # decodes only after a step in flight has been collected
     turn: int = 0  # of the batch, in which it was sampled last
     spoiled: bool = False  # its values are NaN: nothing of it is to be cached
@@ -174,6 +178,11 @@ class RunningRequest:
         the last of a row's tokens."""
         length = self.request.length
         return length - 1 if length > self.length else self.prefilled
+
+    @property
+    def next_query(self) -> int:
+        """The first position that a step which is yet to be planned may compute."""
+        return min(self.launched, self.request.length - 1)
 
     @property
     def in_prefill(self) -> bool:

@@ -144,6 +144,7 @@ class Scheduler:
             pages_evictable=tree.residency.evictable,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
+            window_lost_tokens=counters.window_lost_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
             evicted_pages=tree.residency.evicted,
@@ -286,8 +287,11 @@ class Scheduler:
         self, step: StepDraft, saves: list[PageCopies], loads: list[PageCopies]
     ) -> StepPlan:
         """Account for a step as in flight."""
-        timeline = self.memory.timeline
+        timeline, row_windows = self.memory.timeline, self.memory.row_windows
+        prefilling = [active for active, _ in step.chunks]
+        window_pages = step.shared_windows + row_windows.assign(step.decodes, prefilling)
         timeline.launched += 1
+        row_windows.move_on(prefilling)
         if self.config.max_step_seconds is not None:
             self.work = _with_chunks(self.work, step)
         plan = StepPlan(
@@ -295,6 +299,7 @@ class Scheduler:
             shrunk_rows=self._batch.take_shrunk(),
             new_rows=step.new_rows,
             appended_pages=step.appended,
+            window_pages=window_pages,
             prefills=[chunk for _, chunk in step.chunks],
             decodes=[active.row for active in step.decodes],
             bounds=step.chunk_bounds + step.decode_bounds,
