@@ -11,10 +11,12 @@ POISON = VOCAB - 1
 CLEAN = list(range(1, 13))  # three pages of four
 BAD = [*CLEAN, POISON, *range(13, 24)]
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+WINDOWS = pytest.mark.parametrize("window", [0, 6], ids=["no window", "window"])
 
 
-def poisoned(depth: int = 1, **changes: object) -> Harness:
-    harness = Harness(depth, **changes)
+def poisoned(depth: int = 1, window: int = 0, **changes: object) -> Harness:
+    num_window_pages = 64 if window else 0
+    harness = Harness(depth, window=window, num_window_pages=num_window_pages, **changes)
     harness.executor.poison = POISON
     return harness
 
@@ -32,9 +34,12 @@ def fill(harness: Harness, name: str, prompt: list[int]) -> None:
 
 
 @DEPTHS
+@WINDOWS
 @pytest.mark.parametrize("step_tokens", [64, 8], ids=["one chunk", "chunks"])
-def test_it_ends_with_an_error_and_caches_nothing(depth: int, step_tokens: int) -> None:
-    harness = poisoned(depth, max_step_tokens=step_tokens)
+def test_it_ends_with_an_error_and_caches_nothing(
+    depth: int, window: int, step_tokens: int
+) -> None:
+    harness = poisoned(depth, window, max_step_tokens=step_tokens)
     fill(harness, "bad", BAD)
     assert_failed(harness, "bad")
     assert harness.scheduler.memory.tree.residency.num_pages == 0
@@ -53,8 +58,9 @@ def test_what_others_computed_before_stays(depth: int) -> None:
 
 
 @DEPTHS
-def test_others_go_on(depth: int) -> None:
-    harness = poisoned(depth, max_step_tokens=64)
+@WINDOWS
+def test_others_go_on(depth: int, window: int) -> None:
+    harness = poisoned(depth, window, max_step_tokens=64)
     for number in range(3):
         harness.submit(request(f"good-{number}", [30 + number, *CLEAN], 6))
         harness.submit(request(f"bad-{number}", [30 + number, *BAD], 6))

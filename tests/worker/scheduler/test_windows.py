@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixgrove.protocol.settings import EvictionPolicy, SchedulePolicy
+from radixgrove.protocol.settings import EvictionPolicy, SchedulePolicy, WorkerSettings
 from radixgrove.worker.cache.pool import PoolError
 from radixgrove.worker.messages import CacheMode
+from radixgrove.worker.scheduler.config import SchedulerConfig
 from tests.conftest import examples
 from tests.worker.scheduler.harness import DEFAULTS, Harness, request
 from tests.worker.scheduler.test_host_tier import random_use
@@ -180,6 +181,12 @@ def test_window_pages_need_a_window_and_no_host() -> None:
         replace(DEFAULTS, num_window_pages=8, window=4, num_host_pages=8)
 
 
+def test_the_device_says_how_many_there_are() -> None:
+    info = windowed(24, page_size=4).executor.info
+    config = SchedulerConfig.resolve(WorkerSettings(model="m"), info, on_cpu=True)
+    assert (config.num_window_pages, config.window) == (24, WINDOW)
+
+
 def test_fewer_than_running_rows_need_is_a_defect_that_is_named() -> None:
     harness = windowed(2)
     harness.submit(request("r", LONG, 2))
@@ -199,7 +206,7 @@ def setup_of(random: Random) -> dict[str, object]:
         "max_rows": random.randint(2, 4),
         "max_step_tokens": random.choice([4, 8, 24]),
     }
-    num_pages = 72 // page + random.choice([0, 4, 20, 60])
+    num_pages = 72 // page + random.choice([0, 4, 20, 120])
     return {
         **sizes,
         "num_pages": num_pages,

@@ -113,10 +113,11 @@ class WindowPages:
             warm: whether a prefix ends so soon behind it that a request may begin there.
         """
         place = self._held_by(page)
-        if not self._pins[place]:
+        pins = self._pins[place] - 1
+        if pins < 0:
             raise PoolError(f"window page {place} is unpinned once too often")
-        self._pins[place] -= 1
-        if not self._pins[place]:
+        self._pins[place] = pins
+        if not pins:
             (self._warm if warm else self._cold)[place] = self._clock.launched
 
     # ---- leaving ---------------------------------------------------------------------------------
@@ -125,7 +126,9 @@ class WindowPages:
         """Take back the window pages of `pages`, those that have one: no row pins them."""
         for page in pages:
             if (place := self._of[page]) != _NONE:
-                self._free(place)
+                if self._pins[place]:
+                    raise PoolError(f"window page {place} is given up, but pinned")
+                self._give_up([place], Fence(self._unqueue(place)))
 
     def hand_over(self, givers: list[int], takers: list[int]) -> None:
         """Of pages that no row uses to others with the same tokens one by one, where these have
@@ -144,21 +147,24 @@ class WindowPages:
 
     def _make_room(self, count: int) -> None:
         """Evict until `count` are free, what no step in flight reads: others would free nothing."""
+        short = count - self._pool.free
+        evicted: list[int] = []
         for cached in (self._cold, self._warm):
-            while self._pool.free < count and cached:
+            while len(evicted) < short and cached:
                 place = next(iter(cached))
                 if cached[place] > self._clock.collected:
                     break
-                self._free(place)
-                self.version += 1
+                del cached[place]
+                evicted.append(place)
+        if evicted:
+            self._give_up(evicted, Fence())
+            self.version += 1
 
-    def _free(self, place: int) -> None:
-        if self._pins[place]:
-            raise PoolError(f"window page {place} is given up, but pinned")
-        fence = self._unqueue(place)
-        self._of[self._page[place]] = _NONE
-        self._page[place] = _NONE
-        self._pool.release([place], Owner.REQUEST, Fence(fence))
+    def _give_up(self, places: list[int], fence: Fence) -> None:
+        for place in places:
+            self._of[self._page[place]] = _NONE
+            self._page[place] = _NONE
+        self._pool.release(places, Owner.REQUEST, fence)
 
     def _unqueue(self, place: int) -> int:
         """It is not cached any more; returns the last step that may read it."""

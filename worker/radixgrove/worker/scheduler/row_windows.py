@@ -32,7 +32,8 @@ class RowWindows:
         if self._windows is None:
             return []
         begin, end = active.window_from, active.window_to
-        return _entries(active, begin, self._windows.find(active.pages[begin:end]))
+        found = self._windows.find(active.pages[begin:end])
+        return [(active.row, index, page) for index, page in enumerate(found, begin)]
 
     def assign(self, decodes: list[RunningRequest], chunks: list[RunningRequest]) -> Entries:
         """Window pages for what the step that is planned writes, up to `launched` of its rows."""
@@ -41,20 +42,24 @@ class RowWindows:
         size = self._page_size
         short = [active for active in decodes if active.launched > active.window_to * size]
         self.move_on(short)
-        entries: Entries = []
+        places: list[tuple[int, int]] = []
+        pages: list[int] = []
         for active in (*short, *chunks):
             begin, end = active.window_to, -(-active.launched // size)
-            entries += _entries(active, begin, self._windows.assign(active.pages[begin:end]))
+            places += [(active.row, index) for index in range(begin, end)]
+            pages += active.pages[begin:end]
             active.window_to = end
-        return entries
+        assigned = zip(places, self._windows.assign(pages), strict=True)
+        return [(row, index, window_page) for (row, index), window_page in assigned]
 
     def move_on(self, rows: Iterable[RunningRequest]) -> None:
         """Let go of what is behind the windows of all queries that are not launched yet."""
         if self._windows is not None:
             for active in rows:
                 first = self._windows.first_read(active.next_query)
-                self._unpin(active, active.window_from, first)
-                active.window_from = max(active.window_from, first)
+                if first > active.window_from:
+                    self._unpin(active, active.window_from, first)
+                    active.window_from = first
 
     def cut(self, active: RunningRequest, keep: int) -> None:
         """The row loses its pages behind the first `keep`."""
@@ -91,7 +96,3 @@ class RowWindows:
             active.matched - span <= index < active.matched
             or last - span <= index < prompt // self._page_size
         )
-
-
-def _entries(active: RunningRequest, begin: int, window_pages: list[int]) -> Entries:
-    return [(active.row, index, page) for index, page in enumerate(window_pages, begin)]
