@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from radixgrove.protocol.settings import Device, DType, WorkerSettings
-from radixgrove.worker.execution import assembly
+from radixgrove.worker.execution.assembly import LoadedModel
 from radixgrove.worker.execution.build import build_rank
 from radixgrove.worker.messages import Submit
 from tests.worker.execution import tiny
@@ -57,9 +57,8 @@ def test_texts_are_those_of_layers_that_keep_all_pages(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny.save(kind, tmp_path)
-    monkeypatch.setattr(assembly, "WINDOW_PAGES", True)
     windowed, window_pages = serve_all(tmp_path)
-    monkeypatch.setattr(assembly, "WINDOW_PAGES", False)
+    monkeypatch.setattr(LoadedModel, "windows", None)
     whole, none = serve_all(tmp_path)
     assert 0 < window_pages < 60
     assert none == 0

@@ -21,13 +21,13 @@ from radixgrove.service.machine import memory_limit
 from radixgrove.worker.agent.progress import memory_arithmetic
 from radixgrove.worker.attention.kv_pool import KvGroup, KvShape
 from radixgrove.worker.engine.executor import build_executor
-from radixgrove.worker.execution import assembly, memory, trial
+from radixgrove.worker.execution import memory, trial
 from radixgrove.worker.execution.choices import Limits, fit_length
 from radixgrove.worker.execution.memory import (
     GIB,
     CudaUse,
     MemoryShortage,
-    WindowPages,
+    WindowSizing,
     check_weights,
     cpu_kv_tokens,
     cuda_kv_tokens,
@@ -204,7 +204,7 @@ LIMITS = Limits(max_running=256, max_step_tokens=8192, depth=2, micro_batches=1,
 def window_pages(layers: int = 24, windowed: int = 12, *, host_tier: bool = False) -> Any:
     attention = SimpleNamespace(window=128, windowed=frozenset(range(windowed)))
     config: Any = SimpleNamespace(attention=attention, num_layers=layers)
-    return WindowPages.of(config, LIMITS, 16, host_tier=host_tier)
+    return WindowSizing.of(config, LIMITS, 16, host_tier=host_tier)
 
 
 def test_running_rows_and_the_cache_have_window_pages() -> None:
@@ -306,7 +306,6 @@ def test_an_engine_has_window_pages_where_they_make_room(
     limited: dict[str, int], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without `kv_tokens` all rows at full length fit the pool: nothing is to be gained."""
-    monkeypatch.setattr(assembly, "WINDOW_PAGES", True)
     tiny.save("gemma3", tmp_path)
     phases: list[PhaseReport] = []
     executor, info = build_executor(
@@ -321,7 +320,6 @@ def test_an_engine_has_window_pages_where_they_make_room(
 def test_ranks_with_room_for_fewer_window_pages_bind_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "WINDOW_PAGES", True)
     monkeypatch.setattr(memory, "_CPU_POOL_BYTES", 1 << 23)
     tiny.save("gemma3", tmp_path, max_position_embeddings=4096)
 

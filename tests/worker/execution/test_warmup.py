@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixgrove.worker.execution import assembly
 from radixgrove.worker.execution.runner import Runner
 from radixgrove.worker.execution.warmup import exercise, measure_prefill, rehearse_decodes
 from radixgrove.worker.plan import StepPlan
@@ -58,7 +57,6 @@ def test_decodes_beside_a_chunk_behind_a_prefix_and_alone(
 
 def test_warm_up_writes_to_window_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token that it computes has a place that it may be written to."""
-    monkeypatch.setattr(assembly, "WINDOW_PAGES", True)
     tiny.save("gemma3", tmp_path)
     runner = make_runner(tmp_path, kv_tokens=4096, max_step_tokens=64)
     info = runner.info

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from radixgrove.protocol.settings import KVDType
-from radixgrove.worker.execution import assembly
+from radixgrove.worker.execution.assembly import LoadedModel
 from radixgrove.worker.execution.runner import Runner
 from tests.worker.execution import reference, tiny
 from tests.worker.execution.driver import Driver, Generated, cpu_runner, greedy
@@ -20,11 +20,6 @@ from tests.worker.execution.test_stage_graphs import Pipeline
 
 HYBRIDS = ("gemma3", "gpt-oss", "qwen2-window")
 PROMPTS = tiny.prompts()[2:]
-
-
-@pytest.fixture(autouse=True)
-def _window_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "WINDOW_PAGES", True)
 
 
 def make_runner(directory: Path, **settings: object) -> Runner:
@@ -90,7 +85,7 @@ def test_float8_pages_are_given_up_as_others_are(
 ) -> None:
     tiny.save("gpt-oss", tmp_path)
     few = Driver(make_runner(tmp_path, kv_dtype=KVDType.FP8_E4M3)).generate(PROMPTS, greedy(16))
-    monkeypatch.setattr(assembly, "WINDOW_PAGES", False)
+    monkeypatch.setattr(LoadedModel, "windows", None)
     all_kept = cpu_runner(tmp_path, page_size=8, kv_dtype=KVDType.FP8_E4M3)
     assert all_kept.info.num_window_pages == 0
     assert all_kept.info.window == 20
@@ -119,7 +114,7 @@ def test_stages_take_the_same_plans(
     driver = Driver(pipeline)
     results = driver.generate(PROMPTS, greedy(16), chunk=10)
     assert driver.given
-    monkeypatch.setattr(assembly, "WINDOW_PAGES", False)
+    monkeypatch.setattr(LoadedModel, "windows", None)
     assert texts(results) == texts(Driver(cpu_runner(tmp_path)).generate(PROMPTS, greedy(16)))
 
 

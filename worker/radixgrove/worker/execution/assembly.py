@@ -10,7 +10,7 @@ from radixgrove.protocol.settings import AttentionChoice, WorkerSettings
 from radixgrove.worker.attention.kv_pool import KvShape
 from radixgrove.worker.execution.choices import Limits
 from radixgrove.worker.execution.graphs import ladder
-from radixgrove.worker.execution.memory import WindowPages
+from radixgrove.worker.execution.memory import WindowSizing
 from radixgrove.worker.execution.page_copier import page_copier
 from radixgrove.worker.execution.pinned import HostMemory
 from radixgrove.worker.execution.prefill_graphs import token_ladder
@@ -23,9 +23,6 @@ from radixgrove.worker.parallel.member import Member
 from radixgrove.worker.plan import ExecutorInfo
 
 Report = Callable[[PhaseReport], None]
-
-# Layers with a window keep all pages until the scheduler gives out window pages.
-WINDOW_PAGES = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +46,10 @@ class LoadedModel:
         self.report(PhaseReport(state, message, fraction))
 
     @property
-    def windows(self) -> WindowPages | None:
+    def windows(self) -> WindowSizing | None:
         """What layers with a window keep; None: all pages."""
-        if not WINDOW_PAGES:
-            return None
         page_size, host_tier = self.settings.page_size, self.memory is not None
-        return WindowPages.of(self.config, self.limits, page_size, host_tier=host_tier)
+        return WindowSizing.of(self.config, self.limits, page_size, host_tier=host_tier)
 
     def assemble(
         self,

@@ -31,7 +31,7 @@ from radixgrove.worker.execution.loading import load_model
 from radixgrove.worker.execution.memory import (
     GIB,
     MemoryShortage,
-    WindowPages,
+    WindowSizing,
     check_weights,
     cpu_kv_tokens,
     cuda_kv_tokens,
@@ -270,7 +270,7 @@ def _pool_sizes(loaded: LoadedModel, longest: int) -> tuple[int, int]:
     return tokens, window_pages
 
 
-def _measured_room(loaded: LoadedModel, longest: int) -> Callable[[WindowPages | None], int]:
+def _measured_room(loaded: LoadedModel, longest: int) -> Callable[[WindowSizing | None], int]:
     """From what layers with a window keep to the tokens of this rank's pool."""
     settings, shape, member = loaded.settings, loaded.shape, loaded.member
     wanted = loaded.limits.max_running * longest

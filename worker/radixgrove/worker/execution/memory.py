@@ -64,7 +64,7 @@ def kv_shape(
 
 
 @dataclass(frozen=True, slots=True)
-class WindowPages:
+class WindowSizing:
     """How many window pages a pool has beside its pages: of a whole model, whatever its stages.
 
     Attributes:
@@ -82,7 +82,7 @@ class WindowPages:
     @classmethod
     def of(
         cls, config: ModelConfig, limits: Limits, page_size: int, *, host_tier: bool
-    ) -> WindowPages | None:
+    ) -> WindowSizing | None:
         """None: layers with a window keep all pages. Where there are none, or no others, that costs
         nothing; and a host tier holds whole pages."""
         attention = config.attention
@@ -155,7 +155,7 @@ def cpu_kv_tokens(
     wanted: int,
     ranks: int,
     host_pages: int = 0,
-    windows: WindowPages | None = None,
+    windows: WindowSizing | None = None,
 ) -> int:
     """Tokens of a CPU pool, after the weights are loaded.
 
@@ -180,7 +180,7 @@ def cuda_kv_tokens(
     use: CudaUse,
     wanted: int,
     ranks: int = 1,
-    windows: WindowPages | None = None,
+    windows: WindowSizing | None = None,
 ) -> int:
     """Tokens of a CUDA pool: what `memory_fraction` leaves beside everything measured.
 
@@ -236,7 +236,7 @@ def cuda_shortage(device: torch.device, doing: str) -> str:
     )
 
 
-def _fixed(kv_tokens: int, shape: KvShape, budget: int, windows: WindowPages | None) -> int:
+def _fixed(kv_tokens: int, shape: KvShape, budget: int, windows: WindowSizing | None) -> int:
     pages = kv_tokens // shape.page_size
     if pages < 1:
         raise MemoryShortage(f"kv_tokens {kv_tokens} is less than one page of {shape.page_size}")
@@ -249,14 +249,14 @@ def _fixed(kv_tokens: int, shape: KvShape, budget: int, windows: WindowPages | N
     return pages * shape.page_size
 
 
-def _fitting(budget: int, shape: KvShape, windows: WindowPages | None) -> int:
+def _fitting(budget: int, shape: KvShape, windows: WindowSizing | None) -> int:
     """The most that `kv_tokens` can be."""
     whole = max(budget, 0) // shape.bytes_per_token
     most = _most_pages(budget, shape, windows)
     return most * shape.page_size if windows and windows.beside(most) else whole
 
 
-def _most_pages(budget: int, shape: KvShape, windows: WindowPages | None) -> int:
+def _most_pages(budget: int, shape: KvShape, windows: WindowSizing | None) -> int:
     """That fit, with window pages beside them whether these are worth it or not."""
     whole = max(budget, 0) // shape.page_bytes
     if windows is None:
@@ -270,7 +270,7 @@ def _most_pages(budget: int, shape: KvShape, windows: WindowPages | None) -> int
     return bisect_right(range(bound + 1), budget, key=needed) - 1
 
 
-def _pool_tokens(budget: int, shape: KvShape, wanted: int, windows: WindowPages | None) -> int:
+def _pool_tokens(budget: int, shape: KvShape, wanted: int, windows: WindowSizing | None) -> int:
     page = shape.page_size
     pages = min(_most_pages(budget, shape, windows), -(-wanted // page))
     if pages < 1:
