@@ -7,8 +7,8 @@ COMPILE := uv pip compile --universal --generate-hashes --no-header --quiet
 CLUSTER_PYTHON := $(BIN)/python
 # Tests and clusters start hundreds of processes: what they import is compiled once.
 unexport PYTHONDONTWRITEBYTECODE
-# Eight processes of tests for two cores, files whole as far as that keeps all busy.
-SPREAD ?= --numprocesses auto --maxprocesses 8 --dist worksteal
+# Eight processes of tests for two cores, each with whole files (tests/whole_files.py).
+SPREAD ?= --numprocesses auto --maxprocesses 8 --dist loadfile
 # Drills judge how long clients wait.
 DRILL_SPREAD ?= --numprocesses 3 --dist worksteal
 SINCE ?= main

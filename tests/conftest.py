@@ -55,12 +55,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.timeout(_CLUSTER_TIMEOUT))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow ones begin first, so that fewer of them are left for the end."""
-    items.sort(key=lambda item: not item.get_closest_marker("slow"))
-
-
 def pytest_collection_finish() -> None:
     """What was collected stays: no collection of garbage need walk it."""
     gc.freeze()
@@ -87,11 +81,15 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    if config.getvalue("dist") != "loadscope":
-        return None
-    from tests.cluster.side_by_side import ByGroup
+    if config.getvalue("dist") == "loadfile":
+        from tests.whole_files import WholeFiles
 
-    return ByGroup(config, log)
+        return WholeFiles(config, log)
+    if config.getvalue("dist") == "loadscope":
+        from tests.cluster.side_by_side import ByGroup
+
+        return ByGroup(config, log)
+    return None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,6 +10,7 @@ import os
 import sys
 from collections import defaultdict
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,12 @@ def _repaired_interpreter() -> None:
         from tests.kernels.interpreter import repair
 
         repair()
+
+
+@pytest.fixture
+def hopper_cache(request: pytest.FixtureRequest) -> Path:
+    """What an earlier run has compiled; Triton knows it by source, options and its own version."""
+    return Path(request.config.cache.mkdir("triton-sm90"))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,28 @@
+"""Kernels compiled for Hopper, without a GPU, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SHARED_MEMORY_BYTES = 232_448  # a block's limit on compute capability 9.0
+
+
+def compiled(cache: Path, *arguments: str) -> list[tuple[str, int, int, int]]:
+    """Name, registers, bytes of stack and of shared memory of what `compile_sm90.py` compiles."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    script = Path(__file__).with_name("compile_sm90.py")
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (line.split() for line in done.stdout.splitlines())
+    return [(name, *map(int, numbers)) for name, *numbers in lines]  # type: ignore[misc]
