@@ -69,12 +69,16 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Processes of tests have their share of the cores, and begin with all imported."""
-    from tests.preloading import Preloaded
+    from tests.preloading import Preloaded, files_below
+    from tests.rewriting import rewrite_all
 
     # Else each of them, and each process that it starts, would compute with a thread a core.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, CORES // len(specs))))
-    preloaded = Preloaded(Path(argument.partition("::")[0]) for argument in config.args)
+    paths = [Path(argument.partition("::")[0]).absolute() for argument in config.args]
+    preloaded = Preloaded(paths)
     config.add_cleanup(preloaded.close)
+    if not sys.dont_write_bytecode:
+        rewrite_all(files_below(paths), config)
     for spec in specs:
         spec.python = preloaded.python
 

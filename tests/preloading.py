@@ -66,14 +66,20 @@ class Preloaded:
         self._directory.cleanup()
 
 
-def imports_below(paths: Iterable[Path]) -> Iterator[str]:
-    """Statements that import packages, at the top of test files and of their `conftest.py`."""
+def files_below(paths: Iterable[Path]) -> Iterator[Path]:
+    """Test files at or below some paths, and their `conftest.py`."""
     for path in paths:
         for file in path.rglob("*.py") if path.is_dir() else [path, path.parent / "conftest.py"]:
             if file.name.startswith(("test_", "conftest")) and file.exists():
-                for node in ast.parse(file.read_text()).body:
-                    if isinstance(node, (ast.Import, ast.ImportFrom)) and _is_loaded(node):
-                        yield ast.unparse(node)
+                yield file
+
+
+def imports_below(paths: Iterable[Path]) -> Iterator[str]:
+    """Statements that import packages, at the top of those files."""
+    for file in files_below(paths):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)) and _is_loaded(node):
+                yield ast.unparse(node)
 
 
 def _is_loaded(node: ast.Import | ast.ImportFrom) -> bool:
