@@ -10,7 +10,6 @@ import yaml
 from pydantic import ValidationError
 
 from radixgrove.operator.api import crd
-from radixgrove.operator.api.spec import duration, quantity, seconds
 from radixgrove.operator.render.revision import (
     InvalidEngine,
     config_map_data,
@@ -228,23 +227,3 @@ def test_a_size_without_a_unit_is_refused_when_it_is_written_and_served_where_it
     assert (re.search(pattern, value) is not None) == admitted
     stored = revision(hardware={"device": "cpu", field: value})
     assert thaw(config_map_data(stored, "team-a.llama", CONFIG)) == stored
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("90m", 5400), ("1h30m5s", 5405), ("10s", 10), ("", 0)]
-)
-def test_durations(text: str, value: float) -> None:
-    assert seconds(text) == value
-
-
-@pytest.mark.parametrize(
-    ("length", "text"), [(0, "0s"), (90, "1m30s"), (5400, "1h30m"), (1800.4, "30m"), (7, "7s")]
-)
-def test_durations_are_written_as_they_are_read(length: float, text: str) -> None:
-    assert duration(length) == text
-    assert seconds(text) == round(length)
-
-
-@pytest.mark.parametrize(("text", "value"), [("64Gi", 64 * 2**30), ("500m", 0.5), ("2", 2)])
-def test_quantities(text: str, value: float) -> None:
-    assert quantity(text) == value

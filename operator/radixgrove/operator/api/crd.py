@@ -12,8 +12,9 @@ import yaml
 from pydantic import BaseModel
 
 from radixgrove.operator.api import names
-from radixgrove.operator.api.spec import MAX_NAME, WORDS, InferenceServiceSpec, SpecModel
+from radixgrove.operator.api.spec import MAX_NAME, InferenceServiceSpec, SpecModel
 from radixgrove.operator.api.status import InferenceServiceStatus
+from radixgrove.operator.api.values import WORDS
 
 Schema = dict[str, Any]
 

@@ -18,7 +18,7 @@ from kubernetes import client, config
 
 from radixgrove.operator.api import metrics, names
 from radixgrove.operator.api.objects import KindName, Object
-from radixgrove.operator.api.spec import quantity
+from radixgrove.operator.api.values import quantity
 from radixgrove.protocol.errors import Interrupted, PeerError
 
 T = TypeVar("T", bound=Mapping[str, Any])

@@ -11,8 +11,9 @@ import math
 from dataclasses import dataclass
 
 from radixgrove.operator.api import times
-from radixgrove.operator.api.spec import Autoscaling, seconds
+from radixgrove.operator.api.spec import Autoscaling
 from radixgrove.operator.api.status import AutoscalingStatus
+from radixgrove.operator.api.values import seconds
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 from radixgrove.operator.api import names, times
 from radixgrove.operator.api.config import OperatorConfig
-from radixgrove.operator.api.spec import duration
 from radixgrove.operator.api.status import (
     AutoscalingStatus,
     Condition,
@@ -18,6 +17,7 @@ from radixgrove.operator.api.status import (
     MemberStatus,
     ModelStatus,
 )
+from radixgrove.operator.api.values import duration
 from radixgrove.operator.planning.demand import DEFAULT_SCHEDULER
 from radixgrove.operator.planning.diagnosis import Problem, problem
 from radixgrove.operator.planning.model_cache import CacheStep

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from radixgrove.operator.api.spec import duration
+from radixgrove.operator.api.values import duration
 from radixgrove.operator.planning.observed import Group, Pod
 from radixgrove.service import exit_codes
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from radixgrove.operator.api import times
-from radixgrove.operator.api.spec import Recovery, RecoveryPolicy, seconds
+from radixgrove.operator.api.spec import Recovery, RecoveryPolicy
 from radixgrove.operator.api.status import MAX_DETAIL, GroupPhase, GroupStatus, PodRecord
+from radixgrove.operator.api.values import seconds
 from radixgrove.operator.planning.demand import Node
 from radixgrove.operator.planning.observed import Group, Pod
 

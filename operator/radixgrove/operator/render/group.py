@@ -9,7 +9,8 @@ from typing import Any
 from radixgrove.operator.api import names
 from radixgrove.operator.api.config import OperatorConfig
 from radixgrove.operator.api.objects import Object, PodSpec
-from radixgrove.operator.api.spec import ConfigMapFile, DeviceKind, Network, quantity
+from radixgrove.operator.api.spec import ConfigMapFile, DeviceKind, Network
+from radixgrove.operator.api.values import quantity
 from radixgrove.operator.render.common import (
     Service,
     container_security_context,

@@ -29,8 +29,8 @@ from radixgrove.operator.api.spec import (
     PodFields,
     SpecModel,
     Startup,
-    seconds,
 )
+from radixgrove.operator.api.values import seconds
 from radixgrove.protocol.errors import InvalidInput
 from radixgrove.protocol.settings import WorkerSettings
 
