@@ -47,8 +47,8 @@ class LoadedModel:
 
     @property
     def windows(self) -> WindowSizing | None:
-        """What layers with a window keep; None: all pages, as on a GPU, until more of its steps have
-        been compared with those of a CPU."""
+        """What layers with a window keep; None: all pages, as on a GPU, until more of its steps
+        have been compared with those of a CPU."""
         if self.model.device.type == "cuda":
             return None
         page_size, host_tier = self.settings.page_size, self.memory is not None
