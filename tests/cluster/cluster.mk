@@ -9,7 +9,7 @@ SIDE_BY_SIDE ?= -n 3 --dist loadscope
 IMAGES := $(if $(RADIXGROVE_TEST_KUBECONFIG),,cluster-images)
 CLUSTER := $(CLUSTER_PYTHON) -m tests.cluster.harness
 
-.PHONY: cluster-build cluster-prepare cluster-images cluster-up cluster-down test-cluster test-cluster-rights test-cluster-slow demo-cluster
+.PHONY: cluster-build cluster-prepare cluster-images cluster-up cluster-down test-cluster test-cluster-rights test-cluster-both test-cluster-slow demo-cluster
 
 cluster-build: ## build the programs of Kubernetes into the user's cache (cold: about 13 minutes)
 	$(CLUSTER) build
@@ -31,6 +31,10 @@ test-cluster: cluster-build cluster-prepare $(IMAGES) ## run the tests that need
 
 test-cluster-rights: cluster-build cluster-prepare $(IMAGES) ## take every right from the operator in turn; uninstall the chart
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" $(SIDE_BY_SIDE) tests/operator/kube/test_rbac.py tests/cluster/test_upgrade.py
+
+test-cluster-both: cluster-build cluster-prepare $(IMAGES) ## those two in one go
+	$(CLUSTER_PYTHON) -m pytest -m cluster $(SIDE_BY_SIDE) $(CLUSTER_TESTS) \
+	  --ignore tests/cluster/test_demo.py --ignore tests/cluster/test_worker_image.py
 
 test-cluster-slow: cluster-build cluster-prepare ## all of the slow ones: those, the demonstration, the worker's image, which has CUDA
 	$(CLUSTER_PYTHON) -m pytest -m "cluster and slow" -o timeout=1800
