@@ -16,7 +16,9 @@ from benchmarks import results
 from benchmarks.correctness.subject import Generated
 
 BATCH = 25  # texts a forward pass of the reference
-ROUTER_TIE = 1e-5  # between logits of experts in float32: several times their rounding
+# Between logits of experts in float32, which differ by up to 1.6e-6 with the batch.
+ROUTER_TIE = 3e-6
+_ROUTER_TIES = 2  # texts that may go on otherwise for it; a half of one is to be expected of 50
 
 
 class Report:
@@ -146,22 +148,23 @@ class Judge:
     def disagreement(self, prompts: list[list[int]], out: list[Generated]) -> tuple[str, int]:
         """The first token that is not transformers' choice, if any, and the number of ties.
 
-        Where experts of a text so far are a tie, which rounding decides, it may go on otherwise.
+        Where experts of a text so far are a tie, which rounding decides, it may go on otherwise; of
+        more than two texts that is no excuse.
         """
         texts = [p + g.token_ids for p, g in zip(prompts, out, strict=True)]
         self._judge(prompts, texts)
-        ties = 0
+        ties = excused = 0
         for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             for at, gap in enumerate(self._gaps[tuple(text)]):
                 if gap > self.tie:
                     margin = self.exact.router_margin(text[: len(prompt) + at])
-                    if margin < ROUTER_TIE:
-                        ties += 1
+                    if margin < ROUTER_TIE and excused < _ROUTER_TIES:
+                        excused += 1
                         break
                     what = f"differs at token {at}, {gap:.2e} below the best"
                     return f"prompt {index} {what}; experts {margin:.1e} apart", ties
                 ties += gap > 0
-        return "", ties
+        return "", ties + excused
 
     def _judge(self, prompts: list[list[int]], texts: list[list[int]]) -> None:
         """How far each generated token is below transformers' best one, for texts not seen yet."""

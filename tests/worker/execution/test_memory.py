@@ -254,6 +254,25 @@ def test_stages_with_layers_of_one_kind_have_room_for_as_many_pages_as_they_say(
             assert shape.pool_bytes(most, windows.most(most) + 2) > left
 
 
+@pytest.mark.parametrize("total", [18.5, 19.0, 19.5, 20.0, 24.0, 40.0])
+def test_the_remedy_for_kv_tokens_that_do_not_fit_is_fewer(total: float) -> None:
+    """Of few, layers with a window keep all pages, of more not: each has a remedy of its own."""
+    windows, use = window_pages(), replace(USE, total=int(total * GIB))
+    refused = 0
+    for tokens in (1_000, 60_000, 118_400, 131_040, 200_000, 800_000):
+        fixed = settings(kv_tokens=tokens)
+        try:
+            cuda_kv_tokens(fixed, HYBRID, use, wanted=1 << 30, windows=windows)
+        except MemoryShortage as shortage:
+            refused += 1
+            named = int(str(shortage).rpartition(" ")[2])
+            assert 0 <= named < tokens
+            if named >= 16:
+                fewer = settings(kv_tokens=named)
+                cuda_kv_tokens(fewer, HYBRID, use, wanted=1 << 30, windows=windows)
+    assert refused
+
+
 def test_kv_tokens_are_kept_with_window_pages_beside_them() -> None:
     windows = window_pages()
     use = replace(USE, total=40 * GIB)  # 20.75 GiB for KV: 453,290 tokens if all are kept

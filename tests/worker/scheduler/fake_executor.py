@@ -160,6 +160,8 @@ class FakeExecutor:
             self._kv_positions[page] = _EMPTY
             self._rows[row].pages.append(page)
         entered = {new.row for new in plan.new_rows}
+        given = {(row, index) for row, index, _ in plan.window_pages}
+        assert len(given) == len(plan.window_pages), "a device writes entries in any order"
         for row, index, page in plan.window_pages:
             self._place(row, index, page, entered=row in entered)
 

@@ -244,16 +244,18 @@ def _fixed(kv_tokens: int, shape: KvShape, budget: int, windows: WindowSizing | 
     if needed > budget:
         raise MemoryShortage(
             f"kv_tokens {kv_tokens} needs {_gib(needed)}, but {_gib(max(budget, 0))} are free; "
-            f"lower kv_tokens to {_fitting(budget, shape, windows)}"
+            f"lower kv_tokens to {_fitting(budget, shape, windows, pages)}"
         )
     return pages * shape.page_size
 
 
-def _fitting(budget: int, shape: KvShape, windows: WindowSizing | None) -> int:
-    """The most that `kv_tokens` can be."""
+def _fitting(budget: int, shape: KvShape, windows: WindowSizing | None, pages: int) -> int:
+    """The most that `kv_tokens` can be below `pages`, which do not fit."""
     whole = max(budget, 0) // shape.bytes_per_token
+    if windows is None or not windows.beside(pages):
+        return whole  # fewer pages have no window pages beside them either
     most = _most_pages(budget, shape, windows)
-    return most * shape.page_size if windows and windows.beside(most) else whole
+    return most * shape.page_size if windows.beside(most) else whole
 
 
 def _most_pages(budget: int, shape: KvShape, windows: WindowSizing | None) -> int:
@@ -267,7 +269,7 @@ def _most_pages(budget: int, shape: KvShape, windows: WindowSizing | None) -> in
 
     # Of `needed` no less than the cache's part of each page.
     bound = (whole + 2) * (windows.window + _CACHED_PROMPT) // windows.window
-    return bisect_right(range(bound + 1), budget, key=needed) - 1
+    return bisect_right(range(bound + 1), max(budget, 0), key=needed) - 1
 
 
 def _pool_tokens(budget: int, shape: KvShape, wanted: int, windows: WindowSizing | None) -> int:
